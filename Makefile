@@ -1,0 +1,59 @@
+# Everything a person or CI calls. Needs only python3 (3.10 to 3.13) and make.
+# Variables: PYTHON (interpreter), VENV (where to install), TORCH (pip requirement),
+#            DATA (text for the quickstart), ARGS (extra arguments for the command that runs).
+PYTHON ?= python3
+VENV   ?= .venv
+PY      = $(VENV)/bin/python
+MINOR   = $(shell $(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# torch 2.13.0 is the version tested on Python 3.11; other Pythons take the newest that fits.
+TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint format mutants bench-gpu clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@echo "megatron_burst: BurstAttention context parallelism for Megatron-Core"; echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo; echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=<pip requirement> DATA=<text> ARGS=<more arguments>"
+
+install: $(VENV)/.ready-test ## create VENV and install the package with all that its tests need
+
+quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
+	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: $(VENV)/.ready-test ## run the tests
+	@$(PY) -m pytest $(ARGS) < /dev/null
+
+lint: $(VENV)/.ready-test ## ruff (rules and format) and pyright
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m pyright --pythonpath $(PY)
+
+format: $(VENV)/.ready-test ## let ruff rewrite what it can
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests catch each
+	@$(PY) tests/mutants.py $(ARGS) < /dev/null
+
+bench-gpu: $(VENV)/.ready-test ## correctness and speed on one GPU (says so and stops where there is none)
+	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)
+
+clean: ## remove virtual environments, caches and build output (runs/ stays)
+	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp per set of extras: a second call does nothing, a new pyproject.toml installs again.
+$(VENV)/.ready-%: pyproject.toml setup.py
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "make: there is no $(PYTHON) here; name an interpreter: make PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else \
+	  "make: $(PYTHON) is Python %d.%d; megatron_burst needs 3.10 to 3.13: make PYTHON=python3.12" % v)'
+	@$(PY) -m pip --version > /dev/null 2>&1 || { echo "== creating $(VENV)"; \
+	  $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "make: $(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }; }
+	@echo "== installing $(TORCH) and megatron_burst[$*] into $(VENV) (minutes the first time: torch is large)"
+	@$(PY) -m pip install --disable-pip-version-check "$(TORCH)"
+	@$(PY) -m pip install --disable-pip-version-check -e ".[$*]"
+	@touch $@ $(if $(filter test,$*),$(VENV)/.ready-examples)

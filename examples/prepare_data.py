@@ -1,0 +1,261 @@
+"""Turn text into a Megatron indexed dataset (PREFIX.bin, PREFIX.idx) with Megatron-Core's builder.
+
+Used by `make quickstart`, and alone:
+
+    python examples/prepare_data.py                          # source files of the standard library
+    python examples/prepare_data.py --data ~/notes           # your own text: a folder or one file
+    python examples/prepare_data.py --data corpus/my_prefix  # an existing .bin/.idx, linked
+
+Owns the decision what a token is: one byte (0 to 255), and 256 at the end of each document. Beside
+the dataset it writes PREFIX.json (documents, tokens, vocabulary size, unigram entropy in nats per
+token). PREFIX carries a fingerprint of the source, so an unchanged source is not built again and
+Megatron's own index cache never outlives a change. Knows nothing of models or of parallelism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+EOD = 256  # end of document; bytes are 0 to 255
+FORMAT = 1  # part of the fingerprint: a change in how datasets are written builds them anew
+STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where tokens come from: `files` to be read as documents, or an existing `prefix`."""
+
+    name: str
+    title: str
+    files: tuple[Path, ...] = ()
+    prefix: Path | None = None
+    skipped: int = 0
+
+    def fingerprint(self) -> str:
+        """Eight hex digits that change when a file's path, size or modification time does."""
+        parts = self.files or tuple(Path(f"{self.prefix}{end}") for end in (".bin", ".idx"))
+        digest = hashlib.sha256(str(FORMAT).encode())
+        for path in parts:
+            stat = path.stat()
+            digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+        return digest.hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What was prepared. `prefix` is Megatron's --data-path; the rest is in PREFIX.json."""
+
+    prefix: str
+    source: str
+    documents: int
+    tokens: int
+    vocab_size: int
+    unigram_entropy_nats: float
+
+
+def find_source(data: str | None) -> Source:
+    """Say what `data` (DATA, --data) names; None is the standard library's own source files.
+
+    Raises ValueError when it names nothing that exists or nothing that holds text.
+    """
+    if data is None:
+        return _standard_library()
+    path = Path(data).expanduser()
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if all(Path(f"{prefix}{end}").is_file() for end in (".bin", ".idx")):
+        return _existing(prefix.resolve())
+    if path.is_file():
+        path = path.resolve()
+        return Source(path.stem, f"the file {path}", files=(path,))
+    if path.is_dir():
+        return _folder(path.resolve())
+    raise ValueError(
+        f"DATA (--data) is {data!r}, which does not exist: name a folder of text files, one file, "
+        "or a Megatron prefix with both PREFIX.bin and PREFIX.idx"
+    )
+
+
+def _existing(prefix: Path) -> Source:
+    """A Megatron dataset somebody else wrote, told by the first bytes of its index."""
+    with Path(f"{prefix}.idx").open("rb") as index:
+        if not index.read(9).startswith(b"MMIDIDX"):
+            raise ValueError(
+                f"DATA (--data) is {str(prefix)!r}, but {prefix}.idx is not a Megatron index: "
+                "write it with Megatron's preprocess_data, or name the text itself"
+            )
+    return Source(prefix.name, f"the Megatron dataset {prefix}", prefix=prefix)
+
+
+def _standard_library() -> Source:
+    """The .py files of the running interpreter's standard library, in sorted order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [p for p in sorted(root.rglob("*.py")) if not STDLIB_SKIPS & set(p.parts)]
+    files = [p for p in files if p.is_file() and p.stat().st_size]
+    if not files:
+        raise ValueError(
+            f"DATA (--data) is not given and this Python has no source files under {root}: "
+            "name a folder of text files or one file with DATA"
+        )
+    version = ".".join(map(str, sys.version_info[:3]))
+    title = f"the source files of Python {version}'s standard library"
+    return Source("python-stdlib", title, tuple(files))
+
+
+def _folder(root: Path) -> Source:
+    """Every file below `root` that is neither hidden, empty nor binary (a NUL byte early on)."""
+    visible = (
+        p
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and not any(part.startswith(".") for part in p.relative_to(root).parts)
+    )
+    files, skipped = [], 0
+    for path in visible:
+        with path.open("rb") as file:
+            head = file.read(8192)
+        if head and b"\0" not in head:
+            files.append(path)
+        else:
+            skipped += 1
+    if not files:
+        raise ValueError(
+            f"DATA (--data) is {str(root)!r}, a folder without text files ({skipped} empty or "
+            "binary files were passed over): name a folder that holds text, or one file"
+        )
+    return Source(root.name or "root", f"the folder {root}", tuple(files), skipped=skipped)
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution `counts` (integers, any shape) describes.
+
+    It is the loss of the best model that knows how often each token occurs and nothing else.
+    """
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def documents(files: tuple[Path, ...]) -> Iterator[np.ndarray]:
+    """The tokens of each file: its bytes, then EOD; int32 [bytes + 1]."""
+    for path in files:
+        text = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+        yield np.append(text.astype(np.int32), np.int32(EOD))
+
+
+def import_indexed_dataset() -> ModuleType:
+    """Megatron-Core's module, without what it warns of on machines that lack Apex and TE."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
+def build(source: Source, prefix: Path, console: Console) -> None:
+    """Write `source.files` as PREFIX.bin and PREFIX.idx; a half-written pair is never left."""
+    import torch
+
+    indexed_dataset = import_indexed_dataset()
+    partial = prefix.with_name(f"partial-{os.getpid()}-{prefix.name}")
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{partial}.bin", dtype=np.uint16)
+    columns = (TextColumn("  tokens"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=sum(p.stat().st_size for p in source.files))
+            for tokens in documents(source.files):
+                builder.add_document(torch.from_numpy(tokens), [len(tokens)])
+                progress.advance(bar, len(tokens) - 1)
+        builder.finalize(f"{partial}.idx")
+        for end in (".bin", ".idx"):
+            os.replace(f"{partial}{end}", f"{prefix}{end}")
+    finally:
+        builder.data_file.close()
+        Path(f"{partial}.bin").unlink(missing_ok=True)
+
+
+def link(source: Source, prefix: Path) -> None:
+    """Let PREFIX.bin and PREFIX.idx point to the user's own dataset, which stays untouched."""
+    for end in (".bin", ".idx"):
+        place = Path(f"{prefix}{end}")
+        place.unlink(missing_ok=True)
+        place.symlink_to(f"{source.prefix}{end}")
+
+
+def measure(source: Source, prefix: Path) -> Dataset:
+    """Count what PREFIX holds; the vocabulary is the largest token plus one, at least 257."""
+    index = import_indexed_dataset().IndexedDataset(str(prefix)).index
+    tokens = np.memmap(f"{prefix}.bin", dtype=index.dtype, mode="r")
+    counts = np.zeros(EOD + 1, dtype=np.int64)
+    for start in range(0, len(tokens), 1 << 24):
+        part = np.bincount(tokens[start : start + (1 << 24)])
+        counts = np.pad(counts, (0, max(0, len(part) - len(counts))))
+        counts[: len(part)] += part
+    return Dataset(
+        prefix=str(prefix),
+        source=source.title,
+        documents=len(index.document_indices) - 1,
+        tokens=len(tokens),
+        vocab_size=len(counts),
+        unigram_entropy_nats=unigram_entropy(counts),
+    )
+
+
+def prepare(data: str | None, folder: Path, seq_length: int, console: Console) -> Dataset:
+    """Build or reuse the dataset of `data` in `folder` and return it.
+
+    Raises ValueError when `data` names no text, or too little for one sequence of `seq_length`
+    tokens (which needs seq_length + 1: the last token is only predicted).
+    """
+    source = find_source(data)
+    prefix = folder.resolve() / f"{source.name}-{source.fingerprint()}"
+    summary = Path(f"{prefix}.json")
+    if summary.is_file() and Path(f"{prefix}.idx").is_file():
+        dataset = Dataset(**(json.loads(summary.read_text()) | {"prefix": str(prefix)}))
+    else:
+        console.print(f"  reading {source.title}")
+        folder.mkdir(parents=True, exist_ok=True)
+        build(source, prefix, console) if source.files else link(source, prefix)
+        dataset = measure(source, prefix)
+        summary.write_text(json.dumps(asdict(dataset), indent=1) + "\n")
+    if source.skipped:
+        console.print(f"  passed over {source.skipped} empty or binary files")
+    if dataset.tokens < seq_length + 1:
+        raise ValueError(
+            f"DATA (--data): {dataset.source} holds {dataset.tokens:,} tokens, one sequence of "
+            f"--seq-length {seq_length} needs {seq_length + 1:,}: give more text with DATA "
+            "or a smaller --seq-length"
+        )
+    return dataset
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="folder, file or .bin/.idx prefix (default: Python's own)")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/data"))
+    parser.add_argument("--seq-length", type=int, default=4096, help="refuse less text than this")
+    args = parser.parse_args()
+    console = Console(highlight=False)
+    try:
+        dataset = prepare(args.data, args.output_dir, args.seq_length, console)
+    except ValueError as error:
+        sys.exit(f"prepare_data: {error}")
+    console.print(
+        f"{dataset.documents:,} documents, {dataset.tokens:,} tokens, unigram entropy "
+        f"{dataset.unigram_entropy_nats:.3f} nats per token\n{dataset.prefix}",
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
