@@ -1,0 +1,95 @@
+"""The local attention on one device: one protocol, one table.
+
+A kernel computes one pair of shards, given as spans of positions and a mask. It must not know
+ranks, schedules or communication. `TABLE` is the only list of kernels; `make` turns a name
+into one that can serve the given device, and refuses the rest.
+
+Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h),
+d width of queries and keys, w width of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..layout import Span
+from ..masks import Mask
+from .aten import AtenKernel, CpuFlash, CudaCudnn, CudaFlash
+from .reference import ReferenceKernel
+
+
+class Rows(NamedTuple):
+    """A query chunk in backward. `out` is None where the queries are visiting: it did not travel.
+
+    q [s, b, h, d]; dout [s, b, h, w]; lse, delta [s, b, h] in the accumulation dtype: the
+    log-sum-exp over the whole sequence and delta = rowsum(dout * out); out [s, b, h, w] or None.
+    """
+
+    q: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    out: torch.Tensor | None = None
+
+
+class Kernel(Protocol):
+    name: str
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
+        ...
+
+    def plan(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
+        """What `forward` and `backward` need to know of a pair; None if nothing is visible."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scale: float
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Partial results (rows, out [.., b, h, w], lse [.., b, h]) to be merged, in any order."""
+        ...
+
+    def backward(
+        self,
+        rows: Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scale: float,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        """Add this pair's gradients to dq [s, b, h, d], dk [t, b, k, d], dv [t, b, k, w].
+
+        None stands for a gradient nobody wants.
+        """
+        ...
+
+
+def _aten(device: torch.device) -> Kernel:
+    return AtenKernel("aten", CudaFlash() if device.type == "cuda" else CpuFlash())
+
+
+TABLE: dict[str, Callable[[torch.device], Kernel]] = {
+    "aten": _aten,
+    "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
+    "reference": lambda device: ReferenceKernel(),
+}
+
+
+def make(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+    """The kernel called `name` ("auto": aten) for tensors like q, k, v.
+
+    Raises ValueError if there is no such kernel or it cannot serve these tensors.
+    """
+    if name != "auto" and name not in TABLE:
+        raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
+    kernel = TABLE["aten" if name == "auto" else name](q.device)
+    reason = kernel.refusal(q, k, v)
+    if reason:
+        raise ValueError(f"kernel {kernel.name} {reason}; kernel='reference' takes anything")
+    return kernel

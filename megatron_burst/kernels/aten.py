@@ -1,0 +1,174 @@
+"""torch's own flash attention operators: CPU flash, CUDA flash, cuDNN.
+
+Stock backward operators want the attention output. Where queries are visiting it did not
+travel, and a stand-in is rebuilt from what did, so no operator needs a patch (see `stand_in`).
+Decides how a tile becomes one operator call; knows nothing of ranks or communication.
+
+Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Span
+from ..masks import Mask
+from .tiles import Tile, tiles
+
+if TYPE_CHECKING:
+    from . import Rows
+
+aten = torch.ops.aten
+
+
+class Operator(Protocol):
+    """One stock operator pair on [b, h, s, d]; lse is [b, h, s]; widths of q, k, v are equal."""
+
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    multiple: int  # widths must be a multiple of this
+
+    def forward(self, q, k, v, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float): ...
+
+
+class CpuFlash:
+    device = "cpu"
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    multiple = 1
+
+    def forward(self, q, k, v, causal, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+
+
+class CudaFlash:
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    multiple = 8
+
+    def forward(self, q, k, v, causal, scale):
+        result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return result[0], result[1]
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        sizes = (None, None, q.shape[2], k.shape[2])
+        return aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, seed, offset, scale=scale
+        )
+
+
+class CudaCudnn:
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    multiple = 8
+
+    def forward(self, q, k, v, causal, scale):
+        result = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        return result[0], result[1].reshape(q.shape[:3])
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
+        sizes = (None, None, q.shape[2], k.shape[2])
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *sizes,
+            0.0, causal, scale=scale,
+        )  # fmt: skip
+
+
+class AtenKernel:
+    def __init__(self, name: str, operator: Operator):
+        self.name = name
+        self.operator = operator
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        operator = self.operator
+        if q.device.type != operator.device:
+            return f"runs on {operator.device} tensors, got {q.device.type}"
+        if q.dtype not in operator.dtypes:
+            return f"takes {', '.join(map(str, operator.dtypes))}, got {q.dtype}"
+        if q.shape[-1] % operator.multiple or v.shape[-1] % operator.multiple:
+            widths = (q.shape[-1], v.shape[-1])
+            return f"needs widths that {operator.multiple} divides, got {widths}"
+        return None
+
+    def plan(
+        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
+    ) -> tuple[Tile, ...] | None:
+        return tiles(mask, q_spans, k_spans) or None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Sequence[Tile], scale: float
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+        q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
+        for rows, columns, triangle in work:
+            out, lse = self.operator.forward(
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], triangle, scale
+            )
+            yield rows, out.permute(2, 0, 1, 3)[..., :value_width], lse.permute(2, 0, 1)
+
+    def backward(
+        self,
+        rows: Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Sequence[Tile],
+        scale: float,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        width = max(k.shape[-1], v.shape[-1])
+        out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
+        dout, out, q, k, v = (
+            _heads_first(_widen(x, width)) for x in (rows.dout, out, rows.q, k, v)
+        )
+        lse = rows.lse.permute(1, 2, 0)
+        for tile in work:
+            r, c = tile.rows, tile.columns
+            grads = self.operator.backward(
+                dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r],
+                tile.triangle, scale,
+            )  # fmt: skip
+            for total, grad, part in zip((dq, dk, dv), grads, (r, c, c), strict=True):
+                if total is not None:
+                    total[part] += grad.permute(2, 0, 1, 3)[..., : total.shape[-1]]
+
+
+def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """An O' with rowsum(dout * O') = delta, for operators that insist on an output.
+
+    dout [s, b, h, w], delta [s, b, h] -> [s, b, h, w] in the dtype of dout. With m the largest
+    |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2), and 0 where dout is 0.
+    Without the scaling by m rows of tiny gradients lose all accuracy.
+    """
+    wide = dout.to(delta.dtype)
+    m = wide.abs().amax(dim=-1, keepdim=True)
+    m = torch.where(m == 0, torch.ones_like(m), m)
+    n = wide / m
+    norm = n.square().sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    return (n * (delta.unsqueeze(-1) / m / norm)).to(dout.dtype)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[s, b, h, d] -> [b, h, s, d], a view."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad the last dimension with zeros: they change no score and no sum."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,89 @@
+"""The specification: dense attention by the book, for any dtype, device and mask.
+
+Computes in the accumulation dtype and materialises every score. Slow on purpose; every other
+kernel is judged against it, and it is itself judged against matrices written by hand.
+Shape letters as in `kernels`; g = h / k query heads share a key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..layout import Span
+from ..masks import Cover, Mask, cover
+
+if TYPE_CHECKING:
+    from . import Rows
+
+
+class ReferenceKernel:
+    name = "reference"
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        return None
+
+    def plan(
+        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
+    ) -> torch.Tensor | None:
+        """bool [s, t]: which local row sees which local column."""
+        if cover(mask, q_spans, k_spans) == Cover.EMPTY:
+            return None
+        q, k = (np.concatenate([s.positions() for s in spans]) for spans in (q_spans, k_spans))
+        return torch.from_numpy(np.array(mask.visible(q[:, None], k[None, :])))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: torch.Tensor, scale: float
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        scores = _scores(q, k, work, scale)
+        lse = torch.logsumexp(scores, dim=-1)
+        out = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, lse), _wide(v))
+        yield slice(None), out.flatten(2, 3), _rows_last(lse)
+
+    def backward(
+        self,
+        rows: Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: torch.Tensor,
+        scale: float,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        scores = _scores(rows.q, k, work, scale)
+        grouped = (k.shape[2], -1)
+        lse, delta = (x.unflatten(2, grouped).permute(1, 2, 3, 0) for x in (rows.lse, rows.delta))
+        p = _probabilities(scores, lse)
+        dout = _wide(rows.dout).unflatten(2, grouped)
+        dp = torch.einsum("sbkgw,tbkw->bkgst", dout, _wide(v))
+        ds = p * (dp - delta.unsqueeze(-1)) * scale
+        if dq is not None:
+            dq += torch.einsum("bkgst,tbkd->sbkgd", ds, _wide(k)).flatten(2, 3)
+        if dk is not None:
+            dk += torch.einsum("bkgst,sbkgd->tbkd", ds, _wide(rows.q).unflatten(2, grouped))
+        if dv is not None:
+            dv += torch.einsum("bkgst,sbkgw->tbkw", p, dout)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """[b, k, g, s, t], -inf where `table` is False."""
+    scores = torch.einsum("sbkgd,tbkd->bkgst", _wide(q).unflatten(2, (k.shape[2], -1)), _wide(k))
+    return (scores * scale).masked_fill(~table.to(q.device), float("-inf"))
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(scores - lse), 0 in rows that saw nothing."""
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+
+
+def _rows_last(lse: torch.Tensor) -> torch.Tensor:
+    """[b, k, g, s] -> [s, b, h]."""
+    return lse.permute(3, 0, 1, 2).flatten(2, 3)

@@ -1,0 +1,42 @@
+"""Merging partial attention results by online softmax (BurstEngine Algorithm 1).
+
+Accumulators are float32 (float64 for float64 inputs). A row that saw nothing has lse = -inf
+and out = 0 and stays so until a partial result sees something. Nothing here knows ranks.
+
+Shape letters: s query rows, b batch, h query heads, d value width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Where sums over ranks are kept: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_result(q: torch.Tensor, width: int) -> Partial:
+    """(out [s, b, h, width] = 0, lse [s, b, h] = -inf) for queries q [s, b, h, d]."""
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros((*q.shape[:-1], width), dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+    return out, lse
+
+
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, out_new: torch.Tensor, lse_new: torch.Tensor
+) -> None:
+    """Merge (out_new, lse_new) into (out, lse), in place.
+
+    out, out_new [s, b, h, d]; lse, lse_new [s, b, h], natural log. The new pair may have a
+    lower precision than the accumulators.
+    """
+    total = torch.logaddexp(lse, lse_new.to(lse.dtype))
+    # Where neither side saw anything total is -inf, and -inf - -inf would be NaN.
+    base = total.masked_fill(total == float("-inf"), 0.0)
+    out.mul_(torch.exp(lse - base).unsqueeze(-1))
+    out.addcmul_(out_new.to(out.dtype), torch.exp(lse_new - base).unsqueeze(-1))
+    lse.copy_(total)

@@ -1,0 +1,199 @@
+"""What each rank computes, sends and receives at each step, as data.
+
+The executor runs a schedule, the byte counters check it, cost reads it. It knows rank
+numbers and the grid of nodes; no tensors, no sizes, no process groups.
+
+Every rank computes one (query chunk, key chunk) pair per step. One family of chunks travels,
+the other stays: in forward, and in backward with side "kv", keys and values travel; in
+backward with side "query" the queries do, with what belongs to them. Gradients of the
+travelling family travel behind it and end at their owner.
+
+Time is counted in boundaries: boundary t lies before step t, boundaries after the last step
+drain what is still in flight. At a boundary first everything that lands there is waited for,
+then everything posted there is started; a hop that lands where it is posted blocks.
+
+Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, compute before
+communication; LoongTrain section 4.3 for `double_ring`. Variant of the gradient traffic: what
+a rank adds to its own gradient stays home, and so does what a node adds to its own, so that
+activations and gradients both make G - 1 hops (flat), or M (L - 1) intra-node and M - 1
+inter-node hops (M nodes of L ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALGORITHMS = ("burst", "double_ring", "ring")
+SIDES = ("kv", "query")
+
+
+class Grid(NamedTuple):
+    """`inter` nodes of `intra` ranks; rank = node * intra + index in the node."""
+
+    inter: int
+    intra: int
+
+    @property
+    def size(self) -> int:
+        return self.inter * self.intra
+
+    def link(self, src: int, dst: int) -> str:
+        """The link class between two ranks: "intra" within a node, else "inter"."""
+        return "intra" if src // self.intra == dst // self.intra else "inter"
+
+
+class Chunk(NamedTuple):
+    """What travels: a family ("kv", "query", or a gradient, "dkv", "dquery") of one owner."""
+
+    family: str
+    owner: int
+
+    @property
+    def gradient(self) -> bool:
+        return self.family.startswith("d")
+
+
+class Hop(NamedTuple):
+    """One chunk from rank `src` to rank `dst`, started at boundary `post`, there by `land`."""
+
+    chunk: Chunk
+    src: int
+    dst: int
+    ring: str  # "flat", "intra" or "inter": whose process group carries it
+    link: str  # "intra" or "inter": the link class it crosses
+    post: int
+    land: int
+
+
+class Pair(NamedTuple):
+    """The owners of the query chunk and the key chunk of one local attention."""
+
+    query: int
+    key: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What one rank does at one boundary, and the pair it computes after it (None: draining)."""
+
+    index: int
+    posts: tuple[Hop, ...]  # hops from or to this rank that start here
+    release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
+    pair: Pair | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One pass over the ring. Build it with `forward` or `backward`."""
+
+    algorithm: str
+    grid: Grid
+    side: str
+    gradients: bool
+
+    @property
+    def rings(self) -> Grid:
+        """The grid the chunks move on: one ring over all ranks is a single 'node' of G."""
+        return Grid(1, self.grid.size) if self.algorithm == "ring" else self.grid
+
+    def visitor(self, rank: int, step: int) -> int:
+        """The owner of the travelling chunk that `rank` computes with at `step`."""
+        nodes, width = self.rings
+        node, index = divmod(rank, width)
+        cycle, turn = divmod(step, width)
+        return (node - cycle) % nodes * width + (index - turn) % width
+
+    def pair(self, rank: int, step: int) -> Pair:
+        visitor = self.visitor(rank, step)
+        return Pair(rank, visitor) if self.side == "kv" else Pair(visitor, rank)
+
+    def sends(self, rank: int) -> Iterator[Hop]:
+        """Every hop that starts at `rank`."""
+        nodes, width = self.rings
+        for cycle in range(nodes):
+            first = cycle * width
+            for step in range(first, first + width - 1):
+                yield self._hop(rank, "intra", step, post=step, land=step + 1)
+            if cycle < nodes - 1:
+                yield self._hop(rank, "inter", first, post=first, land=first + width)
+            if self.gradients:
+                yield from self._gradient_sends(rank, cycle)
+
+    def _gradient_sends(self, rank: int, cycle: int) -> Iterator[Hop]:
+        """A gradient leaves after the step that added to it and travels during the next one.
+
+        Step 0 of a cycle adds to the gradient that this rank gathers for its node (in cycle 0:
+        its own), so the node's sum is whole one hop after the cycle; it crosses to the next
+        node during the cycle after that.
+        """
+        nodes, width = self.rings
+        first = cycle * width
+        blocks = self.algorithm == "double_ring"
+        for step in range(first + 1, first + width):
+            post = step + 1
+            yield self._hop(rank, "intra", step, post, post if blocks else post + 1, gradient=True)
+        if cycle > 0:
+            post = first + width + (1 if width > 1 else 0)
+            land = post if blocks else post + width
+            yield self._hop(rank, "inter", first, post, land, gradient=True)
+
+    def _hop(
+        self, rank: int, ring: str, step: int, post: int, land: int, gradient: bool = False
+    ) -> Hop:
+        """The hop of the chunk that visits `rank` at `step` to the next rank of `ring`."""
+        nodes, width = self.rings
+        node, index = divmod(rank, width)
+        if ring == "intra":
+            dst = node * width + (index + 1) % width
+        else:
+            dst = (node + 1) % nodes * width + index
+        chunk = Chunk("d" * gradient + self.side, self.visitor(rank, step))
+        ring = "flat" if self.algorithm == "ring" else ring
+        return Hop(chunk, rank, dst, ring, self.grid.link(rank, dst), post, land)
+
+    def receives(self, rank: int) -> Iterator[Hop]:
+        """Every hop that ends at `rank`."""
+        nodes, width = self.rings
+        node, index = divmod(rank, width)
+        before = {node * width + (index - 1) % width, (node - 1) % nodes * width + index}
+        for src in sorted(before - {rank}):
+            yield from (hop for hop in self.sends(src) if hop.dst == rank)
+
+    def program(self, rank: int) -> tuple[Boundary, ...]:
+        """The part of `rank`: its boundaries in order, the steps and the draining after them."""
+        size = self.grid.size
+        sends, receives = list(self.sends(rank)), list(self.receives(rank))
+        last_use = {Chunk(self.side, self.visitor(rank, step)): step + 1 for step in range(size)}
+        for hop in sends:
+            if not hop.chunk.gradient:
+                last_use[hop.chunk] = max(last_use[hop.chunk], hop.land)
+        end = max([size, *(hop.land for hop in sends + receives)])
+        return tuple(
+            Boundary(
+                index=index,
+                posts=tuple(hop for hop in sends + receives if hop.post == index),
+                release=tuple(chunk for chunk, use in last_use.items() if use == index),
+                pair=self.pair(rank, index) if index < size else None,
+            )
+            for index in range(end + 1)
+        )
+
+
+def forward(algorithm: str, grid: Grid) -> Schedule:
+    """The forward pass: keys and values travel, nothing comes home."""
+    return Schedule(_known(algorithm), grid, "kv", gradients=False)
+
+
+def backward(algorithm: str, grid: Grid, side: str, *, gradients: bool = True) -> Schedule:
+    """The backward pass; `gradients=False` where the travelling family needs no gradient."""
+    if side not in SIDES:
+        raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
+    return Schedule(_known(algorithm), grid, side, gradients)
+
+
+def _known(algorithm: str) -> str:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    return algorithm
