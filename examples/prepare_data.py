@@ -171,7 +171,8 @@ def build(source: Source, prefix: Path, console: Console) -> None:
     builder = indexed_dataset.IndexedDatasetBuilder(f"{partial}.bin", dtype=np.uint16)
     columns = (TextColumn("  tokens"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        shown = console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
             bar = progress.add_task("", total=sum(p.stat().st_size for p in source.files))
             for tokens in documents(source.files):
                 builder.add_document(torch.from_numpy(tokens), [len(tokens)])
@@ -223,7 +224,7 @@ def prepare(data: str | None, folder: Path, seq_length: int, console: Console) -
     if summary.is_file() and Path(f"{prefix}.idx").is_file():
         dataset = Dataset(**(json.loads(summary.read_text()) | {"prefix": str(prefix)}))
     else:
-        console.print(f"  reading {source.title}")
+        console.print(f"  reading {source.title}", markup=False)
         folder.mkdir(parents=True, exist_ok=True)
         build(source, prefix, console) if source.files else link(source, prefix)
         dataset = measure(source, prefix)

@@ -1,0 +1,151 @@
+"""The picture `make quickstart` leaves: the loss of both runs and how far they are apart.
+
+Owns the look of that picture and nothing else: everything it shows arrives as arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: no display is needed or opened
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+INK, GREY, RULE = "#1f2430", "#6b7280", "#e5e7eb"
+BURST, ONE_RANK, RESUMED = "#1d4ed8", "#ea580c", "#059669"
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": "#9ca3af",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "legend.facecolor": "white",
+    "legend.edgecolor": "white",
+    "legend.framealpha": 1.0,
+}
+FLOOR = 1e-9  # differences below it (0 among them) are drawn on it
+
+Curve = Mapping[int, float]  # step -> value
+
+
+def draw(
+    path: Path,
+    *,
+    losses: Mapping[str, Curve],
+    differences: Mapping[str, Curve],
+    entropy: float,
+    tolerance: float,
+    subtitle: str,
+    caption: str,
+) -> None:
+    """Write the PNG.
+
+    losses       "burst", "one_rank" and "resumed": nats per token by step
+    differences  label -> relative difference by step; labels start with the run they belong to
+    entropy      the data's unigram entropy, nats per token
+    tolerance    the largest relative difference that passes
+    """
+    with plt.rc_context(STYLE):
+        figure, (top, bottom) = plt.subplots(
+            2, 1, figsize=(9.6, 7.0), height_ratios=(2.5, 1), sharex=True, dpi=160
+        )
+        figure.subplots_adjust(left=0.085, right=0.965, top=0.865, bottom=0.165, hspace=0.1)
+        _loss_panel(top, losses, entropy)
+        _difference_panel(bottom, differences, tolerance)
+        figure.align_ylabels()
+        title = "BurstAttention on four ranks learns what one rank learns"
+        figure.text(0.085, 0.945, title, fontsize=15, fontweight="bold")
+        figure.text(0.085, 0.908, subtitle, fontsize=10, color=GREY)
+        note = "\n".join(textwrap.wrap(caption, 122))
+        figure.text(
+            0.085, 0.068, note, fontsize=7.6, color=GREY, va="top", family="DejaVu Sans Mono"
+        )
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _loss_panel(axes: Axes, losses: Mapping[str, Curve], entropy: float) -> None:
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.axhline(entropy, color=GREY, linewidth=1.1, linestyle=(0, (5, 3)), zorder=1)
+    burst = losses["burst"]
+    axes.plot(*_points(burst), color=BURST, linewidth=2, label="BurstAttention, 4 ranks as 2 x 2")
+    ring = {"linestyle": "none", "marker": "o", "markersize": 6, "markerfacecolor": "white"}
+    axes.plot(
+        *_points(losses["one_rank"]),
+        **ring,
+        color=ONE_RANK,
+        markeredgewidth=1.5,
+        label="Megatron's own attention, 1 rank",
+    )
+    axes.plot(
+        *_points(losses["resumed"]),
+        **ring | {"marker": "D", "markersize": 5},
+        color=RESUMED,
+        markeredgewidth=1.5,
+        label="resumed from the checkpoint on 2 ranks, striped",
+    )
+    last = max(burst)
+    axes.annotate(
+        f"unigram entropy of the text: {entropy:.2f}",
+        (last, entropy),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="right",
+        color=GREY,
+        fontsize=9.5,
+    )
+    axes.set_ylabel("loss, nats per token")
+    axes.legend(loc="upper right", labelspacing=0.45)
+
+
+def _difference_panel(axes: Axes, differences: Mapping[str, Curve], tolerance: float) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(FLOOR / 2, tolerance * 8)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
+    axes.axhline(tolerance, color=GREY, linewidth=1.1, linestyle=(0, (5, 3)))
+    for label, curve in differences.items():
+        color = ONE_RANK if label.startswith("1 rank") else RESUMED
+        filled = "loss" in label
+        axes.plot(
+            *_points({step: max(value, FLOOR) for step, value in curve.items()}),
+            color=color,
+            linewidth=1,
+            marker="o" if filled else "s",
+            markersize=4,
+            markerfacecolor=color if filled else "white",
+            label=label,
+        )
+    axes.annotate(
+        f"allowed: {_power(tolerance)}",
+        (0.0, tolerance),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 4),
+        textcoords="offset points",
+        color=GREY,
+        fontsize=9.5,
+    )
+    axes.set_ylabel("relative difference")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.legend(loc="center", ncols=1, fontsize=9, labelspacing=0.35)
+
+
+def _power(value: float) -> str:
+    """1e-4 as people write it, with a raised exponent."""
+    return f"$10^{{{round(math.log10(value))}}}$"
+
+
+def _points(curve: Curve) -> tuple[list[int], list[float]]:
+    steps = sorted(curve)
+    return steps, [curve[step] for step in steps]

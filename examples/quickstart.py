@@ -1,0 +1,271 @@
+"""Train a small GPT on four ranks, show that one rank learns the same, leave a picture of it.
+
+    make quickstart                 # or: python examples/quickstart.py --data FOLDER
+
+Drives `pretrain_gpt.py` three times (4 ranks with BurstAttention; the first steps on 1 rank with
+Megatron's own attention; the last steps again on 2 ranks from the checkpoint) and compares what
+the runs wrote. Owns the settings of this demonstration and what counts as "the same". Must not
+know how the model or the attention is made: it sees command lines and metrics only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import launch
+import plot
+import prepare_data
+from launch import Run
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+TOLERANCE = 1e-4  # largest relative difference in loss and in gradient norm, fp32
+MARGIN = 0.5  # nats the loss has to end below the unigram entropy of the default text
+LAST = 5  # steps whose mean is called the final loss
+MODEL = (
+    "--num-layers 3 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 "
+    "--num-query-groups 2 --micro-batch-size 1 --lr 3e-3 --seed 1234"
+)
+QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+@dataclass
+class Check:
+    """One thing the quickstart claims, what was measured, and whether the claim holds."""
+
+    claim: str
+    measured: str
+    passed: bool
+
+
+@dataclass
+class Results:
+    """Everything the summary, the picture and metrics.json are made from."""
+
+    data: prepare_data.Dataset
+    runs: dict[str, Run] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+
+
+def relative_differences(run: Run, reference: Run, key: str) -> dict[int, float]:
+    """|run - reference| / |reference| at each step of `run`; NaN counts as infinitely far.
+
+    Raises ValueError when `reference` lacks one of those steps.
+    """
+    ours, theirs = run.curve(key), reference.curve(key)
+    if missing := sorted(set(ours) - set(theirs)):
+        raise ValueError(f"steps {missing} of one run have no counterpart in the other")
+    apart = {step: abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in ours}
+    return {step: math.inf if math.isnan(value) else value for step, value in apart.items()}
+
+
+def compare(title: str, run: Run, reference: Run) -> list[Check]:
+    """Does `run` repeat `reference` in loss and gradient norm, at every step it made?"""
+    checks = []
+    for key, word in QUANTITIES.items():
+        apart = relative_differences(run, reference, key)
+        worst = max(apart, key=lambda step: apart[step])
+        checks.append(
+            Check(
+                f"{title}: {word}, steps {min(apart)} to {max(apart)}",
+                f"at most {apart[worst]:.1e} apart, relatively (allowed {TOLERANCE:.0e})",
+                apart[worst] <= TOLERANCE,
+            )
+        )
+    return checks
+
+
+def final_loss(run: Run) -> float:
+    """Mean loss of the last LAST steps, nats per token."""
+    last = sorted(run.steps)[-LAST:]
+    return sum(run.steps[step]["loss"] for step in last) / len(last)
+
+
+def learned(run: Run, entropy: float, required: bool) -> Check:
+    """Does the loss end well below what knowing the frequency of each token alone would give?"""
+    below = entropy - final_loss(run)
+    return Check(
+        f"it learns: ends {MARGIN} nats below the unigram entropy" + " or more" * required,
+        f"loss {final_loss(run):.3f}, entropy {entropy:.3f}: {below:.2f} nats below",
+        below >= MARGIN or not required,
+    )
+
+
+def run_all(args: argparse.Namespace, console: Console) -> Results:
+    """The four stages, each under a headline; returns what they measured."""
+    folder, saved = args.out.resolve(), args.steps - args.resume_steps
+    clear(folder)
+    headline(console, "1/4  text to a Megatron dataset")
+    data = prepare_data.prepare(args.data, folder.parent / "data", args.seq_length, console)
+    console.print(
+        f"  {data.documents:,} documents, {data.tokens:,} tokens of {data.source}; "
+        f"unigram entropy {data.unigram_entropy_nats:.3f} nats per token",
+        markup=False,
+    )
+    results = Results(data)
+    common = [*MODEL.split(), "--data-path", data.prefix, "--seq-length", str(args.seq_length)]
+    common += ["--train-iters", str(args.steps)]
+
+    def train(name: str, ranks: int, title: str, flags: str, *more: str) -> Run:
+        headline(console, title)
+        console.print(f"  starting {ranks} process{'es' * (ranks > 1)} (10 to 30 seconds)")
+        run = launch.train(name, ranks, [*common, *flags.split(), *more], folder)
+        results.runs[name] = run
+        return run
+
+    checkpoint = str(folder / "checkpoint")
+    main = train(
+        "burst",
+        4,
+        f"2/4  {args.steps} steps on 4 ranks with BurstAttention, 2 nodes x 2 ranks",
+        "--context-parallel-algo burst --context-parallel-size 4 "
+        f"--hierarchical-context-parallel-sizes 2 2 --save-interval {saved} --save",
+        checkpoint,
+    )
+    one_rank = train(
+        "one_rank",
+        1,
+        f"3/4  the first {args.compare_steps} steps on 1 rank with Megatron's own attention",
+        f"--context-parallel-algo megatron --exit-interval {args.compare_steps}",
+    )
+    resumed = train(
+        "resumed",
+        2,
+        f"4/4  steps {saved + 1} to {args.steps} from the checkpoint on 2 ranks, layout striped",
+        "--context-parallel-algo burst --context-parallel-size 2 --burst-layout striped "
+        f"--ckpt-step {saved} --load",
+        checkpoint,
+    )
+    results.checks += compare("1 rank", one_rank, main) + compare("resumed", resumed, main)
+    results.checks.append(learned(main, data.unigram_entropy_nats, required=args.data is None))
+    return results
+
+
+def headline(console: Console, text: str) -> None:
+    console.print()
+    console.rule(f"[bold]{text}", align="left")
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier quickstart left in `folder`, and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("checkpoint", "logs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("loss.png", "metrics.json", "burst.jsonl", "one_rank.jsonl", "resumed.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def write_picture(path: Path, results: Results, seq_length: int) -> None:
+    """The losses of the three runs, and how far they are apart."""
+    runs = results.runs
+    plot.draw(
+        path,
+        losses={name: run.curve("loss") for name, run in runs.items()},
+        differences={
+            f"{title}: {word}": relative_differences(runs[name], runs["burst"], key)
+            for name, title in (("one_rank", "1 rank"), ("resumed", "resumed"))
+            for key, word in QUANTITIES.items()
+        },
+        entropy=results.data.unigram_entropy_nats,
+        tolerance=TOLERANCE,
+        subtitle=f"A small Llama-style GPT in Megatron-Core, {seq_length:,} tokens per sequence, "
+        f"on {results.data.source}",
+        caption=runs["burst"].startup,
+    )
+
+
+def write_metrics(path: Path, results: Results, seconds: float) -> None:
+    """Everything measured, as one JSON object."""
+    speeds = sorted(results.runs["burst"].curve("tokens_per_s").values())
+    summary = {
+        "passed": all(check.passed for check in results.checks),
+        "checks": [vars(check) for check in results.checks],
+        "final_loss": final_loss(results.runs["burst"]),
+        "data": vars(results.data),
+        "tokens_per_s_median": speeds[len(speeds) // 2],
+        "seconds": {name: round(run.seconds, 1) for name, run in results.runs.items()}
+        | {"total": round(seconds, 1)},
+        "startup": {name: run.startup for name, run in results.runs.items()},
+        "steps": {name: list(run.steps.values()) for name, run in results.runs.items()},
+        "versions": versions("megatron-burst", "megatron-core", "torch"),
+    }
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """What is installed; a package that runs from a source tree has no version to tell."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def summarize(results: Results, folder: Path, seconds: float, console: Console) -> None:
+    """The last thing on the screen: each claim with its measure, then where to look."""
+    headline(console, f"results, after {seconds:.0f} seconds")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for check in results.checks:
+        mark = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"
+        table.add_row(mark, check.claim, check.measured)
+    files = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for name, what in (
+        ("loss.png", "the loss of the runs and how far they are apart"),
+        ("metrics.json", "everything measured, every step"),
+        ("checkpoint", "resumes under any context-parallel size and layout (--load)"),
+    ):
+        files.add_row(f"{folder / name}", what)
+    console.print(table, "", escape(results.runs["burst"].startup), "", files)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--data", help="folder, file or .bin/.idx prefix (default: Python's own source files)")
+    add("--out", type=Path, default=Path("runs/quickstart"), help="folder for the results")
+    add("--seq-length", type=int, default=4096)
+    add("--steps", type=int, default=60, help="optimizer steps of the run on 4 ranks")
+    add("--compare-steps", type=int, default=8, help="of these, repeated on 1 rank")
+    add("--resume-steps", type=int, default=5, help="the last so many, repeated from a checkpoint")
+    args = parser.parse_args()
+    for flag in ("compare_steps", "resume_steps"):
+        if not 1 <= getattr(args, flag) < args.steps:
+            name = "--" + flag.replace("_", "-")
+            parser.error(f"{name} is {getattr(args, flag)}: 1 to --steps - 1 ({args.steps - 1})")
+    return args
+
+
+def main() -> int:
+    args, start = parse_args(), time.perf_counter()
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    try:
+        results = run_all(args, console)
+    except (ValueError, launch.RunFailed) as error:
+        console.print(f"\n[bold red]quickstart stopped.[/] {escape(str(error))}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("\nquickstart interrupted")
+        return 130
+    seconds = time.perf_counter() - start
+    write_picture(args.out / "loss.png", results, args.seq_length)
+    write_metrics(args.out / "metrics.json", results, seconds)
+    summarize(results, args.out, seconds, console)
+    failed = [check for check in results.checks if not check.passed]
+    if failed:
+        console.print(f"\n[bold red]{len(failed)} of {len(results.checks)} checks failed.[/]")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
