@@ -4,9 +4,10 @@ Importing it imports torch, and neither Megatron nor Triton, and changes nothing
 """
 
 from . import layout, masks
-from .attention import Plan, attention, prepare
-from .comm import Groups
+from .attention import attention
 from .config import BurstConfig
+from .groups import Groups
+from .prepare import Plan, prepare
 from .sharding import shard, unshard
 
 __version__ = "0.1.0"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -34,36 +35,44 @@ def agree(
     """
     headers = gather([_pack(fact) for fact in facts])
     unpacked = [_unpack(header) for header in headers]
-    for rank, (_, text, bad) in enumerate(unpacked):
-        if bad:
-            raise ValueError(f"rank {rank}: {text}" if len(headers) > 1 else text)
-    names = list(next(fact for fact in facts if isinstance(fact, dict)))
-    first_digests, first_values, _ = unpacked[0]
-    for rank, (digests, values, _) in enumerate(unpacked):
-        if digests == first_digests:
+    for rank, header in enumerate(unpacked):
+        if header.bad:
+            raise ValueError(f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else
+                             header.texts[0])  # fmt: skip
+    first = unpacked[0]
+    for rank, other in enumerate(unpacked):
+        if other.digests == first.digests:
             continue
-        differing = [n for n, a, b in zip(names, first_digests, digests, strict=False) if a != b]
+        differing = [i for i, pair in enumerate(zip(first.digests, other.digests, strict=True))
+                     if len(set(pair)) > 1]  # fmt: skip
         raise ValueError(
-            f"ranks disagree on {', '.join(differing)}: rank 0 has {first_values}; rank {rank} "
-            f"has {values}; every rank must call attention with the same shapes and settings"
+            f"ranks disagree: rank 0 has {first.quote(differing)}, rank {rank} has "
+            f"{other.quote(differing)}; every rank must pass the same shapes and settings"
         )
 
 
+class _Header(NamedTuple):
+    bad: bool
+    digests: list[bytes]
+    texts: list[str]  # "name value" of each fact as far as they fitted, or the error
+
+    def quote(self, fields: Sequence[int]) -> str:
+        return ", ".join(self.texts[i] if i < len(self.texts) else "another" for i in fields)
+
+
 def _pack(fact: Facts | ValueError) -> torch.Tensor:
-    """uint8 [HEADER_BYTES]: digests of the values, then readable text, cut to fit."""
+    """uint8 [HEADER_BYTES]: a flag, digests of the values, then readable text, cut to fit."""
     bad = isinstance(fact, ValueError)
-    values = [] if bad else [repr(value) for value in fact.values()]
-    if len(values) > FIELDS - 1:
-        raise AssertionError("more facts than fields")
-    text = str(fact) if bad else ", ".join(f"{k} {v}" for k, v in fact.items())
-    digests = [hashlib.blake2b(value.encode(), digest_size=8).digest() for value in values]
-    raw = bytes([bad]) * 8 + b"".join(digests).ljust(8 * (FIELDS - 1), b"\0")
-    raw += text.encode()[:TEXT].ljust(TEXT, b"\0")
+    texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    assert len(digests) < FIELDS, "more facts than fields"
+    raw = bytes([bad]).ljust(8, b"\0") + b"".join(digests).ljust(8 * (FIELDS - 1), b"\0")
+    raw += "\n".join(texts).encode()[:TEXT].ljust(TEXT, b"\0")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def _unpack(header: torch.Tensor) -> tuple[list[bytes], str, bool]:
+def _unpack(header: torch.Tensor) -> _Header:
     raw = header.numpy().tobytes()
     digests = [raw[i : i + 8] for i in range(8, 8 * FIELDS, 8)]
     text = raw[8 * FIELDS :].rstrip(b"\0").decode(errors="ignore")
-    return digests, text, bool(raw[0])
+    return _Header(bool(raw[0]), digests, [text] if raw[0] else text.split("\n"))

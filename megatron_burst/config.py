@@ -32,14 +32,16 @@ class BurstConfig:
     intra_size: int | None = None
 
     def __post_init__(self):
-        _one_of("--context-parallel-algo", self.algorithm, (*ALGORITHMS, "megatron"))
-        _one_of("--burst-layout", self.layout, tuple(sorted(LAYOUTS)))
-        _one_of("--burst-side", self.side, ("auto", *SIDES))
-        _one_of("--burst-kernel", self.kernel, KERNELS)
+        _one_of("algorithm (--context-parallel-algo)", self.algorithm, (*ALGORITHMS, "megatron"))
+        _one_of("layout (--burst-layout)", self.layout, tuple(sorted(LAYOUTS)))
+        _one_of("side (--burst-side)", self.side, ("auto", *SIDES))
+        _one_of("kernel (--burst-kernel)", self.kernel, KERNELS)
         if self.intra_size is not None and self.intra_size < 1:
-            raise ValueError(f"--burst-intra-size must be at least 1, got {self.intra_size}")
+            raise ValueError(
+                f"intra_size (--burst-intra-size) must be at least 1, got {self.intra_size}"
+            )
 
 
-def _one_of(flag: str, value: object, names: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, names: tuple[str, ...]) -> None:
     if value not in names:
-        raise ValueError(f"{flag} must be one of {', '.join(names)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")

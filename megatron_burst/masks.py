@@ -26,7 +26,7 @@ class Cover(IntEnum):
 
 
 class Mask:
-    """Base of all masks. PARTIAL is always a safe answer of `cover`; EMPTY and FULL are promises."""
+    """Base of all masks. `cover` may always answer PARTIAL; EMPTY and FULL are promises."""
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """bool, broadcast of `q` and `k` (integer positions): may the query see the key?"""

@@ -110,7 +110,7 @@ class _Walk:
                 self._post(channel, hops, boundary.index)
             yield
             self._land(boundary.index)
-            if boundary.pair in self.run.works:
+            if boundary.pair is not None and boundary.pair in self.run.works:
                 compute(boundary.pair)
 
     def _post(self, channel: Channel, hops: list[Hop], index: int) -> None:
@@ -216,14 +216,12 @@ def backward(
     walk.track("dkv", [t.shape for t, needed in zip(keys, kv_needs, strict=True) if needed])
 
     def compute(pair: Pair) -> None:
-        own = rows.out if pair.query == me else None
-        visiting = Rows(*walk.held[Chunk("query", pair.query)], out=own)
-        sums = iter(
-            walk.total(Chunk("dquery", pair.query)) + walk.total(Chunk("dkv", pair.key))
-        )
+        q, dout, lse, delta = walk.held[Chunk("query", pair.query)]
+        out = rows.out if pair.query == me else None
+        sums = iter(walk.total(Chunk("dquery", pair.query)) + walk.total(Chunk("dkv", pair.key)))
         grads = [next(sums) if needed else None for needed in needs_grad]
         k, v = walk.held[Chunk("kv", pair.key)]
-        kernel.backward(visiting, k, v, run.works[pair], scale, *grads)
+        kernel.backward(Rows(q, dout, lse, delta, out), k, v, run.works[pair], scale, *grads)
 
     yield from walk.steps(compute)
     sums = iter(walk.total(Chunk("dquery", me)) + walk.total(Chunk("dkv", me)))

@@ -128,7 +128,7 @@ class Schedule:
         its own), so the node's sum is whole one hop after the cycle; it crosses to the next
         node during the cycle after that.
         """
-        nodes, width = self.rings
+        width = self.rings.intra
         first = cycle * width
         blocks = self.algorithm == "double_ring"
         for step in range(first + 1, first + width):
@@ -170,30 +170,31 @@ class Schedule:
             if not hop.chunk.gradient:
                 last_use[hop.chunk] = max(last_use[hop.chunk], hop.land)
         end = max([size, *(hop.land for hop in sends + receives)])
-        return tuple(
-            Boundary(
-                index=index,
-                posts=tuple(hop for hop in sends + receives if hop.post == index),
-                release=tuple(chunk for chunk, use in last_use.items() if use == index),
-                pair=self.pair(rank, index) if index < size else None,
-            )
-            for index in range(end + 1)
-        )
+        posts: list[list[Hop]] = [[] for _ in range(end + 1)]
+        for hop in sends + receives:
+            posts[hop.post].append(hop)
+        release: list[list[Chunk]] = [[] for _ in range(end + 1)]
+        for chunk, boundary in last_use.items():
+            release[boundary].append(chunk)
+        pairs = [self.pair(rank, step) for step in range(size)] + [None] * (end + 1 - size)
+        parts = zip(posts, release, pairs, strict=True)
+        return tuple(Boundary(i, tuple(p), tuple(r), pair) for i, (p, r, pair) in enumerate(parts))
 
 
 def forward(algorithm: str, grid: Grid) -> Schedule:
     """The forward pass: keys and values travel, nothing comes home."""
-    return Schedule(_known(algorithm), grid, "kv", gradients=False)
+    return Schedule(check_algorithm(algorithm), grid, "kv", gradients=False)
 
 
 def backward(algorithm: str, grid: Grid, side: str, *, gradients: bool = True) -> Schedule:
     """The backward pass; `gradients=False` where the travelling family needs no gradient."""
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
-    return Schedule(_known(algorithm), grid, side, gradients)
+    return Schedule(check_algorithm(algorithm), grid, side, gradients)
 
 
-def _known(algorithm: str) -> str:
+def check_algorithm(algorithm: str) -> str:
+    """`algorithm`, if there is one of that name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     return algorithm

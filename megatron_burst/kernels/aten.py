@@ -34,7 +34,9 @@ class Operator(Protocol):
 
     def forward(self, q, k, v, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float): ...
+    def backward(
+        self, dout, q, k, v, out, lse, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class CpuFlash:
@@ -138,13 +140,14 @@ class AtenKernel:
             _heads_first(_widen(x, width)) for x in (rows.dout, out, rows.q, k, v)
         )
         lse = rows.lse.permute(1, 2, 0)
+        totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
         for tile in work:
             r, c = tile.rows, tile.columns
             grads = self.operator.backward(
                 dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r],
                 tile.triangle, scale,
             )  # fmt: skip
-            for total, grad, part in zip((dq, dk, dv), grads, (r, c, c), strict=True):
+            for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
                     total[part] += grad.permute(2, 0, 1, 3)[..., : total.shape[-1]]
 

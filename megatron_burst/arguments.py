@@ -1,0 +1,151 @@
+"""The door: one rank's arguments, checked and put in order before any rank talks to another.
+
+Decides what is refused, and says what would work. Reads shapes, dtypes and devices; it must
+not communicate and must not run anything.
+
+Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import kernels, schedule
+from .agreement import Facts
+from .config import BurstConfig
+from .groups import Groups
+from .kernels import Kernel
+from .layout import Layout, make
+from .masks import Mask
+from .merge import accumulation_dtype
+
+Shards = torch.Tensor | Sequence[torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+NeedsGrad = tuple[bool, bool, bool]
+Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
+WIRE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def per_rank(groups: Groups, q: Shards, k: Shards, v: Shards) -> list[Tensors]:
+    """(q, k, v) of each local rank."""
+    lists = [[x] if isinstance(x, torch.Tensor) else list(x) for x in (q, k, v)]
+    for name, shards in zip("qkv", lists, strict=True):
+        if len(shards) != len(groups.local_ranks):
+            raise ValueError(
+                f"{name}: groups hold {len(groups.local_ranks)} ranks in this process, "
+                f"got {len(shards)} tensors"
+            )
+    return list(zip(*lists, strict=True))
+
+
+def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
+    """What of the tensors a plan depends on: shape, dtype and device of each."""
+    return tuple((tuple(t.shape), t.dtype, str(t.device)) for t in (q, k, v))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The keywords of `prepare`, as given."""
+
+    layout: str | Layout
+    mask: Mask
+    algorithm: str
+    side: str
+    kernel: str
+    softmax_scale: float | None
+    grad_wire_dtype: torch.dtype | None
+    needs_grad: NeedsGrad | None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One rank's checked arguments, before the ranks have compared them."""
+
+    tensors: Tensors
+    config: BurstConfig
+    layout: Layout
+    mask: Mask
+    kernel: Kernel
+    scale: float
+    wire_dtype: torch.dtype
+    needs_grad: NeedsGrad
+    facts: Facts
+
+
+def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
+    """One rank's (q, k, v) and choices, or the ValueError they deserve."""
+    q, k, v = tensors
+    _check_shapes(q, k, v)
+    _check_device(groups, q)
+    schedule.check_algorithm(choices.algorithm)
+    config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
+    layout = _layout(choices.layout, groups, q.shape[0])
+    if not isinstance(choices.mask, Mask):
+        raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
+    kernel = kernels.make(config.kernel, q, k, v)
+    wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
+    if wire_dtype not in WIRE_DTYPES:
+        raise ValueError(f"grad_wire_dtype must be None or one of {WIRE_DTYPES}, got {wire_dtype}")
+    scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
+    needs_grad = choices.needs_grad or (q.requires_grad, k.requires_grad, v.requires_grad)
+    facts: Facts = {
+        "groups (nodes, ranks per node)": (groups.inter_size, groups.intra_size),
+        "q": (tuple(q.shape), q.dtype),
+        "k": (tuple(k.shape), k.dtype),
+        "v": (tuple(v.shape), v.dtype),
+        "device": q.device.type,
+        "needs_grad (q, k, v)": needs_grad,
+        "algorithm": config.algorithm,
+        "side": config.side,
+        "kernel": kernel.name,
+        "layout": layout,
+        "mask": choices.mask,
+        "softmax_scale": scale,
+        "grad_wire_dtype": wire_dtype,
+    }
+    return Draft(
+        tensors, config, layout, choices.mask, kernel, scale, wire_dtype, needs_grad, facts
+    )
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise ValueError(f"{name} must be [s, b, heads, width], got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point() or tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name}: q, k, v must share a floating dtype and a device, got {tensor.dtype} on "
+                f"{tensor.device} beside {q.dtype} on {q.device}"
+            )
+    if k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            "q, k, v must share s and b, and k, v their heads, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"k: width must be that of q, {q.shape[3]}, got {k.shape[3]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k: the number of key/value heads must divide the {q.shape[2]} query heads, "
+            f"got {k.shape[2]}"
+        )
+
+
+def _check_device(groups: Groups, q: torch.Tensor) -> None:
+    wanted = {"gloo": "cpu", "nccl": "cuda"}.get(groups.backend)
+    if groups.size > 1 and wanted and q.device.type != wanted:
+        raise ValueError(
+            f"groups: backend {groups.backend} moves {wanted} tensors, got {q.device.type}; "
+            f"make the process group with backend {'nccl' if wanted == 'cpu' else 'gloo'}"
+        )
+
+
+def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
+    layout = make(layout, cp_size=groups.size) if isinstance(layout, str) else layout
+    if layout.cp_size != groups.size:
+        raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
+    layout.check(rows * groups.size)
+    return layout
