@@ -85,6 +85,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     layout = _layout(choices.layout, groups, q.shape[0])
     if not isinstance(choices.mask, Mask):
         raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
+    choices.mask.check(q.shape[0] * groups.size)
     kernel = kernels.make(config.kernel, q, k, v)
     wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
     if wire_dtype not in WIRE_DTYPES:

@@ -10,14 +10,14 @@ Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copie
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from ..layout import Span
 from ..masks import Mask
-from .tiles import Tile, tiles
+from ..tiles import Cutter, Tile
 
 if TYPE_CHECKING:
     from . import Rows
@@ -31,11 +31,14 @@ class Operator(Protocol):
     device: str
     dtypes: tuple[torch.dtype, ...]
     multiple: int  # widths must be a multiple of this
+    cutter: Cutter
 
-    def forward(self, q, k, v, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def forward(
+        self, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
-        self, dout, q, k, v, out, lse, causal: bool, scale: float
+        self, dout, q, k, v, out, lse, causal: bool, bias: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -43,13 +46,16 @@ class CpuFlash:
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
+    cutter = Cutter(band_rows=256, table_rows=256)  # it skips little of a triangle: cut it
 
-    def forward(self, q, k, v, causal, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    def forward(self, q, k, v, causal, bias, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        )
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, scale=scale
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
 
 
@@ -57,12 +63,13 @@ class CudaFlash:
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
+    cutter = Cutter(band_rows=None, table_rows=None)
 
-    def forward(self, q, k, v, causal, scale):
+    def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return result[0], result[1]
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
         offset = torch.zeros((), dtype=torch.uint64, device=q.device)
         sizes = (None, None, q.shape[2], k.shape[2])
@@ -75,14 +82,15 @@ class CudaCudnn:
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
+    cutter = Cutter(band_rows=None, table_rows=None)
 
-    def forward(self, q, k, v, causal, scale):
+    def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, scale=scale
         )
         return result[0], result[1].reshape(q.shape[:3])
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -109,26 +117,30 @@ class AtenKernel:
 
     def plan(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> tuple[Tile, ...] | None:
-        return tiles(mask, q_spans, k_spans) or None
+    ) -> tuple[_Call, ...] | None:
+        tiles = self.operator.cutter.tiles(mask, q_spans, k_spans)
+        return tuple(_Call.of(tile) for tile in tiles) or None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Sequence[Tile], scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Sequence[_Call], scale: float
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
-        for rows, columns, triangle in work:
+        for call in work:
+            r, c = call.tile.rows, call.tile.columns
             out, lse = self.operator.forward(
-                q[:, :, rows], k[:, :, columns], v[:, :, columns], triangle, scale
+                q[:, :, r], k[:, :, c], v[:, :, c], call.tile.triangle, call.bias(q), scale
             )
-            yield rows, out.permute(2, 0, 1, 3)[..., :value_width], lse.permute(2, 0, 1)
+            if call.blind is not None:  # the operator answers 0 for rows that see nothing
+                lse = lse.masked_fill(call.blind, float("-inf"))
+            yield r, out.permute(2, 0, 1, 3)[..., :value_width], lse.permute(2, 0, 1)
 
     def backward(
         self,
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Sequence[Tile],
+        work: Sequence[_Call],
         scale: float,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -141,15 +153,41 @@ class AtenKernel:
         )
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
-        for tile in work:
-            r, c = tile.rows, tile.columns
+        for call in work:
+            r, c = call.tile.rows, call.tile.columns
+            stats = lse[:, :, r]
+            if call.blind is not None:  # rows blind everywhere: exp(-inf - -inf) would be NaN
+                stats = stats.masked_fill(stats == float("-inf"), 0.0)
             grads = self.operator.backward(
-                dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r],
-                tile.triangle, scale,
+                dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats,
+                call.tile.triangle, call.bias(q), scale,
             )  # fmt: skip
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
                     total[part] += grad.permute(2, 0, 1, 3)[..., : total.shape[-1]]
+
+
+class _Call(NamedTuple):
+    """One operator call: a tile, and of a table what is hidden and which rows see nothing."""
+
+    tile: Tile
+    hidden: torch.Tensor | None  # bool [rows, columns]
+    blind: torch.Tensor | None  # bool [rows], None if every row sees something
+
+    @classmethod
+    def of(cls, tile: Tile) -> _Call:
+        if tile.table is None:
+            return cls(tile, None, None)
+        hidden = torch.from_numpy(~tile.table)
+        blind = hidden.all(dim=1)
+        return cls(tile, hidden, blind if blind.any() else None)
+
+    def bias(self, q: torch.Tensor) -> torch.Tensor | None:
+        """[rows, columns] in the dtype of q: -inf where hidden; None where there is no table."""
+        if self.hidden is None:
+            return None
+        zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
+        return zeros.masked_fill_(self.hidden, float("-inf"))
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..layout import Span
-from ..masks import Cover, Mask, cover
+from ..masks import Mask
 
 if TYPE_CHECKING:
     from . import Rows
@@ -30,10 +30,9 @@ class ReferenceKernel:
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> torch.Tensor | None:
         """bool [s, t]: which local row sees which local column."""
-        if cover(mask, q_spans, k_spans) == Cover.EMPTY:
-            return None
         q, k = (np.concatenate([s.positions() for s in spans]) for spans in (q_spans, k_spans))
-        return torch.from_numpy(np.array(mask.visible(q[:, None], k[None, :])))
+        table = torch.from_numpy(np.array(mask.visible(q[:, None], k[None, :])))
+        return table if table.any() else None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: torch.Tensor, scale: float
