@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from . import kernels, schedule
+from . import kernels
 from .agreement import Facts
-from .config import BurstConfig
+from .config import NAMES, BurstConfig
 from .groups import Groups
-from .kernels import Kernel
+from .head_parallel import check_heads
+from .kernels import Kernel, Scoring
 from .layout import Layout, make
 from .masks import Mask
 from .merge import accumulation_dtype
@@ -56,7 +57,9 @@ class Choices:
     side: str
     kernel: str
     softmax_scale: float | None
+    softcap: float | None
     grad_wire_dtype: torch.dtype | None
+    kv_cache: float
     needs_grad: NeedsGrad | None
 
 
@@ -69,8 +72,9 @@ class Draft:
     layout: Layout
     mask: Mask
     kernel: Kernel
-    scale: float
+    scoring: Scoring
     wire_dtype: torch.dtype
+    kv_cache: float
     needs_grad: NeedsGrad
     facts: Facts
 
@@ -80,20 +84,21 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     q, k, v = tensors
     _check_shapes(q, k, v)
     _check_device(groups, q)
-    schedule.check_algorithm(choices.algorithm)
+    _check_algorithm(choices.algorithm, groups, q, k)
     config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
     layout = _layout(choices.layout, groups, q.shape[0])
     if not isinstance(choices.mask, Mask):
         raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
     choices.mask.check(q.shape[0] * groups.size)
-    kernel = kernels.make(config.kernel, q, k, v)
+    kernel = kernels.make(config.kernel, q, k, v, choices.softcap)
     wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
     if wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"grad_wire_dtype must be None or one of {WIRE_DTYPES}, got {wire_dtype}")
+    _check_numbers(choices)
     scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
     needs_grad = choices.needs_grad or (q.requires_grad, k.requires_grad, v.requires_grad)
     facts: Facts = {
-        "groups (nodes, ranks per node)": (groups.inter_size, groups.intra_size),
+        "groups": groups.topology,
         "q": (tuple(q.shape), q.dtype),
         "k": (tuple(k.shape), k.dtype),
         "v": (tuple(v.shape), v.dtype),
@@ -105,11 +110,49 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "layout": layout,
         "mask": choices.mask,
         "softmax_scale": scale,
+        "softcap": choices.softcap,
         "grad_wire_dtype": wire_dtype,
+        "kv_cache": choices.kv_cache,
     }
     return Draft(
-        tensors, config, layout, choices.mask, kernel, scale, wire_dtype, needs_grad, facts
+        tensors=tensors,
+        config=config,
+        layout=layout,
+        mask=choices.mask,
+        kernel=kernel,
+        scoring=Scoring(scale, choices.softcap),
+        wire_dtype=wire_dtype,
+        kv_cache=choices.kv_cache,
+        needs_grad=needs_grad,
+        facts=facts,
     )
+
+
+def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.Tensor) -> None:
+    if algorithm not in NAMES:
+        raise ValueError(f"algorithm must be one of {', '.join(NAMES)}, got {algorithm!r}")
+    head, size = groups.topology.head, groups.size
+    if algorithm == "ulysses" and head != size:
+        raise ValueError(
+            f"algorithm ulysses shares the heads over all {size} ranks, groups over {head}; make "
+            f"mb.Groups with head={size}"
+        )
+    if algorithm == "hybrid" and head == 1 < size:
+        raise ValueError(
+            "algorithm hybrid needs groups that share heads; make mb.Groups with head=2 or more"
+        )
+    check_heads(q.shape[2], k.shape[2], head)
+
+
+def _check_numbers(choices: Choices) -> None:
+    if choices.softcap is not None and not choices.softcap > 0:
+        raise ValueError(f"softcap must be positive or None, got {choices.softcap}")
+    if not 0.0 <= choices.kv_cache <= 1.0:
+        raise ValueError(f"kv_cache must be a fraction from 0 to 1, got {choices.kv_cache}")
+    if choices.kv_cache and choices.side == "query":
+        raise ValueError(
+            f"kv_cache keeps keys for side kv, got side='query' with kv_cache={choices.kv_cache}"
+        )
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,36 +1,55 @@
 """The public operation: exact attention over a sequence that is split over ranks.
 
 Runs a plan inside one autograd function, and decides what is saved for backward. What is
-refused is `prepare`'s, how the ring runs is `ring`'s.
+refused is `arguments`'s, how the ring runs is `ring`'s.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import ring
+from . import head_parallel, ring
 from .arguments import Shards, per_rank, signature
+from .head_parallel import Share
 from .kernels import Rows
+from .merge import sink_gradient
 from .prepare import Plan, prepare
 
+Tensors = tuple[torch.Tensor, ...]
 
-def attention(q: Shards, k: Shards, v: Shards, *, plan: Plan | None = None, **choices: Any) -> Any:
+
+def attention(
+    q: Shards,
+    k: Shards,
+    v: Shards,
+    *,
+    plan: Plan | None = None,
+    sink: torch.Tensor | None = None,
+    **choices: Any,
+) -> Any:
     """Exact attention of all positions to all positions the mask shows them.
 
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard, s rows of the positions
     that `layout` gives it; k divides h. Returns out [s, b, h, w] in the dtype of q. With
     `Groups.in_process` q, k, v are lists, one tensor per rank, and so is the result.
 
+    sink: [h], a learnable logit per head that takes part in every row's softmax and has no value
+    (zeros: "off by one" softmax); its gradient is that of this rank's rows.
+
     Either `plan`, or the keywords from which `prepare` makes one (collective, see there):
-    groups; layout: "zigzag", "striped", "contiguous" or a Layout; mask: Causal() or Full();
-    algorithm: "burst", "double_ring" or "ring"; side: "auto" (fewer bytes), "kv" or "query";
-    kernel: "auto", "aten", "aten_cudnn" or "reference"; softmax_scale: default d ** -0.5;
-    grad_wire_dtype: of travelling gradients, None for the accumulation dtype.
+    groups; layout: a name from `layout.LAYOUTS` or a Layout; mask: from `masks`, default
+    Causal(); algorithm: "burst", "double_ring", "ring", "all_gather", and with groups that
+    share heads also "hybrid" (burst inside) and "ulysses"; side: "auto" (fewer bytes), "kv" or
+    "query"; kernel: "auto", "aten", "aten_cudnn" or "reference"; softmax_scale: default
+    d ** -0.5; softcap: cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None
+    for the accumulation dtype; kv_cache: the fraction of visiting keys that forward keeps for
+    backward.
 
     Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer died.
     """
@@ -38,14 +57,18 @@ def attention(q: Shards, k: Shards, v: Shards, *, plan: Plan | None = None, **ch
         plan = prepare(q, k, v, **choices)
     elif choices:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {sorted(choices)}")
+    shards = per_rank(plan.groups, q, k, v)
     if not plan.matches(q, k, v):
-        made, got = plan.signature, signature(*per_rank(plan.groups, q, k, v)[0])
         raise ValueError(
-            f"plan: made for {made} and gradients of (q, k, v) {plan.needs_grad}; got {got}; "
-            "call mb.prepare for these tensors"
+            f"plan: made for {plan.signature} and gradients of (q, k, v) {plan.needs_grad}; got "
+            f"{signature(*shards[0])}; call mb.prepare for these tensors"
         )
-    flat = [tensor for shard in per_rank(plan.groups, q, k, v) for tensor in shard]
-    outs = _Attention.apply(plan, *flat)
+    heads = shards[0][0].shape[2]
+    if sink is not None and (sink.shape != (heads,) or not sink.is_floating_point()):
+        raise ValueError(
+            f"sink must be floating [{heads}], one per query head, got {tuple(sink.shape)}"
+        )
+    outs = _Attention.apply(plan, sink, *(tensor for shard in shards for tensor in shard))
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
 
 
@@ -53,36 +76,88 @@ class _Attention(torch.autograd.Function):
     """All ranks that live in this process at once: tensors are q0, k0, v0, q1, k1, v1, ..."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        walks, shards = [], []
-        for i, (run, endpoint) in enumerate(zip(plan.forwards, plan.groups.endpoints, strict=True)):
-            q, k, v = (t.contiguous() for t in flat[3 * i : 3 * i + 3])
-            shards.append((q, k, v))
-            walks.append(ring.forward(run, endpoint, plan.kernel, q, k, v, plan.scale))
+    def forward(
+        ctx: Any, plan: Plan, sink: torch.Tensor | None, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        shards = [tuple(t.contiguous() for t in flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        walks = [_forward(plan, i, shard, sink) for i, shard in enumerate(shards)]
         results = ring.lockstep(walks)
-        ctx.plan = plan
-        ctx.save_for_backward(
-            *(t for shard, result in zip(shards, results, strict=True) for t in (*shard, *result))
-        )
+        ctx.plan, ctx.lengths = plan, [len(saved) for _, saved in results]
+        ctx.dtype = flat[0].dtype
+        ctx.save_for_backward(sink, *(t for _, saved in results for t in saved))
         return tuple(out for out, _ in results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan: Plan = ctx.plan
-        saved = ctx.saved_tensors
+        sink, *flat = ctx.saved_tensors
+        saved = iter(flat)
         walks = []
-        for i, (run, endpoint) in enumerate(
-            zip(plan.backwards, plan.groups.endpoints, strict=True)
-        ):
-            q, k, v, out, lse = saved[5 * i : 5 * i + 5]
-            delta = (douts[i].to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-            rows = Rows(q, douts[i].contiguous(), lse, delta, out)
-            walks.append(
-                ring.backward(run, endpoint, plan.kernel, (k, v), rows, plan.scale,
-                              plan.wire_dtype, plan.needs_grad)
-            )  # fmt: skip
-        grads = [grad for result in ring.lockstep(walks) for grad in result]
-        dtype = saved[0].dtype
-        needed = zip(grads, ctx.needs_input_grad[1:], strict=True)
-        return None, *(g.to(dtype) if g is not None and need else None for g, need in needed)
+        for i, (dout, length) in enumerate(zip(douts, ctx.lengths, strict=True)):
+            tensors = tuple(next(saved) for _ in range(length))
+            walks.append(_backward(plan, i, dout, tensors, sink))
+        results = ring.lockstep(walks)
+        grads = [grad for result in results for grad in result[:3]]
+        needed = zip(grads, ctx.needs_input_grad[2:], strict=True)
+        inputs = [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[1]:
+            dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
+        return None, dsink, *inputs
+
+
+def _forward(
+    plan: Plan, index: int, shard: Tensors, sink: torch.Tensor | None
+) -> Generator[None, None, tuple[torch.Tensor, Tensors]]:
+    """One local rank: (out, what backward needs: q, k, v, out, lse, kept keys as the ring saw)."""
+    member, run = plan.groups.members[index], plan.forwards[index]
+    links, heads = member.head_links, shard[0].shape[2]
+    q, k, v = shard
+    label = f"{run.name}, heads of rank {member.rank}"
+    if len(links) > 1:
+        q, k, v = yield from head_parallel.scatter(member.head, links, shard, label)
+    mine = None if sink is None else sink[Share(heads, len(links)).of(member.head.rank)]
+    out, lse, kept = yield from ring.forward(
+        run, member.ring, plan.kernel, q, (k, v), plan.scoring, mine
+    )
+    saved = (q, k, v, out, lse, *(t for keys in kept for t in keys))
+    if len(links) > 1:
+        (out,) = yield from head_parallel.gather(member.head, links, [out], [heads], label)
+        assert out is not None
+    return out, saved
+
+
+def _backward(
+    plan: Plan, index: int, dout: torch.Tensor, saved: Tensors, sink: torch.Tensor | None
+) -> Generator[None, None, tuple[torch.Tensor | None, ...]]:
+    """One local rank: dq, dk, dv in the accumulation dtype, and the gradient of the sink."""
+    member, run = plan.groups.members[index], plan.backwards[index]
+    links, heads = member.head_links, dout.shape[2]
+    q, k, v, out, lse, *kept = saved
+    label = f"{run.name}, heads of rank {member.rank}"
+    if len(links) > 1:
+        (dout,) = yield from head_parallel.scatter(member.head, links, [dout], label)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    grads = yield from ring.backward(
+        run,
+        member.ring,
+        plan.kernel,
+        Rows(q, dout.contiguous(), lse, delta, out),
+        (k, v),
+        list(zip(kept[::2], kept[1::2], strict=True)),
+        plan.scoring,
+        plan.wire_dtype,
+        plan.needs_grad,
+    )
+    if len(links) > 1:
+        kv_heads = plan.signature[1][0][2]
+        counts = (heads, kv_heads, kv_heads)
+        wire = [None if g is None else g.to(plan.wire_dtype) for g in grads]
+        grads = yield from head_parallel.gather(member.head, links, wire, counts, label)
+    dsink = None
+    if sink is not None:
+        share = Share(heads, len(links)).of(member.head.rank)
+        dsink = torch.zeros(heads, dtype=lse.dtype, device=lse.device)
+        dsink[share] = sink_gradient(sink[share], lse, delta)
+    return *grads, dsink

@@ -21,14 +21,14 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Channel(NamedTuple):
-    """A ring ("flat", "intra", "inter") and whether it carries gradients: one process group."""
+    """A ring ("flat", "intra", "inter") or "head", and whether it carries gradients."""
 
     ring: str
     gradient: bool
 
 
 class Send(NamedTuple):
-    """Contiguous tensors for rank `peer` of the grid, over `link` ("intra" or "inter")."""
+    """Contiguous tensors for member `peer` of the ring, over `link` ("intra" or "inter")."""
 
     peer: int
     link: str
@@ -36,7 +36,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Contiguous tensors to be filled from rank `peer` of the grid."""
+    """Contiguous tensors to be filled from member `peer` of the ring."""
 
     peer: int
     tensors: Tensors
@@ -65,7 +65,10 @@ class Counters:
 
 
 class Endpoint(Protocol):
-    """One rank's end of a transport. `exchange` starts transfers and does not block."""
+    """One rank's end of a transport; `rank` and peers count from 0 in its ring (or head group).
+
+    `exchange` starts transfers and does not block.
+    """
 
     rank: int
     counters: Counters
@@ -98,7 +101,7 @@ class ProcessEndpoint:
     """An end of the torch.distributed transport."""
 
     rank: int
-    ranks: Sequence[int]  # grid rank -> global rank
+    ranks: Sequence[int]  # peer -> global rank
     channels: dict[Channel, dist.ProcessGroup]
     counters: Counters = field(default_factory=Counters)
 
@@ -161,6 +164,7 @@ class LocalEndpoint:
     """An end of the in-process transport; all ranks share `boxes` (sender, receiver -> mail)."""
 
     rank: int
+    ranks: Sequence[int]  # peer -> rank in the grid
     boxes: dict[tuple[Channel, int, int], deque[Mail]]
     counters: Counters = field(default_factory=Counters)
 
@@ -169,11 +173,15 @@ class LocalEndpoint:
     ) -> Pending:
         mails = []
         for send in sends:
-            mail = self._mail((channel, self.rank, send.peer), "source", label)
+            mail = self._mail(
+                (channel, self.ranks[self.rank], self.ranks[send.peer]), "source", label
+            )
             mail.source, mail.versions = send.tensors, [t._version for t in send.tensors]
             mails.append(mail)
         for receive in receives:
-            mail = self._mail((channel, receive.peer, self.rank), "target", label)
+            mail = self._mail(
+                (channel, self.ranks[receive.peer], self.ranks[self.rank]), "target", label
+            )
             mail.target = receive.tensors
             mails.append(mail)
         self.counters.add(sends)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .layout import LAYOUTS
 from .schedule import ALGORITHMS, SIDES
 
+NAMES = (*ALGORITHMS, "ulysses", "hybrid")
 KERNELS = ("auto", "aten", "aten_cudnn", "reference")
 
 
@@ -32,7 +33,11 @@ class BurstConfig:
     intra_size: int | None = None
 
     def __post_init__(self):
-        _one_of("algorithm (--context-parallel-algo)", self.algorithm, (*ALGORITHMS, "megatron"))
+        _one_of(
+            "algorithm (--context-parallel-algo)",
+            self.algorithm,
+            (*ALGORITHMS, "ulysses", "hybrid", "megatron"),
+        )
         _one_of("layout (--burst-layout)", self.layout, tuple(sorted(LAYOUTS)))
         _one_of("side (--burst-side)", self.side, ("auto", *SIDES))
         _one_of("kernel (--burst-kernel)", self.kernel, KERNELS)

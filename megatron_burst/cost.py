@@ -1,20 +1,25 @@
-"""What a schedule costs: bytes per link class, and which side is cheaper.
+"""What a schedule costs: bytes per link class, work per rank, and which choice is cheaper.
 
-Reads schedules, so the figures cannot drift from what runs. Sizes are plain numbers: no torch.
-Source: BurstEngine section 3.1 ("Bytes, exactly"); for grouped-query attention the paper's
-saving inverts, which is why the side is computed and not fixed.
+Reads schedules and tiles, so the figures cannot drift from what runs. Sizes are plain numbers:
+no torch. Source: BurstEngine section 3.1 ("Bytes, exactly"); for grouped-query attention the
+paper's saving inverts, which is why the side is computed and not fixed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .schedule import SIDES, Chunk, Grid, Schedule, backward, forward
+from . import schedule
+from .layout import LAYOUTS, Layout, Span, make
+from .masks import Mask
+from .schedule import ROUTES, SIDES, Chunk, Schedule
+from .tiles import Cutter
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rank's share of one attention call. `*_itemsize` are bytes per element."""
+    """One rank's share of one attention call in its ring. `*_itemsize` are bytes per element."""
 
     tokens: int
     batch: int
@@ -29,59 +34,140 @@ class Sizes:
 
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Payload bytes of one chunk; a gradient nobody wants does not travel."""
-        rows = self.tokens * self.batch
+        query, key, value, out = self._elements
         q, k, v = self.needs_grad
-        query, key, value = (
-            rows * self.heads * self.width,
-            rows * self.kv_heads * self.width,
-            rows * self.kv_heads * self.value_width,
-        )
         if chunk.family == "kv":
             return (key + value) * self.itemsize
         if chunk.family == "dkv":
             return (k * key + v * value) * self.wire_itemsize
         if chunk.family == "dquery":
             return q * query * self.wire_itemsize
-        stats = 2 * rows * self.heads * self.stat_itemsize
-        return (query + rows * self.heads * self.value_width) * self.itemsize + stats
+        stats = 2 * self.tokens * self.batch * self.heads * self.stat_itemsize
+        return (query + out) * self.itemsize + stats
 
     def gradients_travel(self, side: str) -> bool:
         return self.chunk_bytes(Chunk("d" + side, 0)) > 0
+
+    @property
+    def _elements(self) -> tuple[int, int, int, int]:
+        """Elements of q, k, v and out."""
+        rows = self.tokens * self.batch
+        heads, kv_heads = rows * self.heads, rows * self.kv_heads
+        return (
+            heads * self.width,
+            kv_heads * self.width,
+            kv_heads * self.value_width,
+            heads * self.value_width,
+        )
+
+    def scattered_bytes(self, ranks: int) -> tuple[int, int]:
+        """What one rank of a head group of `ranks` sends to one other, forward and backward."""
+        query, key, value, out = self._elements
+        q, k, v = self.needs_grad
+        forward = (query + key + value + out) * self.itemsize
+        back = out * self.itemsize + (q * query + k * key + v * value) * self.wire_itemsize
+        return forward // ranks, back // ranks
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Payload bytes one rank sends in one pass, by link class."""
 
-    intra: int
-    inter: int
+    intra: int = 0
+    inter: int = 0
 
     @property
     def total(self) -> int:
         return self.intra + self.inter
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.intra + other.intra, self.inter + other.inter)
 
-def traffic(schedule: Schedule, rank: int, sizes: Sizes) -> Traffic:
-    """The bytes `rank` sends when `schedule` runs once."""
+
+def traffic(plan: Schedule, rank: int, sizes: Sizes) -> Traffic:
+    """The bytes `rank` sends when a schedule runs once."""
     sent = {"intra": 0, "inter": 0}
-    for hop in schedule.sends(rank):
+    for hop in plan.sends(rank):
         sent[hop.link] += sizes.chunk_bytes(hop.chunk)
     return Traffic(**sent)
 
 
-def forward_traffic(algorithm: str, grid: Grid, rank: int, sizes: Sizes) -> Traffic:
-    return traffic(forward(algorithm, grid), rank, sizes)
+def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic, Traffic]:
+    """The bytes `rank` of a head group sends, forward and backward; `links` to each of it."""
+    others = [link for peer, link in enumerate(links) if peer != rank]
+    counts = {link: others.count(link) for link in ("intra", "inter")}
+    both = sizes.scattered_bytes(len(links))
+    forward, back = (Traffic(**{k: n * size for k, n in counts.items()}) for size in both)
+    return forward, back
 
 
-def backward_traffic(algorithm: str, grid: Grid, rank: int, sizes: Sizes, side: str) -> Traffic:
-    gradients = sizes.gradients_travel(side)
-    return traffic(backward(algorithm, grid, side, gradients=gradients), rank, sizes)
+def cheaper_side(backward: Callable[[str], Schedule], sizes: Sizes) -> str:
+    """The side with fewer bytes over all ranks and links; "kv" where they are equal.
 
-
-def cheaper_side(algorithm: str, grid: Grid, sizes: Sizes) -> str:
-    """The side with fewer bytes over all links; "kv" where they are equal.
-
-    On one ring both sides make the same hops, so one side is cheaper on both link classes or
-    on neither, and the sum of both decides.
+    backward: side -> its schedule. On one ring both sides make the same hops, so one side is
+    cheaper on both link classes or on neither, and the sum of both decides.
     """
-    return min(SIDES, key=lambda s: backward_traffic(algorithm, grid, 0, sizes, s).total)
+    return min(SIDES, key=lambda side: _over_all_ranks(backward(side), sizes).total)
+
+
+def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str:
+    """ "ring", or "direct" where that sends fewer bytes between nodes, or as many there and fewer
+    within nodes. make_schedule: route -> its schedule."""
+
+    def bytes_sent(route: str) -> tuple[int, int]:
+        total = _over_all_ranks(make_schedule(route), sizes)
+        return total.inter, total.intra
+
+    return min(ROUTES, key=bytes_sent)
+
+
+def _over_all_ranks(plan: Schedule, sizes: Sizes) -> Traffic:
+    if plan.visible.all() and not plan.kept:  # every rank makes the same number of hops
+        one = traffic(plan, 0, sizes)
+        return Traffic(one.intra * plan.grid.size, one.inter * plan.grid.size)
+    return sum((traffic(plan, rank, sizes) for rank in range(plan.grid.size)), Traffic())
+
+
+# --- work ----------------------------------------------------------------------------------
+
+_COUNTING = Cutter(band_rows=256, table_rows=256)
+
+
+def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
+    """How many (query, key) pairs of two shards attend; exact."""
+    return sum(tile.visible for tile in _COUNTING.tiles(mask, q_spans, k_spans))
+
+
+def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
+    """Visible pairs that each rank's queries have, over all keys."""
+    whole = (Span(0, 1, seq_len),)
+    mask.check(seq_len)
+    return [
+        visible_pairs(mask, layout.spans(rank, seq_len), whole) for rank in range(layout.cp_size)
+    ]
+
+
+def imbalance(layout: Layout, mask: Mask, seq_len: int) -> float:
+    """The busiest rank's work over the mean, summed over steps: 1.0 is perfect balance.
+
+    Every step waits for its slowest rank, so it is taken step by step of the flat ring.
+    """
+    size = layout.cp_size
+    spans = [layout.spans(rank, seq_len) for rank in range(size)]
+    mask.check(seq_len)
+    ring = schedule.forward("ring", schedule.Grid(1, size))
+    steps = []
+    for step in range(size):
+        pairs = [ring.pair(rank, step) for rank in range(size)]
+        steps.append([visible_pairs(mask, spans[p.query], spans[p.key]) for p in pairs])
+    total = sum(map(sum, steps))
+    return sum(map(max, steps)) * size / total if total else 1.0
+
+
+def best_layout(mask: Mask, cp_size: int, seq_len: int) -> str:
+    """The layout with the least imbalance; zigzag, Megatron's own, where several are equal."""
+
+    def badness(name: str) -> tuple[float, bool]:
+        return round(imbalance(make(name, cp_size=cp_size), mask, seq_len), 3), name != "zigzag"
+
+    return min(LAYOUTS, key=badness)

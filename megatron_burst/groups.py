@@ -8,17 +8,38 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from .comm import Channel, Counters, Endpoint, LocalEndpoint, Mail, ProcessEndpoint
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the grid that lives in this process."""
+
+    rank: int
+    ring: Endpoint  # its rank is the index in the ring
+    head: Endpoint  # its rank is the index in the head group
+    head_links: tuple[str, ...]  # link class to each rank of the head group
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes sent by this rank, over all rings and the head group."""
+        return self.ring.counters
 
 
 class Groups:
-    """An ordered grid of ranks, `rank = inter_rank * intra_size + intra_rank`, and its rings.
+    """An ordered grid rank -> (head, intra, inter), and the process groups of its rings.
+
+    The ranks are numbered 0 .. size - 1, node by node: in that order a layout deals out
+    positions. Without `head` they form one ring of nodes. With `head` = p every p of them share
+    the heads (`head_parallel`) and the rings run over the other size / p.
 
     Make it once, on every rank of the grid alike and before the first attention: making the
     process groups of the rings is collective. It cannot be copied or pickled, so it must not
@@ -26,44 +47,56 @@ class Groups:
     groups of this rank's node and of its index across nodes (index 0 and 1 of Megatron's
     hierarchical groups).
 
-    Attributes: `size`, `inter_size`, `intra_size`; `local_ranks`, the grid ranks that live in
-    this process (one, or all of them after `in_process`); `backend`; `endpoints`, one per
-    local rank, each with its byte `counters`.
+    Attributes: `topology`; `local_ranks`, the ranks that live in this process (one, or all of
+    them after `in_process`); `backend`; `members`, one per local rank.
     """
 
-    inter_size: int
-    intra_size: int
+    topology: Topology
     local_ranks: tuple[int, ...]
     backend: str
-    endpoints: list[Endpoint]
+    members: list[Member]
     _made: list[dist.ProcessGroup]
 
-    def __init__(self, *, intra: dist.ProcessGroup, inter: dist.ProcessGroup):
+    def __init__(
+        self,
+        *,
+        intra: dist.ProcessGroup,
+        inter: dist.ProcessGroup,
+        head: int = 1,
+        placement: str = "head_first",
+    ):
         mine = dist.get_process_group_ranks(intra)
         rows: list[list[int]] = [[] for _ in range(inter.size())]
         dist.all_gather_object(rows, mine, group=inter)
         if len({len(row) for row in rows}) != 1:
             raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
-        self._connect(rows, intra)
+        ranks = [rank for row in rows for rank in row]
+        self._connect(ranks, Topology(len(ranks), len(mine), head, placement), intra)
 
     @classmethod
-    def flat(cls, group: dist.ProcessGroup) -> Groups:
+    def flat(cls, group: dist.ProcessGroup, *, head: int = 1) -> Groups:
         """All ranks of `group` as one node."""
-        return cls.from_topology(group, intra=group.size())
+        return cls.from_topology(group, intra=group.size(), head=head)
 
     @classmethod
-    def from_topology(cls, group: dist.ProcessGroup, *, intra: int) -> Groups:
-        """`intra` consecutive ranks of `group` form a node."""
-        size = group.size()
-        if intra < 1 or size % intra:
-            raise ValueError(f"intra: {size} ranks cannot be cut into nodes of {intra}")
+    def from_topology(
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        intra: int,
+        head: int = 1,
+        placement: str = "head_first",
+    ) -> Groups:
+        """`intra` consecutive ranks of `group` form a node; `head`, `placement`: see Topology."""
         ranks = dist.get_process_group_ranks(group)
         self = cls.__new__(cls)
-        self._connect([ranks[i : i + intra] for i in range(0, size, intra)], group)
+        self._connect(ranks, Topology(len(ranks), intra, head, placement), group)
         return self
 
     @classmethod
-    def by_host(cls, group: dist.ProcessGroup) -> Groups:
+    def by_host(
+        cls, group: dist.ProcessGroup, *, head: int = 1, placement: str = "head_first"
+    ) -> Groups:
         """Ranks of `group` that share a host name form a node (a collective over `group`)."""
         hosts: list[str] = [""] * group.size()
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
@@ -74,32 +107,42 @@ class Groups:
                 f"ranks are not placed evenly and in order on hosts: {hosts}; "
                 "give the ranks per node yourself (intra size)"
             )
-        return cls.from_topology(group, intra=intra)
+        return cls.from_topology(group, intra=intra, head=head, placement=placement)
 
     @classmethod
-    def in_process(cls, *, inter: int = 1, intra: int) -> Groups:
-        """A grid whose ranks all live in this process, without torch.distributed."""
+    def in_process(
+        cls, *, inter: int = 1, intra: int, head: int = 1, placement: str = "head_first"
+    ) -> Groups:
+        """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
+
+        For tests, and to check the numerics of a large grid on one device.
+        """
         self = cls.__new__(cls)
-        self.inter_size, self.intra_size = inter, intra
-        self.local_ranks = tuple(range(inter * intra))
+        self.topology = topology = Topology(inter * intra, intra, head, placement)
+        self.local_ranks = tuple(range(topology.size))
         self.backend = "in_process"
         boxes: dict[tuple[Channel, int, int], deque[Mail]] = {}
-        self.endpoints = [LocalEndpoint(rank, boxes) for rank in self.local_ranks]
+
+        def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
+            return LocalEndpoint(members.index(rank), members, boxes, counters)
+
+        self.members = [self._member(rank, end) for rank in self.local_ranks]
         self._made = []
         return self
 
     @property
     def size(self) -> int:
-        return self.inter_size * self.intra_size
+        return self.topology.size
 
     @property
     def rank(self) -> int:
-        """The grid rank of this process (the first one, if all ranks live in it)."""
+        """The rank of this process in the grid (the first one, if all ranks live in it)."""
         return self.local_ranks[0]
 
     @property
     def counters(self) -> Counters:
-        return self.endpoints[0].counters
+        """Bytes sent by `rank`."""
+        return self.members[0].counters
 
     def gather(self, headers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order.
@@ -127,12 +170,21 @@ class Groups:
     def __reduce__(self):
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
-    def _connect(self, rows: list[list[int]], parent: dist.ProcessGroup) -> None:
-        """Make every ring's process groups; `rows` are the global ranks, node by node."""
-        ranks = [rank for row in rows for rank in row]
-        here = dist.get_rank()
-        self.inter_size, self.intra_size = len(rows), len(rows[0])
-        self.local_ranks = (ranks.index(here),)
+    def _member(self, rank: int, end: Callable[[list[int], int, Counters], Endpoint]) -> Member:
+        topology, counters = self.topology, Counters()
+        group = topology.head_group(rank)
+        return Member(
+            rank=rank,
+            ring=end(topology.ring(rank), rank, counters),
+            head=end(group, rank, counters),
+            head_links=tuple(topology.link(rank, other) for other in group),
+        )
+
+    def _connect(self, ranks: list[int], topology: Topology, parent: dist.ProcessGroup) -> None:
+        """Make every ring's process groups; `ranks` are the global ranks, node by node."""
+        self.topology = topology
+        rank = ranks.index(dist.get_rank())
+        self.local_ranks = (rank,)
         self.backend = dist.get_backend(parent)
         self._made = []
         _check_group_counts(parent)
@@ -141,29 +193,48 @@ class Groups:
         def new(members: list[int], backend: str) -> dist.ProcessGroup:
             # Only the members take part, so the grids of other model-parallel groups stay free.
             group = dist.new_group(
-                members, timeout=timeout, backend=backend, use_local_synchronization=True
+                [ranks[member] for member in members],
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=True,
             )
             assert isinstance(group, dist.ProcessGroup)
             self._made.append(group)
             return group
 
-        column = self.rank % self.intra_size
-        rings = {
-            "flat": ranks,
-            "intra": rows[self.rank // self.intra_size],
-            "inter": [row[column] for row in rows],
+        self._control = new(list(range(topology.size)), "gloo")
+        channels = self._channels(rank, lambda members: new(members, self.backend))
+
+        def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
+            peers = [ranks[member] for member in members]
+            return ProcessEndpoint(members.index(rank), peers, channels, counters)
+
+        self.members = [self._member(rank, end)]
+
+    def _channels(
+        self, rank: int, new: Callable[[list[int]], dist.ProcessGroup]
+    ) -> dict[Channel, dist.ProcessGroup]:
+        """Two groups per ring, one for the head group. Rings over the same ranks share theirs."""
+        ring, width = self.topology.ring(rank), self.topology.intra_size
+        node, index = divmod(ring.index(rank), width)
+        wanted = {
+            Channel(name, gradient): members
+            for name, members in (
+                ("flat", ring),
+                ("intra", ring[node * width : (node + 1) * width]),
+                ("inter", ring[index::width]),
+            )
+            for gradient in (False, True)
         }
-        self._control = new(ranks, "gloo")
+        wanted[Channel("head", False)] = self.topology.head_group(rank)
         made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
-        channels: dict[Channel, dist.ProcessGroup] = {}
-        for ring, members in rings.items():
-            for gradient in (False, True):
-                # Rings over the same ranks share their groups; a ring of one needs none.
-                key = (tuple(members), gradient)
-                if len(members) > 1:
-                    made[key] = made.get(key) or new(members, self.backend)
-                    channels[Channel(ring, gradient)] = made[key]
-        self.endpoints = [ProcessEndpoint(self.rank, ranks, channels)]
+        channels = {}
+        for channel, members in wanted.items():
+            key = (tuple(members), channel.gradient)
+            if len(members) > 1:
+                made[key] = made.get(key) or new(members)
+                channels[channel] = made[key]
+        return channels
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -40,3 +40,15 @@ def merge_(
     out.mul_(torch.exp(lse - base).unsqueeze(-1))
     out.addcmul_(out_new.to(out.dtype), torch.exp(lse_new - base).unsqueeze(-1))
     lse.copy_(total)
+
+
+def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
+    """Let every row of (out, lse) also see a logit `sink` [h] that has no value, in place."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Gradient [h] of `sink` from the rows of this rank; lse (sink included), delta [s, b, h]."""
+    return -(torch.exp(sink.to(lse.dtype) - lse) * delta).sum(dim=(0, 1))

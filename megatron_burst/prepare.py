@@ -6,9 +6,11 @@ runs is `ring`'s, what moves when is `schedule`'s, what it costs is `cost`'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import cost, schedule
@@ -16,12 +18,16 @@ from .agreement import agree
 from .arguments import Choices, Draft, NeedsGrad, Shards, Signature, check, per_rank, signature
 from .config import BurstConfig
 from .groups import Groups
-from .kernels import Kernel
-from .layout import Layout
-from .masks import Causal, Mask
+from .head_parallel import Share
+from .kernels import Kernel, Scoring
+from .layout import Layout, Span
+from .masks import Causal, Cover, Mask
 from .merge import accumulation_dtype
 from .ring import Pass
-from .schedule import Grid, Pair
+from .schedule import Grid, Pair, Schedule
+
+# The ring that head-parallel algorithms run inside their head groups.
+RINGS = {"ulysses": "ring", "hybrid": "burst"}
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,12 @@ class Plan:
     layout: Layout
     mask: Mask
     kernel: Kernel
-    scale: float
+    scoring: Scoring
     wire_dtype: torch.dtype
     needs_grad: NeedsGrad
     signature: Signature
     sizes: cost.Sizes
+    schedules: tuple[Schedule, Schedule]  # forward and backward
     forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
     backwards: tuple[Pass, ...]
 
@@ -53,30 +60,43 @@ class Plan:
 
     def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
         """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
-        grid, rank = _grid(self.groups), self.groups.rank
-        algorithm, side = self.config.algorithm, side or self.config.side
-        return (
-            cost.forward_traffic(algorithm, grid, rank, self.sizes),
-            cost.backward_traffic(algorithm, grid, rank, self.sizes, side),
+        there, back = self.schedules
+        if side not in (None, back.side):
+            back = _backward(back, side, self.sizes)
+        member = self.groups.members[0]
+        heads = cost.head_traffic(member.head_links, member.head.rank, self.sizes)
+        there_bytes, back_bytes = (
+            cost.traffic(s, member.ring.rank, self.sizes) + h
+            for s, h in zip((there, back), heads, strict=True)
         )
+        return there_bytes, back_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that keys kept from forward take on this rank until backward."""
+        return sum(self.sizes.chunk_bytes(chunk) for chunk in self.forwards[0].kept)
 
     def describe(self) -> str:
         """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
-        config, groups = self.config, self.groups
+        config, topology = self.config, self.groups.topology
         there, back = self.traffic()
         other = "kv" if config.side == "query" else "query"
+        heads = f", {topology.head} sharing heads ({topology.placement})"
         return " | ".join(
             [
                 f"burst attention: algorithm {config.algorithm}",
-                f"{groups.inter_size} nodes x {groups.intra_size} ranks",
+                f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
+                + heads * (topology.head > 1),
+                *(f"{name} sent {s.route}ly" for name, s in zip(("forward", "backward"),
+                  self.schedules, strict=True) if s.route == "direct"),
                 f"side {config.side}",
                 f"layout {config.layout}",
                 f"kernel {config.kernel}",
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-                "store none",
+                f"store none, keys kept {_human(self.kept_bytes)}",
             ]
-        )
+        )  # fmt: skip
 
 
 def prepare(
@@ -91,7 +111,9 @@ def prepare(
     side: str = "auto",
     kernel: str = "auto",
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     grad_wire_dtype: torch.dtype | None = None,
+    kv_cache: float = 0.0,
     needs_grad: NeedsGrad | None = None,
 ) -> Plan:
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
@@ -105,7 +127,7 @@ def prepare(
     """
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
-        grad_wire_dtype, needs_grad,
+        softcap, grad_wire_dtype, kv_cache, needs_grad,
     )  # fmt: skip
     drafts: list[Draft | ValueError] = []
     for tensors in per_rank(groups, q, k, v):
@@ -120,53 +142,114 @@ def prepare(
 
 
 def _plan(draft: Draft, groups: Groups) -> Plan:
-    algorithm, side = draft.config.algorithm, draft.config.side
-    grid, sizes = _grid(groups), _sizes(draft)
+    topology, sizes = groups.topology, _sizes(draft, groups)
+    grid = Grid(topology.inter_size, topology.intra_size)
+    spans = _ring_spans(draft, groups)
+    visible = _visible(draft.mask, spans)
+    algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
+    kept = round(draft.kv_cache * (grid.size - 1))
+    there = _routed(lambda r: schedule.forward(algorithm, grid, visible=visible, route=r), sizes)
+    draft_back = Schedule(algorithm, grid, "kv", True, visible, kept=kept)
+    side = draft.config.side
     if side == "auto":
-        side = cost.cheaper_side(algorithm, grid, sizes)
-    there = schedule.forward(algorithm, grid)
-    back = schedule.backward(algorithm, grid, side, gradients=sizes.gradients_travel(side))
+        side = cost.cheaper_side(lambda s: _backward(draft_back, s, sizes), sizes)
+        side = "kv" if kept else side
+    back = _backward(draft_back, side, sizes)
     return Plan(
         groups=groups,
-        config=BurstConfig(algorithm, draft.layout.name, side, draft.kernel.name),
+        config=BurstConfig(draft.config.algorithm, draft.layout.name, side, draft.kernel.name),
         layout=draft.layout,
         mask=draft.mask,
         kernel=draft.kernel,
-        scale=draft.scale,
+        scoring=draft.scoring,
         wire_dtype=draft.wire_dtype,
         needs_grad=draft.needs_grad,
         signature=signature(*draft.tensors),
         sizes=sizes,
-        forwards=_passes("attention forward", there, draft, groups),
-        backwards=_passes(f"attention backward with side {side}", back, draft, groups),
+        schedules=(there, back),
+        forwards=_passes("attention forward", there, back, draft, groups, spans),
+        backwards=_passes(f"attention backward, side {side}", back, back, draft, groups, spans),
     )
 
 
-def _passes(name: str, plan: schedule.Schedule, draft: Draft, groups: Groups) -> tuple[Pass, ...]:
-    """The pass of each local rank; a pair that is wholly masked gets no work."""
+def _ring_spans(draft: Draft, groups: Groups) -> list[list[Span]]:
+    """The positions each ring member computes with: those of its whole head group."""
+    topology, layout = groups.topology, draft.layout
     seq_len = draft.tensors[0].shape[0] * groups.size
-    spans = [draft.layout.spans(rank, seq_len) for rank in range(groups.size)]
+    ring = topology.ring(groups.rank)
+    return [
+        [s for member in topology.head_group(rank) for s in layout.spans(member, seq_len)]
+        for rank in ring
+    ]
+
+
+def _visible(mask: Mask, spans: list[list[Span]]) -> np.ndarray:
+    """bool [G, G]: may anything of these queries see anything of those keys?"""
+    size = len(spans)
+    visible = np.ones((size, size), dtype=bool)
+    for i, q_spans in enumerate(spans):
+        for j, k_spans in enumerate(spans):
+            covers = (mask.cover(q, k) for q in q_spans for k in k_spans)
+            visible[i, j] = any(cover != Cover.EMPTY for cover in covers)
+    return visible
+
+
+def _routed(make_schedule: Callable[[str], Schedule], sizes: cost.Sizes) -> Schedule:
+    """The schedule by the cheaper route; where everything is wanted the ring is."""
+    ring = make_schedule("ring")
+    if ring.visible.all() or ring.algorithm == "all_gather":
+        return ring
+    return make_schedule(cost.cheaper_route(make_schedule, sizes))
+
+
+def _backward(like: Schedule, side: str, sizes: cost.Sizes) -> Schedule:
+    """The backward schedule with `side`; keys can be kept where they are what travels."""
+    return _routed(
+        lambda route: schedule.backward(
+            like.algorithm,
+            like.grid,
+            side,
+            gradients=sizes.gradients_travel(side),
+            visible=like.visible,
+            route=route,
+            kept=like.kept if side == "kv" else 0,
+        ),
+        sizes,
+    )
+
+
+def _passes(
+    name: str,
+    plan: Schedule,
+    back: Schedule,
+    draft: Draft,
+    groups: Groups,
+    spans: list[list[Span]],
+) -> tuple[Pass, ...]:
+    """The pass of each local rank; a pair that is wholly masked gets no work."""
     passes = []
-    for rank in groups.local_ranks:
+    for member in groups.members:
+        rank = member.ring.rank
         program = plan.program(rank)
         works: dict[Pair, Any] = {}
         for pair in (boundary.pair for boundary in program):
-            if pair is None:
+            if pair is None or not plan.visible[pair]:
                 continue
             work = draft.kernel.plan(draft.mask, spans[pair.query], spans[pair.key])
             if work is not None:
                 works[pair] = work
-        passes.append(Pass(name, program, works))
+        passes.append(Pass(name, program, works, back.kept_chunks(rank)))
     return tuple(passes)
 
 
-def _sizes(draft: Draft) -> cost.Sizes:
+def _sizes(draft: Draft, groups: Groups) -> cost.Sizes:
     q, k, v = draft.tensors
+    head = groups.topology.head
     return cost.Sizes(
-        tokens=q.shape[0],
+        tokens=q.shape[0] * head,
         batch=q.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
+        heads=Share(q.shape[2], head).each,
+        kv_heads=Share(k.shape[2], head).each,
         width=q.shape[3],
         value_width=v.shape[3],
         itemsize=q.element_size(),
@@ -176,16 +259,13 @@ def _sizes(draft: Draft) -> cost.Sizes:
     )
 
 
-def _grid(groups: Groups) -> Grid:
-    return Grid(groups.inter_size, groups.intra_size)
-
-
 def _bytes(traffic: cost.Traffic) -> str:
-    def human(count: float) -> str:
-        for unit in ("B", "KiB", "MiB"):
-            if count < 1024:
-                return f"{count:.4g} {unit}"
-            count /= 1024
-        return f"{count:.4g} GiB"
+    return f"{_human(traffic.intra)} intra + {_human(traffic.inter)} inter"
 
-    return f"{human(traffic.intra)} intra + {human(traffic.inter)} inter"
+
+def _human(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

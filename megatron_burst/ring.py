@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from .comm import Channel, Endpoint, Pending, Receive, Send
-from .kernels import Kernel, Rows
-from .merge import accumulation_dtype, empty_result, merge_
+from .kernels import Kernel, Rows, Scoring
+from .merge import accumulation_dtype, add_sink_, empty_result, merge_
 from .schedule import Boundary, Chunk, Hop, Pair
 
 Tensors = tuple[torch.Tensor, ...]
+Keys = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Pass:
     name: str
     program: Sequence[Boundary]
     works: dict[Pair, Any]  # a pair with nothing visible is absent
+    kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
 
 
 class _Buffers:
@@ -161,6 +163,8 @@ class _Walk:
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
+            if chunk in self.run.kept:
+                continue
             tensors = self.held.pop(chunk)
             if chunk.owner != self.endpoint.rank:
                 self.buffers.give(chunk.family, tensors)
@@ -171,46 +175,51 @@ def forward(
     endpoint: Endpoint,
     kernel: Kernel,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+    keys: Keys,
+    scoring: Scoring,
+    sink: torch.Tensor | None,
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor, list[Keys]]]:
     """Attention of the local queries to the keys of all ranks (Algorithm 1 of BurstEngine).
 
-    q [s, b, h, d], k [s, b, k, d], v [s, b, k, w], contiguous. Returns out [s, b, h, w] in the
-    dtype of q, and lse [s, b, h] in the accumulation dtype.
+    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]), contiguous; sink [h] or None: a logit
+    every row sees besides its keys, with no value. Returns out [s, b, h, w] in the dtype of q,
+    lse [s, b, h] in the accumulation dtype, and the keys to be kept for backward.
     """
-    out, lse = empty_result(q, v.shape[-1])
-    walk = _Walk(run, endpoint, {Chunk("kv", endpoint.rank): (k, v)}, None)
+    out, lse = empty_result(q, keys[1].shape[-1])
+    walk = _Walk(run, endpoint, {Chunk("kv", endpoint.rank): keys}, None)
 
     def compute(pair: Pair) -> None:
-        keys, values = walk.held[Chunk("kv", pair.key)]
-        for rows, part, part_lse in kernel.forward(q, keys, values, run.works[pair], scale):
+        k, v = walk.held[Chunk("kv", pair.key)]
+        for rows, part, part_lse in kernel.forward(q, k, v, run.works[pair], scoring):
             merge_(out[rows], lse[rows], part, part_lse)
 
     yield from walk.steps(compute)
-    return out.to(q.dtype), lse
+    if sink is not None:
+        add_sink_(out, lse, sink)
+    kept = [walk.held[chunk] for chunk in run.kept]
+    return out.to(q.dtype), lse, [(k, v) for k, v in kept]
 
 
 def backward(
     run: Pass,
     endpoint: Endpoint,
     kernel: Kernel,
-    keys: tuple[torch.Tensor, torch.Tensor],
     rows: Rows,
-    scale: float,
+    keys: Keys,
+    kept: Sequence[Keys],
+    scoring: Scoring,
     wire: torch.dtype | None,
     needs_grad: tuple[bool, bool, bool],
 ) -> Generator[None, None, tuple[torch.Tensor | None, ...]]:
     """Gradients of the local q, k, v in the accumulation dtype, None where not needed.
 
     Which side travels is the program's business: own chunks are held from the start, visiting
-    ones arrive, and gradients are summed per chunk wherever it is. `rows` is the local query
-    chunk, `keys` the local (k, v). Source: Algorithms 1 and 2 of BurstEngine.
+    ones arrive or were `kept`, and gradients are summed per chunk wherever it is. `rows` is the
+    local query chunk, `keys` the local (k, v). Source: Algorithms 1 and 2 of BurstEngine.
     """
     me = endpoint.rank
-    query, kv = Chunk("query", me), Chunk("kv", me)
-    walk = _Walk(run, endpoint, {query: tuple(rows[:4]), kv: keys}, wire)
+    held: dict[Chunk, Tensors] = {Chunk("query", me): tuple(rows[:4]), Chunk("kv", me): keys}
+    walk = _Walk(run, endpoint, held | dict(zip(run.kept, kept, strict=True)), wire)
     _, *kv_needs = needs_grad
     walk.track("dquery", [rows.q.shape] * needs_grad[0])
     walk.track("dkv", [t.shape for t, needed in zip(keys, kv_needs, strict=True) if needed])
@@ -221,7 +230,7 @@ def backward(
         sums = iter(walk.total(Chunk("dquery", pair.query)) + walk.total(Chunk("dkv", pair.key)))
         grads = [next(sums) if needed else None for needed in needs_grad]
         k, v = walk.held[Chunk("kv", pair.key)]
-        kernel.backward(Rows(q, dout, lse, delta, out), k, v, run.works[pair], scale, *grads)
+        kernel.backward(Rows(q, dout, lse, delta, out), k, v, run.works[pair], scoring, *grads)
 
     yield from walk.steps(compute)
     sums = iter(walk.total(Chunk("dquery", me)) + walk.total(Chunk("dkv", me)))

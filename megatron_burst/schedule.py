@@ -1,7 +1,7 @@
 """What each rank computes, sends and receives at each step, as data.
 
 The executor runs a schedule, the byte counters check it, cost reads it. It knows rank
-numbers and the grid of nodes; no tensors, no sizes, no process groups.
+numbers, the grid of nodes, and which rank wants which chunk; no tensors, no sizes, no groups.
 
 Every rank computes one (query chunk, key chunk) pair per step. One family of chunks travels,
 the other stays: in forward, and in backward with side "kv", keys and values travel; in
@@ -16,17 +16,21 @@ Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, co
 communication; LoongTrain section 4.3 for `double_ring`. Variant of the gradient traffic: what
 a rank adds to its own gradient stays home, and so does what a node adds to its own, so that
 activations and gradients both make G - 1 hops (flat), or M (L - 1) intra-node and M - 1
-inter-node hops (M nodes of L ranks).
+inter-node hops (M nodes of L ranks). A hop that serves nobody further along is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-ALGORITHMS = ("burst", "double_ring", "ring")
+import numpy as np
+
+ALGORITHMS = ("burst", "double_ring", "ring", "all_gather")
 SIDES = ("kv", "query")
+ROUTES = ("ring", "direct")
 
 
 class Grid(NamedTuple):
@@ -86,17 +90,27 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One pass over the ring. Build it with `forward` or `backward`."""
+    """One pass over all ranks. Build it with `forward` or `backward`.
+
+    visible: bool [G, G], may queries of rank i see keys of rank j? Pairs that may not are not
+    computed, and what only they need does not travel.
+    route: "ring", or "direct" from each owner to those who want its chunk, one step ahead.
+    kept: the last so many steps of the pass find their chunk already there (kept from forward).
+    """
 
     algorithm: str
     grid: Grid
     side: str
     gradients: bool
+    visible: np.ndarray = field(repr=False, compare=False)
+    route: str = "ring"
+    kept: int = 0
 
     @property
     def rings(self) -> Grid:
         """The grid the chunks move on: one ring over all ranks is a single 'node' of G."""
-        return Grid(1, self.grid.size) if self.algorithm == "ring" else self.grid
+        two_level = self.route == "ring" and self.algorithm in ("burst", "double_ring")
+        return self.grid if two_level else Grid(1, self.grid.size)
 
     def visitor(self, rank: int, step: int) -> int:
         """The owner of the travelling chunk that `rank` computes with at `step`."""
@@ -109,17 +123,48 @@ class Schedule:
         visitor = self.visitor(rank, step)
         return Pair(rank, visitor) if self.side == "kv" else Pair(visitor, rank)
 
+    def kept_chunks(self, rank: int) -> list[Chunk]:
+        """The chunks that `rank` holds from the start besides its own."""
+        steps = range(self.grid.size - self.kept, self.grid.size)
+        pairs = [(self.pair(rank, step), self.visitor(rank, step)) for step in steps]
+        return [Chunk(self.side, visitor) for pair, visitor in pairs if self.visible[pair]]
+
+    @cached_property
+    def wanted(self) -> np.ndarray:
+        """bool [owner, cycle, turn]: does the rank the owner's chunk meets then compute with it?"""
+        nodes, width = self.rings
+        owner, cycle, turn = np.ogrid[: self.grid.size, :nodes, :width]
+        rank = (owner // width + cycle) % nodes * width + (owner % width + turn) % width
+        return self.visible[rank, owner] if self.side == "kv" else self.visible[owner, rank]
+
+    @cached_property
+    def awaited(self) -> np.ndarray:
+        """`wanted` without the pairs whose chunk was kept: these need not be brought."""
+        nodes, width = self.rings
+        awaited = self.wanted.copy()
+        awaited.reshape(-1, nodes * width)[:, nodes * width - self.kept :] = False
+        return awaited
+
     def sends(self, rank: int) -> Iterator[Hop]:
         """Every hop that starts at `rank`."""
+        if self.rings.size == self.grid.size and self._one_to_one:
+            yield from self._direct_sends(rank)
+            return
         nodes, width = self.rings
         for cycle in range(nodes):
             first = cycle * width
-            for step in range(first, first + width - 1):
-                yield self._hop(rank, "intra", step, post=step, land=step + 1)
-            if cycle < nodes - 1:
+            for turn in range(width - 1):
+                step = first + turn
+                if self.awaited[self.visitor(rank, step), cycle, turn + 1 :].any():
+                    yield self._hop(rank, "intra", step, post=step, land=step + 1)
+            if self.awaited[self.visitor(rank, first), cycle + 1 :].any():
                 yield self._hop(rank, "inter", first, post=first, land=first + width)
             if self.gradients:
                 yield from self._gradient_sends(rank, cycle)
+
+    @property
+    def _one_to_one(self) -> bool:
+        return self.route == "direct" or self.algorithm == "all_gather"
 
     def _gradient_sends(self, rank: int, cycle: int) -> Iterator[Hop]:
         """A gradient leaves after the step that added to it and travels during the next one.
@@ -131,10 +176,12 @@ class Schedule:
         width = self.rings.intra
         first = cycle * width
         blocks = self.algorithm == "double_ring"
-        for step in range(first + 1, first + width):
-            post = step + 1
-            yield self._hop(rank, "intra", step, post, post if blocks else post + 1, gradient=True)
-        if cycle > 0:
+        for turn in range(1, width):
+            step = first + turn
+            if self.wanted[self.visitor(rank, step), cycle, 1 : turn + 1].any():
+                land = step + 1 if blocks else step + 2
+                yield self._hop(rank, "intra", step, step + 1, land, gradient=True)
+        if cycle > 0 and self.wanted[self.visitor(rank, first), 1 : cycle + 1].any():
             post = first + width + (1 if width > 1 else 0)
             land = post if blocks else post + width
             yield self._hop(rank, "inter", first, post, land, gradient=True)
@@ -153,11 +200,29 @@ class Schedule:
         ring = "flat" if self.algorithm == "ring" else ring
         return Hop(chunk, rank, dst, ring, self.grid.link(rank, dst), post, land)
 
+    def _direct_sends(self, rank: int) -> Iterator[Hop]:
+        """The own chunk to everybody who wants it, and each visitor's gradient to its owner.
+
+        all_gather starts everything at once; otherwise one step ahead, to hold two chunks only.
+        """
+        size = self.grid.size
+        for step in range(1, size):
+            dst, visitor = (rank + step) % size, (rank - step) % size
+            if self.awaited[rank, 0, step]:
+                post = 0 if self.algorithm == "all_gather" else step - 1
+                link = self.grid.link(rank, dst)
+                yield Hop(Chunk(self.side, rank), rank, dst, "flat", link, post, step)
+            if self.gradients and self.wanted[visitor, 0, step]:
+                chunk, link = Chunk("d" + self.side, visitor), self.grid.link(rank, visitor)
+                yield Hop(chunk, rank, visitor, "flat", link, step + 1, step + 2)
+
     def receives(self, rank: int) -> Iterator[Hop]:
         """Every hop that ends at `rank`."""
         nodes, width = self.rings
         node, index = divmod(rank, width)
         before = {node * width + (index - 1) % width, (node - 1) % nodes * width + index}
+        if self._one_to_one:
+            before = set(range(self.grid.size))
         for src in sorted(before - {rank}):
             yield from (hop for hop in self.sends(src) if hop.dst == rank)
 
@@ -165,32 +230,52 @@ class Schedule:
         """The part of `rank`: its boundaries in order, the steps and the draining after them."""
         size = self.grid.size
         sends, receives = list(self.sends(rank)), list(self.receives(rank))
-        last_use = {Chunk(self.side, self.visitor(rank, step)): step + 1 for step in range(size)}
-        for hop in sends:
-            if not hop.chunk.gradient:
-                last_use[hop.chunk] = max(last_use[hop.chunk], hop.land)
         end = max([size, *(hop.land for hop in sends + receives)])
         posts: list[list[Hop]] = [[] for _ in range(end + 1)]
         for hop in sends + receives:
             posts[hop.post].append(hop)
         release: list[list[Chunk]] = [[] for _ in range(end + 1)]
-        for chunk, boundary in last_use.items():
+        for chunk, boundary in self._last_use(rank, sends, receives).items():
             release[boundary].append(chunk)
         pairs = [self.pair(rank, step) for step in range(size)] + [None] * (end + 1 - size)
         parts = zip(posts, release, pairs, strict=True)
         return tuple(Boundary(i, tuple(p), tuple(r), pair) for i, (p, r, pair) in enumerate(parts))
 
+    def _last_use(self, rank: int, sends: list[Hop], receives: list[Hop]) -> dict[Chunk, int]:
+        """For every travelling chunk this rank holds at some time, when it can be given up."""
+        chunks = {Chunk(self.side, rank), *self.kept_chunks(rank)}
+        chunks |= {hop.chunk for hop in receives if not hop.chunk.gradient}
+        steps = {Chunk(self.side, self.visitor(rank, s)): s + 1 for s in range(self.grid.size)}
+        last_use = {chunk: steps[chunk] for chunk in chunks}
+        for hop in sends:
+            if not hop.chunk.gradient:
+                last_use[hop.chunk] = max(last_use[hop.chunk], hop.land)
+        return last_use
 
-def forward(algorithm: str, grid: Grid) -> Schedule:
-    """The forward pass: keys and values travel, nothing comes home."""
-    return Schedule(check_algorithm(algorithm), grid, "kv", gradients=False)
+
+def forward(
+    algorithm: str, grid: Grid, *, visible: np.ndarray | None = None, route: str = "ring"
+) -> Schedule:
+    """The forward pass: keys and values travel, nothing comes home. Arguments as `Schedule`."""
+    table = _table(grid, visible)
+    return Schedule(check_algorithm(algorithm), grid, "kv", False, table, route)
 
 
-def backward(algorithm: str, grid: Grid, side: str, *, gradients: bool = True) -> Schedule:
+def backward(
+    algorithm: str,
+    grid: Grid,
+    side: str,
+    *,
+    gradients: bool = True,
+    visible: np.ndarray | None = None,
+    route: str = "ring",
+    kept: int = 0,
+) -> Schedule:
     """The backward pass; `gradients=False` where the travelling family needs no gradient."""
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
-    return Schedule(check_algorithm(algorithm), grid, side, gradients)
+    table = _table(grid, visible)
+    return Schedule(check_algorithm(algorithm), grid, side, gradients, table, route, kept)
 
 
 def check_algorithm(algorithm: str) -> str:
@@ -198,3 +283,7 @@ def check_algorithm(algorithm: str) -> str:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     return algorithm
+
+
+def _table(grid: Grid, visible: np.ndarray | None) -> np.ndarray:
+    return np.ones((grid.size, grid.size), dtype=bool) if visible is None else visible

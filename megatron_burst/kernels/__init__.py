@@ -35,8 +35,16 @@ class Rows(NamedTuple):
     out: torch.Tensor | None = None
 
 
+class Scoring(NamedTuple):
+    """How a query and a key make a score: t = scale * q.k, or cap * tanh(t / cap)."""
+
+    scale: float
+    softcap: float | None = None
+
+
 class Kernel(Protocol):
     name: str
+    softcaps: bool  # does it know softcap?
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
@@ -47,7 +55,7 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Partial results (rows, out [.., b, h, w], lse [.., b, h]) to be merged, in any order."""
         ...
@@ -58,7 +66,7 @@ class Kernel(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         work: Any,
-        scale: float,
+        scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
@@ -81,7 +89,13 @@ TABLE: dict[str, Callable[[torch.device], Kernel]] = {
 }
 
 
-def make(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+def make(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softcap: float | None = None,
+) -> Kernel:
     """The kernel called `name` ("auto": aten) for tensors like q, k, v.
 
     Raises ValueError if there is no such kernel or it cannot serve these tensors.
@@ -90,6 +104,8 @@ def make(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel
         raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
     kernel = TABLE["aten" if name == "auto" else name](q.device)
     reason = kernel.refusal(q, k, v)
+    if softcap is not None and not kernel.softcaps:
+        reason = f"has no softcap, got softcap={softcap}"
     if reason:
         raise ValueError(f"kernel {kernel.name} {reason}; kernel='reference' takes anything")
     return kernel

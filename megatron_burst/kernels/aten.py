@@ -20,7 +20,7 @@ from ..masks import Mask
 from ..tiles import Cutter, Tile
 
 if TYPE_CHECKING:
-    from . import Rows
+    from . import Rows, Scoring
 
 aten = torch.ops.aten
 
@@ -100,6 +100,8 @@ class CudaCudnn:
 
 
 class AtenKernel:
+    softcaps = False
+
     def __init__(self, name: str, operator: Operator):
         self.name = name
         self.operator = operator
@@ -122,14 +124,19 @@ class AtenKernel:
         return tuple(_Call.of(tile) for tile in tiles) or None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Sequence[_Call], scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Sequence[_Call],
+        scoring: Scoring,
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
         for call in work:
             r, c = call.tile.rows, call.tile.columns
             out, lse = self.operator.forward(
-                q[:, :, r], k[:, :, c], v[:, :, c], call.tile.triangle, call.bias(q), scale
+                q[:, :, r], k[:, :, c], v[:, :, c], call.tile.triangle, call.bias(q), scoring.scale
             )
             if call.blind is not None:  # the operator answers 0 for rows that see nothing
                 lse = lse.masked_fill(call.blind, float("-inf"))
@@ -141,7 +148,7 @@ class AtenKernel:
         k: torch.Tensor,
         v: torch.Tensor,
         work: Sequence[_Call],
-        scale: float,
+        scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
@@ -160,7 +167,7 @@ class AtenKernel:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
             grads = self.operator.backward(
                 dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats,
-                call.tile.triangle, call.bias(q), scale,
+                call.tile.triangle, call.bias(q), scoring.scale,
             )  # fmt: skip
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:

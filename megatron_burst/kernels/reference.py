@@ -17,11 +17,12 @@ from ..layout import Span
 from ..masks import Mask
 
 if TYPE_CHECKING:
-    from . import Rows
+    from . import Rows, Scoring
 
 
 class ReferenceKernel:
     name = "reference"
+    softcaps = True
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None
@@ -35,9 +36,14 @@ class ReferenceKernel:
         return table if table.any() else None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: torch.Tensor, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: torch.Tensor,
+        scoring: Scoring,
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        scores = _scores(q, k, work, scale)
+        scores = _scores(q, k, work, scoring)
         lse = torch.logsumexp(scores, dim=-1)
         out = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, lse), _wide(v))
         yield slice(None), out.flatten(2, 3), _rows_last(lse)
@@ -48,18 +54,20 @@ class ReferenceKernel:
         k: torch.Tensor,
         v: torch.Tensor,
         work: torch.Tensor,
-        scale: float,
+        scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        scores = _scores(rows.q, k, work, scale)
+        scores = _scores(rows.q, k, work, scoring)
         grouped = (k.shape[2], -1)
         lse, delta = (x.unflatten(2, grouped).permute(1, 2, 3, 0) for x in (rows.lse, rows.delta))
         p = _probabilities(scores, lse)
         dout = _wide(rows.dout).unflatten(2, grouped)
         dp = torch.einsum("sbkgw,tbkw->bkgst", dout, _wide(v))
-        ds = p * (dp - delta.unsqueeze(-1)) * scale
+        ds = p * (dp - delta.unsqueeze(-1)) * scoring.scale
+        if scoring.softcap is not None:  # d cap tanh(t / cap) / dt = 1 - tanh^2
+            ds = ds * (1 - (scores.masked_fill(~work.to(ds.device), 0.0) / scoring.softcap) ** 2)
         if dq is not None:
             dq += torch.einsum("bkgst,tbkd->sbkgd", ds, _wide(k)).flatten(2, 3)
         if dk is not None:
@@ -72,10 +80,15 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
     """[b, k, g, s, t], -inf where `table` is False."""
     scores = torch.einsum("sbkgd,tbkd->bkgst", _wide(q).unflatten(2, (k.shape[2], -1)), _wide(k))
-    return (scores * scale).masked_fill(~table.to(q.device), float("-inf"))
+    scores = scores * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    return scores.masked_fill(~table.to(q.device), float("-inf"))
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

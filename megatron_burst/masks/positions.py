@@ -110,9 +110,7 @@ class Prefix(Mask):
             raise ValueError(f"n: a prefix must have at least 0 positions, got {self.n}")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(
-            np.less(k, self.n), np.broadcast_shapes(np.shape(q), np.shape(k))
-        )
+        return np.broadcast_to(np.less(k, self.n), np.broadcast_shapes(np.shape(q), np.shape(k)))
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
         if k_span.start >= self.n:

@@ -104,9 +104,7 @@ class Dense(Mask):
         return self.table[q, k]
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
-        rows, columns = (
-            slice(span.start, span.last + 1, span.stride) for span in (q_span, k_span)
-        )
+        rows, columns = (slice(span.start, span.last + 1, span.stride) for span in (q_span, k_span))
         return _cover(self.table[rows, columns])
 
     def check(self, seq_len: int) -> None:

@@ -1,0 +1,94 @@
+"""Where the ranks of a grid are: which node, which ring, which head group.
+
+Pure arithmetic on rank numbers, for `groups`, which makes process groups of it, and for
+`cost`, which counts bytes on it. Source: LoongTrain sections 4.2 and 4.4 (placements).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLACEMENTS = ("head_first", "context_first")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks 0 .. size - 1, `per_node` consecutive ones on each node.
+
+    head: how many ranks share the heads of the same rows; 1 for a plain ring.
+    placement: "head_first" gives neighbours to a head group (all-to-all inside a node),
+    "context_first" gives neighbours to a ring.
+    """
+
+    size: int
+    per_node: int
+    head: int = 1
+    placement: str = "head_first"
+
+    def __post_init__(self):
+        if self.per_node < 1 or self.size % self.per_node:
+            raise ValueError(
+                f"intra: {self.size} ranks cannot be cut into nodes of {self.per_node}"
+            )
+        if self.head < 1 or self.size % self.head:
+            raise ValueError(f"head: {self.head} must divide the {self.size} ranks")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(
+                f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
+            )
+        for rank in range(self.size):
+            self._nodes_of_ring(rank)
+
+    @property
+    def ring_size(self) -> int:
+        return self.size // self.head
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(index in the head group, index in the ring) of a rank."""
+        if self.placement == "head_first":
+            ring, head = divmod(rank, self.head)
+        else:
+            head, ring = divmod(rank, self.ring_size)
+        return head, ring
+
+    def rank_at(self, head: int, ring: int) -> int:
+        """The rank at a place: the inverse of `place`."""
+        if self.placement == "head_first":
+            return ring * self.head + head
+        return head * self.ring_size + ring
+
+    def ring(self, rank: int) -> list[int]:
+        """The ranks of the ring of `rank`, in ring order."""
+        head, _ = self.place(rank)
+        return [self.rank_at(head, ring) for ring in range(self.ring_size)]
+
+    def head_group(self, rank: int) -> list[int]:
+        """The ranks that share the heads of the same rows with `rank`, in order."""
+        _, ring = self.place(rank)
+        return [self.rank_at(head, ring) for head in range(self.head)]
+
+    @property
+    def intra_size(self) -> int:
+        """Ranks per node in a ring."""
+        nodes = self._nodes_of_ring(0)
+        return nodes.count(nodes[0])
+
+    @property
+    def inter_size(self) -> int:
+        """Nodes in a ring."""
+        return self.ring_size // self.intra_size
+
+    def link(self, src: int, dst: int) -> str:
+        """The link class between two ranks: "intra" within a node, else "inter"."""
+        return "intra" if src // self.per_node == dst // self.per_node else "inter"
+
+    def _nodes_of_ring(self, rank: int) -> list[int]:
+        nodes = [r // self.per_node for r in self.ring(rank)]
+        width = nodes.count(nodes[0])
+        if len(nodes) % width or nodes != [n for n in nodes[::width] for _ in range(width)]:
+            raise ValueError(
+                f"placement: {self.placement} with head={self.head} gives a ring whose nodes hold "
+                f"unequal numbers of ranks ({nodes}); choose head so that it divides, or is a "
+                f"multiple of, the {self.per_node} ranks per node"
+            )
+        return nodes
