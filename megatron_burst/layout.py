@@ -9,6 +9,7 @@ layouts cut a sequence of S positions into G shards of S / G (BurstEngine sectio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,10 +43,10 @@ class Layout:
         self.cp_size = cp_size
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
+        return repr(self) == repr(other)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.cp_size))
+        return hash(repr(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cp_size={self.cp_size})"
@@ -105,11 +106,98 @@ class Striped(Layout):
         return (Span(rank, self.cp_size, seq_len // self.cp_size),)
 
 
+class BlockStriped(Striped):
+    """Every block of `block` positions is striped over all ranks: any block table is balanced.
+
+    Where the ranks divide the block these are the positions of `Striped`; this layout says, and
+    checks, that the blocks of a block-sparse mask were meant (BurstEngine section 3.4).
+    """
+
+    name = "block_striped"
+
+    def __init__(self, cp_size: int, block: int):
+        super().__init__(cp_size)
+        if block < 1 or block % cp_size:
+            raise ValueError(
+                f"block: {cp_size} ranks must divide every block, got block={block}; use "
+                f"{max(1, -(-block // cp_size)) * cp_size}"
+            )
+        self.block = block
+
+    def __repr__(self) -> str:
+        return f"BlockStriped(cp_size={self.cp_size}, block={self.block})"
+
+    def check(self, seq_len: int) -> None:
+        if seq_len < self.block or seq_len % self.block:
+            raise ValueError(
+                f"seq_len: layout block_striped needs a positive multiple of block={self.block}, "
+                f"got {seq_len}"
+            )
+
+
+class DocumentZigzag(Layout):
+    """Zigzag within every document of a packed sequence, as Megatron's packed path lays it out.
+
+    cu_seqlens: cumulative lengths; every document must be a multiple of 2G positions long.
+    """
+
+    name = "zigzag"
+
+    def __init__(self, cp_size: int, cu_seqlens: Sequence[int] | np.ndarray):
+        super().__init__(cp_size)
+        bounds = np.asarray(cu_seqlens, dtype=np.int64)
+        lengths = np.diff(bounds)
+        if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (lengths < 0).any():
+            raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {cu_seqlens}")
+        if (lengths % (2 * cp_size)).any():
+            raise ValueError(
+                f"cu_seqlens: zigzag within documents needs multiples of {2 * cp_size} positions, "
+                f"got lengths {lengths.tolist()}; pad them, or use layout striped or zigzag over "
+                "the whole sequence, which take documents of any length"
+            )
+        self.bounds = tuple(bounds.tolist())
+
+    def __repr__(self) -> str:
+        return f"DocumentZigzag(cp_size={self.cp_size}, cu_seqlens={list(self.bounds)})"
+
+    def check(self, seq_len: int) -> None:
+        if seq_len != self.bounds[-1]:
+            raise ValueError(f"seq_len: the documents end at {self.bounds[-1]}, got {seq_len}")
+
+    def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
+        spans = []
+        for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
+            length = (stop - start) // (2 * self.cp_size)
+            back = 2 * self.cp_size - 1 - rank
+            if length:
+                spans.append(Span(start + rank * length, 1, length))
+                spans.append(Span(start + back * length, 1, length))
+        return tuple(spans)
+
+
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
+NAMES = (*sorted(LAYOUTS), "block_striped")
 
 
-def make(name: str, *, cp_size: int) -> Layout:
-    """The layout called `name` over `cp_size` ranks; ValueError if there is none."""
-    if name not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(sorted(LAYOUTS))}, got {name!r}")
+def make(
+    name: str,
+    *,
+    cp_size: int,
+    block: int | None = None,
+    cu_seqlens: Sequence[int] | np.ndarray | None = None,
+) -> Layout:
+    """The layout called `name` over `cp_size` ranks; ValueError if there is none.
+
+    block: only for "block_striped". cu_seqlens: only for "zigzag", then within each document.
+    """
+    if name not in NAMES:
+        raise ValueError(f"layout must be one of {', '.join(NAMES)}, got {name!r}")
+    if (block is not None) != (name == "block_striped"):
+        raise ValueError(f"block goes with layout block_striped, got {name} with block={block}")
+    if cu_seqlens is not None and name != "zigzag":
+        raise ValueError(f"cu_seqlens goes with layout zigzag, got {name}")
+    if block is not None:
+        return BlockStriped(cp_size, block)
+    if cu_seqlens is not None:
+        return DocumentZigzag(cp_size, cu_seqlens)
     return LAYOUTS[name](cp_size)
