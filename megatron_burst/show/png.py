@@ -14,6 +14,8 @@ import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from PIL import Image
 
 from . import words
@@ -83,6 +85,12 @@ def box(figure: Figure, left: float, bottom: float, width: float, height: float)
     return figure.add_axes((left / w, bottom / h, width / w, height / h))
 
 
+def inches(text: str, size: float) -> float:
+    """How wide a text of so many points is; the title is bold."""
+    font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
+    return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
+
+
 # --- the score matrix ----------------------------------------------------------------------
 
 SIDE = 3.9  # inches of a matrix
@@ -100,8 +108,8 @@ def _mask(scene: MaskScene) -> Figure:
     whole.set_ylabel("query position", labelpad=2)
     whole.set_xlabel("key position", labelpad=2)
     ends = [0, shards.seq_len - 1]
-    whole.set_xticks(ends, ends)
-    whole.set_yticks(ends, ends)
+    for axis in (whole.xaxis, whole.yaxis):
+        axis.set_ticks(ends, [str(end) for end in ends])
     _matrix(sharded, scene.computers[np.ix_(shards.order, shards.order)], shards.size)
     sharded.set_title("shard order, and the step of each pair of shards", loc="left", fontsize=10)
     _blocks(sharded, scene)

@@ -19,11 +19,12 @@ from matplotlib.transforms import Affine2D
 from ..masks import Cover
 from ..schedule import Hop
 from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
-from .png import box, headed
+from .png import box, headed, inches
 from .scene import ScheduleScene
+from .words import caption, title
 
 UNIT = 0.3  # inches of a box's height
-STEP = 1.05  # inches of a step
+STEP, WIDEST_STEP = 1.05, 1.6  # inches of a step; wider where there is room
 LANE, GAP, NODE_GAP = 0.44, 0.42, 0.55  # in units
 LABELS = 1.0  # inches left of step 0
 DRAIN = 0.58  # width of what follows the last step, in steps
@@ -65,11 +66,14 @@ def draw(scene: ScheduleScene, only: int | None) -> Figure:
     lanes = _Lanes([*mine, *missing])
     tops, depth = _tops(ranks, scene.plan.grid.intra, 1 + LANE * lanes.count + GAP)
     last = max([scene.size, *(max(hop.land, hop.post + 1) for hop in [*mine, *missing])])
-    foot = 0.5 + 0.19 * len(scene.totals)
-    long = _x(last, scene.size) * STEP + 0.1
-    figure = headed(max(LABELS + long + 0.35, 8.6), 1.12 + UNIT * depth + foot + 0.42, scene)
-    axes = box(figure, LABELS, foot + 0.42, long, UNIT * depth)
-    axes.set_xlim(0, long / STEP)
+    foot = 0.31 + 0.19 * len(caption(scene))
+    legend, count = _legend(scene, bool(missing)), _x(last, scene.size)
+    texts = max(sum(_wide(label) for label, _ in legend), inches(title(scene), 13))
+    step = min(max((texts - LABELS) / count, STEP), WIDEST_STEP)
+    wide = max(LABELS + step * count + 0.1, texts)
+    figure = headed(wide + 0.6, 1.12 + UNIT * depth + foot + 0.42, scene)
+    axes = box(figure, LABELS, foot + 0.42, step * count + 0.1, UNIT * depth)
+    axes.set_xlim(0, count + 0.1 / step)
     axes.set_ylim(depth, 0)
     axes.set_axis_off()
     _time(axes, scene.size, last, depth)
@@ -79,7 +83,8 @@ def draw(scene: ScheduleScene, only: int | None) -> Figure:
         for hop in hops:
             y = tops[hop.src] + 1 + LANE * lanes.lane(hop) + 0.07
             _arrow(axes, hop, y, scene.size, made)
-    _legend(figure, foot, scene, bool(missing))
+    row = box(figure, 0.3, foot, wide, 0.2)
+    _draw_legend(row, legend, wide)
     return figure
 
 
@@ -178,36 +183,46 @@ def _shape(begin: float, end: float, y: float, high: float, **looks: Any) -> Pol
     )
 
 
-def _legend(figure: Figure, bottom: float, scene: ScheduleScene, missing: bool) -> None:
-    """The marks of the picture, in a row; one unit is an inch."""
-    wide = figure.get_size_inches()[0] - 0.6
-    axes = box(figure, 0.3, bottom, wide, 0.2)
-    axes.set_xlim(0, wide)
-    axes.set_ylim(0.2, 0)
-    axes.set_axis_off()
+def _legend(scene: ScheduleScene, missing: bool) -> list[tuple[str, list[Any]]]:
+    """The marks of the picture with their meaning; one unit is an inch."""
     colour, letter = of_rank(0, scene.size), scene.plan.side[0]
     solid = {"facecolor": colour, "edgecolor": colour, "linewidth": 0.7}
     light = solid | {"facecolor": mixed(colour, "#ffffff", 0.62)}
-    back = {"facecolor": mixed(colour, "#ffffff", 0.74)}
-    entries = [
-        ("visible pairs, of the busiest step's", [
-            Rectangle((0, 0), 0.3, 0.2, **back), Rectangle((0, 0.14), 0.2, 0.06, facecolor=colour)
-        ]),
+    back = mixed(colour, "#ffffff", 0.74)
+    share = [
+        Rectangle((0, 0), 0.3, 0.2, facecolor=back),
+        Rectangle((0, 0.14), 0.2, 0.06, facecolor=colour),
+    ]
+    entries: list[tuple[str, list[Any]]] = [
+        ("visible pairs, full = busiest step", share),
         (f"hop of the chunk of rank 0 ({letter}0)", [_shape(0, 0.3, 0.04, 0.12, **solid)]),
-    ]  # fmt: skip
+    ]
     if scene.backward:
         entries.append((f"of its gradient (d{letter}0)", [_shape(0, 0.3, 0.04, 0.12, **light)]))
     if any(hop.land == hop.post for hop in scene.hops):
         blocking = light | {"edgecolor": WARN, "linewidth": 1.3}
         entries.append(("one that is waited for", [_shape(0, 0.3, 0.04, 0.12, **blocking)]))
     if missing:
-        entries.append(("hop left out: serves nobody", [_shape(0, 0.3, 0.04, 0.12, **LEFT_OUT)]))
+        entries.append(("hop left out: not needed", [_shape(0, 0.3, 0.04, 0.12, **LEFT_OUT)]))
     if scene.plan.kept:
-        entries.append(("kept from forward", [Rectangle((0, 0), 0.3, 0.2, **back, edgecolor=INK)]))
+        entries.append(
+            ("kept from forward", [Rectangle((0, 0), 0.3, 0.2, facecolor=back, edgecolor=INK)])
+        )
+    return entries
+
+
+def _wide(label: str) -> float:
+    return 0.37 + inches(label, 8) + 0.28
+
+
+def _draw_legend(axes: Axes, entries: list[tuple[str, list[Any]]], wide: float) -> None:
+    axes.set_xlim(0, wide)
+    axes.set_ylim(0.2, 0)
+    axes.set_axis_off()
     x = 0.0
     for label, patches in entries:
         for patch in patches:
             patch.set_transform(Affine2D().translate(x, 0) + axes.transData)
             axes.add_artist(patch)
         axes.text(x + 0.37, 0.1, label, fontsize=8, color=GREY, va="center_baseline")
-        x += 0.65 + 0.068 * len(label)
+        x += _wide(label)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .scene import LayoutScene, MaskScene, ScheduleScene, Shards
 
 Scene = MaskScene | LayoutScene | ScheduleScene
+LONGEST = 60  # characters of a mask in a title
 FAMILIES = {
     "kv": "keys and values (K, V)",
     "query": "queries and what belongs to them (Q, dO, delta, lse)",
@@ -25,7 +26,7 @@ def title(scene: Scene) -> str:
     if isinstance(scene, MaskScene):
         return _pattern(scene.shards)
     first = scene.rows[0]
-    mask = f", mask {first.mask_text}" * bool(first.mask_text)
+    mask = f", mask {_short(first.mask_text)}" * bool(first.mask_text)
     return f"{first.seq_len} positions over {first.size} ranks{mask}"
 
 
@@ -64,7 +65,11 @@ def caption(scene: Scene) -> list[str]:
 
 
 def _pattern(shards: Shards) -> str:
-    return f"{shards.mask_text}, {shards.layout_text}"
+    return f"{_short(shards.mask_text)}, {_short(shards.layout_text)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def _balance(work: Sequence[int], imbalance: float) -> str:
@@ -76,14 +81,18 @@ def _balance(work: Sequence[int], imbalance: float) -> str:
 def _totals(scene: ScheduleScene) -> list[str]:
     lines = []
     for (link, gradient), total in scene.totals.items():
-        what = f"{link}{' gradient' if gradient else ''} hops"
-        line = f"{what}: {total.hops}, {human(total.bytes)}"
+        line = f"{link}{' gradient' * gradient} hops of all ranks: {_sent(total.hops, total.bytes)}"
         if total.hops < total.hops_of_all:
-            line += (
-                f" (of {total.hops_of_all}, {human(total.bytes_of_all)}: the rest serves nobody)"
-            )
+            line += f", instead of {_sent(total.hops_of_all, total.bytes_of_all)}"
         lines.append(line)
-    return lines
+    sizes = scene.sizes
+    heads = f"{sizes.heads} query heads and {sizes.kv_heads} key heads of width {sizes.width}"
+    wire = ", gradients in fp32" * scene.backward
+    return [*lines, f"({heads} in bf16{wire}, batch 1)"]
+
+
+def _sent(hops: int, bytes_: int) -> str:
+    return f"{hops} ({human(bytes_)})" if hops else "none"
 
 
 def human(count: float) -> str:
