@@ -115,7 +115,7 @@ class Cell(NamedTuple):
     """What one rank does at one step."""
 
     pair: Pair
-    cover: Cover
+    cover: Cover  # EMPTY also where a cautious cover says PARTIAL and nothing is visible
     share: float  # of the pairs of the busiest (rank, step)
     kept: bool  # its visiting chunk was kept from forward
 
@@ -150,7 +150,7 @@ class ScheduleScene:
         most = max(int(self.shards.pairs.max()), 1)
         chunk = Chunk(self.plan.side, self.visitor(pair))
         kept = self.plan.kept > 0 and chunk in self.plan.kept_chunks(rank)
-        cover = Cover(int(self.shards.covers[pair]))
+        cover = Cover(int(self.shards.covers[pair])) if self.shards.pairs[pair] else Cover.EMPTY
         return Cell(pair, cover, int(self.shards.pairs[pair]) / most, kept)
 
     @cached_property

@@ -136,7 +136,7 @@ def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float) -> 
     cell = scene.cell(rank, step)
     visitor = scene.visitor(cell.pair)
     colour, left, wide = of_rank(visitor, scene.size), step + 0.03, 0.94
-    if cell.share == 0:
+    if cell.cover == Cover.EMPTY:
         axes.add_patch(Rectangle((left, top), wide, 1, facecolor="white", edgecolor=RULE,
                                  linewidth=0.8, linestyle=(0, (3, 2))))  # fmt: skip
         axes.text(step + 0.5, top + 0.52, "skipped", ha="center", va="center_baseline",

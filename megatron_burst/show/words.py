@@ -43,7 +43,8 @@ def subtitle(scene: Scene) -> str:
     travels = FAMILIES[scene.plan.side]
     gradients = ", their gradients follow" if scene.backward else ""
     route = " directly from owner to reader" if scene.plan.route == "direct" else ""
-    kept = ", some kept from forward" if scene.plan.kept else ""
+    every = "all" if scene.plan.kept == scene.size - 1 else "some"
+    kept = f", {every} visitors kept from forward" if scene.plan.kept else ""
     return f"{scene.shards.seq_len} positions; {travels} travel{route}{gradients}{kept}"
 
 
