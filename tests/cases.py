@@ -81,7 +81,7 @@ def choices(case):
         "algorithm": case.algorithm,
         "side": case.side,
         "kernel": case.kernel,
-        "mask": MASKS[case.problem.mask],
+        "mask": MASKS.get(case.problem.mask),
     }
 
 
