@@ -135,6 +135,8 @@ def prepare(
             drafts.append(check(tensors, groups, choices))
         except ValueError as error:
             drafts.append(error)
+        except Exception as error:  # whatever it was, the other ranks must not be left waiting
+            drafts.append(ValueError(f"{type(error).__name__} in the arguments: {error}"))
     agree([d if isinstance(d, ValueError) else d.facts for d in drafts], groups.gather)
     draft = drafts[0]
     assert isinstance(draft, Draft)
