@@ -69,7 +69,7 @@ class _Piece(NamedTuple):
 class Cutter:
     """What a kernel can do with a tile.
 
-    band_rows: how many rows of a band to take at a time; smaller wastes less at the edges,
+    band_rows: at most how many rows of a band to take at a time; smaller wastes less at the edges,
     None takes them all, for kernels that skip what a triangle hides.
     table_rows: cut no finer than this where only a table describes what is visible; None for
     kernels that take no table, which refuses such masks.
@@ -127,6 +127,9 @@ class Cutter:
             yield Tile(rows, columns, part.triangle, part.table)
 
 
+_SMALLEST_BLOCK = 32
+
+
 class _Part(NamedTuple):
     """Part of a band: (first, stop) of its local rows and columns, as in `Tile` otherwise."""
 
@@ -140,6 +143,8 @@ class _Part(NamedTuple):
 def _band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple[_Part, ...]:
     """Row by row of blocks: what the whole block sees, and the slanted edges beside it."""
     left, right = band
+    if block is not None:  # an edge wastes half a block: keep that small beside what is visible
+        block = min(block, max(_SMALLEST_BLOCK, min(rows, left + right + 1) // 8))
     parts: list[_Part] = []
     begin = max(0, -right)  # rows before it see nothing
     while begin < rows and begin - left < columns:

@@ -20,7 +20,7 @@ FLAT = Channel("flat", False)
 
 def pair():
     """The two endpoints of an in-process grid of two."""
-    return mb.Groups.in_process(intra=2).endpoints
+    return [member.ring for member in mb.Groups.in_process(intra=2).members]
 
 
 def post(a, b, sent, received, label="a to b", channel=FLAT):
@@ -103,7 +103,7 @@ def test_another_size_or_dtype_is_caught(received):
 
 
 def test_counters_count_what_is_sent_by_link_class():
-    a, b = mb.Groups.in_process(inter=2, intra=1).endpoints
+    a, b = (member.ring for member in mb.Groups.in_process(inter=2, intra=1).members)
     a.exchange(FLAT, [Send(1, "inter", [torch.zeros(3), torch.zeros(2, 2).bfloat16()])], [], "")
     a.exchange(FLAT, [Send(1, "intra", [torch.zeros(1).double()])], [], "")
     b.exchange(FLAT, [], [Receive(0, [torch.zeros(3)])], "")
@@ -118,9 +118,9 @@ def test_counters_count_what_is_sent_by_link_class():
 
 def test_ranks_of_an_in_process_grid():
     groups = mb.Groups.in_process(inter=2, intra=3)
-    assert (groups.size, groups.inter_size, groups.intra_size) == (6, 2, 3)
+    assert (groups.size, groups.topology.inter_size, groups.topology.intra_size) == (6, 2, 3)
     assert groups.local_ranks == (0, 1, 2, 3, 4, 5)
-    assert [endpoint.rank for endpoint in groups.endpoints] == [0, 1, 2, 3, 4, 5]
+    assert [member.rank for member in groups.members] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -130,7 +130,7 @@ def test_groups_refuse_to_be_copied(copier):
 
 
 def shape(groups):
-    return groups.inter_size, groups.intra_size, groups.rank, groups.backend
+    return groups.topology.inter_size, groups.topology.intra_size, groups.rank, groups.backend
 
 
 def grids_of_four():

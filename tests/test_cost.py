@@ -1,14 +1,48 @@
 """Bytes by formula: the numbers a plan prints and decides by, computed by hand."""
 
+from collections import Counter
+
+import numpy as np
 import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.cost import Sizes, Traffic, backward_traffic, cheaper_side, forward_traffic
-from megatron_burst.schedule import ALGORITHMS, SIDES, Grid
+from megatron_burst import layout, masks, schedule
+from megatron_burst.cost import (
+    Sizes,
+    Traffic,
+    best_layout,
+    cheaper_route,
+    cheaper_side,
+    imbalance,
+    traffic,
+    visible_pairs,
+    work,
+)
+from megatron_burst.layout import Span
+from megatron_burst.schedule import SIDES, Grid
+
+ALGORITHMS = ("burst", "double_ring", "ring")
 
 YES = (True, True, True)
+
+
+def forward_traffic(algorithm, grid, rank, have):
+    return traffic(schedule.forward(algorithm, grid), rank, have)
+
+
+def backward_schedule(algorithm, grid, side, have):
+    gradients = have.gradients_travel(side)
+    return schedule.backward(algorithm, grid, side, gradients=gradients)
+
+
+def backward_traffic(algorithm, grid, rank, have, side):
+    return traffic(backward_schedule(algorithm, grid, side, have), rank, have)
+
+
+def chosen_side(algorithm, grid, have):
+    return cheaper_side(lambda side: backward_schedule(algorithm, grid, side, have), have)
 
 
 def sizes(heads=8, kv=8, d=16, w=16, item=2, wire=4, needs=YES, tokens=10, batch=3):
@@ -80,7 +114,7 @@ def test_the_side_inverts_where_the_formula_says(algorithm, grid, d):
     sides = set()
     for kv_heads in range(1, 49):
         wins = kv_heads / 48 > 2 / 3 + 2 / (3 * d)
-        side = cheaper_side(algorithm, grid, sizes(48, kv_heads, d, d))
+        side = chosen_side(algorithm, grid, sizes(48, kv_heads, d, d))
         assert side == ("query" if wins else "kv"), kv_heads
         sides.add(side)
     assert sides == {"kv", "query"}
@@ -96,7 +130,7 @@ def test_the_side_inverts_where_the_formula_says(algorithm, grid, d):
     ],
 )
 def test_known_models_take_the_side_the_paper_says(model, heads, kv_heads, d, w, side):
-    assert cheaper_side("burst", Grid(2, 4), sizes(heads, kv_heads, d, w)) == side
+    assert chosen_side("burst", Grid(2, 4), sizes(heads, kv_heads, d, w)) == side
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(1, 2)])
@@ -105,4 +139,84 @@ def test_equal_bytes_take_kv(grid):
     on_the_line = sizes(48, 33, 32, 32)
     totals = {backward_traffic("ring", grid, 0, on_the_line, side).total for side in SIDES}
     assert len(totals) == 1
-    assert cheaper_side("ring", grid, on_the_line) == "kv"
+    assert chosen_side("ring", grid, on_the_line) == "kv"
+
+
+# --- every rank at once, and sparse masks --------------------------------------------------
+
+
+tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+@given(
+    st.sampled_from(schedule.ALGORITHMS), grids, st.sampled_from(SIDES),
+    st.sampled_from(schedule.ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
+)  # fmt: skip
+def test_hops_counted_are_the_hops_listed(algorithm, grid, side, route, kept, density, random):
+    size = grid[0] * grid[1]
+    visible = random.random((size, size)) < density
+    kept = min(kept, size - 1) if side == "kv" else 0
+    plan = schedule.backward(algorithm, Grid(*grid), side, visible=visible, route=route, kept=kept)
+    listed = Counter((h.chunk.gradient, h.link) for r in range(size) for h in plan.sends(r))
+    assert {key: n for key, n in plan.hop_counts().items() if n} == dict(listed)
+
+
+def test_a_window_over_many_ranks_by_hand():
+    """A window that reaches into the chunk before: contiguous ranks send one hop on, whatever
+    the route; zigzag ranks are wanted by both neighbours, which direct sends reach in one hop
+    each and the ring only by going all the way round."""
+    grid, have = Grid(1, 8), sizes()
+    before = np.eye(8, dtype=bool) | np.eye(8, k=-1, dtype=bool)
+    both = before | before.T
+    chunk = have.chunk_bytes(schedule.Chunk("kv", 0))
+
+    def total(visible, route):
+        plan = schedule.forward("burst", grid, visible=visible, route=route)
+        return sum(traffic(plan, rank, have).total for rank in range(8)) // chunk
+
+    assert (total(before, "ring"), total(before, "direct")) == (7, 7)
+    # Owners 1 to 6 go to o + 1 and, seven hops on, to o - 1; 0 goes one hop, 7 goes seven.
+    assert (total(both, "ring"), total(both, "direct")) == (6 * 7 + 1 + 7, 14)
+    for visible, route in ((before, "ring"), (both, "direct")):
+        made = lambda r, v=visible: schedule.forward("burst", grid, visible=v, route=r)  # noqa: E731
+        assert cheaper_route(made, have) == route
+
+
+def test_kept_keys_leave_only_gradients_to_be_sent():
+    have = sizes(8, 8, 16, 16)
+    for kept, activations in ((0, 3), (1, 2), (3, 0)):
+        plan = schedule.backward("ring", Grid(1, 4), "kv", kept=kept)
+        assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
+        assert len(plan.kept_chunks(0)) == kept
+
+
+# --- work ----------------------------------------------------------------------------------
+
+
+def test_visible_pairs_are_counted():
+    spans = [Span(0, 2, 5)], [Span(1, 3, 6)]
+    wanted = sum(k <= q for q in (0, 2, 4, 6, 8) for k in (1, 4, 7, 10, 13, 16))
+    assert visible_pairs(masks.Causal(), *spans) == wanted
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "wanted"),
+    [
+        (masks.Causal(), "contiguous", [10, 26, 42, 58]),
+        (masks.Causal(), "zigzag", [34, 34, 34, 34]),
+        (masks.Causal(), "striped", [28, 32, 36, 40]),
+        (masks.Window(1, 0), "contiguous", [7, 8, 8, 8]),
+    ],
+)
+def test_work_of_four_ranks_by_hand(mask, name, wanted):
+    assert work(layout.make(name, cp_size=4), mask, 16) == wanted
+
+
+def test_the_best_layout_is_the_balanced_one():
+    assert best_layout(masks.Full(), 4, 64) == "zigzag"
+    assert best_layout(masks.Causal(), 4, 64) == "zigzag"
+    assert best_layout(masks.Window(15, 0), 4, 64) == "striped"
+    assert imbalance(layout.make("contiguous", cp_size=2), masks.Full(), 8) == 1.0
+    # Step 0: both ranks 10 pairs; step 1: rank 1 has 16, rank 0 nothing: 26 slots of 18 mean.
+    got = imbalance(layout.make("contiguous", cp_size=2), masks.Causal(), 8)
+    assert got == pytest.approx(26 * 2 / 36)

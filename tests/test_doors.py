@@ -44,7 +44,7 @@ WRONG_CHOICES = [
         {"kernel": "aten_cudnn"},
         "kernel aten_cudnn runs on cuda tensors, got cpu; kernel='reference'",
     ),
-    ({"layout": "zig"}, "layout must be one of contiguous, striped, zigzag, got 'zig'"),
+    ({"layout": "zig"}, "layout must be one of contiguous, striped, zigzag, block_striped, got 'zig'"),
     ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks, groups have 2"),
     ({"mask": "causal"}, "mask must be one of mb.masks, got 'causal'"),
     ({"mask": torch.ones(8, 8)}, "mask must be one of mb.masks"),

@@ -8,10 +8,15 @@ collected from everyone.
 from collections import Counter, defaultdict
 from itertools import product
 
+import numpy as np
 import oracle
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_burst.schedule import ALGORITHMS, SIDES, Chunk, Grid, Pair, backward, forward
+from megatron_burst.schedule import SIDES, Chunk, Grid, Pair, backward, forward
+
+ALGORITHMS = ("burst", "double_ring", "ring")
 
 GRIDS = [Grid(*g) for g in product(range(1, 5), range(1, 5))] + [Grid(1, 8), Grid(8, 1), Grid(2, 8)]
 GRID_IDS = [f"{nodes}x{width}" for nodes, width in GRIDS]
@@ -32,7 +37,8 @@ class Play:
         size = schedule.grid.size
         self.schedule = schedule
         self.programs = [schedule.program(rank) for rank in range(size)]
-        self.held = [{Chunk(schedule.side, rank)} for rank in range(size)]
+        own = [Chunk(schedule.side, rank) for rank in range(size)]
+        self.held = [{own[rank], *schedule.kept_chunks(rank)} for rank in range(size)]
         self.sums = [defaultdict(set) for _ in range(size)]  # gradient -> ranks that added to it
         self.flying = []  # (hop, ranks that added to it)
         self.pairs = Counter()
@@ -85,16 +91,25 @@ class Play:
                 continue
             if hop.chunk.gradient:
                 added = self.sums[rank].pop(hop.chunk)
-                assert rank in added, "left before this rank added to it"
+                assert added, "nobody added to it"
+                wanted = self.schedule.visible[self.schedule.pair(rank, self.step(rank, hop))]
+                assert rank in added or not wanted, "left before this rank added to it"
                 self.flying.append((hop, added))
             else:
                 assert hop.chunk in self.held[rank], "sent without having it"
                 self.flying.append((hop, None))
 
+    def step(self, rank, hop):
+        """The step at which `rank` meets the owner of the chunk."""
+        steps = range(self.schedule.grid.size)
+        return next(s for s in steps if self.schedule.visitor(rank, s) == hop.chunk.owner)
+
     def compute(self, rank, pair):
         family = self.schedule.side
         owner = pair.key if family == "kv" else pair.query
         assert pair == (Pair(rank, owner) if family == "kv" else Pair(owner, rank))
+        if not self.schedule.visible[pair]:
+            return
         assert Chunk(family, owner) in self.held[rank], "computed without having it"
         self.pairs[pair] += 1
         if self.schedule.gradients:
@@ -220,3 +235,50 @@ def test_unknown_names_are_refused():
         backward("", Grid(1, 2), "kv")
     with pytest.raises(ValueError, match="side must be one of kv, query or auto, got 'q'"):
         backward("ring", Grid(1, 2), "q")
+
+
+# --- sparse masks, direct sends, all_gather, kept chunks -----------------------------------
+
+tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+@given(
+    st.sampled_from(("burst", "double_ring", "ring", "all_gather")),
+    st.sampled_from([Grid(1, 1), Grid(1, 5), Grid(4, 1), Grid(2, 3), Grid(3, 2), Grid(3, 3)]),
+    st.sampled_from(SIDES), st.sampled_from(("ring", "direct")), st.integers(0, 8),
+    st.floats(0, 1), tables,
+)  # fmt: skip
+def test_only_what_is_visible_is_computed_and_all_of_it(
+    algorithm, grid, side, route, kept, density, random
+):
+    """The rules of `Play` hold for any table; each owner hears from exactly those who see it."""
+    visible = random.random((grid.size, grid.size)) < density
+    kept = min(kept, grid.size - 1) if side == "kv" else 0
+    schedule = backward(algorithm, grid, side, visible=visible, route=route, kept=kept)
+    play = Play(schedule)
+    assert play.pairs == Counter(Pair(*pair) for pair in np.argwhere(visible).tolist())
+    for owner in range(grid.size):
+        users = visible[:, owner] if side == "kv" else visible[owner]
+        home = play.sums[owner][Chunk("d" + side, owner)]
+        assert home == set(np.flatnonzero(users).tolist())
+
+
+def test_nothing_is_sent_that_nobody_needs():
+    """Contiguous causal on four ranks: rank 3 keeps its keys, rank 0 sends its own all the way."""
+    schedule = forward("ring", Grid(1, 4), visible=np.tri(4, dtype=bool))
+    sent = [[hop.chunk.owner for hop in schedule.sends(rank)] for rank in range(4)]
+    assert sent == [[0], [1, 0], [2, 1, 0], []]
+
+
+def test_direct_sends_hold_two_chunks_and_all_gather_holds_all():
+    everyone = np.ones((6, 6), dtype=bool)
+    direct = forward("ring", Grid(1, 6), visible=everyone, route="direct")
+    assert Play(direct).visiting == 2
+    assert Play(forward("all_gather", Grid(1, 6))).visiting == 5
+
+
+def test_kept_chunks_are_the_farthest_and_are_not_sent():
+    schedule = backward("ring", Grid(1, 4), "kv", kept=2)
+    assert [chunk.owner for chunk in schedule.kept_chunks(0)] == [2, 1]
+    sent = [hop for hop in schedule.sends(0) if not hop.chunk.gradient]
+    assert [hop.chunk.owner for hop in sent] == [0]

@@ -1,33 +1,48 @@
-"""Tiles: together they are exactly the visible pairs, each once, in shapes stock kernels know."""
+"""Tiles: together they are exactly the visible pairs, each once, in shapes kernels know."""
 
 from itertools import product
 
+import numpy as np
 import oracle
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_masks import LENGTH, RULES, masks, spans, table
 
 import megatron_burst as mb
-from megatron_burst.kernels.tiles import tiles
 from megatron_burst.layout import Span
-from megatron_burst.masks import Causal, Full
+from megatron_burst.masks import Causal, Dense, Dilated, Documents, Full, Window
+from megatron_burst.tiles import Cutter
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+WHOLE = Cutter(band_rows=None, table_rows=None)
+cutters = st.builds(Cutter, st.sampled_from([1, 2, 3, None]), st.sampled_from([1, 2, 5, 64]))
 
 
-def painted(work, rows, columns):
+def painted(tiles, rows, columns):
     """int [rows, columns]: how often each pair is in a tile."""
-    count = torch.zeros(rows, columns, dtype=torch.int64)
-    for tile in work:
-        height = tile.rows.stop - tile.rows.start
-        width = tile.columns.stop - tile.columns.start
-        assert height > 0
-        assert width > 0
-        assert not tile.triangle or height == width
-        part = torch.ones(height, width, dtype=torch.int64)
-        count[tile.rows, tile.columns] += part.tril() if tile.triangle else part
+    count = np.zeros((rows, columns), dtype=int)
+    for tile in tiles:
+        part = count[tile.rows, tile.columns]
+        assert part.shape == tile.shape
+        assert 0 not in tile.shape
+        shown = np.ones(tile.shape, dtype=bool) if tile.table is None else tile.table
+        if tile.triangle:
+            assert tile.shape[0] == tile.shape[1]
+            shown = np.tri(*tile.shape, dtype=bool)
+        assert shown.shape == tile.shape
+        assert tile.visible == shown.sum()
+        assert tile.computed == shown.size
+        count[tile.rows, tile.columns] += shown
     return count
+
+
+@given(cutters, masks, st.lists(spans(), min_size=1, max_size=3), st.lists(spans(), min_size=1))
+def test_tiles_are_the_visible_pairs_each_once(cutter, mask, q_spans, k_spans):
+    """Any mask, any spans in any order, however finely cut."""
+    wanted = np.block([[table(mask, q, k) for k in k_spans] for q in q_spans])
+    got = painted(cutter.tiles(mask, q_spans, k_spans), *wanted.shape)
+    assert got.tolist() == wanted.astype(int).tolist()
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -37,47 +52,64 @@ def test_tiles_of_every_pair_of_ranks_are_the_dense_mask(ranks, layout, mask):
     length = 12 * ranks
     seen = oracle.visible(mask, length)
     positions = oracle.permutation(layout, ranks, length)
-    spans = [mb.layout.make(layout, cp_size=ranks).spans(r, length) for r in range(ranks)]
+    spans_of = [mb.layout.make(layout, cp_size=ranks).spans(r, length) for r in range(ranks)]
     rule = {"full": Full(), "causal": Causal()}[mask]
     for i, j in product(range(ranks), range(ranks)):
-        wanted = seen[positions[i]][:, positions[j]]
-        assert torch.equal(painted(tiles(rule, spans[i], spans[j]), 12, 12), wanted.long())
-
-
-starts, lengths = st.integers(0, 30), st.integers(1, 7)
-
-
-@given(st.integers(1, 4), starts, starts, lengths, lengths)
-def test_tiles_of_spans_of_different_lengths(stride, q_start, k_start, rows, columns):
-    q_span, k_span = Span(q_start, stride, rows), Span(k_start, stride, columns)
-    wanted = [[k <= q for k in k_span.positions()] for q in q_span.positions()]
-    got = painted(tiles(Causal(), [q_span], [k_span]), rows, columns)
-    assert torch.equal(got, torch.tensor(wanted).long())
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=4))
-def test_joined_tiles_still_paint_every_pair_once(runs):
-    spans = [Span(start, 1, length) for start, length in runs]
-    positions = [p for span in spans for p in span.positions().tolist()]
-    got = painted(tiles(Causal(), spans, spans), len(positions), len(positions))
-    assert torch.equal(got, torch.tensor([[int(k <= q) for k in positions] for q in positions]))
+        wanted = seen[positions[i]][:, positions[j]].int().tolist()
+        for cutter in (WHOLE, Cutter(5, 8)):
+            assert painted(cutter.tiles(rule, spans_of[i], spans_of[j]), 12, 12).tolist() == wanted
 
 
 def test_zigzag_makes_few_calls():
     """Own shard: two triangles and the square between them; others: one rectangle each."""
-    spans = [mb.layout.make("zigzag", cp_size=2).spans(rank, 16) for rank in (0, 1)]
-    own = tiles(Causal(), spans[0], spans[0])
+    spans_of = [mb.layout.make("zigzag", cp_size=2).spans(rank, 16) for rank in (0, 1)]
+    own = WHOLE.tiles(Causal(), spans_of[0], spans_of[0])
     assert sorted(tile.triangle for tile in own) == [False, True, True]
-    ahead, behind = tiles(Causal(), spans[1], spans[0]), tiles(Causal(), spans[0], spans[1])
-    assert ahead == ((slice(0, 8), slice(0, 4), False),)
-    assert behind == ((slice(4, 8), slice(0, 8), False),)
+    (ahead,) = WHOLE.tiles(Causal(), spans_of[1], spans_of[0])
+    (behind,) = WHOLE.tiles(Causal(), spans_of[0], spans_of[1])
+    rectangles = [(tile.rows, tile.columns, tile.triangle) for tile in (ahead, behind)]
+    first, last = slice(0, 4, 1), slice(4, 8, 1)
+    assert rectangles == [(slice(0, 8, 1), first, False), (last, slice(0, 8, 1), False)]
 
 
 def test_a_full_pair_is_one_call():
-    spans = mb.layout.make("zigzag", cp_size=2).spans(0, 16)
-    assert tiles(Full(), spans, spans) == ((slice(0, 8), slice(0, 8), False),)
+    spans_of = mb.layout.make("zigzag", cp_size=2).spans(0, 16)
+    (tile,) = WHOLE.tiles(Full(), spans_of, spans_of)
+    assert tile.shape == (8, 8)
+    assert not tile.triangle
 
 
-def test_what_is_no_triangle_is_refused_with_the_kernel_that_takes_it():
-    with pytest.raises(ValueError, match=r"mask: Causal\(\) over spans .* kernel='reference'"):
-        tiles(Causal(), [Span(0, 1, 4)], [Span(0, 2, 4)])
+def test_residues_of_a_dilated_mask_are_whole():
+    """Every third key: three classes of rows, each with its own columns, nothing computed twice."""
+    got = WHOLE.tiles(Dilated(3), [Span(0, 1, 9)], [Span(0, 1, 9)])
+    assert [(tile.rows, tile.columns) for tile in got] == [
+        (slice(r, r + 7, 3), slice(r, r + 7, 3)) for r in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "limit"),
+    [
+        (Causal(), "zigzag", 1.13),
+        (Window(1023, 0), "contiguous", 1.15),
+        (Window(1023, 0), "zigzag", 1.15),
+        (Documents([0, 1024, 3000, 8192]) & Causal(), "contiguous", 1.15),
+    ],
+)
+def test_little_is_computed_that_is_not_visible(mask, layout, limit):
+    """What the CPU kernel's cutter wastes at 2K local tokens, where documents are 1K or more."""
+    order = mb.layout.make(layout, cp_size=4)
+    shards = [order.spans(rank, 8192) for rank in range(4)]
+    cutter = mb.kernels.aten.CpuFlash.cutter
+    found = [t for q, k in product(shards, shards) for t in cutter.tiles(mask, q, k)]
+    assert sum(t.computed for t in found) <= limit * sum(t.visible for t in found)
+
+
+def test_kernels_without_tables_refuse_what_needs_one():
+    spans_of = [Span(0, 1, LENGTH)]
+    for mask in (Dense(np.eye(LENGTH)), Window(3, 0)):
+        RULES.setdefault(mask, None)
+        with pytest.raises(ValueError, match=r"mask: .*takes no table; use kernel='reference'"):
+            WHOLE.tiles(mask, spans_of, spans_of)
+    with pytest.raises(ValueError, match=r"Causal\(\) is no band"):
+        WHOLE.tiles(Causal(), [Span(0, 1, 4)], [Span(0, 2, 4)])
