@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")  # files only: no display is needed or opened
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 INK, GREY, RULE = "#1f2430", "#6b7280", "#e5e7eb"
 BURST, ONE_RANK, RESUMED = "#1d4ed8", "#ea580c", "#059669"
@@ -34,7 +34,7 @@ STYLE = {
     "legend.edgecolor": "white",
     "legend.framealpha": 1.0,
 }
-FLOOR = 1e-9  # differences below it (0 among them) are drawn on it
+FLOOR = 1e-9  # differences below it, 0 among them, are drawn on it, and it is labelled 0
 
 Curve = Mapping[int, float]  # step -> value
 
@@ -46,6 +46,7 @@ def draw(
     differences: Mapping[str, Curve],
     entropy: float,
     tolerance: float,
+    title: str,
     subtitle: str,
     caption: str,
 ) -> None:
@@ -64,9 +65,8 @@ def draw(
         _loss_panel(top, losses, entropy)
         _difference_panel(bottom, differences, tolerance)
         figure.align_ylabels()
-        title = "BurstAttention on four ranks learns what one rank learns"
         figure.text(0.085, 0.945, title, fontsize=15, fontweight="bold")
-        figure.text(0.085, 0.908, subtitle, fontsize=10, color=GREY)
+        figure.text(0.085, 0.908, _shorten(subtitle, 112), fontsize=10, color=GREY)
         note = "\n".join(textwrap.wrap(caption, 122))
         figure.text(
             0.085, 0.068, note, fontsize=7.6, color=GREY, va="top", family="DejaVu Sans Mono"
@@ -135,6 +135,11 @@ def _difference_panel(axes: Axes, differences: Mapping[str, Curve], tolerance: f
         color=GREY,
         fontsize=9.5,
     )
+    decades = range(-8, round(math.log10(tolerance)) + 1, 2)
+    axes.set_yticks(
+        [FLOOR, *(10.0**n for n in decades)], ["0", *(_power(10.0**n) for n in decades)]
+    )
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("relative difference")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -144,6 +149,12 @@ def _difference_panel(axes: Axes, differences: Mapping[str, Curve], tolerance: f
 def _power(value: float) -> str:
     """1e-4 as people write it, with a raised exponent."""
     return f"$10^{{{round(math.log10(value))}}}$"
+
+
+def _shorten(text: str, length: int) -> str:
+    """`text`, without its middle where it is longer than the picture is wide."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
 
 def _points(curve: Curve) -> tuple[list[int], list[float]]:

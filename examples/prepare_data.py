@@ -111,7 +111,7 @@ def _standard_library() -> Source:
             "name a folder of text files or one file with DATA"
         )
     version = ".".join(map(str, sys.version_info[:3]))
-    title = f"the source files of Python {version}'s standard library"
+    title = f"Python {version}'s standard library"
     return Source("python-stdlib", title, tuple(files))
 
 

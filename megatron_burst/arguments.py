@@ -96,7 +96,10 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         raise ValueError(f"grad_wire_dtype must be None or one of {WIRE_DTYPES}, got {wire_dtype}")
     _check_numbers(choices)
     scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
-    needs_grad = choices.needs_grad or (q.requires_grad, k.requires_grad, v.requires_grad)
+    needs_grad = (q.requires_grad, k.requires_grad, v.requires_grad)
+    if choices.needs_grad is not None:
+        q_needs, k_needs, v_needs = choices.needs_grad
+        needs_grad = (bool(q_needs), bool(k_needs), bool(v_needs))
     facts: Facts = {
         "groups": groups.topology,
         "q": (tuple(q.shape), q.dtype),
@@ -145,6 +148,10 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
 
 
 def _check_numbers(choices: Choices) -> None:
+    for name in ("softmax_scale", "softcap", "kv_cache"):
+        value = getattr(choices, name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise ValueError(f"{name} must be a number, got {value!r}")
     if choices.softcap is not None and not choices.softcap > 0:
         raise ValueError(f"softcap must be positive or None, got {choices.softcap}")
     if not 0.0 <= choices.kv_cache <= 1.0:
@@ -153,6 +160,9 @@ def _check_numbers(choices: Choices) -> None:
         raise ValueError(
             f"kv_cache keeps keys for side kv, got side='query' with kv_cache={choices.kv_cache}"
         )
+    needs = choices.needs_grad
+    if needs is not None and not (isinstance(needs, (tuple, list)) and len(needs) == 3):
+        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs!r}")
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -188,6 +198,8 @@ def _check_device(groups: Groups, q: torch.Tensor) -> None:
 
 
 def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
+    if not isinstance(layout, (str, Layout)):
+        raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
     layout = make(layout, cp_size=groups.size) if isinstance(layout, str) else layout
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")

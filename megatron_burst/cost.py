@@ -122,10 +122,11 @@ def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str
 
 
 def _over_all_ranks(plan: Schedule, sizes: Sizes) -> Traffic:
-    if plan.visible.all() and not plan.kept:  # every rank makes the same number of hops
-        one = traffic(plan, 0, sizes)
-        return Traffic(one.intra * plan.grid.size, one.inter * plan.grid.size)
-    return sum((traffic(plan, rank, sizes) for rank in range(plan.grid.size)), Traffic())
+    families = {False: Chunk(plan.side, 0), True: Chunk("d" + plan.side, 0)}
+    sent = {"intra": 0, "inter": 0}
+    for (gradient, link), hops in plan.hop_counts().items():
+        sent[link] += hops * sizes.chunk_bytes(families[gradient])
+    return Traffic(**sent)
 
 
 # --- work ----------------------------------------------------------------------------------

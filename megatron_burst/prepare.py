@@ -135,6 +135,8 @@ def prepare(
             drafts.append(check(tensors, groups, choices))
         except ValueError as error:
             drafts.append(error)
+        except Exception as error:  # whatever it was, the other ranks must not be left waiting
+            drafts.append(ValueError(f"{type(error).__name__} in the arguments: {error}"))
     agree([d if isinstance(d, ValueError) else d.facts for d in drafts], groups.gather)
     draft = drafts[0]
     assert isinstance(draft, Draft)
@@ -155,6 +157,7 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
         side = cost.cheaper_side(lambda s: _backward(draft_back, s, sizes), sizes)
         side = "kv" if kept else side
     back = _backward(draft_back, side, sizes)
+    passes = [_passes(there, back, m.ring.rank, draft, spans) for m in groups.members]
     return Plan(
         groups=groups,
         config=BurstConfig(draft.config.algorithm, draft.layout.name, side, draft.kernel.name),
@@ -167,8 +170,8 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
         signature=signature(*draft.tensors),
         sizes=sizes,
         schedules=(there, back),
-        forwards=_passes("attention forward", there, back, draft, groups, spans),
-        backwards=_passes(f"attention backward, side {side}", back, back, draft, groups, spans),
+        forwards=tuple(forward for forward, _ in passes),
+        backwards=tuple(backward for _, backward in passes),
     )
 
 
@@ -185,12 +188,12 @@ def _ring_spans(draft: Draft, groups: Groups) -> list[list[Span]]:
 
 def _visible(mask: Mask, spans: list[list[Span]]) -> np.ndarray:
     """bool [G, G]: may anything of these queries see anything of those keys?"""
-    size = len(spans)
-    visible = np.ones((size, size), dtype=bool)
-    for i, q_spans in enumerate(spans):
-        for j, k_spans in enumerate(spans):
-            covers = (mask.cover(q, k) for q in q_spans for k in k_spans)
-            visible[i, j] = any(cover != Cover.EMPTY for cover in covers)
+    owner = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
+    fields = np.array([span for each in spans for span in each], dtype=np.int64).T
+    covers = mask.covers(Span(*fields[:, :, None]), Span(*fields[:, None, :]))
+    visible = np.zeros((len(spans), len(spans)), dtype=bool)
+    i, j = np.nonzero(covers != Cover.EMPTY)
+    visible[owner[i], owner[j]] = True
     return visible
 
 
@@ -219,27 +222,23 @@ def _backward(like: Schedule, side: str, sizes: cost.Sizes) -> Schedule:
 
 
 def _passes(
-    name: str,
-    plan: Schedule,
-    back: Schedule,
-    draft: Draft,
-    groups: Groups,
-    spans: list[list[Span]],
-) -> tuple[Pass, ...]:
-    """The pass of each local rank; a pair that is wholly masked gets no work."""
-    passes = []
-    for member in groups.members:
-        rank = member.ring.rank
-        program = plan.program(rank)
-        works: dict[Pair, Any] = {}
-        for pair in (boundary.pair for boundary in program):
-            if pair is None or not plan.visible[pair]:
-                continue
+    there: Schedule, back: Schedule, rank: int, draft: Draft, spans: list[list[Span]]
+) -> tuple[Pass, Pass]:
+    """Forward and backward of one rank of the ring; a pair that is wholly masked gets no work."""
+    works: dict[Pair, Any] = {}
+    programs = there.program(rank), back.program(rank)
+    for boundary in (*programs[0], *programs[1]):
+        pair = boundary.pair
+        if pair is not None and pair not in works and there.visible[pair]:
             work = draft.kernel.plan(draft.mask, spans[pair.query], spans[pair.key])
             if work is not None:
                 works[pair] = work
-        passes.append(Pass(name, program, works, back.kept_chunks(rank)))
-    return tuple(passes)
+    kept = back.kept_chunks(rank)
+    names = "attention forward", f"attention backward, side {back.side}"
+    forward, backward = (
+        Pass(name, program, works, kept) for name, program in zip(names, programs, strict=True)
+    )
+    return forward, backward
 
 
 def _sizes(draft: Draft, groups: Groups) -> cost.Sizes:

@@ -88,6 +88,19 @@ class Boundary:
     pair: Pair | None
 
 
+class _Moves(NamedTuple):
+    """Does a chunk move on? bool [owner, cycle, turn], and [owner, cycle] between nodes.
+
+    Activations move from where they are, gradients after the step there. Where chunks go
+    straight from owner to user (and gradients back) there is only the first kind.
+    """
+
+    intra: np.ndarray
+    inter: np.ndarray | None
+    intra_gradient: np.ndarray
+    inter_gradient: np.ndarray | None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One pass over all ranks. Build it with `forward` or `backward`.
@@ -130,12 +143,18 @@ class Schedule:
         return [Chunk(self.side, visitor) for pair, visitor in pairs if self.visible[pair]]
 
     @cached_property
-    def wanted(self) -> np.ndarray:
-        """bool [owner, cycle, turn]: does the rank the owner's chunk meets then compute with it?"""
+    def _meets(self) -> np.ndarray:
+        """int [owner, cycle, turn]: the rank that the owner's chunk meets then."""
         nodes, width = self.rings
         owner, cycle, turn = np.ogrid[: self.grid.size, :nodes, :width]
-        rank = (owner // width + cycle) % nodes * width + (owner % width + turn) % width
-        return self.visible[rank, owner] if self.side == "kv" else self.visible[owner, rank]
+        return (owner // width + cycle) % nodes * width + (owner % width + turn) % width
+
+    @cached_property
+    def wanted(self) -> np.ndarray:
+        """bool [owner, cycle, turn]: does the rank the owner's chunk meets then compute with it?"""
+        owner = np.arange(self.grid.size)[:, None, None]
+        pairs = (self._meets, owner) if self.side == "kv" else (owner, self._meets)
+        return self.visible[pairs]
 
     @cached_property
     def awaited(self) -> np.ndarray:
@@ -145,46 +164,86 @@ class Schedule:
         awaited.reshape(-1, nodes * width)[:, nodes * width - self.kept :] = False
         return awaited
 
+    @cached_property
+    def _moves(self) -> _Moves:
+        """Which chunks move on from where they are: `sends` lists it, `hop_counts` counts it.
+
+        An activation moves while somebody further along awaits it, a gradient from the first
+        rank that added to it. Turn 0 of a cycle adds to the gradient that this rank gathers for
+        its node (in cycle 0: its own), which then crosses to the next node.
+        """
+        awaited, wanted = self.awaited, self.wanted
+        if self._one_to_one:
+            gradient = wanted & (np.arange(self.grid.size) > 0) & self.gradients
+            return _Moves(awaited & (np.arange(self.grid.size) > 0), None, gradient, None)
+        later = np.flip(np.logical_or.accumulate(np.flip(awaited, 2), 2), 2)
+        later_cycles = np.flip(
+            np.logical_or.accumulate(np.flip(np.logical_or.reduce(awaited, 2), 1), 1), 1
+        )
+        so_far = np.logical_or.accumulate(wanted[:, :, 1:], 2) & self.gradients
+        so_far_cycles = (
+            np.logical_or.accumulate(np.logical_or.reduce(wanted, 2)[:, 1:], 1) & self.gradients
+        )
+        return _Moves(
+            intra=_padded(later[:, :, 1:], 2, 0),
+            inter=_padded(later_cycles[:, 1:], 1, 0),
+            intra_gradient=_padded(so_far, 2, 1),
+            inter_gradient=_padded(so_far_cycles, 1, 1),
+        )
+
     def sends(self, rank: int) -> Iterator[Hop]:
         """Every hop that starts at `rank`."""
-        if self.rings.size == self.grid.size and self._one_to_one:
+        if self._one_to_one:
             yield from self._direct_sends(rank)
             return
         nodes, width = self.rings
+        moves = self._moves
+        for step in range(self.grid.size):
+            at = (self.visitor(rank, step), *divmod(step, width))
+            if moves.intra[at]:
+                yield self._hop(rank, "intra", step, step, step + 1)
+            if moves.intra_gradient[at]:
+                land = step + 1 if self._blocks else step + 2
+                yield self._hop(rank, "intra", step, step + 1, land, gradient=True)
         for cycle in range(nodes):
             first = cycle * width
-            for turn in range(width - 1):
-                step = first + turn
-                if self.awaited[self.visitor(rank, step), cycle, turn + 1 :].any():
-                    yield self._hop(rank, "intra", step, post=step, land=step + 1)
-            if self.awaited[self.visitor(rank, first), cycle + 1 :].any():
-                yield self._hop(rank, "inter", first, post=first, land=first + width)
-            if self.gradients:
-                yield from self._gradient_sends(rank, cycle)
+            at = (self.visitor(rank, first), cycle)
+            if moves.inter is not None and moves.inter[at]:
+                yield self._hop(rank, "inter", first, first, first + width)
+            if moves.inter_gradient is not None and moves.inter_gradient[at]:
+                # The node's sum is whole one hop after its cycle; it crosses during the next.
+                post = first + width + (width > 1)
+                land = post if self._blocks else post + width
+                yield self._hop(rank, "inter", first, post, land, gradient=True)
+
+    def hop_counts(self) -> dict[tuple[bool, str], int]:
+        """(gradient?, link class) -> how many hops all ranks together make; `sends`, counted."""
+        nodes, width = self.rings
+        moves, here = self._moves, self._meets
+        if self._one_to_one:
+            owner = np.arange(self.grid.size)[:, None, None]
+            legs = [(False, moves.intra, owner), (True, moves.intra_gradient, owner)]
+        else:
+            beside = here // width * width + (here % width + 1) % width
+            legs = [(False, moves.intra, beside), (True, moves.intra_gradient, beside)]
+        counts = {(gradient, link): 0 for gradient in (False, True) for link in ("intra", "inter")}
+        for gradient, moved, there in legs:
+            local = here // self.grid.intra == there // self.grid.intra
+            counts[gradient, "intra"] += int((moved & local).sum())
+            counts[gradient, "inter"] += int((moved & ~local).sum())
+        if moves.inter is not None and moves.inter_gradient is not None and nodes > 1:
+            counts[False, "inter"] += int(moves.inter.sum())
+            counts[True, "inter"] += int(moves.inter_gradient.sum())
+        return counts
+
+    @property
+    def _blocks(self) -> bool:
+        """double_ring waits for every gradient hop where it starts it."""
+        return self.algorithm == "double_ring"
 
     @property
     def _one_to_one(self) -> bool:
         return self.route == "direct" or self.algorithm == "all_gather"
-
-    def _gradient_sends(self, rank: int, cycle: int) -> Iterator[Hop]:
-        """A gradient leaves after the step that added to it and travels during the next one.
-
-        Step 0 of a cycle adds to the gradient that this rank gathers for its node (in cycle 0:
-        its own), so the node's sum is whole one hop after the cycle; it crosses to the next
-        node during the cycle after that.
-        """
-        width = self.rings.intra
-        first = cycle * width
-        blocks = self.algorithm == "double_ring"
-        for turn in range(1, width):
-            step = first + turn
-            if self.wanted[self.visitor(rank, step), cycle, 1 : turn + 1].any():
-                land = step + 1 if blocks else step + 2
-                yield self._hop(rank, "intra", step, step + 1, land, gradient=True)
-        if cycle > 0 and self.wanted[self.visitor(rank, first), 1 : cycle + 1].any():
-            post = first + width + (1 if width > 1 else 0)
-            land = post if blocks else post + width
-            yield self._hop(rank, "inter", first, post, land, gradient=True)
 
     def _hop(
         self, rank: int, ring: str, step: int, post: int, land: int, gradient: bool = False
@@ -206,13 +265,14 @@ class Schedule:
         all_gather starts everything at once; otherwise one step ahead, to hold two chunks only.
         """
         size = self.grid.size
+        moves = self._moves
         for step in range(1, size):
             dst, visitor = (rank + step) % size, (rank - step) % size
-            if self.awaited[rank, 0, step]:
+            if moves.intra[rank, 0, step]:
                 post = 0 if self.algorithm == "all_gather" else step - 1
                 link = self.grid.link(rank, dst)
                 yield Hop(Chunk(self.side, rank), rank, dst, "flat", link, post, step)
-            if self.gradients and self.wanted[visitor, 0, step]:
+            if moves.intra_gradient[visitor, 0, step]:
                 chunk, link = Chunk("d" + self.side, visitor), self.grid.link(rank, visitor)
                 yield Hop(chunk, rank, visitor, "flat", link, step + 1, step + 2)
 
@@ -287,3 +347,10 @@ def check_algorithm(algorithm: str) -> str:
 
 def _table(grid: Grid, visible: np.ndarray | None) -> np.ndarray:
     return np.ones((grid.size, grid.size), dtype=bool) if visible is None else visible
+
+
+def _padded(moves: np.ndarray, axis: int, side: int) -> np.ndarray:
+    """`moves` with one more False along `axis`, at its end (side 0) or its beginning (side 1)."""
+    width = [(0, 0)] * moves.ndim
+    width[axis] = (side, 1 - side)
+    return np.pad(moves, width)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +69,7 @@ class _Piece(NamedTuple):
 class Cutter:
     """What a kernel can do with a tile.
 
-    band_rows: how many rows of a band to take at a time; smaller wastes less at the edges,
+    band_rows: at most how many rows of a band to take at a time; smaller wastes less at the edges,
     None takes them all, for kernels that skip what a triangle hides.
     table_rows: cut no finer than this where only a table describes what is visible; None for
     kernels that take no table, which refuses such masks.
@@ -80,32 +82,28 @@ class Cutter:
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[Tile, ...]:
         """The tiles of a pair of shards; rectangles that touch are joined into larger ones."""
-        found = [
-            tile
-            for q in _pieces(q_spans)
-            for k in _pieces(k_spans)
-            for tile in self._cut(mask, q, k)
-        ]
+        found = list(self._cut_all(mask, _pieces(q_spans), _pieces(k_spans)))
         return tuple(_joined(_joined(found, "rows", "columns"), "columns", "rows"))
 
+    def _cut_all(self, mask: Mask, q: list[_Piece], k: list[_Piece]) -> Iterator[Tile]:
+        """The tiles of every pair of pieces that has any."""
+        q_spans, k_spans = _arrays(q, (-1, 1)), _arrays(k, (1, -1))
+        covers = mask.covers(q_spans, k_spans)
+        left, right, known = mask.bands(q_spans, k_spans)
+        for i, j in np.argwhere(covers != Cover.EMPTY).tolist():
+            if covers[i, j] == Cover.FULL:
+                yield Tile(q[i].rows(0, q[i].span.length), k[j].rows(0, k[j].span.length))
+            elif known[i, j]:
+                yield from self._cut_band(q[i], k[j], Band(int(left[i, j]), int(right[i, j])))
+            else:
+                yield from self._cut(mask, q[i], k[j])
+
     def _cut(self, mask: Mask, q: _Piece, k: _Piece) -> Iterator[Tile]:
-        cover = mask.cover(q.span, k.span)
-        if cover == Cover.EMPTY:
-            return
-        if cover == Cover.FULL:
-            yield Tile(q.rows(0, q.span.length), k.rows(0, k.span.length))
-            return
-        band = mask.band(q.span, k.span)
-        if band is not None:
-            yield from self._cut_band(q, k, band)
-            return
         parts = _split(mask, q, k, self.table_rows)
         if parts is None:
             yield from self._table(mask, q, k)
         else:
-            for q_part in parts[0]:
-                for k_part in parts[1]:
-                    yield from self._cut(mask, q_part, k_part)
+            yield from self._cut_all(mask, *parts)
 
     def _table(self, mask: Mask, q: _Piece, k: _Piece) -> Iterator[Tile]:
         if self.table_rows is None:
@@ -119,46 +117,80 @@ class Cutter:
             yield Tile(rows, columns, table=np.array(table))
 
     def _cut_band(self, q: _Piece, k: _Piece, band: Band) -> Iterator[Tile]:
-        """Row by row of blocks: what the whole block sees, and the slanted edges beside it."""
-        rows, columns = q.span.length, k.span.length
-        left, right = band
-        begin = max(0, -right)  # rows before it see nothing
-        while begin < rows and begin - left < columns:
-            end = rows if self.band_rows is None else min(rows, begin + self.band_rows)
-            slanted = begin + right < columns - 1
-            if slanted:  # no further than the last row whose right edge lies inside
-                end = min(end, columns - right)
-            elif left >= begin:  # rows that see everything need no blocks
-                end = min(rows, left + 1)
-            yield from self._cut_block(q, k, band, begin, end)
-            begin = end
+        for part in _band_parts(q.span.length, k.span.length, band, self.band_rows):
+            if part.table is not None and self.table_rows is None:
+                raise ValueError(
+                    f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
+                    "takes no table; use kernel='reference'"
+                )
+            rows, columns = q.rows(*part.rows), k.rows(*part.columns)
+            yield Tile(rows, columns, part.triangle, part.table)
 
-    def _cut_block(self, q: _Piece, k: _Piece, band: Band, begin: int, end: int) -> Iterator[Tile]:
-        columns, (left, right) = k.span.length, band
-        first, first_full = max(0, begin - left), max(0, end - 1 - left)
-        stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
-        triangle = stop_full < stop
-        if triangle:
-            stop_full -= 1  # the column all rows see is the triangle's first
-        if first_full > stop_full:
-            yield self._band_table(q, k, band, (begin, end), (first, stop))
-            return
-        if first < first_full:
-            yield self._band_table(q, k, band, (begin, end), (first, first_full))
-        if first_full < stop_full:
-            yield Tile(q.rows(begin, end), k.rows(first_full, stop_full))
-        if triangle:
-            yield Tile(q.rows(begin, end), k.rows(stop_full, stop), triangle=True)
 
-    def _band_table(self, q: _Piece, k: _Piece, band: Band, rows, columns) -> Tile:
-        if self.table_rows is None:
-            raise ValueError(
-                f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
-                "takes no table; use kernel='reference'"
-            )
-        m, n = np.arange(*rows)[:, None], np.arange(*columns)[None, :]
-        table = (n >= m - band.left) & (n <= m + band.right)
-        return Tile(q.rows(*rows), k.rows(*columns), table=table)
+_SMALLEST_BLOCK = 32
+
+
+class _Part(NamedTuple):
+    """Part of a band: (first, stop) of its local rows and columns, as in `Tile` otherwise."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    triangle: bool = False
+    table: np.ndarray | None = None
+
+
+@lru_cache(maxsize=256)  # the pairs of a ring have few different bands
+def _band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple[_Part, ...]:
+    """Row by row of blocks: what the whole block sees, and the slanted edges beside it."""
+    left, right = band
+    if block is not None:  # an edge wastes half a block: keep that small beside what is visible
+        block = min(block, max(_SMALLEST_BLOCK, min(rows, left + right + 1) // 8))
+    parts: list[_Part] = []
+    begin = max(0, -right)  # rows before it see nothing
+    while begin < rows and begin - left < columns:
+        end = rows if block is None else min(rows, begin + block)
+        if begin + right < columns - 1:  # to the last row whose right edge lies inside, at most
+            end = min(end, columns - right)
+        elif left >= begin:  # rows that see everything need no blocks
+            end = min(rows, left + 1)
+        parts += _block_parts(begin, end, columns, band)
+        begin = end
+    return tuple(parts)
+
+
+def _block_parts(begin: int, end: int, columns: int, band: Band) -> Iterator[_Part]:
+    """The parts of rows `begin` to `end` of a band over so many columns."""
+    left, right = band
+    first, first_full = max(0, begin - left), max(0, end - 1 - left)
+    stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
+    triangle = stop_full < stop
+    if triangle:
+        stop_full -= 1  # the column all rows see is the triangle's first
+    block = (begin, end)
+    if first_full > stop_full:
+        table = _edge(end - begin, stop - first, begin - left - first, begin + right - first)
+        yield _Part(block, (first, stop), table=table)
+        return
+    if first < first_full:
+        table = _edge(end - begin, first_full - first, begin - left - first, columns)
+        yield _Part(block, (first, first_full), table=table)
+    if first_full < stop_full:
+        yield _Part(block, (first_full, stop_full))
+    if triangle:
+        yield _Part(block, (stop_full, stop), triangle=True)
+
+
+@lru_cache(maxsize=64)  # one table serves every block of a window
+def _edge(rows: int, columns: int, low: int, high: int) -> np.ndarray:
+    """bool [rows, columns]: column n of row m where m + low <= n <= m + high."""
+    ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+    return (ahead >= low) & (ahead <= high)
+
+
+def _arrays(pieces: list[_Piece], shape: tuple[int, int]) -> Span:
+    """The spans of the pieces as one span of arrays."""
+    fields = np.array([piece.span for piece in pieces], dtype=np.int64).T
+    return Span(*(field.reshape(shape) for field in fields))
 
 
 def _pieces(spans: Sequence[Span]) -> list[_Piece]:
@@ -172,25 +204,20 @@ def _split(
     """The parts of both pieces to look at next; None where cutting further is no use."""
     q_cuts, k_cuts = mask.cuts(q.span), mask.cuts(k.span)
     if len(q_cuts) or len(k_cuts):
-        return _halved(q, q_cuts), _halved(k, k_cuts)
+        return _parts(q, q_cuts), _parts(k, k_cuts)
     if any(piece.span.stride % mask.modulus and piece.span.length > 1 for piece in (q, k)):
         return _residues(q, mask.modulus), _residues(k, mask.modulus)
-    middle_q, middle_k = (np.array([piece.span.length // 2]) for piece in (q, k))
-    none = np.empty(0, dtype=np.int64)
     if smallest is None or max(q.span.length, k.span.length) <= smallest:
         return None
     if q.span.length >= k.span.length:
-        return _halved(q, middle_q), _halved(k, none)
-    return _halved(q, none), _halved(k, middle_k)
+        return _parts(q, np.array([q.span.length // 2])), [k]
+    return [q], _parts(k, np.array([k.span.length // 2]))
 
 
-def _halved(piece: _Piece, cuts: np.ndarray) -> list[_Piece]:
-    """The piece cut in two at the cut nearest its middle, or whole where there is none."""
-    if not len(cuts):
-        return [piece]
-    length = piece.span.length
-    cut = int(cuts[np.abs(cuts - length // 2).argmin()])
-    return [piece.part(0, cut), piece.part(cut, length - cut)]
+def _parts(piece: _Piece, cuts: np.ndarray) -> list[_Piece]:
+    """The piece cut before each of `cuts`."""
+    bounds = [0, *cuts.tolist(), piece.span.length]
+    return [piece.part(a, b - a) for a, b in pairwise(bounds)]
 
 
 def _residues(piece: _Piece, modulus: int) -> list[_Piece]:

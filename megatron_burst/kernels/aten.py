@@ -105,6 +105,7 @@ class AtenKernel:
     def __init__(self, name: str, operator: Operator):
         self.name = name
         self.operator = operator
+        self._tables: dict[int, _Call] = {}
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         operator = self.operator
@@ -121,7 +122,18 @@ class AtenKernel:
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[_Call, ...] | None:
         tiles = self.operator.cutter.tiles(mask, q_spans, k_spans)
-        return tuple(_Call.of(tile) for tile in tiles) or None
+        return tuple(self._call(tile) for tile in tiles) or None
+
+    def _call(self, tile: Tile) -> _Call:
+        if tile.table is None:
+            return _Call(tile, None, None)
+        key = id(tile.table)  # the edges of a window share one table
+        if key not in self._tables:
+            hidden = torch.from_numpy(~tile.table)
+            blind = hidden.all(dim=1)
+            call = _Call(tile, hidden, blind if blind.any() else None)
+            self._tables[key] = call  # holds the table, so that its id stays taken
+        return self._tables[key]._replace(tile=tile)
 
     def forward(
         self,
@@ -180,14 +192,6 @@ class _Call(NamedTuple):
     tile: Tile
     hidden: torch.Tensor | None  # bool [rows, columns]
     blind: torch.Tensor | None  # bool [rows], None if every row sees something
-
-    @classmethod
-    def of(cls, tile: Tile) -> _Call:
-        if tile.table is None:
-            return cls(tile, None, None)
-        hidden = torch.from_numpy(~tile.table)
-        blind = hidden.all(dim=1)
-        return cls(tile, hidden, blind if blind.any() else None)
 
     def bias(self, q: torch.Tensor) -> torch.Tensor | None:
         """[rows, columns] in the dtype of q: -inf where hidden; None where there is no table."""

@@ -33,6 +33,14 @@ class Band(NamedTuple):
     right: int
 
 
+class Bands(NamedTuple):
+    """Bands of many pairs of spans: arrays; `left` and `right` count only where `known`."""
+
+    left: np.ndarray
+    right: np.ndarray
+    known: np.ndarray
+
+
 class Mask:
     """Base of all masks."""
 
@@ -47,15 +55,26 @@ class Mask:
         """How much of `q_span` x `k_span` is visible."""
         raise NotImplementedError
 
-    def band(self, q_span: Span, k_span: Span) -> Band | None:
-        """The visible part of two spans as a band of local rows and columns, if it is one."""
-        cover = self.cover(q_span, k_span)
-        if cover == Cover.PARTIAL:
-            return self._band(q_span, k_span)
-        return Band(FAR, FAR) if cover == Cover.FULL else Band(-FAR, -FAR)
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        """`cover` of many pairs at once: the fields of both spans are integer arrays, which are
+        broadcast against each other. int array of `Cover` values."""
+        fields = np.broadcast_arrays(*q_spans, *k_spans)
+        found = [
+            self.cover(Span(*map(int, pair[:3])), Span(*map(int, pair[3:])))
+            for pair in zip(*(field.ravel() for field in fields), strict=True)
+        ]
+        return np.array(found, dtype=np.int64).reshape(fields[0].shape)
 
-    def _band(self, q_span: Span, k_span: Span) -> Band | None:
-        return None
+    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+        """The visible part of each pair of spans as a band, where it is known to be one."""
+        covers = self.covers(q_spans, k_spans)
+        reach = np.where(covers == Cover.FULL, FAR, -FAR)
+        return Bands(reach, reach, covers != Cover.PARTIAL)
+
+    def band(self, q_span: Span, k_span: Span) -> Band | None:
+        """`bands` of one pair; None where it is not known to be a band."""
+        left, right, known = self.bands(q_span, k_span)
+        return Band(int(left), int(right)) if known else None
 
     def cuts(self, span: Span) -> np.ndarray:
         """Sorted local indices 0 < i < span.length before which the mask's description changes."""
@@ -80,7 +99,22 @@ class Mask:
         raise TypeError("a mask has no truth value: combine masks with & and |, compare with `is`")
 
 
-class _Pair(Mask):
+class VectorMask(Mask):
+    """Base of masks that answer `covers` for arrays, and `cover` with it."""
+
+    def cover(self, q_span: Span, k_span: Span) -> Cover:
+        return Cover(int(self.covers(q_span, k_span)))
+
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        raise NotImplementedError
+
+
+def graded(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
+    """EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
+    return np.where(empty, Cover.EMPTY, np.where(full, Cover.FULL, Cover.PARTIAL))
+
+
+class _Pair(VectorMask):
     symbol: str
 
     def __init__(self, a: Mask, b: Mask):
@@ -96,10 +130,6 @@ class _Pair(Mask):
         self.a.check(seq_len)
         self.b.check(seq_len)
 
-    def _bands(self, q_span: Span, k_span: Span) -> tuple[Band, Band] | None:
-        a, b = self.a.band(q_span, k_span), self.b.band(q_span, k_span)
-        return None if a is None or b is None else (a, b)
-
     def __repr__(self) -> str:
         return f"({self.a!r} {self.symbol} {self.b!r})"
 
@@ -112,15 +142,12 @@ class _And(_Pair):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.a.visible(q, k) & self.b.visible(q, k)
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        return min(self.a.cover(q_span, k_span), self.b.cover(q_span, k_span))
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        return np.minimum(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
 
-    def _band(self, q_span: Span, k_span: Span) -> Band | None:
-        bands = self._bands(q_span, k_span)
-        if bands is None:
-            return None
-        a, b = bands
-        return Band(min(a.left, b.left), min(a.right, b.right))
+    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+        a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
+        return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
 
 
 class _Or(_Pair):
@@ -131,16 +158,13 @@ class _Or(_Pair):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.a.visible(q, k) | self.b.visible(q, k)
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        return max(self.a.cover(q_span, k_span), self.b.cover(q_span, k_span))
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        return np.maximum(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
 
-    def _band(self, q_span: Span, k_span: Span) -> Band | None:
-        bands = self._bands(q_span, k_span)
-        if bands is None:
-            return None
-        a, b = bands
-        if a.left + a.right < 0 or b.left + b.right < 0:  # one of them is empty
-            return max(bands, key=lambda band: band.left + band.right)
-        if a.left + b.right < -1 or b.left + a.right < -1:  # a gap between them
-            return None
-        return Band(max(a.left, b.left), max(a.right, b.right))
+    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+        a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
+        a_empty, b_empty = a.left + a.right < 0, b.left + b.right < 0
+        left = np.where(a_empty, b.left, np.where(b_empty, a.left, np.maximum(a.left, b.left)))
+        right = np.where(a_empty, b.right, np.where(b_empty, a.right, np.maximum(a.right, b.right)))
+        touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
+        return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ..layout import Span
-from .base import FAR, Band, Cover, Mask
+from .base import FAR, Band, Bands, Cover, VectorMask, graded
 
 
 @dataclass(frozen=True, eq=False)
-class Full(Mask):
+class Full(VectorMask):
     """Every query sees every key."""
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.ones(np.broadcast_shapes(np.shape(q), np.shape(k)), dtype=bool)
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        return Cover.FULL
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
+        return np.full(shape, Cover.FULL)
 
 
 @dataclass(frozen=True, eq=False)
-class Window(Mask):
+class Window(VectorMask):
     """A query at p sees the keys from p - left to p + right; None stands for no limit.
 
     A causal sliding window of W tokens, the own one included, is Window(W - 1, 0).
@@ -37,7 +38,7 @@ class Window(Mask):
             if size is not None and size < 0:
                 raise ValueError(f"{name}: a window size must be at least 0 or None, got {size}")
 
-    @property
+    @cached_property
     def reach(self) -> Band:
         """The window in positions, with FAR for no limit."""
         return Band(*(FAR if size is None else size for size in (self.left, self.right)))
@@ -46,19 +47,24 @@ class Window(Mask):
         ahead = np.subtract(k, q)
         return (ahead >= -self.reach.left) & (ahead <= self.reach.right)
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        nearest, farthest = k_span.start - q_span.last, k_span.last - q_span.start
-        if nearest > self.reach.right or farthest < -self.reach.left:
-            return Cover.EMPTY
-        inside = nearest >= -self.reach.left and farthest <= self.reach.right
-        return Cover.FULL if inside else Cover.PARTIAL
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        left, right = self.reach
+        nearest = np.subtract(k_spans.start, q_spans.last)
+        farthest = np.subtract(k_spans.last, q_spans.start)
+        empty = (nearest > right) | (farthest < -left)
+        return graded(empty, (nearest >= -left) & (farthest <= right))
 
-    def _band(self, q_span: Span, k_span: Span) -> Band | None:
-        if q_span.stride != k_span.stride:
-            return None
-        ahead = q_span.start - k_span.start  # local column n - m is ahead / stride further on
-        left, right = self.reach.left - ahead, self.reach.right + ahead
-        return Band(left // q_span.stride, right // q_span.stride)
+    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+        # Local column n lies (n - m) strides ahead of row m, plus what the starts are apart.
+        ahead = np.subtract(q_spans.start, k_spans.start)
+        left, right = self.reach
+        stride = np.asarray(q_spans.stride)
+        known = stride == k_spans.stride
+        bands = Bands((left - ahead) // stride, (right + ahead) // stride, known)
+        if known.all():
+            return bands
+        others = super().bands(q_spans, k_spans)
+        return Bands(*(np.where(known, *both) for both in zip(bands, others, strict=True)))
 
 
 class Causal(Window):
@@ -72,7 +78,7 @@ class Causal(Window):
 
 
 @dataclass(frozen=True, eq=False)
-class Dilated(Mask):
+class Dilated(VectorMask):
     """A query sees the keys whose distance is a multiple of `stride`, on both sides."""
 
     stride: int
@@ -88,19 +94,16 @@ class Dilated(Mask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.subtract(q, k) % self.stride == 0
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        q_stride, k_stride = (span.stride * (span.length > 1) for span in (q_span, k_span))
-        common = math.gcd(q_stride, k_stride, self.stride)
-        distance = q_span.start - k_span.start
-        if distance % common:
-            return Cover.EMPTY
-        # Every distance is `distance` plus multiples of the strides.
-        alike = q_stride % self.stride == 0 and k_stride % self.stride == 0
-        return Cover.FULL if alike else Cover.PARTIAL
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        # Every distance is that of the starts plus multiples of the strides.
+        q_stride, k_stride = (np.multiply(x.stride, x.length > 1) for x in (q_spans, k_spans))
+        common = np.gcd(np.gcd(q_stride, k_stride), self.stride)
+        empty = np.subtract(q_spans.start, k_spans.start) % common != 0
+        return graded(empty, (q_stride % self.stride == 0) & (k_stride % self.stride == 0))
 
 
 @dataclass(frozen=True, eq=False)
-class Prefix(Mask):
+class Prefix(VectorMask):
     """Every query sees the first n keys. A prefix language model is Causal() | Prefix(n)."""
 
     n: int
@@ -112,10 +115,10 @@ class Prefix(Mask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.broadcast_to(np.less(k, self.n), np.broadcast_shapes(np.shape(q), np.shape(k)))
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        if k_span.start >= self.n:
-            return Cover.EMPTY
-        return Cover.FULL if k_span.last < self.n else Cover.PARTIAL
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        found = graded(np.greater_equal(k_spans.start, self.n), np.less(k_spans.last, self.n))
+        shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
+        return np.broadcast_to(found, shape)
 
     def cuts(self, span: Span) -> np.ndarray:
         return local_cuts(np.array([self.n]), span)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from ..layout import Span
-from .base import Cover, Mask
+from .base import Cover, Mask, VectorMask, graded
 from .positions import local_cuts
 
 
-class Documents(Mask):
+class Documents(VectorMask):
     """Positions see each other within a document; documents are packed one after the other.
 
     cu_seqlens: cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
@@ -35,13 +36,11 @@ class Documents(Mask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.equal(self.document(q), self.document(k))
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        q_first, q_last, k_first, k_last = self.document(
-            np.array([q_span.start, q_span.last, k_span.start, k_span.last])
-        )
-        if q_last < k_first or k_last < q_first:
-            return Cover.EMPTY
-        return Cover.FULL if q_first == q_last == k_first == k_last else Cover.PARTIAL
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
+        k_first, k_last = self.document(k_spans.start), self.document(k_spans.last)
+        empty = (q_last < k_first) | (k_last < q_first)
+        return graded(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
     def cuts(self, span: Span) -> np.ndarray:
         return local_cuts(self.bounds, span)
@@ -57,7 +56,7 @@ class Documents(Mask):
         return f"Documents({self.bounds.tolist()})"
 
 
-class BlockSparse(Mask):
+class BlockSparse(VectorMask):
     """Query block i sees key block j where table[i, j]; blocks are `block` positions long."""
 
     def __init__(self, table: np.ndarray, block: int):
@@ -71,12 +70,19 @@ class BlockSparse(Mask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[np.floor_divide(q, self.block), np.floor_divide(k, self.block)]
 
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        rows, columns = (
-            slice(span.start // self.block, span.last // self.block + 1)
-            for span in (q_span, k_span)
+    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+        (top, bottom), (first, stop) = (
+            (np.floor_divide(x.start, self.block), np.floor_divide(x.last, self.block) + 1)
+            for x in (q_spans, k_spans)
         )
-        return _cover(self.table[rows, columns])
+        sums = self._sums
+        seen = sums[bottom, stop] - sums[top, stop] - sums[bottom, first] + sums[top, first]
+        return graded(seen == 0, seen == (bottom - top) * (stop - first))
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        """[n + 1, n + 1]: how many of the blocks above and left of a corner are visible."""
+        return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
     def cuts(self, span: Span) -> np.ndarray:
         return local_cuts(np.arange(0, span.last + 1, self.block), span)
@@ -105,7 +111,10 @@ class Dense(Mask):
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
         rows, columns = (slice(span.start, span.last + 1, span.stride) for span in (q_span, k_span))
-        return _cover(self.table[rows, columns])
+        part = self.table[rows, columns]
+        if part.all():
+            return Cover.FULL
+        return Cover.PARTIAL if part.any() else Cover.EMPTY
 
     def check(self, seq_len: int) -> None:
         if len(self.table) != seq_len:
@@ -115,12 +124,6 @@ class Dense(Mask):
 
     def __repr__(self) -> str:
         return f"Dense({_digest(self.table)})"
-
-
-def _cover(part: np.ndarray) -> Cover:
-    if part.all():
-        return Cover.FULL
-    return Cover.PARTIAL if part.any() else Cover.EMPTY
 
 
 def _digest(table: np.ndarray) -> str:

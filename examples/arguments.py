@@ -1,0 +1,148 @@
+"""Command line of `pretrain_gpt.py`: Megatron's own flag names, plus the burst ones.
+
+Owns: flag names, defaults, and the checks that need only flags and the number of processes.
+Must not know: torch or Megatron, so that a wrong flag is reported at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line. Raises ``ValueError`` naming the flag and the fix."""
+    parser = argparse.ArgumentParser(description="Train a Llama-style GPT on Megatron-Core.")
+    _add_parallel_flags(parser.add_argument_group("parallelism"))
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_training_flags(parser.add_argument_group("training"))
+    args = parser.parse_args(argv)
+    check(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    return args
+
+
+def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--context-parallel-algo",
+        default="burst",
+        metavar="{burst,ring,double_ring,megatron}",
+        help="attention across context-parallel ranks; megatron leaves Megatron's own alone",
+    )
+    add("--context-parallel-size", type=int, default=1)
+    add(
+        "--hierarchical-context-parallel-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="ranks per node and nodes, innermost first, e.g. 2 2",
+    )
+    add("--burst-layout", default="zigzag", help="zigzag, striped or contiguous")
+    add("--burst-side", default="auto", help="what travels in backward: query, kv or auto")
+    add("--burst-kernel", default="auto", help="local attention: auto, aten or reference")
+    add("--burst-intra-size", type=int, help="ranks per node; default: ranks sharing a host name")
+    add("--tensor-model-parallel-size", type=int, default=1)
+    add("--pipeline-model-parallel-size", type=int, default=1)
+    add("--sequence-parallel", action="store_true")
+    add("--use-distributed-optimizer", action="store_true")
+    add("--transformer-impl", choices=["local", "transformer_engine"], default="local")
+    add("--distributed-timeout-minutes", type=float, default=10)
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-layers", type=int, default=3)
+    add("--hidden-size", type=int, default=192)
+    add("--ffn-hidden-size", type=int, default=512)
+    add("--num-attention-heads", type=int, default=6)
+    add("--num-query-groups", type=int, help="key/value heads; default: as many as query heads")
+    add("--qk-layernorm", action="store_true")
+    add("--untie-embeddings-and-output-weights", action="store_true")
+    add("--rotary-base", type=int, default=10000)
+    add("--init-method-std", type=float, default=0.02)
+    add("--attention-dropout", type=float, default=0.0)
+    add("--vocab-size", type=int, help="default: read from DATA_PATH.json")
+    add("--make-vocab-size-divisible-by", type=int, default=64)
+    add("--recompute-granularity", choices=["full", "selective"])
+    add("--recompute-method", choices=["uniform", "block"])
+    add("--recompute-num-layers", type=int)
+    add("--recompute-modules", nargs="+", default=["core_attn"])
+
+
+def _add_training_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--data-path", required=True, metavar="PREFIX", help="of a Megatron PREFIX.bin/.idx")
+    add("--data-cache-path", help="where sample indices are kept; default: beside the data")
+    add("--eod", type=int, default=256, help="token that ends a document")
+    add("--eod-mask-loss", action="store_true", help="do not train on what follows a document")
+    add("--seq-length", type=int, default=4096)
+    add("--micro-batch-size", type=int, default=1)
+    add("--global-batch-size", type=int, help="default: one micro-batch per data-parallel rank")
+    add("--train-iters", type=int, default=100)
+    add(
+        "--exit-interval",
+        type=int,
+        help="stop after this iteration; data and learning rate are those of the whole run",
+    )
+    add("--lr", type=float, default=3e-3)
+    add("--min-lr", type=float, default=3e-4)
+    add("--lr-warmup-iters", type=int, default=5)
+    add("--weight-decay", type=float, default=0.1)
+    add("--adam-beta2", type=float, default=0.95)
+    add("--clip-grad", type=float, default=1.0)
+    add("--seed", type=int, default=1234)
+    add("--save", metavar="DIR", help="write a checkpoint there at the end of the run")
+    add("--save-interval", type=int, help="and every so many iterations")
+    add("--load", metavar="DIR", help="resume from the latest checkpoint there")
+    add("--ckpt-step", type=int, help="iteration to resume from; default: the latest")
+    add("--log-interval", type=int, default=1)
+    add("--metrics", metavar="FILE", help="JSON lines, written by rank 0")
+
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Checks that need no Megatron; fills in defaults that follow from other flags."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, sizes = args.context_parallel_size, args.hierarchical_context_parallel_sizes
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+            f"--context-parallel-size {cp} = {tp * pp * cp} does not divide the {world_size} "
+            "processes started; change torchrun --nproc-per-node or one of the sizes"
+        )
+    if sizes is not None and math.prod(sizes) != cp:
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes {sizes} multiply to {math.prod(sizes)}, which "
+            f"is not --context-parallel-size {cp}"
+        )
+    if cp > 1 and args.seq_length % (2 * cp):
+        raise ValueError(
+            f"--seq-length {args.seq_length} is not divisible by 2 x --context-parallel-size "
+            f"({2 * cp}); the nearest that is: {round(args.seq_length / (2 * cp)) * 2 * cp}"
+        )
+    if args.context_parallel_algo == "megatron" and cp > 1 and args.transformer_impl == "local":
+        raise ValueError(
+            f"--context-parallel-algo megatron with --context-parallel-size {cp} needs "
+            "--transformer-impl transformer_engine; or use --context-parallel-algo burst"
+        )
+    args.data_parallel_size = world_size // (tp * pp * cp)
+    step = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or step
+    if args.global_batch_size % step:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of "
+            f"--micro-batch-size x data-parallel size ({step})"
+        )
+    args.num_query_groups = args.num_query_groups or args.num_attention_heads
+    args.vocab_size = args.vocab_size or _vocab_size(args.data_path)
+    args.lr_warmup_iters = min(args.lr_warmup_iters, args.train_iters - 1)
+    args.exit_interval = min(args.exit_interval or args.train_iters, args.train_iters)
+
+
+def _vocab_size(prefix: str) -> int:
+    sidecar = Path(f"{prefix}.json")
+    if not sidecar.exists():
+        raise ValueError(f"--vocab-size is missing, and there is no {sidecar} to read it from")
+    return int(json.loads(sidecar.read_text())["vocab_size"])

@@ -1,0 +1,62 @@
+"""Distributed checkpoints that load under any context-, tensor- or pipeline-parallel size.
+
+Owns: what a checkpoint of this example holds, and Megatron's directory convention
+(DIR/iter_0000010, DIR/latest_checkpointed_iteration.txt).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+
+_LATEST = "latest_checkpointed_iteration.txt"
+
+
+def save(root: str, iteration: int, consumed: int, model: Any, optimizer: Any, schedule: Any):
+    """Write model, optimizer, learning-rate schedule, iteration and consumed samples."""
+    folder = Path(root) / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = _sharded_state(model, optimizer, schedule, is_loading=False)
+    state |= {"iteration": iteration, "consumed_samples": consumed}
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, str(folder))
+    if torch.distributed.get_rank() == 0:
+        (Path(root) / _LATEST).write_text(str(iteration))
+    torch.distributed.barrier()
+
+
+def load(
+    root: str, iteration: int | None, model: Any, optimizer: Any, schedule: Any
+) -> tuple[int, int]:
+    """Restore everything that ``save`` wrote, of the latest iteration unless one is named;
+    returns (iteration, consumed samples)."""
+    latest = Path(root) / _LATEST
+    if iteration is None and not latest.exists():
+        raise ValueError(f"--load {root} holds no checkpoint: {latest} does not exist")
+    folder = Path(root) / f"iter_{iteration or int(latest.read_text()):07d}"
+    if not folder.exists():
+        raise ValueError(f"--load {root} --ckpt-step {iteration}: {folder} does not exist")
+    wanted = _sharded_state(model, optimizer, schedule, is_loading=True)
+    state = dist_checkpointing.load(wanted, str(folder))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    return state["iteration"], state["consumed_samples"]
+
+
+def _sharded_state(model: Any, optimizer: Any, schedule: Any, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        # The only optimizer format that survives another number of data-parallel ranks, and to
+        # the distributed optimizer context-parallel ranks are data-parallel ranks.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = model.sharded_state_dict(metadata=metadata)
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),
+        "schedule": schedule.state_dict(),
+    }

@@ -1,0 +1,91 @@
+"""What the user sees while training: a live table on a terminal, plain lines elsewhere.
+
+Owns: the screen and the metrics file of global rank 0. Other ranks use the same object, mute.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+_COLUMNS = ("step", "loss", "grad norm", "lr", "tokens/s")
+_ROWS = 12
+
+
+class Reporter:
+    """Prints and records one line per step; use as a context manager."""
+
+    def __init__(self, active: bool, metrics: str | None, log_interval: int, last_step: int):
+        self._active, self._interval, self._last = active, max(1, log_interval), last_step
+        self._rows: list[tuple[str, ...]] = []
+        self._file: TextIO | None = None
+        self._live: Any = None
+        if active and metrics:
+            Path(metrics).parent.mkdir(parents=True, exist_ok=True)
+            self._file = Path(metrics).open("w")  # noqa: SIM115  closed by __exit__
+
+    def __enter__(self) -> Reporter:
+        if self._active and sys.stdout.isatty():
+            try:
+                from rich.live import Live
+            except ImportError:
+                return self  # rich is a convenience of the example, not a need
+            self._live = Live(refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*exc)
+        if self._file is not None:
+            self._file.close()
+
+    def run(self, settings: dict[str, Any], startup: str) -> None:
+        """Say once what runs."""
+        self._write({"run": settings | {"startup": startup}})
+        if self._active:
+            (self._live.console.print if self._live else print)(startup)
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float, tokens_per_s: float):
+        """Report one optimizer step; loss in nats per token."""
+        self._write(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens_per_s": tokens_per_s,
+            }
+        )
+        if not self._active or (step % self._interval and step != self._last):
+            return
+        row = (
+            f"{step}/{self._last}",
+            f"{loss:.4f}",
+            f"{grad_norm:.3f}",
+            f"{lr:.2e}",
+            f"{tokens_per_s:,.0f}",
+        )
+        self._rows = [*self._rows, row][-_ROWS:]
+        if self._live is None:
+            cells = zip(_COLUMNS, row, strict=True)
+            print("  ".join(f"{name} {value}" for name, value in cells), flush=True)
+        else:
+            self._live.update(self._table())
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(*_COLUMNS, title="training")
+        for column in table.columns:
+            column.justify = "right"
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()

@@ -1,0 +1,269 @@
+"""Train a Llama-style GPT on Megatron-Core with its sequence split over ranks by BurstAttention.
+
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --data-path data/text \
+        --seq-length 4096 --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2
+
+Everything is Megatron-Core's own (GPTModel, GPTDataset, DistributedDataParallel, optimizer,
+pipeline schedules, distributed checkpoints) except two calls, both in `main`: `install` teaches
+Megatron-Core the attention, `configure` chooses it for one model. Runs with any number of
+processes, one included; without a GPU it uses gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import arguments
+import checkpoint
+import dataset
+import torch
+import torch.nn.functional as F
+from live import Reporter
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_burst as mb
+import megatron_burst.megatron as burst
+
+
+def main() -> None:
+    args = arguments.parse_args()
+    if not torch.cuda.is_available():
+        burst.cpu.enable()
+
+    burst.install(layout=args.burst_layout)
+    config = model_config(args)
+    choice = mb.BurstConfig(
+        algorithm=args.context_parallel_algo,
+        layout=args.burst_layout,
+        side=args.burst_side,
+        kernel=args.burst_kernel,
+        intra_size=args.burst_intra_size,
+    )
+    burst.configure(config, choice, seq_length=args.seq_length)
+
+    start_processes(args)
+    model = build_model(args, config)
+    optimizer, schedule = build_optimizer(args, config, model)
+    iteration, consumed = 0, 0
+    if args.load:
+        iteration, consumed = checkpoint.load(
+            args.load, args.ckpt_step, model.module, optimizer, schedule
+        )
+    train(args, config, model, optimizer, schedule, iteration, consumed)
+    torch.distributed.destroy_process_group()
+
+
+def start_processes(args: Namespace) -> None:
+    """Join the other processes and make Megatron's groups. One process needs no launcher."""
+    for name, alone in {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }.items():
+        os.environ.setdefault(name, alone)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    # One seed per pipeline stage, as in Megatron: stages draw different weights.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def model_config(args: Namespace) -> TransformerConfig:
+    """Llama's shape: RMSNorm, SwiGLU, no biases, no dropout."""
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        qk_layernorm=args.qk_layernorm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=args.attention_dropout,
+        init_method_std=args.init_method_std,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        sequence_parallel=args.sequence_parallel,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        recompute_modules=args.recompute_modules,
+        # Without it each context-parallel rank divides by its own number of tokens.
+        calculate_per_token_loss=True,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_model(args: Namespace, config: TransformerConfig) -> DistributedDataParallel:
+    """This rank's stage of the model, wrapped in Megatron's data parallelism."""
+    if args.transformer_impl == "local":
+        layers = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=config.normalization
+        )
+    else:
+        layers = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    multiple = args.make_vocab_size_divisible_by
+    gpt = GPTModel(
+        config,
+        layers,
+        vocab_size=-(-args.vocab_size // multiple) * multiple,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+    ).cuda(torch.cuda.current_device())
+    data_parallel = DistributedDataParallelConfig(
+        use_distributed_optimizer=args.use_distributed_optimizer
+    )
+    return DistributedDataParallel(config, data_parallel, gpt)
+
+
+def build_optimizer(args: Namespace, config: TransformerConfig, model: DistributedDataParallel):
+    """AdamW with warm-up and cosine decay over the whole run."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            min_lr=args.min_lr,
+            weight_decay=args.weight_decay,
+            adam_beta2=args.adam_beta2,
+            clip_grad=args.clip_grad,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+        ),
+        [model],
+    )
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        lr_decay_style="cosine",
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    return optimizer, schedule
+
+
+def forward_step(batches: Iterator[dataset.Batch], model: torch.nn.Module):
+    """One micro-batch, as Megatron's pipeline schedules want it."""
+    batch = next(batches)
+    losses = model(
+        batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"]
+    )
+    return losses, partial(sum_of_losses, batch["loss_mask"])
+
+
+def sum_of_losses(loss_mask: torch.Tensor, losses: torch.Tensor):
+    """(sum to differentiate, tokens in it, what to report) of this rank's tokens."""
+    total = (losses.float() * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return total, tokens.to(torch.int), torch.stack([total.detach(), tokens])
+
+
+def mean_over_all_tokens(reports: list[torch.Tensor]) -> float:
+    """Loss per token of the global batch, on every rank; ``reports`` is empty but on the last
+    pipeline stage."""
+    pair = torch.stack(reports).sum(dim=0) if reports else torch.zeros(2).cuda()
+    for group in (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        torch.distributed.all_reduce(pair, group=group)
+    return (pair[0] / pair[1]).item()
+
+
+def train(args, config, model, optimizer, schedule, iteration: int, consumed: int) -> None:
+    """Step until --exit-interval; global rank 0 reports, all ranks save."""
+    samples = dataset.build(args)
+    run_schedule = get_forward_backward_func()
+    rank = torch.distributed.get_rank()
+    with Reporter(rank == 0, args.metrics, args.log_interval, args.exit_interval) as reporter:
+        for step in range(iteration + 1, args.exit_interval + 1):
+            start = time.perf_counter()
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            reports = run_schedule(
+                forward_step_func=forward_step,
+                data_iterator=dataset.micro_batches(samples, args, consumed),
+                model=[model],
+                num_microbatches=args.global_batch_size
+                // (args.micro_batch_size * args.data_parallel_size),
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+            )
+            _, grad_norm, _ = optimizer.step()
+            consumed += args.global_batch_size
+            lr = optimizer.param_groups[0]["lr"]
+            schedule.step(increment=args.global_batch_size)
+
+            loss = mean_over_all_tokens(reports)
+            if step == iteration + 1:
+                reporter.run(vars(args), burst.startup_line() or one_rank_line(args))
+            seconds = time.perf_counter() - start
+            speed = args.global_batch_size * args.seq_length / seconds
+            reporter.step(step, loss, float(grad_norm), lr, speed)
+            due = args.save_interval and step % args.save_interval == 0
+            if args.save and (due or step == args.exit_interval):
+                checkpoint.save(args.save, step, consumed, model.module, optimizer, schedule)
+
+
+def one_rank_line(args: Namespace) -> str:
+    return (
+        f"megatron | context-parallel size {args.context_parallel_size} | "
+        f"{args.transformer_impl} attention of Megatron-Core"
+    )
+
+
+if __name__ == "__main__":
+    main()

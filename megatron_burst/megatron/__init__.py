@@ -1,0 +1,26 @@
+"""BurstAttention for Megatron-Core: install once, configure each model.
+
+    import megatron_burst as mb, megatron_burst.megatron as burst
+    burst.install(layout="zigzag")                       # before the model is built
+    burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
+
+Owns: the public names of the integration. `install` changes what Megatron-Core builds, and only
+for configurations that went through `configure` and have more than one context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from megatron_burst.megatron import cpu
+from megatron_burst.megatron.core_attention import BurstCoreAttention
+from megatron_burst.megatron.install import configure, install, installed_layout, uninstall
+from megatron_burst.megatron.plans import startup_line
+
+__all__ = [
+    "BurstCoreAttention",
+    "configure",
+    "cpu",
+    "install",
+    "installed_layout",
+    "startup_line",
+    "uninstall",
+]

@@ -1,0 +1,167 @@
+"""Lets Megatron-Core run on a machine without a GPU, with gloo: for tests, laptops, debugging.
+
+Owns: the list of CUDA assumptions in Megatron-Core's training path and their CPU stand-ins.
+Must not know: attention, layouts, or anything else this package does.
+
+Megatron-Core names CUDA devices, streams, events and generators in plain code. ``enable()`` maps
+them to the CPU for the whole process: device "cuda" means "cpu", streams and events do nothing,
+the CUDA generator is the CPU generator. Numbers are what the CPU computes; speed and memory say
+nothing about a GPU. It refuses to run where CUDA is available: nothing of this is needed there.
+
+    import megatron_burst.megatron.cpu as cpu
+    cpu.enable()                                    # before building a model
+    torch.distributed.init_process_group("gloo")
+
+Models need ``use_cpu_initialization=True`` and the local (not Transformer Engine) layer spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import graph
+from torch.overrides import TorchFunctionMode
+
+from megatron_burst.megatron import registry
+
+_NAME = "cpu"
+
+
+def enable() -> None:
+    """Map Megatron-Core's CUDA calls to the CPU in this process. Safe to call twice.
+
+    Raises ``RuntimeError`` when CUDA is available.
+    """
+    if registry.installed(_NAME) is not None:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "megatron_burst.megatron.cpu.enable() maps CUDA to the CPU, and this machine has CUDA: "
+            "leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES= to debug on the CPU"
+        )
+    with registry.patching(_NAME) as patches:
+        _patch_torch_cuda(patches)
+        _enter_everywhere(_CudaMeansCpu(), patches)
+        # Megatron decorates small functions with torch.compile; a debugging run should not need
+        # a C++ compiler, nor wait for it.
+        torch.compiler.set_stance("force_eager")
+        patches.on_undo(lambda: torch.compiler.set_stance("default"))
+        _patch_megatron(patches)
+
+
+def disable() -> None:
+    """Undo ``enable()``; nothing happens if it was not called."""
+    registry.remove(_NAME)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites device arguments of every torch call, and answers for CUDA-only tensor methods."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizer accepts only names like torch.cuda.FloatTensor.
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to:
+            args = tuple(_on_cpu(a) if isinstance(a, (str, torch.device)) else a for a in args)
+        return func(*args, **kwargs)
+
+
+def _enter_everywhere(mode: TorchFunctionMode, patches: registry.PatchSet) -> None:
+    """Enter ``mode`` until undone, in backward too: torch leaves modes for the whole of a call to
+    ``torch.autograd.backward``, and Megatron recomputes activations, which means forward, there."""
+    mode.__enter__()
+    patches.on_undo(lambda: mode.__exit__(None, None, None))
+    run_backward = graph._engine_run_backward
+
+    def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    patches.replace_function(graph, "_engine_run_backward", run_backward_in_mode)
+
+
+def _on_cpu(device: Any) -> Any:
+    is_cuda = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return "cpu" if is_cuda else device
+
+
+class _Idle:
+    """A stream or an event on a device that never runs ahead."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    wait = wait_event = wait_stream = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Idle | None = None) -> _Idle:
+        return event or _Idle()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _patch_torch_cuda(patches: registry.PatchSet) -> None:
+    idle = _Idle()
+    get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
+    stand_ins = {
+        "current_device": lambda: "cpu",
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "Stream": _Idle,
+        "Event": _Idle,
+        "current_stream": lambda *a, **k: idle,
+        "default_stream": lambda *a, **k: idle,
+        "stream": lambda *a, **k: contextlib.nullcontext(),
+        "manual_seed": torch.random.default_generator.manual_seed,
+        "manual_seed_all": _nothing,
+        "get_rng_state": lambda *a, **k: get_state(),
+        "set_rng_state": lambda state, *a, **k: set_state(state),
+        "max_memory_allocated": lambda *a, **k: 0,
+        "memory_allocated": lambda *a, **k: 0,
+        "reset_peak_memory_stats": _nothing,
+    }
+    for name, value in stand_ins.items():
+        patches.replace(torch.cuda, name, value)
+
+
+def _patch_megatron(patches: registry.PatchSet) -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
+    patches.replace(megatron_random, "_get_cuda_rng_state", lambda *a, **k: get_state())
+    patches.replace(megatron_random, "_set_cuda_rng_state", lambda state, *a, **k: set_state(state))
+
+    original = WrappedTorchNorm.__new__
+
+    def norm_with_sequence_parallel(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron refuses torch norms with sequence parallelism; only a tag is missing."""
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    patches.replace(WrappedTorchNorm, "__new__", staticmethod(norm_with_sequence_parallel))

@@ -1,0 +1,42 @@
+"""Process groups: from Megatron's to the grid of BurstAttention.
+
+Owns: which ranks count as one node. Must not know: what the groups are used for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+
+import megatron_burst as mb
+from megatron_burst.megatron.checks import check_topology
+
+
+def context_groups(
+    pg_collection: Any, sizes: list[int] | None, intra_size: int | None
+) -> mb.Groups:
+    """The grid of this rank's context-parallel group; collective over that group.
+
+    Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), else runs of
+    ``intra_size`` ranks, else ranks that share a host name.
+    """
+    cp = pg_collection.cp
+    check_topology(cp.size(), sizes, intra_size)
+    levels = _hierarchical(pg_collection)
+    if levels:
+        intra, inter = levels
+        return mb.Groups(intra=intra, inter=inter)
+    if intra_size is not None:
+        return mb.Groups.from_topology(cp, intra=intra_size)
+    return mb.Groups.by_host(cp)
+
+
+def _hierarchical(pg_collection: Any) -> list[Any] | None:
+    levels = getattr(pg_collection, "hcp", None)
+    if levels is None and pg_collection.cp is parallel_state.get_context_parallel_group(
+        check_initialized=False
+    ):
+        # The collection that Attention makes for itself has only tp and cp.
+        levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    return levels or None

@@ -1,0 +1,89 @@
+"""What has been replaced inside Megatron and torch, and how to put it back.
+
+Owns: the registry of installed patches, one of the two pieces of process-wide state this package
+has. A set of patches is applied whole or not at all, and removed whole. Must not know: what is
+being patched or why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_installed: dict[str, PatchSet] = {}
+
+
+@dataclass
+class PatchSet:
+    """One named group of replacements, with what is needed to undo it and what it shares.
+
+    ``notes`` holds what the patches of this set share for as long as they are installed.
+    """
+
+    name: str
+    notes: dict[str, Any] = field(default_factory=dict)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def replace(self, owner: object, attribute: str, value: object) -> object:
+        """Set ``owner.attribute``; returns what was there. ``AttributeError`` if nothing was."""
+        previous = inspect.getattr_static(owner, attribute)
+        setattr(owner, attribute, value)
+        self._undo.append(lambda: setattr(owner, attribute, previous))
+        return previous
+
+    def replace_function(self, home: object, name: str, value: Callable) -> None:
+        """Replace a module-level function in its home module and wherever it was from-imported.
+
+        Modules imported later take the replacement from the home module, so undoing looks at
+        every loaded module again.
+        """
+        original = getattr(home, name)
+        _rename_everywhere(name, original, value)
+        self._undo.append(lambda: _rename_everywhere(name, value, original))
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the set is removed."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Put everything back, newest first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _rename_everywhere(name: str, old: object, new: object) -> None:
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        # Read the dict, not the attribute: lazy modules import things when asked for a name.
+        if namespace is not None and namespace.get(name) is old:
+            setattr(module, name, new)
+
+
+@contextmanager
+def patching(name: str) -> Iterator[PatchSet]:
+    """Collect replacements into a new set; an exception inside undoes all of them."""
+    patches = PatchSet(name)
+    try:
+        yield patches
+    except BaseException:
+        patches.undo()
+        raise
+    _installed[name] = patches
+
+
+def installed(name: str) -> PatchSet | None:
+    """The set of that name, or None."""
+    return _installed.get(name)
+
+
+def remove(name: str) -> bool:
+    """Undo the set of that name; False when it was not installed."""
+    patches = _installed.pop(name, None)
+    if patches is None:
+        return False
+    patches.undo()
+    return True

@@ -1,0 +1,176 @@
+"""One case of the attention grid: build it, run it in process or on a rank, judge it.
+
+A case is small on purpose; the grid is large. Every rank of a case solves the whole problem
+with the oracle, once per problem, and judges its own shard, so no tensors travel to pytest.
+"""
+
+from functools import cache, lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import oracle
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+ALGORITHMS = ("ring", "double_ring", "burst")
+LAYOUTS = ("contiguous", "zigzag", "striped")
+SIDES = ("kv", "query")
+MASKS = {"full": mb.masks.Full(), "causal": mb.masks.Causal()}
+HEADS = ((4, 4), (4, 2), (4, 1), (3, 1))  # ratios 1, 2, 4, and MQA with an odd number of heads
+WIDTHS = ((4, 4), (5, 3))  # (d, w)
+ROWS = {1: 6, 2: 6, 3: 6, 4: 6, 6: 4, 8: 4}  # per rank; zigzag halves them
+TOLERANCE = 1e-10
+
+
+class Problem(NamedTuple):
+    mask: str
+    heads: tuple[int, int]
+    batch: int
+    widths: tuple[int, int]
+    length: int
+    dtype: torch.dtype = torch.float64
+
+
+class Case(NamedTuple):
+    nodes: int
+    per_node: int
+    algorithm: str
+    layout: str
+    side: str
+    kernel: str
+    problem: Problem
+
+    @property
+    def size(self):
+        return self.nodes * self.per_node
+
+
+@lru_cache(maxsize=64)
+def solve(problem):
+    """((q, k, v, dout), (out, dq, dk, dv)): random inputs of the whole sequence, and the truth."""
+    (h, k), (d, w), s, b = problem.heads, problem.widths, problem.length, problem.batch
+    generator = torch.Generator().manual_seed(7)
+    shapes = (s, b, h, d), (s, b, k, d), (s, b, k, w), (s, b, h, w)
+    wide = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    inputs = [x.to(problem.dtype) for x in wide]
+    out, _, dq, dk, dv = oracle.attention(*inputs, oracle.visible(problem.mask, s))
+    return inputs, (out, dq, dk, dv)
+
+
+def grid(nodes, per_node, algorithm, layout, side, batches=(1, 2), widths=WIDTHS):
+    """All masks x head ratios x batches x widths; neighbours in the product change the kernel."""
+    length = ROWS[nodes * per_node] * nodes * per_node
+    sizes = product(enumerate(MASKS), enumerate(HEADS), enumerate(batches), enumerate(widths))
+    for (i, mask), (j, heads), (m, batch), (n, width) in sizes:
+        problem = Problem(mask, heads, batch, width, length)
+        kernel = ("reference", "aten")[(i + j + m + n) % 2]
+        yield Case(nodes, per_node, algorithm, layout, side, kernel, problem)
+
+
+def shards(case, tensors):
+    """For each rank its rows of every tensor, by handwritten positions, as fresh leaves."""
+    positions = oracle.permutation(case.layout, case.size, case.problem.length)
+    return [[x[rows].clone() for x in tensors] for rows in positions]
+
+
+def choices(case):
+    return {
+        "layout": case.layout,
+        "algorithm": case.algorithm,
+        "side": case.side,
+        "kernel": case.kernel,
+        "mask": MASKS.get(case.problem.mask),
+    }
+
+
+def judge(case, rank, got, counters):
+    """What is wrong with one rank's (out, dq, dk, dv) and byte counters: a list of sentences."""
+    faults = []
+    truth = shards(case, solve(case.problem)[1])[rank]
+    for name, mine, right in zip(("out", "dq", "dk", "dv"), got, truth, strict=True):
+        error = oracle.worst(mine, right)
+        if not error <= TOLERANCE:
+            faults.append(f"rank {rank}: {name} is off by {error:.3g}: {case}")
+    wanted = expected_bytes(case, rank)
+    if (counters.intra, counters.inter) != wanted:
+        faults.append(
+            f"rank {rank} sent {(counters.intra, counters.inter)} bytes, wanted {wanted}: {case}"
+        )
+    return faults
+
+
+def expected_bytes(case, rank, wire=None):
+    """(intra, inter) bytes that `rank` sends in one forward and one backward."""
+    (h, k), (d, w) = case.problem.heads, case.problem.widths
+    rows = case.problem.length // case.size * case.problem.batch
+    item = case.problem.dtype.itemsize
+    stat = 8 if item == 8 else 4
+    sizes = (rows, h, k, d, w)
+    chunks = (
+        oracle.activation_bytes("kv", *sizes, item, stat)
+        + oracle.activation_bytes(case.side, *sizes, item, stat)
+        + oracle.gradient_bytes(case.side, *sizes, wire or stat)
+    )
+    hops = oracle.hops(case.algorithm, case.nodes, case.per_node, rank)
+    return hops["intra"] * chunks, hops["inter"] * chunks
+
+
+def run_in_process(case, **more):
+    """(out, dq, dk, dv) of every rank, and the counters of every rank."""
+    groups = mb.Groups.in_process(inter=case.nodes, intra=case.per_node)
+    *qkv, douts = zip(*shards(case, solve(case.problem)[0]), strict=True)
+    leaves = [x.requires_grad_() for xs in qkv for x in xs]
+    outs = mb.attention(*map(list, qkv), groups=groups, **choices(case), **more)
+    grads = torch.autograd.grad(outs, leaves, douts)
+    size = case.size
+    results = list(zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True))
+    return results, [member.counters for member in groups.members]
+
+
+def faults_in_process(case):
+    results, counters = run_in_process(case)
+    return [
+        fault
+        for rank, (got, counter) in enumerate(zip(results, counters, strict=True))
+        for fault in judge(case, rank, got, counter)
+    ]
+
+
+@cache
+def groups_on_rank(nodes, per_node):
+    """The groups of a grid over all processes, made once: making them is collective."""
+    assert nodes * per_node == dist.get_world_size()
+    return mb.Groups.from_topology(dist.group.WORLD, intra=per_node)
+
+
+def run_on_rank(case, **more):
+    """(out, dq, dk, dv) of this rank, and its counters."""
+    groups = groups_on_rank(case.nodes, case.per_node)
+    groups.counters.reset()
+    *qkv, dout = shards(case, solve(case.problem)[0])[groups.rank]
+    leaves = [x.requires_grad_() for x in qkv]
+    out = mb.attention(*leaves, groups=groups, **choices(case), **more)
+    return (out, *torch.autograd.grad(out, leaves, dout)), groups.counters
+
+
+def faults_on_rank(cases):
+    """To be run on every rank of the grid: what was wrong here with each case."""
+    faults = []
+    for case in cases:
+        got, counters = run_on_rank(case)
+        faults += judge(case, dist.get_rank(), got, counters)
+    return faults
+
+
+def faults_of_my_share(cases):
+    """To be run on any number of processes: each takes its share of in-process cases."""
+    mine = cases[dist.get_rank() :: dist.get_world_size()]
+    return [fault for case in mine for fault in faults_in_process(case)]
+
+
+def assert_none(faults_by_rank):
+    """No rank found a fault; else say the first ten."""
+    faults = [fault for faults in faults_by_rank for fault in faults]
+    assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:10])

@@ -1,0 +1,102 @@
+"""The truth the tests compare with: dense attention, layouts and bytes, written out by hand.
+
+Nothing here imports megatron_burst: positions, masks, gradients and byte counts are stated a
+second time, as plainly as possible, so that a fault in the package cannot hide in its own test.
+
+Shape letters: S the whole sequence, b batch, h query heads, k key/value heads, d, w widths.
+"""
+
+import math
+
+import torch
+
+
+def permutation(layout, ranks, length):
+    """The positions each rank holds, in shard order: a list of `ranks` lists."""
+    if layout == "contiguous":
+        n = length // ranks
+        return [[r * n + i for i in range(n)] for r in range(ranks)]
+    if layout == "striped":
+        return [[r + i * ranks for i in range(length // ranks)] for r in range(ranks)]
+    assert layout == "zigzag"
+    n = length // (2 * ranks)
+    shards = []
+    for r in range(ranks):
+        front, back = r * n, length - (r + 1) * n
+        shards.append([front + i for i in range(n)] + [back + i for i in range(n)])
+    return shards
+
+
+def visible(mask, length):
+    """bool [S, S]: does the query of this row see the key of this column?"""
+    rules = {
+        "full": lambda query, key: True,
+        "causal": lambda query, key: key <= query,
+        # Nobody sees the third quarter of the keys; the second quarter of the queries is blind.
+        "gap": lambda query, key: 4 * query // length != 1 and 4 * key // length != 2,
+    }
+    rule = rules[mask]
+    return torch.tensor([[rule(query, key) for key in range(length)] for query in range(length)])
+
+
+def attention(q, k, v, dout, seen, scale=None):
+    """Everything attention computes, in float64, gradients by formula.
+
+    q [S, b, h, d], k [S, b, k, d], v [S, b, k, w], dout [S, b, h, w], seen bool [S, S].
+    Returns out [S, b, h, w], lse [S, b, h], dq, dk, dv. A row that sees nothing has out 0 and
+    lse -inf, and gives no gradient.
+    """
+    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    length, batch, heads, _ = q.shape
+    group = heads // k.shape[2]
+    out = torch.zeros_like(dout)
+    lse = torch.full((length, batch, heads), -math.inf, dtype=torch.float64)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    some = seen.any(dim=1)  # rows that see anything
+    for b in range(batch):
+        for h in range(heads):
+            key, value, grad = k[:, b, h // group], v[:, b, h // group], dout[:, b, h]
+            scores = (q[:, b, h] @ key.T * scale).masked_fill(~seen, -math.inf)
+            p = torch.zeros_like(scores)
+            p[some] = torch.softmax(scores[some], dim=1)
+            out[:, b, h] = p @ value
+            lse[some, b, h] = torch.logsumexp(scores[some], dim=1)
+            delta = (grad * out[:, b, h]).sum(dim=1, keepdim=True)
+            ds = p * (grad @ value.T - delta)
+            dq[:, b, h] = ds @ key * scale
+            dk[:, b, h // group] += ds.T @ q[:, b, h] * scale
+            dv[:, b, h // group] += p.T @ grad
+    return out, lse, dq, dk, dv
+
+
+def hops(algorithm, nodes, per_node, rank):
+    """{link class: messages `rank` sends in one pass}, activations and gradients alike.
+
+    The table "Bytes, exactly" of BurstEngine, in the variant where what a rank and a node add
+    to their own gradient stays home. In a flat ring the last rank of a node sends to the next.
+    """
+    if algorithm == "ring":
+        count = nodes * per_node - 1
+        leaves_node = nodes > 1 and (rank + 1) % per_node == 0
+        return {"intra": 0 if leaves_node else count, "inter": count if leaves_node else 0}
+    return {"intra": nodes * (per_node - 1), "inter": nodes - 1}
+
+
+def activation_bytes(side, rows, heads, kv_heads, d, w, item, stat):
+    """One travelling chunk: K, V; or Q, dO and the two statistics lse and delta."""
+    if side == "kv":
+        return rows * kv_heads * (d + w) * item
+    return rows * heads * ((d + w) * item + 2 * stat)
+
+
+def gradient_bytes(side, rows, heads, kv_heads, d, w, wire):
+    """One travelling gradient: dK, dV; or dQ."""
+    return rows * (kv_heads * (d + w) if side == "kv" else heads * d) * wire
+
+
+def worst(got, wanted):
+    """The largest absolute difference, infinite where either is not finite."""
+    assert got.shape == wanted.shape, f"shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
+    difference = (got.detach().double() - wanted.double()).abs()
+    return difference.max().item() if difference.isfinite().all() else math.inf

@@ -1,0 +1,72 @@
+"""The header all ranks compare before anything travels: differences are found and said alike."""
+
+import pytest
+import torch
+
+from megatron_burst.agreement import HEADER_BYTES, agree
+
+FACTS = {"q": (4, 2), "layout": "zigzag", "softmax_scale": 0.125}
+
+
+def everyone(*facts):
+    """`agree` as all ranks at once would call it."""
+    agree(facts, lambda headers: list(headers))
+
+
+def test_equal_facts_pass():
+    everyone(FACTS, dict(FACTS), dict(FACTS))
+
+
+def test_a_header_is_small_and_of_fixed_size():
+    seen = []
+    agree([FACTS, {**FACTS, "layout": "zigzag"}], lambda headers: seen.extend(headers) or seen)
+    assert [(h.dtype, h.shape) for h in seen] == [(torch.uint8, (HEADER_BYTES,))] * 2
+    assert HEADER_BYTES <= 2048
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_fact_that_differs_is_named_with_both_values(name):
+    other = {**FACTS, name: "different"}
+    with pytest.raises(ValueError, match="ranks disagree") as caught:
+        everyone(FACTS, FACTS, other)
+    message = str(caught.value)
+    assert f"{name} {FACTS[name]!r}" in message
+    assert f"{name} 'different'" in message
+    assert "rank 2" in message
+    assert not any(f"{quiet} " in message for quiet in FACTS if quiet != name)
+
+
+def test_floats_that_print_alike_at_a_glance_differ():
+    with pytest.raises(ValueError, match="softmax_scale"):
+        everyone(FACTS, {**FACTS, "softmax_scale": 0.125 + 1e-16 * 2**4})
+
+
+def test_a_rank_with_bad_arguments_tells_everyone():
+    with pytest.raises(ValueError, match=r"^rank 1: q must be 4-dimensional$"):
+        everyone(FACTS, ValueError("q must be 4-dimensional"), FACTS)
+
+
+def test_the_first_bad_rank_is_quoted_whatever_else_differs():
+    with pytest.raises(ValueError, match=r"^rank 0: no$"):
+        everyone(ValueError("no"), {**FACTS, "q": ()}, ValueError("neither"))
+
+
+def test_a_single_rank_is_not_numbered():
+    with pytest.raises(ValueError, match=r"^no$"):
+        everyone(ValueError("no"))
+
+
+@pytest.mark.parametrize("length", [900, 5000])
+def test_texts_longer_than_a_header_are_cut_not_compared(length):
+    """Whatever does not fit into the text still counts: digests are of the whole value."""
+    long = {"first": "x" * length, "second": 1}
+    everyone(long, dict(long))
+    with pytest.raises(ValueError, match="ranks disagree"):
+        everyone(long, {**long, "second": 2})
+    with pytest.raises(ValueError, match="ranks disagree"):
+        everyone(long, {**long, "first": "x" * (length - 1) + "y"})
+
+
+def test_a_long_error_with_letters_of_several_bytes_survives():
+    with pytest.raises(ValueError, match=r"^é+$"):
+        everyone(ValueError("é" * 4000))

@@ -1,0 +1,203 @@
+"""Who may import whom, and what no module may do: the design's arrows, read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_burst
+
+ROOT = Path(megatron_burst.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+IDS = [str(path.relative_to(ROOT)) for path in FILES]
+
+# component -> components of the package that it may import; nothing else. `kernels` is one
+# component, so is `megatron`. A new file has to be entered here: that is the point.
+PLANNING = {"layout", "masks", "schedule", "cost"}
+DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "ring"}
+ARROWS = {
+    "layout": set(),
+    "masks": {"layout"},
+    "schedule": {"masks", "layout"},
+    "cost": {"schedule", "masks", "layout"},
+    "config": {"layout", "schedule"},
+    "merge": set(),
+    "comm": set(),
+    "agreement": set(),
+    "sharding": {"layout"},
+    "groups": {"comm"},
+    "kernels": {"kernels", "layout", "masks"},
+    "ring": {"schedule", "comm", "merge", "kernels"},
+    "arguments": DOOR,
+    "prepare": DOOR | {"arguments"},
+    "attention": DOOR | {"arguments", "prepare"},
+    "__init__": {"layout", "masks", "attention", "prepare", "groups", "config", "sharding"},
+}
+NO_TORCH = PLANNING | {"config"}
+# What besides the standard library: everything else may import torch and numpy.
+OUTSIDE = {
+    "comm": {"torch"},
+    "groups": {"torch"},
+    "merge": {"torch"},
+    "ring": {"torch"},
+}
+
+
+def component(path):
+    """The part of the package a file belongs to: its folder, or its own name at the top."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path):
+    """Absolute dotted names of all that a file imports, wherever in the file it does."""
+    package = ["megatron_burst", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
+            # `from . import x` may mean the module x
+            bare = base == "megatron_burst" or node.module is None
+            yield from (f"{base}.{alias.name}" for alias in node.names) if bare else [base]
+
+
+def inner(path):
+    """Components of the package that a file imports."""
+    for name in imports(path):
+        first, *rest = name.split(".")
+        if first == "megatron_burst":
+            yield rest[0] if rest else "__init__"
+
+
+def outer(path):
+    """Top-level packages outside the standard library that a file imports."""
+    tops = {name.split(".")[0] for name in imports(path)}
+    return tops - set(sys.stdlib_module_names) - {"megatron_burst"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_arrows(path):
+    name = component(path)
+    if name == "megatron":
+        return  # may import all of the package
+    assert name in ARROWS, f"{name}: say in ARROWS what it may import"
+    wrong = set(inner(path)) - ARROWS[name]
+    assert not wrong, f"{name} must not import {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_what_comes_from_outside(path):
+    name = component(path)
+    allowed = OUTSIDE.get(name, {"torch", "numpy"})
+    if name in NO_TORCH:
+        allowed = {"numpy"}
+    if name == "megatron":
+        allowed = {"torch", "numpy", "megatron"}
+    assert outer(path) <= allowed
+
+
+def test_the_table_names_no_ghosts():
+    assert set(ARROWS) | {"megatron"} == {component(path) for path in FILES}
+
+
+def test_the_arrows_form_no_circle():
+    done = set()
+    while len(done) < len(ARROWS):
+        ready = {n for n, to in ARROWS.items() if n not in done and to - {n} <= done}
+        assert ready, f"a circle among {sorted(set(ARROWS) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_file_is_too_long_to_read(path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_environment_switches(path):
+    names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    names |= set(imports(path))
+    assert not names & {"environ", "getenv", "putenv", "os.environ"}
+
+
+# --- process-wide state --------------------------------------------------------------------
+
+REGISTRY = "megatron/registry.py"
+MAKERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "ContextVar", "local"}
+CHANGERS = {"append", "add", "update", "pop", "popitem", "setdefault", "clear", "extend", "insert"}
+
+
+def module_tables(tree):
+    """Names bound at module level to something that can be changed in place."""
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            value, targets = node.value, getattr(node, "targets", [getattr(node, "target", None)])
+            made = isinstance(value, ast.Call) and getattr(value.func, "id", "") in MAKERS
+            literal = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+            if made or isinstance(value, literal):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def changes(tree, name):
+    """Does any code change the table `name`?"""
+    for node in ast.walk(tree):
+        stored = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        called = isinstance(node, ast.Attribute) and node.attr in CHANGERS
+        if (stored or called) and getattr(node.value, "id", "") == name:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_module_level_state(path):
+    """Tables are in capitals and never changed; the registry of patches is the one exception."""
+    if str(path.relative_to(ROOT)) == REGISTRY:
+        return
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), "global"
+        decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+        assert not [d for d in decorators if d.split("(")[0].endswith("cache")], "a hidden cache"
+    for name in module_tables(tree):
+        if name != "__all__":
+            assert name.isupper(), f"{name}: state at module level"
+            assert not changes(tree, name), f"{name} is changed"
+
+
+def test_the_registry_is_the_only_state():
+    registry = ast.parse((ROOT / REGISTRY).read_text())
+    assert len(list(module_tables(registry))) == 1
+
+
+# --- what importing does -------------------------------------------------------------------
+
+PROBE = """
+import sys
+before = set(sys.modules)
+import megatron_burst
+tops = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(tops & {"megatron", "triton", "transformer_engine", "flash_attn", "apex"}))
+import torch
+print(torch.distributed.is_initialized(), torch.get_default_dtype())
+"""
+
+
+def test_importing_the_package_imports_neither_megatron_nor_triton():
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=ROOT.parent,
+    )
+    assert done.stdout.split("\n")[:2] == ["[]", "False torch.float32"]
+
+
+def test_only_the_megatron_folder_imports_megatron():
+    importers = {component(path) for path in FILES if "megatron" in outer(path)}
+    assert importers == {"megatron"}

@@ -1,0 +1,22 @@
+"""The public op against the dense oracle, every rank of the grid in one process.
+
+The whole product of the design: algorithms x layouts x masks x head ratios x sides x batch x
+d_v, in float64 to 1e-10, and the bytes each rank sent against the handwritten table.
+"""
+
+import cases
+import pytest
+
+GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2)]
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("algorithm", cases.ALGORITHMS)
+@pytest.mark.parametrize(("nodes", "per_node"), GRIDS)
+def test_equals_the_dense_oracle_and_the_byte_table(
+    ranks, nodes, per_node, algorithm, layout, side
+):
+    """Two processes share the work; each case has all its ranks in one of them."""
+    todo = list(cases.grid(nodes, per_node, algorithm, layout, side))
+    cases.assert_none(ranks(2).run(cases.faults_of_my_share, todo))

@@ -1,0 +1,75 @@
+"""The public op on real processes: gloo ranks against the dense oracle and the byte table.
+
+The whole product where a world is small; of the larger ones every algorithm x layout x side
+with a few of its 32 cases, different ones each time.
+"""
+
+from itertools import count, product
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+ALL, FEW = 1, 16  # every n-th case
+GRIDS = {(1, 2): ALL, (1, 3): ALL, (2, 2): ALL, (2, 3): FEW, (2, 4): FEW, (4, 2): FEW}
+COMBINATIONS = [
+    (*grid, *choice, start)
+    for grid in GRIDS
+    for start, choice in zip(
+        count(), product(cases.ALGORITHMS, cases.LAYOUTS, cases.SIDES), strict=False
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "algorithm", "layout", "side", "start"), COMBINATIONS
+)
+def test_equals_the_dense_oracle_and_the_byte_table(
+    ranks, nodes, per_node, algorithm, layout, side, start
+):
+    every = GRIDS[nodes, per_node]
+    todo = list(cases.grid(nodes, per_node, algorithm, layout, side))[start % every :: every]
+    assert todo
+    cases.assert_none(ranks(nodes * per_node).run(cases.faults_on_rank, todo))
+
+
+def same_bits(case):
+    """On every rank: does this rank's shard equal, bit by bit, that of a second run, and that
+    of the same grid in one process?"""
+    first, _ = cases.run_on_rank(case)
+    second, _ = cases.run_on_rank(case)
+    alone = cases.run_in_process(case)[0][dist.get_rank()]
+    return [torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(first, second, alone)]  # noqa: B905
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize("algorithm", cases.ALGORITHMS)
+@pytest.mark.parametrize("kernel", ["reference", "aten"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_every_time_and_on_every_transport(ranks, dtype, kernel, algorithm, side):
+    problem = cases.Problem("causal", (4, 2), 1, (8, 8), 32, dtype)
+    case = cases.Case(2, 2, algorithm, "zigzag", side, kernel, problem)
+    assert ranks(4).run(same_bits, case) == [[True] * 4] * 4
+
+
+def pipeline(order):
+    """Three micro-batches forward, then backward in `order`, on one plan; and each on its own."""
+    groups = cases.groups_on_rank(2, 2)
+    torch.manual_seed(dist.get_rank())
+    batches = [[torch.randn(4, 1, 2, 8, requires_grad=True) for _ in "qkv"] for _ in range(3)]
+    plan = mb.prepare(*batches[0], groups=groups)
+    outs = [mb.attention(*batch, plan=plan) for batch in batches]
+    grads = {i: torch.autograd.grad(outs[i].square().sum(), batches[i]) for i in order}
+    same = []
+    for i, batch in enumerate(batches):
+        alone = torch.autograd.grad(mb.attention(*batch, plan=plan).square().sum(), batch)
+        same += [torch.equal(x, y) for x, y in zip(grads[i], alone, strict=True)]
+    return same
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_micro_batches_in_flight_do_not_mix(ranks, order):
+    assert ranks(4).run(pipeline, order) == [[True] * 9] * 4

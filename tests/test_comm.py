@@ -1,0 +1,233 @@
+"""Transports and grids: what moved is counted, what went wrong is said, nothing is copied.
+
+The in-process transport must notice what real hardware would punish: a buffer written to while
+it travels, an exchange with one end, a message of another size.
+"""
+
+import copy
+import pickle
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst.comm import Channel, Counters, Receive, Send
+
+FLAT = Channel("flat", False)
+
+
+def pair():
+    """The two endpoints of an in-process grid of two."""
+    return [member.ring for member in mb.Groups.in_process(intra=2).members]
+
+
+def post(a, b, sent, received, label="a to b", channel=FLAT):
+    sending = a.exchange(channel, [Send(1, "intra", sent)], [], label)
+    receiving = b.exchange(channel, [], [Receive(0, received)], label)
+    return sending, receiving
+
+
+# --- the in-process transport --------------------------------------------------------------
+
+
+def test_a_message_arrives_whole():
+    sent, received = [torch.arange(3.0), torch.ones(2)], [torch.zeros(3), torch.zeros(2)]
+    for pending in post(*pair(), sent, received):
+        pending.wait()
+    assert all(torch.equal(x, y) for x, y in zip(sent, received, strict=True))
+
+
+def test_it_arrives_no_earlier_than_somebody_waits():
+    received = [torch.zeros(3)]
+    _, receiving = post(*pair(), [torch.ones(3)], received)
+    assert not received[0].any()
+    receiving.wait()
+    assert received[0].all()
+
+
+def test_messages_of_one_channel_stay_in_order_and_channels_apart():
+    a, b = pair()
+    first, second, gradient = [torch.zeros(1)], [torch.zeros(1)], [torch.zeros(1)]
+    a.exchange(FLAT, [Send(1, "intra", [torch.tensor([1.0])])], [], "first")
+    a.exchange(FLAT, [Send(1, "intra", [torch.tensor([2.0])])], [], "second")
+    a.exchange(Channel("flat", True), [Send(1, "intra", [torch.tensor([3.0])])], [], "gradient")
+    waits = [
+        b.exchange(Channel("flat", True), [], [Receive(0, gradient)], "gradient"),
+        b.exchange(FLAT, [], [Receive(0, first)], "first"),
+        b.exchange(FLAT, [], [Receive(0, second)], "second"),
+    ]
+    for pending in waits:
+        pending.wait()
+    assert [x[0].item() for x in (first, second, gradient)] == [1.0, 2.0, 3.0]
+
+
+def test_overwriting_in_flight_is_caught():
+    sent = [torch.ones(3)]
+    sending, _ = post(*pair(), sent, [torch.zeros(3)], "keys of rank 0")
+    sent[0].add_(1)
+    with pytest.raises(RuntimeError, match="overwritten while in flight: keys of rank 0"):
+        sending.wait()
+
+
+def test_writing_after_the_wait_is_fine():
+    sent, received = [torch.ones(3)], [torch.zeros(3)]
+    sending, receiving = post(*pair(), sent, received)
+    sending.wait()
+    sent[0].add_(1)
+    receiving.wait()
+    assert received[0].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("end", ["send", "receive"])
+def test_an_exchange_with_one_end_is_a_deadlock_not_a_hang(end):
+    a, b = pair()
+    x = [torch.ones(1)]
+    if end == "send":
+        pending = a.exchange(FLAT, [Send(1, "intra", x)], [], "lonely")
+    else:
+        pending = b.exchange(FLAT, [], [Receive(0, x)], "lonely")
+    with pytest.raises(RuntimeError, match="deadlock: exchange has only one end: lonely"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("received", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
+def test_another_size_or_dtype_is_caught(received):
+    _, receiving = post(*pair(), [torch.ones(3)], [received], "short")
+    with pytest.raises(RuntimeError, match=r"sent .* into .*: short"):
+        receiving.wait()
+
+
+# --- counters ------------------------------------------------------------------------------
+
+
+def test_counters_count_what_is_sent_by_link_class():
+    a, b = (member.ring for member in mb.Groups.in_process(inter=2, intra=1).members)
+    a.exchange(FLAT, [Send(1, "inter", [torch.zeros(3), torch.zeros(2, 2).bfloat16()])], [], "")
+    a.exchange(FLAT, [Send(1, "intra", [torch.zeros(1).double()])], [], "")
+    b.exchange(FLAT, [], [Receive(0, [torch.zeros(3)])], "")
+    assert a.counters == Counters(intra=8, inter=20)
+    assert b.counters == Counters(0, 0)
+    a.counters.reset()
+    assert a.counters == Counters(0, 0)
+
+
+# --- grids ---------------------------------------------------------------------------------
+
+
+def test_ranks_of_an_in_process_grid():
+    groups = mb.Groups.in_process(inter=2, intra=3)
+    assert (groups.size, groups.topology.inter_size, groups.topology.intra_size) == (6, 2, 3)
+    assert groups.local_ranks == (0, 1, 2, 3, 4, 5)
+    assert [member.rank for member in groups.members] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_groups_refuse_to_be_copied(copier):
+    with pytest.raises(TypeError, match="holds process groups and cannot be copied or pickled"):
+        copier(mb.Groups.in_process(intra=2))
+
+
+def shape(groups):
+    return groups.topology.inter_size, groups.topology.intra_size, groups.rank, groups.backend
+
+
+def grids_of_four():
+    """On every rank: the grid made in every way there is, and attention's view of each."""
+    world = dist.group.WORLD
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    me = dist.get_rank()
+    made = {
+        "flat": mb.Groups.flat(world),
+        "by host": mb.Groups.by_host(world),
+        "topology": mb.Groups.from_topology(world, intra=2),
+        "pair": mb.Groups(intra=nodes[me // 2], inter=columns[me % 2]),
+    }
+    return {name: shape(groups) for name, groups in made.items()}
+
+
+def test_the_same_grid_from_a_topology_from_two_groups_and_from_hosts(ranks):
+    pool = ranks(4)
+    for rank, seen in enumerate(pool.run(grids_of_four)):
+        assert seen == {
+            "flat": (1, 4, rank, "gloo"),
+            "by host": (1, 4, rank, "gloo"),
+            "topology": (2, 2, rank, "gloo"),
+            "pair": (2, 2, rank, "gloo"),
+        }
+    pool.close()
+
+
+def refusal(make):
+    """The message of the ValueError that `make` raises."""
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def bad_topologies():
+    world = dist.group.WORLD
+    return [refusal(lambda n=n: mb.Groups.from_topology(world, intra=n)) for n in (0, 2, 4)]
+
+
+def test_nodes_that_do_not_fit_are_refused(ranks):
+    for messages in ranks(3).run(bad_topologies):
+        assert messages == [f"intra: 3 ranks cannot be cut into nodes of {n}" for n in (0, 2, 4)]
+
+
+def uneven_hosts(hosts):
+    name = hosts[dist.get_rank()]
+    real, socket.gethostname = socket.gethostname, lambda: name
+    try:
+        return refusal(lambda: mb.Groups.by_host(dist.group.WORLD))
+    finally:
+        socket.gethostname = real
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a"]])
+def test_hosts_that_form_no_grid_are_refused(ranks, hosts):
+    for message in ranks(3).run(uneven_hosts, hosts):
+        assert "not placed evenly and in order on hosts" in message
+        assert "give the ranks per node yourself" in message
+
+
+def one_group_too_many():
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    return refusal(lambda: mb.Groups.flat(dist.group.WORLD))
+
+
+def test_different_numbers_of_groups_are_refused_and_do_not_hang(ranks):
+    pool = ranks(2)
+    messages = pool.run(one_group_too_many)
+    pool.close()  # its ranks stay in different numbers of groups
+    assert len(set(messages)) == 1
+    assert "in different numbers of process groups" in messages[0]
+    assert "make mb.Groups before" in messages[0]
+
+
+def handed_to_torch():
+    """(what the counters say, what torch was really asked to send) in one forward and backward."""
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    sent, real = [], dist.batch_isend_irecv
+
+    def spy(ops):
+        sent.extend(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return real(ops)
+
+    dist.batch_isend_irecv = spy
+    try:
+        qkv = [torch.randn(4, 1, 2, 4, requires_grad=True) for _ in range(3)]
+        mb.attention(*qkv, groups=groups, side="query").sum().backward()
+    finally:
+        dist.batch_isend_irecv = real
+    return groups.counters.intra + groups.counters.inter, sum(sent)
+
+
+def test_counters_count_what_torch_is_asked_to_send(ranks):
+    for counted, sent in ranks(4).run(handed_to_torch):
+        assert counted == sent > 0

@@ -1,0 +1,222 @@
+"""Bytes by formula: the numbers a plan prints and decides by, computed by hand."""
+
+from collections import Counter
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst import layout, masks, schedule
+from megatron_burst.cost import (
+    Sizes,
+    Traffic,
+    best_layout,
+    cheaper_route,
+    cheaper_side,
+    imbalance,
+    traffic,
+    visible_pairs,
+    work,
+)
+from megatron_burst.layout import Span
+from megatron_burst.schedule import SIDES, Grid
+
+ALGORITHMS = ("burst", "double_ring", "ring")
+
+YES = (True, True, True)
+
+
+def forward_traffic(algorithm, grid, rank, have):
+    return traffic(schedule.forward(algorithm, grid), rank, have)
+
+
+def backward_schedule(algorithm, grid, side, have):
+    gradients = have.gradients_travel(side)
+    return schedule.backward(algorithm, grid, side, gradients=gradients)
+
+
+def backward_traffic(algorithm, grid, rank, have, side):
+    return traffic(backward_schedule(algorithm, grid, side, have), rank, have)
+
+
+def chosen_side(algorithm, grid, have):
+    return cheaper_side(lambda side: backward_schedule(algorithm, grid, side, have), have)
+
+
+def sizes(heads=8, kv=8, d=16, w=16, item=2, wire=4, needs=YES, tokens=10, batch=3):
+    stat = 8 if item == 8 else 4
+    return Sizes(tokens, batch, heads, kv, d, w, item, stat, wire, needs)
+
+
+def test_one_hop_of_bf16_multi_head_by_hand():
+    """30 rows, 8 heads of 16: K, V 15360 B; dK, dV in fp32 30720 B; Q, dO 15360 B with lse and
+    delta 1920 B; dQ in fp32 15360 B. On two ranks everything makes one hop."""
+    grid = Grid(1, 2)
+    assert forward_traffic("ring", grid, 0, sizes()) == Traffic(intra=15360, inter=0)
+    kv = backward_traffic("ring", grid, 0, sizes(), "kv")
+    query = backward_traffic("ring", grid, 0, sizes(), "query")
+    assert kv == Traffic(intra=15360 + 30720, inter=0)
+    assert query == Traffic(intra=15360 + 1920 + 15360, inter=0)
+    assert kv.total == 46080
+
+
+head_counts = st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (3, 1), (16, 12)])
+widths = st.sampled_from([(16, 16), (24, 16), (16, 24)])
+dtypes = st.sampled_from([(2, 4), (2, 2), (4, 4), (4, 2), (8, 8), (8, 4)])
+grids = st.sampled_from([(1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (2, 4), (4, 2), (3, 3)])
+
+
+@given(st.sampled_from(ALGORITHMS), grids, head_counts, widths, dtypes, st.data())
+def test_traffic_is_hops_times_chunk_bytes(algorithm, grid, heads, width, dtype, data):
+    rank = data.draw(st.integers(0, grid[0] * grid[1] - 1))
+    given_sizes = sizes(*heads, *width, *dtype)
+    shape = (30, *heads, *width)
+    hops = oracle.hops(algorithm, *grid, rank)
+    item, wire = dtype
+    stat = 8 if item == 8 else 4
+    there = oracle.activation_bytes("kv", *shape, item, stat)
+    got = forward_traffic(algorithm, Grid(*grid), rank, given_sizes)
+    assert got == Traffic(hops["intra"] * there, hops["inter"] * there)
+    for side in SIDES:
+        chunk = oracle.activation_bytes(side, *shape, item, stat)
+        chunk += oracle.gradient_bytes(side, *shape, wire)
+        got = backward_traffic(algorithm, Grid(*grid), rank, given_sizes, side)
+        assert got == Traffic(hops["intra"] * chunk, hops["inter"] * chunk)
+
+
+@pytest.mark.parametrize(
+    ("needs", "kv", "query"),
+    [
+        (YES, 30 * 4 * (16 + 24) * 4, 30 * 8 * 16 * 4),
+        ((False, True, True), 30 * 4 * (16 + 24) * 4, 0),
+        ((True, False, True), 30 * 4 * 24 * 4, 30 * 8 * 16 * 4),
+        ((True, True, False), 30 * 4 * 16 * 4, 30 * 8 * 16 * 4),
+        ((True, False, False), 0, 30 * 8 * 16 * 4),
+    ],
+)
+def test_gradients_nobody_needs_do_not_travel(needs, kv, query):
+    grid = Grid(1, 2)
+    have = sizes(8, 4, 16, 24, needs=needs)
+    activations = {"kv": 30 * 4 * 40 * 2, "query": 30 * 8 * 40 * 2 + 30 * 8 * 8}
+    for side, wanted in (("kv", kv), ("query", query)):
+        got = backward_traffic("ring", grid, 0, have, side)
+        assert got.total == activations[side] + wanted
+        assert have.gradients_travel(side) == (wanted > 0)
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(1, 4), Grid(2, 2), Grid(2, 4), Grid(4, 2)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("d", [8, 64, 128])
+def test_the_side_inverts_where_the_formula_says(algorithm, grid, d):
+    """bf16 with fp32 gradients, d_v = d: the query side wins when Hkv/Hq > 2/3 + 2/(3d)."""
+    sides = set()
+    for kv_heads in range(1, 49):
+        wins = kv_heads / 48 > 2 / 3 + 2 / (3 * d)
+        side = chosen_side(algorithm, grid, sizes(48, kv_heads, d, d))
+        assert side == ("query" if wins else "kv"), kv_heads
+        sides.add(side)
+    assert sides == {"kv", "query"}
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "kv_heads", "d", "w", "side"),
+    [
+        ("llama-3-8b", 32, 8, 128, 128, "kv"),
+        ("llama-2-7b", 32, 32, 128, 128, "query"),
+        ("multi-query", 32, 1, 128, 128, "kv"),
+        ("mla with expanded heads", 128, 128, 192, 128, "query"),
+    ],
+)
+def test_known_models_take_the_side_the_paper_says(model, heads, kv_heads, d, w, side):
+    assert chosen_side("burst", Grid(2, 4), sizes(heads, kv_heads, d, w)) == side
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(1, 2)])
+def test_equal_bytes_take_kv(grid):
+    """48 heads, 33 key heads, d 32 are on the line itself: 2/3 + 2/96 = 33/48."""
+    on_the_line = sizes(48, 33, 32, 32)
+    totals = {backward_traffic("ring", grid, 0, on_the_line, side).total for side in SIDES}
+    assert len(totals) == 1
+    assert chosen_side("ring", grid, on_the_line) == "kv"
+
+
+# --- every rank at once, and sparse masks --------------------------------------------------
+
+
+tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+@given(
+    st.sampled_from(schedule.ALGORITHMS), grids, st.sampled_from(SIDES),
+    st.sampled_from(schedule.ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
+)  # fmt: skip
+def test_hops_counted_are_the_hops_listed(algorithm, grid, side, route, kept, density, random):
+    size = grid[0] * grid[1]
+    visible = random.random((size, size)) < density
+    kept = min(kept, size - 1) if side == "kv" else 0
+    plan = schedule.backward(algorithm, Grid(*grid), side, visible=visible, route=route, kept=kept)
+    listed = Counter((h.chunk.gradient, h.link) for r in range(size) for h in plan.sends(r))
+    assert {key: n for key, n in plan.hop_counts().items() if n} == dict(listed)
+
+
+def test_a_window_over_many_ranks_by_hand():
+    """A window that reaches into the chunk before: contiguous ranks send one hop on, whatever
+    the route; zigzag ranks are wanted by both neighbours, which direct sends reach in one hop
+    each and the ring only by going all the way round."""
+    grid, have = Grid(1, 8), sizes()
+    before = np.eye(8, dtype=bool) | np.eye(8, k=-1, dtype=bool)
+    both = before | before.T
+    chunk = have.chunk_bytes(schedule.Chunk("kv", 0))
+
+    def total(visible, route):
+        plan = schedule.forward("burst", grid, visible=visible, route=route)
+        return sum(traffic(plan, rank, have).total for rank in range(8)) // chunk
+
+    assert (total(before, "ring"), total(before, "direct")) == (7, 7)
+    # Owners 1 to 6 go to o + 1 and, seven hops on, to o - 1; 0 goes one hop, 7 goes seven.
+    assert (total(both, "ring"), total(both, "direct")) == (6 * 7 + 1 + 7, 14)
+    for visible, route in ((before, "ring"), (both, "direct")):
+        made = lambda r, v=visible: schedule.forward("burst", grid, visible=v, route=r)  # noqa: E731
+        assert cheaper_route(made, have) == route
+
+
+def test_kept_keys_leave_only_gradients_to_be_sent():
+    have = sizes(8, 8, 16, 16)
+    for kept, activations in ((0, 3), (1, 2), (3, 0)):
+        plan = schedule.backward("ring", Grid(1, 4), "kv", kept=kept)
+        assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
+        assert len(plan.kept_chunks(0)) == kept
+
+
+# --- work ----------------------------------------------------------------------------------
+
+
+def test_visible_pairs_are_counted():
+    spans = [Span(0, 2, 5)], [Span(1, 3, 6)]
+    wanted = sum(k <= q for q in (0, 2, 4, 6, 8) for k in (1, 4, 7, 10, 13, 16))
+    assert visible_pairs(masks.Causal(), *spans) == wanted
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "wanted"),
+    [
+        (masks.Causal(), "contiguous", [10, 26, 42, 58]),
+        (masks.Causal(), "zigzag", [34, 34, 34, 34]),
+        (masks.Causal(), "striped", [28, 32, 36, 40]),
+        (masks.Window(1, 0), "contiguous", [7, 8, 8, 8]),
+    ],
+)
+def test_work_of_four_ranks_by_hand(mask, name, wanted):
+    assert work(layout.make(name, cp_size=4), mask, 16) == wanted
+
+
+def test_the_best_layout_is_the_balanced_one():
+    assert best_layout(masks.Full(), 4, 64) == "zigzag"
+    assert best_layout(masks.Causal(), 4, 64) == "zigzag"
+    assert best_layout(masks.Window(15, 0), 4, 64) == "striped"
+    assert imbalance(layout.make("contiguous", cp_size=2), masks.Full(), 8) == 1.0
+    # Step 0: both ranks 10 pairs; step 1: rank 1 has 16, rank 0 nothing: 26 slots of 18 mean.
+    got = imbalance(layout.make("contiguous", cp_size=2), masks.Causal(), 8)
+    assert got == pytest.approx(26 * 2 / 36)

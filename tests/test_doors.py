@@ -1,0 +1,281 @@
+"""What bad input gets: the same ValueError on every rank, naming argument and fix; no hang.
+
+Most doors are tried on an in-process grid; those that one rank alone walks through, and a rank
+that dies or never comes, on real processes.
+"""
+
+import os
+import re
+import time
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from workers import Workers
+
+import megatron_burst as mb
+
+
+def qkv(rows=4, batch=1, heads=4, kv_heads=2, d=8, w=8, dtype=torch.float32, device="cpu"):
+    shapes = (rows, batch, heads, d), (rows, batch, kv_heads, d), (rows, batch, kv_heads, w)
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def attend(tensors, inter=1, intra=2, **choices):
+    """`tensors` on every rank of an in-process grid."""
+    groups = mb.Groups.in_process(inter=inter, intra=intra)
+    lists = [[x] * groups.size for x in tensors]
+    return mb.attention(*lists, groups=groups, **choices)
+
+
+# --- one wrong argument, the same on all ranks ---------------------------------------------
+
+WRONG_CHOICES = [
+    ({"algorithm": "rings"}, "algorithm.* must be one of .*burst.*got 'rings'"),
+    (
+        {"algorithm": "megatron"},
+        "algorithm.* must be one of burst, double_ring, ring, got .megatron",
+    ),
+    ({"side": "q"}, "side .*must be one of auto, kv, query, got 'q'"),
+    ({"kernel": "flash"}, "kernel .*must be one of auto, aten, aten_cudnn, reference, got 'flash'"),
+    (
+        {"kernel": "aten_cudnn"},
+        "kernel aten_cudnn runs on cuda tensors, got cpu; kernel='reference'",
+    ),
+    ({"layout": "zig"}, "layout must be one of contiguous, striped, zigzag, block_striped, got 'zig'"),
+    ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks, groups have 2"),
+    ({"mask": "causal"}, "mask must be one of mb.masks, got 'causal'"),
+    ({"mask": torch.ones(8, 8)}, "mask must be one of mb.masks"),
+    ({"grad_wire_dtype": torch.int8}, "grad_wire_dtype must be .*float.*got torch.int8"),
+]
+
+
+@pytest.mark.parametrize(("choices", "words"), WRONG_CHOICES)
+def test_wrong_choices(choices, words):
+    with pytest.raises(ValueError, match=words):
+        attend(qkv(), **choices)
+
+
+WRONG_TYPES = [
+    ({"softmax_scale": "x"}, "softmax_scale .*got 'x'"),
+    ({"softmax_scale": [1.0]}, r"softmax_scale .*got \[1.0\]"),
+    ({"layout": 3}, "layout .*got 3"),
+    ({"needs_grad": True}, "needs_grad .*got True"),
+]
+
+
+@pytest.mark.parametrize(("choices", "words"), WRONG_TYPES)
+def test_wrong_types_are_value_errors_too(choices, words):
+    """Whatever is raised before the ranks have compared notes leaves the others waiting."""
+    with pytest.raises(ValueError, match=words):
+        attend(qkv(), **choices)
+
+
+q, k, v = qkv()
+WRONG_TENSORS = [
+    ([q[0], k, v], r"q must be \[s, b, heads, width\], got \(1, 4, 8\)"),
+    ([q, k, v[:, :, :0]], r"v must be \[s, b, heads, width\], got \(4, 1, 0, 8\)"),
+    ([q, *qkv(kv_heads=3)[1:]], "k: the number of .* heads must divide the 4 query heads, got 3"),
+    ([q, k, v[:, :, :1]], "q, k, v must share s and b, and k, v their heads"),
+    ([q, k[:2], v[:2]], "q, k, v must share s and b"),
+    ([q, k[..., :4], v], "k: width must be that of q, 8, got 4"),
+    ([q, k.double(), v], "k: q, k, v must share a floating dtype .*float64 .* torch.float32"),
+    ([q.int(), k.int(), v.int()], "q: q, k, v must share a floating dtype .*got torch.int32"),
+    ([q, k, v.to("meta")], "v: q, k, v must share .*a device, got .* on meta beside .* on cpu"),
+    ([q[:3], k[:3], v[:3]], "zigzag over 2 ranks needs a positive multiple of 4, got 6; pad to 8"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "words"), WRONG_TENSORS)
+def test_wrong_tensors(tensors, words):
+    with pytest.raises(ValueError, match=words):
+        attend(tensors)
+
+
+def test_a_list_must_hold_a_tensor_per_rank():
+    groups = mb.Groups.in_process(intra=2)
+    with pytest.raises(ValueError, match="k: groups hold 2 ranks in this process, got 1 tensors"):
+        mb.attention([q, q], [k], [v, v], groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "words"),
+    [
+        ("nccl", "cpu", "backend nccl moves cuda tensors, got cpu; make .* with backend gloo"),
+        ("gloo", "meta", "backend gloo moves cpu tensors, got meta; make .* with backend nccl"),
+    ],
+)
+def test_tensors_that_the_transport_cannot_move(backend, device, words):
+    groups = mb.Groups.in_process(intra=2)
+    groups.backend = backend
+    with pytest.raises(ValueError, match=f"groups: {words}"):
+        mb.attention(*([x] * 2 for x in qkv(device=device)), groups=groups)
+
+
+def test_in_process_ranks_that_differ_are_told_so():
+    groups = mb.Groups.in_process(intra=2)
+    with pytest.raises(ValueError, match=r"rank 0 has q \(\(4, .*rank 1 has q \(\(2, "):
+        mb.attention([q, q[:2]], [k, k[:2]], [v, v[:2]], groups=groups)
+
+
+# --- plans ---------------------------------------------------------------------------------
+
+
+def test_a_plan_and_its_keywords_exclude_each_other():
+    groups = mb.Groups.in_process(intra=1)
+    plan = mb.prepare([q], [k], [v], groups=groups)
+    with pytest.raises(ValueError, match=r"plan: give a plan or its keywords, not both.*'side'"):
+        mb.attention([q], [k], [v], plan=plan, side="kv")
+
+
+MISFITS = {
+    "rows": qkv(rows=8),
+    "batch": qkv(batch=2),
+    "heads": qkv(kv_heads=4),
+    "width": qkv(d=16),
+    "value width": qkv(w=4),
+    "dtype": qkv(dtype=torch.float64),
+    "device": qkv(device="meta"),
+    "gradient": [x.clone().requires_grad_() for x in qkv()],
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_plan_for_other_tensors_is_refused(name):
+    groups = mb.Groups.in_process(intra=1)
+    plan = mb.prepare([q], [k], [v], groups=groups)
+    tensors = [[x] for x in MISFITS[name]]
+    assert plan.matches([q], [k], [v])
+    assert not plan.matches(*tensors)
+    with pytest.raises(ValueError, match=r"plan: made for .* got .*call mb.prepare for these"):
+        mb.attention(*tensors, plan=plan)
+
+
+# --- one rank differs: real processes ------------------------------------------------------
+
+
+def told(arguments):
+    """(type, message) of what attention raises on this rank; `arguments` by rank, each
+    (tensor changes, choices); the group must work afterwards."""
+    groups = cases.groups_on_rank(1, 3)
+    shape, choices = arguments[dist.get_rank()]
+    needs = choices.pop("requires_grad", False)
+    tensors = [x.requires_grad_(needs) for x in qkv(**shape)]
+    try:
+        mb.attention(*tensors, groups=groups, **choices)
+        answer = None
+    except Exception as error:
+        answer = type(error).__name__, str(error)
+    out = mb.attention(*qkv(), groups=groups)  # nobody is out of step
+    return answer, tuple(out.shape)
+
+
+ODD_ONE_OUT = {
+    "rows": (({"rows": 8}, {}), ["q ((8,", "q ((4,"]),
+    "batch": (({"batch": 2}, {}), ["(4, 2, 4, 8)", "(4, 1, 4, 8)"]),
+    "kv heads": (({"kv_heads": 1}, {}), ["k ((4, 1, 1, 8)", "k ((4, 1, 2, 8)"]),
+    "value width": (({"w": 4}, {}), ["v ((4, 1, 2, 4)"]),
+    "dtype": (({"dtype": torch.bfloat16}, {}), ["torch.bfloat16", "torch.float32"]),
+    "needs gradient": (({}, {"requires_grad": True}), ["needs_grad", "True", "False"]),
+    "algorithm": (({}, {"algorithm": "ring"}), ["algorithm 'ring'", "algorithm 'burst'"]),
+    "side": (({}, {"side": "query"}), ["side 'query'", "side 'auto'"]),
+    "kernel": (({}, {"kernel": "reference"}), ["kernel 'reference'", "kernel 'aten'"]),
+    "layout": (({}, {"layout": "striped"}), ["layout Striped", "layout Zigzag"]),
+    "mask": (({}, {"mask": mb.masks.Full()}), ["mask Full()", "mask Causal()"]),
+    "scale": (({}, {"softmax_scale": 0.5}), ["softmax_scale 0.5"]),
+    "wire": (({}, {"grad_wire_dtype": torch.bfloat16}), ["grad_wire_dtype torch.bfloat16"]),
+    "bad shape": (({"rows": 3}, {}), ["rank 1", "layout zigzag", "got 9; pad to 12"]),
+    "bad heads": (({"kv_heads": 3}, {}), ["rank 1", "divide the 4 query heads, got 3"]),
+    "bad algorithm": (({}, {"algorithm": "rings"}), ["rank 1", "algorithm", "'rings'"]),
+    "bad side": (({}, {"side": "q"}), ["rank 1", "side", "'q'"]),
+    "bad kernel": (({}, {"kernel": "flash"}), ["rank 1", "kernel", "'flash'"]),
+    "bad layout": (({}, {"layout": "zig"}), ["rank 1", "layout", "'zig'"]),
+    "bad mask": (({}, {"mask": 1}), ["rank 1", "mask must be one of mb.masks, got 1"]),
+    "bad wire": (({}, {"grad_wire_dtype": torch.int8}), ["rank 1", "grad_wire_dtype"]),
+    "bad device": (({"device": "meta"}, {}), ["rank 1", "groups: backend gloo moves cpu", "meta"]),
+}
+
+
+@pytest.mark.parametrize("name", ODD_ONE_OUT)
+def test_one_odd_rank_gives_all_ranks_the_same_error(ranks, name):
+    odd, words = ODD_ONE_OUT[name]
+    answers = ranks(3).run(told, [({}, {}), odd, ({}, {})])
+    assert len({answer for answer, _ in answers}) == 1
+    (kind, message), _ = answers[0]
+    assert kind == "ValueError"
+    assert all(word in message for word in words), message
+    assert [shape for _, shape in answers] == [(4, 1, 4, 8)] * 3
+
+
+# --- a rank that dies, and one that never comes --------------------------------------------
+
+LIMIT = 5  # seconds, the process group's own timeout
+
+
+class Fatal:
+    """A kernel that ends its process when `method` is first called."""
+
+    def __init__(self, kernel, method):
+        self.kernel, self.method = kernel, method
+
+    def __getattr__(self, name):
+        if name == self.method:
+            os._exit(1)
+        return getattr(self.kernel, name)
+
+
+def mourned(method):
+    """Rank 1 dies at its first step, its first hop sent; (seconds, message) of the others."""
+    tensors = [x.double().requires_grad_() for x in qkv()]
+    groups = mb.Groups.flat(dist.group.WORLD)
+    plan = mb.prepare(*tensors, groups=groups, kernel="reference", side="query")
+    if groups.rank == 1:
+        plan = replace(plan, kernel=Fatal(plan.kernel, method))
+    start = time.monotonic()
+    try:
+        mb.attention(*tensors, plan=plan).sum().backward()
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+
+
+@pytest.mark.parametrize(("method", "family"), [("forward", "kv"), ("backward", "query")])
+def test_a_rank_that_dies_mid_ring_is_named_by_its_exchange(method, family):
+    """Rank 2 waits for what rank 1 never sends; rank 0 may notice a little later."""
+    pool = Workers(3, timeout=LIMIT)
+    first, dead, last = pool.run(mourned, method, may_die=[1])
+    assert dead is None
+    for seconds, message in (first, last):
+        assert seconds < 2 * LIMIT
+        assert message.startswith("exchange failed: attention ")
+    assert f"exchange failed: attention {method}" in last[1]
+    assert re.search(rf"rank 2: .*{family} of rank \d from rank 1 to rank 2", last[1]), last[1]
+
+
+def abandoned(where):
+    """Rank 1 does not come to the plan, or to the ring; the message of rank 0's error."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    try:
+        if dist.get_rank() == 0 or where == "ring":
+            plan = mb.prepare(*qkv(), groups=groups)
+        if dist.get_rank() == 0:
+            mb.attention(*qkv(), plan=plan)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("plan", "exchange failed: header of attention"),
+        ("ring", "exchange failed: attention forward.* kv of rank "),
+    ],
+)
+def test_a_rank_that_never_comes_is_an_error_within_the_timeout(where, words):
+    pool = Workers(2, timeout=2)
+    try:
+        message, _ = pool.run(abandoned, where, timeout=30)
+    finally:
+        pool.close()
+    assert re.search(words, message), message

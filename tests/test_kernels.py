@@ -1,0 +1,292 @@
+"""Local kernels: the reference against the oracle, torch's operators against float64.
+
+Low precision is judged by the stock operator's own error on the same inputs: a kernel may be
+a few times as far from float64 as torch's scaled_dot_product_attention is, and no further.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import megatron_burst as mb
+from megatron_burst import kernels
+from megatron_burst.kernels import Rows
+from megatron_burst.kernels.aten import CudaCudnn, CudaFlash, stand_in
+from megatron_burst.layout import Span
+from megatron_burst.masks import Causal, Full, Mask
+from megatron_burst.merge import accumulation_dtype, empty_result, merge_
+
+HEADS = [(4, 4), (4, 2), (4, 1), (3, 1)]
+MASKS = {"full": Full(), "causal": Causal()}
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Blind(Mask):
+    """Odd queries see nothing at all; even ones what came before."""
+
+    def visible(self, q, k):
+        return (q >= k) & (q % 2 == 0)
+
+    def cover(self, q_span, k_span):
+        return mb.masks.Cover.PARTIAL
+
+
+def tensors(length, batch, heads, widths, dtype=torch.float64, size=1.0):
+    """Random q, k, v, dout."""
+    generator = torch.Generator().manual_seed(5)
+    (h, k), (d, w) = heads, widths
+    shapes = [(length, batch, n, m) for n, m in ((h, d), (k, d), (k, w), (h, w))]
+    *qkv, dout = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return [x.to(dtype) for x in (*qkv, dout * size)]
+
+
+def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False):
+    """out, dq, dk, dv of one kernel over one pair, as the ring would use it.
+
+    `visiting`: backward gets no out, only lse and delta, as where the queries travelled.
+    """
+    kernel = kernels.make(name, q, k, v)
+    spans = spans or [Span(0, 1, q.shape[0])]
+    work = kernel.plan(mask, spans, spans)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = empty_result(q, v.shape[-1])
+    for rows, part, part_lse in kernel.forward(q, k, v, work, scale):
+        assert part_lse.dtype == lse.dtype
+        merge_(out[rows], lse[rows], part, part_lse)
+    final = out.to(q.dtype)
+    delta = (dout.to(lse.dtype) * final.to(lse.dtype)).sum(dim=-1)
+    sums = [torch.zeros(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v)]
+    known = None if visiting else final
+    kernel.backward(Rows(q, dout, lse, delta, known), k, v, work, scale, *sums)
+    return final, *sums
+
+
+def assert_exact(got, wanted, tolerance=1e-11):
+    for name, mine, right in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert oracle.worst(mine, right) < tolerance, name
+
+
+def test_the_oracle_is_torch_attention_with_autograd():
+    """The one place where the oracle itself is checked, against torch's own maths."""
+    q, k, v, dout = tensors(10, 2, (4, 2), (5, 3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    first = [x.permute(1, 2, 0, 3) for x in leaves]
+    out = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3)
+    truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 10))
+    assert_exact((out, *torch.autograd.grad(out, leaves, dout)), (truth[0], *truth[2:]))
+
+
+@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5)], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_float64_is_the_oracle(name, mask, heads, widths, visiting):
+    inputs = tensors(12, 2, heads, widths)
+    truth = oracle.attention(*inputs, oracle.visible(mask, 12))
+    got = run(name, MASKS[mask], *inputs, visiting=visiting)
+    assert_exact(got, (truth[0], *truth[2:]))
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_the_scale_applies_to_scores_and_gradients(name, scale):
+    inputs = tensors(8, 1, (2, 1), (4, 4))
+    truth = oracle.attention(*inputs, oracle.visible("causal", 8), scale)
+    assert_exact(run(name, Causal(), *inputs, scale=scale), (truth[0], *truth[2:]))
+
+
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_rows_and_columns_in_two_spans(name):
+    """Positions 0-3 and 8-11 of a longer sequence: zigzag's own shard."""
+    inputs = tensors(8, 1, (2, 2), (4, 4))
+    positions = [0, 1, 2, 3, 8, 9, 10, 11]
+    seen = torch.tensor([[k <= q for k in positions] for q in positions])
+    truth = oracle.attention(*inputs, seen)
+    spans = [Span(0, 1, 4), Span(8, 1, 4)]
+    assert_exact(run(name, Causal(), *inputs, spans=spans), (truth[0], *truth[2:]))
+
+
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_tensors_need_not_be_contiguous(name):
+    inputs = tensors(8, 2, (4, 2), (4, 4))
+    strided = [x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for x in inputs]
+    assert not any(x.is_contiguous() for x in strided)
+    for got, wanted in zip(
+        run(name, Causal(), *strided), run(name, Causal(), *inputs), strict=True
+    ):
+        assert oracle.worst(got, wanted) < 1e-14
+
+
+@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+def test_blind_rows_of_the_reference(visiting):
+    inputs = tensors(9, 2, (4, 2), (4, 3))
+    seen = oracle.visible("causal", 9)
+    seen[1::2] = False
+    truth = oracle.attention(*inputs, seen)
+    got = run("reference", Blind(), *inputs, visiting=visiting)
+    assert_exact(got, (truth[0], *truth[2:]))
+    assert not got[0][1::2].any()
+    assert not got[1][1::2].any()
+
+
+@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)])
+def test_gradients_nobody_wants_are_left_alone(name, wanted):
+    q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
+    kernel = kernels.make(name, q, k, v)
+    spans = [Span(0, 1, 8)]
+    work = kernel.plan(Causal(), spans, spans)
+    out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 8))
+    rows = Rows(q, dout, lse, (dout * out).sum(dim=-1), out)
+    sums = [
+        torch.zeros_like(x) if want else None for x, want in zip((q, k, v), wanted, strict=True)
+    ]
+    kernel.backward(rows, k, v, work, 0.5, *sums)
+    for got, right in zip(sums, truth, strict=True):
+        assert got is None or oracle.worst(got, right) < 1e-11
+
+
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_backward_adds_to_what_is_there(name):
+    q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
+    kernel = kernels.make(name, q, k, v)
+    work = kernel.plan(Full(), [Span(0, 1, 8)], [Span(0, 1, 8)])
+    out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("full", 8))
+    sums = [torch.full_like(x, 7.0) for x in (q, k, v)]
+    kernel.backward(Rows(q, dout, lse, (dout * out).sum(dim=-1), None), k, v, work, 0.5, *sums)
+    for got, right in zip(sums, truth, strict=True):
+        assert oracle.worst(got - 7.0, right) < 1e-11
+
+
+# --- low precision -------------------------------------------------------------------------
+
+
+def stock(q, k, v, dout, causal):
+    """out, dq, dk, dv of torch's own operator in the dtype of the inputs."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    first = [x.permute(1, 2, 0, 3) for x in leaves]
+    out = F.scaled_dot_product_attention(*first, is_causal=causal, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_low_precision_errs_no_more_than_torch(name, dtype, mask, heads, visiting):
+    inputs = tensors(96, 1, heads, (32, 32), dtype)
+    truth = oracle.attention(*inputs, oracle.visible(mask, 96))
+    got = run(name, MASKS[mask], *inputs, visiting=visiting)
+    theirs = stock(*inputs, causal=mask == "causal")
+    for part, mine, other, right in zip(
+        ("out", "dq", "dk", "dv"), got, theirs, (truth[0], *truth[2:]), strict=True
+    ):
+        mine, other = oracle.worst(mine, right), oracle.worst(other, right)
+        assert mine <= 3 * other + 1e-7, f"{part}: {mine:.3g}, torch {other:.3g}"
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-30, 1e20])
+@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+def test_tiny_and_huge_gradients_keep_their_accuracy(size, visiting):
+    """float32 rows of |dO| about 1e-25: their squares underflow."""
+    inputs = tensors(16, 1, (2, 2), (8, 8), torch.float32, size)
+    truth = oracle.attention(*inputs, oracle.visible("causal", 16))
+    got = run("aten", Causal(), *inputs, visiting=visiting)
+    for mine, right in zip(got[1:], truth[2:], strict=True):
+        assert oracle.worst(mine, right) < 1e-5 * right.abs().max().item()
+
+
+# --- the stand-in for an output that did not travel ----------------------------------------
+
+
+@given(
+    st.sampled_from([1e-30, 1e-25, 1e-10, 1.0, 1e10, 1e25]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 2**31),
+)
+def test_the_stand_in_gives_delta(size, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    dout = (torch.randn(4, 1, 2, 8, generator=generator, dtype=torch.float64) * size).to(dtype)
+    out = torch.randn(4, 1, 2, 8, generator=generator, dtype=torch.float64)
+    delta = (dout.double() * out).sum(dim=-1).to(dtype)
+    got = (dout.double() * stand_in(dout, delta).double()).sum(dim=-1)
+    bound = 1e-5 if dtype == torch.float32 else 1e-13
+    assert oracle.worst(got / size, delta.double() / size) < bound
+
+
+def test_the_stand_in_of_a_zero_row_is_zero():
+    dout = torch.zeros(2, 1, 1, 4)
+    dout[1, 0, 0, 2] = 5.0
+    got = stand_in(dout, torch.tensor([[[0.0]], [[10.0]]]))
+    assert torch.equal(got[0], torch.zeros(1, 1, 4))
+    assert got[1].flatten().tolist() == [0.0, 0.0, 2.0, 0.0]
+
+
+def test_the_stand_in_keeps_the_dtype_of_dout():
+    dout = torch.randn(2, 1, 1, 4).bfloat16()
+    assert stand_in(dout, torch.ones(2, 1, 1)).dtype == torch.bfloat16
+
+
+# --- which kernel serves what --------------------------------------------------------------
+
+
+def test_the_table_and_auto():
+    q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
+    assert set(kernels.TABLE) == {"aten", "aten_cudnn", "reference"}
+    assert kernels.make("auto", q, k, v).name == "aten"
+    assert kernels.make("reference", q, k, v).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "width", "words"),
+    [
+        ("aten_cudnn", "cpu", torch.bfloat16, 8, "aten_cudnn runs on cuda tensors, got cpu"),
+        ("aten", "cuda:0", torch.float32, 8, "takes torch.bfloat16, torch.float16, got .*float32"),
+        ("aten", "cuda:0", torch.bfloat16, 12, r"widths that 8 divides, got \(12, 12\)"),
+        ("flash", "cpu", torch.float32, 8, "kernel must be one of auto, aten, .*got 'flash'"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_refused(name, device, dtype, width, words):
+    with FakeTensorMode():
+        x = torch.empty(4, 1, 2, width, dtype=dtype, device=device)
+        with pytest.raises(ValueError, match=words):
+            kernels.make(name, x, x, x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("operator", [CudaFlash(), CudaCudnn()], ids=["flash", "cudnn"])
+def test_cuda_operators_take_the_arguments_we_pass(operator, causal):
+    """On fake tensors: no device needed, torch checks the call against the operator's schema."""
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="cuda:0")
+        k = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, device="cuda:0")
+        out, lse = operator.forward(q, k, k, causal, 0.5)
+        grads = operator.backward(out, q, k, k, out, lse, causal, 0.5)
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 16), torch.float32)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_nothing_visible_is_no_work():
+    q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
+    for name in ("reference", "aten"):
+        work = kernels.make(name, q, k, v).plan(Causal(), [Span(0, 1, 4)], [Span(4, 1, 4)])
+        assert work is None
+
+
+def test_lse_is_the_natural_logarithm():
+    q = torch.zeros(4, 1, 1, 4)
+    kernel = kernels.make("aten", q, q, q)
+    work = kernel.plan(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
+    ((_, _, lse),) = kernel.forward(q, q, q, work, 1.0)
+    assert lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])

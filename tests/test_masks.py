@@ -1,0 +1,221 @@
+"""Masks: `visible` against rules written by hand, `cover` and `band` against `visible`.
+
+The spans of the exhaustive tests are small but of every stride, so an off-by-one has no room.
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.layout import Span
+from megatron_burst.masks import (
+    BlockSparse,
+    Causal,
+    Cover,
+    Dense,
+    Dilated,
+    Documents,
+    Full,
+    Mask,
+    Prefix,
+    Window,
+)
+
+LENGTH = 24
+BLOCKS = [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+RANDOM = np.random.default_rng(3).random((LENGTH, LENGTH)) < 0.4
+DOCUMENTS = [0, 5, 5, 6, 16, LENGTH]
+
+# mask -> the same rule in plain words of positions
+RULES = {
+    Full(): lambda q, k: True,
+    Causal(): lambda q, k: k <= q,
+    Window(3, 0): lambda q, k: q - 3 <= k <= q,
+    Window(0, 0): lambda q, k: q == k,
+    Window(2, 5): lambda q, k: k in range(q - 2, q + 6),
+    Window(None, 4): lambda q, k: k - q < 5,
+    Window(4, None): lambda q, k: q - k < 5,
+    Window(None, None): lambda q, k: True,
+    Dilated(1): lambda q, k: True,
+    Dilated(3): lambda q, k: q % 3 == k % 3,
+    Prefix(0): lambda q, k: False,
+    Prefix(7): lambda q, k: k < 7,
+    Documents(DOCUMENTS): lambda q, k: (
+        sum(q >= c for c in DOCUMENTS) == sum(k >= c for c in DOCUMENTS)
+    ),
+    BlockSparse(np.array(BLOCKS), 8): lambda q, k: BLOCKS[q // 8][k // 8] == 1,
+    Dense(RANDOM): lambda q, k: bool(RANDOM[q, k]),
+}
+ATOMS = list(RULES)
+EVERY = [Span(*x) for x in product(range(0, 6), (1, 2, 3), (1, 2, 3, 4))]
+
+
+def combined(a, b, how):
+    mask, rule = (a & b, all) if how == "&" else (a | b, any)
+    RULES[mask] = lambda q, k, parts=(RULES[a], RULES[b]): rule(p(q, k) for p in parts)
+    return mask
+
+
+atoms = st.sampled_from(ATOMS)
+pairs = st.builds(combined, atoms, atoms, st.sampled_from("&|"))
+masks = st.one_of(atoms, pairs, st.builds(combined, pairs, atoms, st.sampled_from("&|")))
+
+
+@st.composite
+def spans(draw):
+    start, stride = draw(st.integers(0, LENGTH - 1)), draw(st.integers(1, 7))
+    return Span(start, stride, draw(st.integers(1, (LENGTH - 1 - start) // stride + 1)))
+
+
+def table(mask, q_span, k_span):
+    """bool [rows, columns] of a pair of spans, by the handwritten rule."""
+    rule = RULES[mask]
+    q = [q_span.start + m * q_span.stride for m in range(q_span.length)]
+    k = [k_span.start + n * k_span.stride for n in range(k_span.length)]
+    return np.array([[rule(a, b) for b in k] for a in q])
+
+
+def truth(seen):
+    return Cover.FULL if seen.all() else Cover.PARTIAL if seen.any() else Cover.EMPTY
+
+
+def promise(mask, q_span, k_span):
+    """`cover`, after checking that it promises nothing that is not so."""
+    cover, real = mask.cover(q_span, k_span), truth(table(mask, q_span, k_span))
+    assert cover in (real, Cover.PARTIAL), (mask, q_span, k_span)
+    return cover, real
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Documents(DOCUMENTS), Dense(RANDOM)], ids=repr)
+def test_cover_is_exact_on_all_small_spans(mask):
+    """These answer exactly for any two spans, but documents where strides jump over one."""
+    for q_span, k_span in product(EVERY, EVERY):
+        cover, real = promise(mask, q_span, k_span)
+        if not isinstance(mask, Documents):
+            assert cover == real
+
+
+@pytest.mark.parametrize("mask", [m for m in ATOMS if m != Dilated(3)], ids=repr)
+def test_cover_is_exact_on_runs(mask):
+    """On runs of neighbours nothing empty is computed or sent; dilated may think a few pairs of
+    runs shorter than its stride worth looking at."""
+    runs = [Span(start, 1, length) for start, length in product(range(4, 10), range(1, 10))]
+    loose = sum(len(set(promise(mask, q, k))) > 1 for q, k in product(runs, runs))
+    assert loose == 0
+
+
+@given(masks, spans(), spans())
+def test_visible_is_the_handwritten_rule_and_cover_keeps_its_promises(mask, q_span, k_span):
+    q, k = q_span.positions(), k_span.positions()
+    seen = mask.visible(q[:, None], k[None, :])
+    assert seen.dtype == bool
+    assert seen.tolist() == table(mask, q_span, k_span).tolist()
+    promise(mask, q_span, k_span)
+
+
+@given(masks, st.lists(spans(), min_size=1, max_size=4), st.lists(spans(), min_size=1, max_size=4))
+def test_many_pairs_at_once_are_the_pairs_one_by_one(mask, q_spans, k_spans):
+    q = Span(*np.array(q_spans).T[:, :, None])
+    k = Span(*np.array(k_spans).T[:, None, :])
+    covers, bands = mask.covers(q, k), mask.bands(q, k)
+    for i, j in product(range(len(q_spans)), range(len(k_spans))):
+        assert covers[i, j] == mask.cover(q_spans[i], k_spans[j])
+        one = mask.band(q_spans[i], k_spans[j])
+        assert bands.known[i, j] == (one is not None)
+        if one is not None:
+            assert (bands.left[i, j], bands.right[i, j]) == one
+
+
+@given(masks, spans(), spans())
+def test_a_band_is_exactly_what_is_visible(mask, q_span, k_span):
+    band = mask.band(q_span, k_span)
+    if band is not None:
+        rows, columns = range(q_span.length), range(k_span.length)
+        painted = [[m - band.left <= n <= m + band.right for n in columns] for m in rows]
+        assert painted == table(mask, q_span, k_span).tolist()
+
+
+@pytest.mark.parametrize("mask", [Causal(), Window(3, 0), Window(2, 5), Causal() & Window(4, 9)])
+def test_equal_strides_make_a_band(mask):
+    RULES.setdefault(mask, lambda q, k: k <= q and q - 4 <= k <= q + 9)
+    for q_span, k_span in product(EVERY, EVERY):
+        assert (mask.band(q_span, k_span) is None) <= (q_span.stride != k_span.stride)
+
+
+@given(masks, spans())
+def test_between_cuts_rows_of_one_residue_are_alike(mask, span):
+    """`cuts` and `modulus` are hints, but where they are given the pieces must be sorted."""
+    cuts = mask.cuts(span)
+    assert sorted(set(cuts.tolist())) == cuts.tolist()
+    assert all(0 < cut < span.length for cut in cuts)
+
+
+def test_cuts_by_hand():
+    assert Documents([0, 5, 5, 12, 24]).cuts(Span(1, 2, 10)).tolist() == [2, 6]
+    assert Prefix(7).cuts(Span(1, 2, 10)).tolist() == [3]
+    assert BlockSparse(np.eye(3), 8).cuts(Span(6, 1, 12)).tolist() == [2, 10]
+    assert (Prefix(7) | Documents([0, 8, 24])).cuts(Span(0, 1, 24)).tolist() == [7, 8]
+    assert (Dilated(2) & Dilated(3)).modulus == 6
+
+
+def test_cover_is_ordered_so_that_and_is_min_and_or_is_max():
+    assert Cover.EMPTY < Cover.PARTIAL < Cover.FULL
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Mask(), Causal() & Full()])
+def test_a_mask_has_no_truth_value(mask):
+    with pytest.raises(TypeError, match="combine masks with & and"):
+        bool(mask)
+
+
+def test_masks_are_values_and_tables_count():
+    assert Causal() == Causal() != Full()
+    assert repr(Causal() & Window(3, 0)) == "(Causal() & Window(left=3, right=0))"
+    assert Documents([0, 3]) == Documents([0, 3]) != Documents([0, 4])
+    assert BlockSparse(np.eye(3), 8) != BlockSparse(np.ones((3, 3)), 8)
+    other = RANDOM.copy()
+    other[0, 0] ^= True
+    assert Dense(RANDOM) != Dense(other)
+    assert len({Causal(), Causal(), Full()}) == 2
+
+
+WRONG = [
+    (lambda: Window(-1, 0), "left: a window size must be at least 0 or None, got -1"),
+    (lambda: Window(0, -2), "right: a window size must be at least 0 or None, got -2"),
+    (lambda: Dilated(0), "stride must be at least 1, got 0"),
+    (lambda: Prefix(-1), "n: a prefix must have at least 0 positions, got -1"),
+    (lambda: Documents([0, 4, 3]), "cu_seqlens must start at 0 and never decrease"),
+    (lambda: Documents([1, 4]), "cu_seqlens must start at 0"),
+    (lambda: Documents([0]), "cu_seqlens must start at 0"),
+    (lambda: BlockSparse(np.ones((2, 3)), 4), r"table must be square, got shape \(2, 3\)"),
+    (lambda: BlockSparse(np.ones((2, 2)), 0), "block must be at least 1, got 0"),
+    (lambda: Dense(np.ones(4)), r"table must be square, got shape \(4,\)"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), WRONG)
+def test_masks_that_mean_nothing_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (Documents([0, 4]), "cu_seqlens must end at the length of the sequence, 8, got 4"),
+        (BlockSparse(np.ones((2, 2)), 3), "2 blocks of 3 describe 6 positions, .* has 8"),
+        (Dense(np.ones((4, 4))), "table describes 4 positions, the sequence has 8"),
+        (Causal() & Documents([0, 4]), "cu_seqlens must end at"),
+    ],
+)
+def test_masks_of_another_length_are_refused(mask, words):
+    with pytest.raises(ValueError, match=words):
+        mask.check(8)
+
+
+def test_masks_combine_with_masks_only():
+    with pytest.raises(TypeError, match="masks combine with masks"):
+        Causal() & True

@@ -1,0 +1,115 @@
+"""Tiles: together they are exactly the visible pairs, each once, in shapes kernels know."""
+
+from itertools import product
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_masks import LENGTH, RULES, masks, spans, table
+
+import megatron_burst as mb
+from megatron_burst.layout import Span
+from megatron_burst.masks import Causal, Dense, Dilated, Documents, Full, Window
+from megatron_burst.tiles import Cutter
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+WHOLE = Cutter(band_rows=None, table_rows=None)
+cutters = st.builds(Cutter, st.sampled_from([1, 2, 3, None]), st.sampled_from([1, 2, 5, 64]))
+
+
+def painted(tiles, rows, columns):
+    """int [rows, columns]: how often each pair is in a tile."""
+    count = np.zeros((rows, columns), dtype=int)
+    for tile in tiles:
+        part = count[tile.rows, tile.columns]
+        assert part.shape == tile.shape
+        assert 0 not in tile.shape
+        shown = np.ones(tile.shape, dtype=bool) if tile.table is None else tile.table
+        if tile.triangle:
+            assert tile.shape[0] == tile.shape[1]
+            shown = np.tri(*tile.shape, dtype=bool)
+        assert shown.shape == tile.shape
+        assert tile.visible == shown.sum()
+        assert tile.computed == shown.size
+        count[tile.rows, tile.columns] += shown
+    return count
+
+
+@given(cutters, masks, st.lists(spans(), min_size=1, max_size=3), st.lists(spans(), min_size=1))
+def test_tiles_are_the_visible_pairs_each_once(cutter, mask, q_spans, k_spans):
+    """Any mask, any spans in any order, however finely cut."""
+    wanted = np.block([[table(mask, q, k) for k in k_spans] for q in q_spans])
+    got = painted(cutter.tiles(mask, q_spans, k_spans), *wanted.shape)
+    assert got.tolist() == wanted.astype(int).tolist()
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_tiles_of_every_pair_of_ranks_are_the_dense_mask(ranks, layout, mask):
+    length = 12 * ranks
+    seen = oracle.visible(mask, length)
+    positions = oracle.permutation(layout, ranks, length)
+    spans_of = [mb.layout.make(layout, cp_size=ranks).spans(r, length) for r in range(ranks)]
+    rule = {"full": Full(), "causal": Causal()}[mask]
+    for i, j in product(range(ranks), range(ranks)):
+        wanted = seen[positions[i]][:, positions[j]].int().tolist()
+        for cutter in (WHOLE, Cutter(5, 8)):
+            assert painted(cutter.tiles(rule, spans_of[i], spans_of[j]), 12, 12).tolist() == wanted
+
+
+def test_zigzag_makes_few_calls():
+    """Own shard: two triangles and the square between them; others: one rectangle each."""
+    spans_of = [mb.layout.make("zigzag", cp_size=2).spans(rank, 16) for rank in (0, 1)]
+    own = WHOLE.tiles(Causal(), spans_of[0], spans_of[0])
+    assert sorted(tile.triangle for tile in own) == [False, True, True]
+    (ahead,) = WHOLE.tiles(Causal(), spans_of[1], spans_of[0])
+    (behind,) = WHOLE.tiles(Causal(), spans_of[0], spans_of[1])
+    rectangles = [(tile.rows, tile.columns, tile.triangle) for tile in (ahead, behind)]
+    first, last = slice(0, 4, 1), slice(4, 8, 1)
+    assert rectangles == [(slice(0, 8, 1), first, False), (last, slice(0, 8, 1), False)]
+
+
+def test_a_full_pair_is_one_call():
+    spans_of = mb.layout.make("zigzag", cp_size=2).spans(0, 16)
+    (tile,) = WHOLE.tiles(Full(), spans_of, spans_of)
+    assert tile.shape == (8, 8)
+    assert not tile.triangle
+
+
+def test_residues_of_a_dilated_mask_are_whole():
+    """Every third key: three classes of rows, each with its own columns, nothing computed twice."""
+    got = WHOLE.tiles(Dilated(3), [Span(0, 1, 9)], [Span(0, 1, 9)])
+    assert [(tile.rows, tile.columns) for tile in got] == [
+        (slice(r, r + 7, 3), slice(r, r + 7, 3)) for r in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "limit"),
+    [
+        (Causal(), "zigzag", 1.13),
+        (Window(1023, 0), "contiguous", 1.15),
+        (Window(1023, 0), "zigzag", 1.15),
+        (Documents([0, 1024, 3000, 8192]) & Causal(), "contiguous", 1.15),
+    ],
+)
+def test_little_is_computed_that_is_not_visible(mask, layout, limit):
+    """What the CPU kernel's cutter wastes at 2K local tokens, where documents are 1K or more."""
+    order = mb.layout.make(layout, cp_size=4)
+    shards = [order.spans(rank, 8192) for rank in range(4)]
+    cutter = mb.kernels.aten.CpuFlash.cutter
+    found = [t for q, k in product(shards, shards) for t in cutter.tiles(mask, q, k)]
+    assert sum(t.computed for t in found) <= limit * sum(t.visible for t in found)
+
+
+def test_kernels_without_tables_refuse_what_needs_one():
+    spans_of = [Span(0, 1, LENGTH)]
+    for mask in (Dense(np.eye(LENGTH)), Window(3, 0)):
+        RULES.setdefault(mask, None)
+        with pytest.raises(ValueError, match=r"mask: .*takes no table; use kernel='reference'"):
+            WHOLE.tiles(mask, spans_of, spans_of)
+    with pytest.raises(ValueError, match=r"Causal\(\) is no band"):
+        WHOLE.tiles(Causal(), [Span(0, 1, 4)], [Span(0, 2, 4)])
