@@ -183,6 +183,8 @@ def test_totals_are_the_traffic_of_all_ranks_and_what_is_left_out():
         assert sum(getattr(t, link) for t in sent) == sum(
             total.bytes for (name, _), total in totals.items() if name == link
         )
+    counts = {(link, gradient): n for (gradient, link), n in scene.plan.hop_counts().items()}
+    assert {kind: total.hops for kind, total in totals.items()} == counts
     everything = schedule_scene(
         shards("full", "contiguous"), Grid(2, 2), SIZES,
         Choices("burst", True, "kv", scene.plan.route),
