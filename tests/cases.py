@@ -102,19 +102,55 @@ def judge(case, rank, got, counters):
 
 
 def expected_bytes(case, rank, wire=None):
-    """(intra, inter) bytes that `rank` sends in one forward and one backward."""
+    """(intra, inter) bytes that `rank` sends in one forward and one backward.
+
+    Where the mask lets some pairs of ranks see nothing, hops that serve nobody are left out, and
+    chunks go straight to their users if that is fewer bytes between nodes, then within.
+    """
     (h, k), (d, w) = case.problem.heads, case.problem.widths
     rows = case.problem.length // case.size * case.problem.batch
     item = case.problem.dtype.itemsize
     stat = 8 if item == 8 else 4
     sizes = (rows, h, k, d, w)
-    chunks = (
-        oracle.activation_bytes("kv", *sizes, item, stat)
-        + oracle.activation_bytes(case.side, *sizes, item, stat)
-        + oracle.gradient_bytes(case.side, *sizes, wire or stat)
-    )
-    hops = oracle.hops(case.algorithm, case.nodes, case.per_node, rank)
-    return hops["intra"] * chunks, hops["inter"] * chunks
+    sent = {"intra": 0, "inter": 0}
+    for side, gradient in (
+        ("kv", 0),
+        (case.side, oracle.gradient_bytes(case.side, *sizes, wire or stat)),
+    ):
+        chunks = oracle.activation_bytes(side, *sizes, item, stat), gradient
+        for link, count in _cheapest(case, side, chunks)[rank].items():
+            sent[link] += count
+    return sent["intra"], sent["inter"]
+
+
+def _cheapest(case, side, chunks):
+    """For every rank {link: bytes} of one pass, by the route that sends least over all ranks."""
+    seen = seen_by_rank(case)
+    size = range(case.size)
+    users = [{r for r in size if (seen[r][o] if side == "kv" else seen[o][r])} for o in size]
+    if all(len(ranks) == case.size for ranks in users):
+        table = [oracle.hops(case.algorithm, case.nodes, case.per_node, rank) for rank in size]
+        return [{link: n * sum(chunks) for link, n in counts.items()} for counts in table]
+    routes = []
+    for algorithm in (case.algorithm, "direct"):
+        ranks = [
+            oracle.sparse_hops(algorithm, case.nodes, case.per_node, users, rank) for rank in size
+        ]
+        routes.append(
+            [
+                {link: there[link] * chunks[0] + back[link] * chunks[1] for link in there}
+                for there, back in ranks
+            ]
+        )
+    return min(routes, key=lambda route: [sum(r[k] for r in route) for k in ("inter", "intra")])
+
+
+@lru_cache(maxsize=64)
+def seen_by_rank(case):
+    """bool [G][G]: does anything of the queries of one rank see anything of the keys of another?"""
+    seen = oracle.visible(case.problem.mask, case.problem.length)
+    positions = oracle.permutation(case.layout, case.size, case.problem.length)
+    return [[bool(seen[q][:, k].any()) for k in positions] for q in positions]
 
 
 def run_in_process(case, **more):
