@@ -62,11 +62,6 @@ def train_misplaced(flags):
         return train(flags)
 
 
-def train_twice(first, second):
-    """(history of a run that saves, history of one that loads)."""
-    return train(first), train(second)
-
-
 def differently_called(keyword, ranks):
     """Call one layer's core attention, with ``keyword`` changed on ``ranks`` only: the error."""
     import torch

@@ -127,9 +127,12 @@ def test_a_set_of_patches_is_applied_whole_or_not_at_all():
     class Owner:
         value = 1
 
-    with pytest.raises(ZeroDivisionError), registry.patching("broken") as patches:
-        patches.replace(Owner, "value", 2)
-        assert Owner.value == 2
-        raise ZeroDivisionError
+    def break_halfway():
+        with registry.patching("broken") as patches:
+            patches.replace(Owner, "value", 2)
+            patches.replace(Owner, "missing", 2)
+
+    with pytest.raises(AttributeError):
+        break_halfway()
     assert Owner.value == 1
     assert registry.installed("broken") is None

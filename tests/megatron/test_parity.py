@@ -72,7 +72,8 @@ CASES = {
 def worst(a, b):
     """Largest relative difference in loss or gradient norm over the steps."""
     assert len(a) == len(b) > 0
-    return max(abs(x - y) / abs(y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q))
+    steps = zip(a, b, strict=True)
+    return max(abs(x - y) / abs(y) for p, q in steps for x, y in zip(p, q, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
