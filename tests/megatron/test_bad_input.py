@@ -20,6 +20,7 @@ BAD_FLAGS = {
     "--context-parallel-size 3": "does not divide the 4 processes",
     "--global-batch-size 6": "--global-batch-size 6",
     "--seq-length 65536": "too few for one sequence",
+    "--load nowhere --use-distributed-optimizer": "Apex or Transformer Engine",
     "--load nowhere": "--load nowhere holds no checkpoint",
 }
 
