@@ -9,7 +9,7 @@ MINOR   = $(shell $(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format mutants bench-gpu clean
+.PHONY: help install quickstart test lint format gallery mutants bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -33,6 +33,9 @@ lint: $(VENV)/.ready-test ## ruff (rules and format) and pyright
 format: $(VENV)/.ready-test ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+gallery: $(VENV)/.ready-test ## draw docs/gallery.md and its pictures again
+	@$(PY) docs/make_gallery.py $(ARGS)
 
 mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests catch each
 	@$(PY) tests/mutants.py $(ARGS) < /dev/null

@@ -1,0 +1,47 @@
+"""Colours of ranks, and of everything else in a picture: safe for the colour-blind.
+
+Up to nine ranks have the "muted" scheme of Paul Tol's notes, ordered so that neighbours differ in
+lightness; more ranks are steps of a perceptually uniform scale (viridis).
+"""
+
+from __future__ import annotations
+
+INK, GREY, RULE, PAPER = "#1f2430", "#6b7280", "#d1d5db", "#f3f4f6"
+WARN = "#c2410c"
+
+RANKS = (
+    "#332288", "#88ccee", "#117733", "#ddcc77", "#882255", "#44aa99", "#cc6677", "#999933",
+    "#aa4499",
+)  # fmt: skip
+# Nine points of viridis, evenly apart.
+SCALE = (
+    "#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30",
+    "#fde725",
+)  # fmt: skip
+
+
+def of_rank(rank: int, ranks: int) -> str:
+    """The colour of `rank` of `ranks`, as #rrggbb."""
+    if ranks <= len(RANKS):
+        return RANKS[rank]
+    place = rank / (ranks - 1) * (len(SCALE) - 1)
+    low = min(int(place), len(SCALE) - 2)
+    return mixed(SCALE[low], SCALE[low + 1], place - low)
+
+
+def mixed(a: str, b: str, share: float) -> str:
+    """`a` with `share` of `b` in it."""
+    one, two = channels(a), channels(b)
+    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(one, two, strict=True))
+
+
+def channels(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of #rrggbb, 0 to 255."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return red, green, blue
+
+
+def ink_on(colour: str) -> str:
+    """Text on that colour: white or ink, whichever is easier to read."""
+    red, green, blue = channels(colour)
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"

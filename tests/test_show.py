@@ -1,0 +1,386 @@
+"""`megatron-burst show`: the mask language, the scenes, text, pictures, and the gallery."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatron_burst as mb
+from megatron_burst import cli, cost, masks, show
+from megatron_burst.layout import BlockStriped, DocumentZigzag, make
+from megatron_burst.schedule import ALGORITHMS, Grid
+from megatron_burst.show import colours, language
+from megatron_burst.show.scene import Choices, MaskScene, Shards, schedule_scene
+
+ROOT = Path(mb.__file__).parent.parent
+SIZES = cost.Sizes(8, 1, 8, 2, 16, 16, 2, 4, 4, (True, True, True))
+
+
+# --- the language of masks -----------------------------------------------------------------
+
+EYE = np.eye(4, dtype=bool)
+WRITTEN = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "window:3,0": masks.Window(3, 0),
+    "window:none,2": masks.Window(None, 2),
+    "dilated:4": masks.Dilated(4),
+    "prefix:5": masks.Prefix(5),
+    "documents:3,5,8": masks.Documents([0, 3, 8, 16]),
+    "block:4:1000/0100/0010/0001": masks.BlockSparse(EYE, 4),
+}
+
+
+@pytest.mark.parametrize(("text", "mask"), WRITTEN.items(), ids=list(WRITTEN))
+def test_every_word_makes_its_mask(text, mask):
+    assert language.mask(text, 16) == mask
+
+
+def test_a_table_is_read_row_by_row():
+    mask = language.mask("table:110/011/001", 3)
+    positions = np.arange(3)
+    seen = mask.visible(positions[:, None], positions[None, :])
+    assert seen.tolist() == [[True, True, False], [False, True, True], [False, False, True]]
+
+
+def test_and_binds_tighter_than_or_and_parentheses_win():
+    a, b, c = masks.Causal(), masks.Prefix(5), masks.Dilated(4)
+    assert language.mask("causal | prefix:5 & dilated:4", 16) == a | (b & c)
+    assert language.mask("(causal|prefix:5)&dilated:4", 16) == (a | b) & c
+    assert language.mask(" ( ( causal ) ) ", 16) == a
+
+
+leaves = st.sampled_from(sorted(WRITTEN.items()))
+
+
+def joined(parts):
+    """Two (text, mask) pairs as one, fully in parentheses."""
+    return st.tuples(parts, st.sampled_from("&|"), parts).map(
+        lambda t: (
+            f"({t[0][0]} {t[1]} {t[2][0]})",
+            t[0][1] & t[2][1] if t[1] == "&" else t[0][1] | t[2][1],
+        )
+    )
+
+
+@given(st.recursive(leaves.map(tuple), joined, max_leaves=6))
+def test_what_is_written_is_what_is_read(pair):
+    text, mask = pair
+    assert language.mask(text, 16) == mask
+
+
+def test_a_random_table_is_the_same_every_time_and_sees_its_diagonal():
+    first, again = (language.mask("block:4:random", 64) for _ in range(2))
+    other = language.mask("block:4:random:1", 64)
+    assert first == again != other
+    assert isinstance(first, masks.BlockSparse)
+    assert first.table.diagonal().all()
+    assert not first.table.all()
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "helps"),
+    [
+        ("causal & windw:3,0", "at character 10 (windw:3,0)", "window:LEFT,RIGHT"),
+        ("causal & window:3", "at character 10 (window:3)", "use window:LEFT,RIGHT"),
+        ("window:-1,0", "at character 1 (window:-1,0)", "whole numbers"),
+        ("causal:3", "at character 1 (causal:3)", "takes nothing after a colon"),
+        ("dilated:0", "at character 1 (dilated:0)", "at least 1"),
+        ("documents:3,5", "at character 1 (documents:3,5)", "add up to 8"),
+        ("block:3:random", "at character 1 (block:3:random)", "do not divide the 16"),
+        ("block:4:10/01", "at character 1 (block:4:10/01)", "has 4 of them"),
+        ("table:10/0", "at character 1 (table:10/0)", "like 10/11"),
+        ("table:10/01", "at character 1 (table:10/01)", "the sequence has 16"),
+        ("(causal | full", "at the end", "expected ) for the ( at character 1"),
+        ("causal full", "at character 8 (full)", "expected & or |"),
+        ("causal &", "at the end", "expected a mask"),
+        ("", "at the end", "expected a mask"),
+        ("causal)", "at character 7 ())", "expected & or |"),
+    ],
+)
+def test_an_error_shows_the_place_and_what_works(text, place, helps):
+    with pytest.raises(ValueError, match=re.escape(place)) as caught:
+        language.mask(text, 16)
+    assert helps in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+def test_layouts_are_written_with_what_they_need():
+    assert language.make_layout("striped", 4) == make("striped", cp_size=4)
+    assert language.make_layout("block_striped:8", 4) == BlockStriped(4, 8)
+    assert language.make_layout("zigzag:16,8", 2) == DocumentZigzag(2, [0, 16, 24])
+    for text, problem in {
+        "block_striped": "block_striped:4",
+        "block_striped:x": "a whole number",
+        "striped:8": "takes no '8'",
+        "zagzig": "layout must be one of",
+        "zigzag:3": "multiples of 8",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(f"--layout '{text}'")) as caught:
+            language.make_layout(text, 4)
+        assert problem in str(caught.value)
+
+
+# --- what is drawn is what runs ------------------------------------------------------------
+
+
+def shards(mask="causal", layout="zigzag", seq_len=32, ranks=4):
+    return Shards(
+        language.mask(mask, seq_len), language.make_layout(layout, ranks), seq_len, mask, layout
+    )
+
+
+def test_who_computes_what_by_hand():
+    from megatron_burst import schedule
+
+    scene = MaskScene(shards(seq_len=4, ranks=2), schedule.forward("ring", Grid(1, 2)))
+    # zigzag: rank 0 holds 0 and 3, rank 1 holds 1 and 2
+    assert scene.computers.tolist() == [
+        [0, -1, -1, -1],
+        [1, 1, -1, -1],
+        [1, 1, 1, -1],
+        [0, 0, 0, 0],
+    ]
+    assert scene.steps.tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mask", ["causal", "causal & window:5,0", "documents:9,7,16"])
+@pytest.mark.parametrize(
+    ("side", "kv_cache"), [("auto", 0.0), ("kv", 0.0), ("kv", 0.5), ("query", 0.0)]
+)
+def test_the_schedules_are_those_of_a_plan(algorithm, mask, side, kv_cache):
+    for layout in ("contiguous", "zigzag"):
+        q, k = ([torch.empty(8, 1, h, 16, requires_grad=True) for _ in range(4)] for h in (8, 2))
+        parts = shards(mask, layout)
+        plan = mb.prepare(
+            q, k, k, groups=mb.Groups.in_process(inter=2, intra=2), layout=layout,
+            mask=parts.mask, algorithm=algorithm, side=side, kv_cache=kv_cache,
+            kernel="reference",
+        )  # fmt: skip
+        forward = schedule_scene(parts, Grid(2, 2), plan.sizes, Choices(algorithm))
+        choices = Choices(algorithm, True, side, "auto", kv_cache)
+        backward = schedule_scene(parts, Grid(2, 2), plan.sizes, choices)
+        for scene, schedule in zip((forward, backward), plan.schedules, strict=True):
+            assert scene.plan == schedule
+            assert (scene.plan.visible == schedule.visible).all()
+
+
+def test_totals_are_the_traffic_of_all_ranks_and_what_is_left_out():
+    parts = shards("causal & window:5,0", "contiguous")
+    scene = schedule_scene(parts, Grid(2, 2), SIZES, Choices("burst", True, "kv"))
+    sent = [cost.traffic(scene.plan, rank, SIZES) for rank in range(4)]
+    totals = scene.totals
+    for link in ("intra", "inter"):
+        assert sum(getattr(t, link) for t in sent) == sum(
+            total.bytes for (name, _), total in totals.items() if name == link
+        )
+    everything = schedule_scene(
+        shards("full", "contiguous"), Grid(2, 2), SIZES,
+        Choices("burst", True, "kv", scene.plan.route),
+    )  # fmt: skip
+    assert {k: (t.hops, t.bytes) for k, t in everything.totals.items()} == {
+        k: (t.hops_of_all, t.bytes_of_all) for k, t in totals.items()
+    }
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_work_and_imbalance_are_those_of_cost(layout):
+    parts = shards("causal | prefix:9", layout)
+    scene = schedule_scene(parts, Grid(1, 4), SIZES, Choices("ring"))
+    assert scene.work == parts.work == cost.work(parts.layout, parts.mask, 32)
+    assert scene.imbalance == pytest.approx(cost.imbalance(parts.layout, parts.mask, 32))
+
+
+def test_colours_of_ranks_differ():
+    for ranks in (1, 2, 9, 10, 32):
+        assert len({colours.of_rank(rank, ranks) for rank in range(ranks)}) == ranks
+
+
+# --- the command line ----------------------------------------------------------------------
+
+
+def lines(capsys):
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_text_of_a_schedule(capsys):
+    assert cli.main(["show", "schedule", "--ranks", "2", "--layout", "contiguous"]) == 0
+    expected = """\
+burst, forward, 2 ranks: causal, contiguous
+16 positions; keys and values (K, V) travel
+
+          step 0    step 1
+────────────────────────────
+ rank 0   q0 k0 ◪   q0 k1 ·
+          k0→1
+ rank 1   q1 k1 ◪   q1 k0 ■
+"""
+    assert lines(capsys)[:8] == expected.splitlines()
+
+
+def test_text_of_a_mask(capsys):
+    arguments = "show mask --mask causal&window:1,0 --seq-len 8 --ranks 2"
+    assert cli.main(arguments.split()) == 0
+    text = "\n".join(lines(capsys))
+    assert "0·······\n00······\n·11·····\n··11····\n···11···\n····11··\n·····00·\n······00" in text
+    assert "0···│····\n00··│····\n··0·│···0\n··00│····\n────┼────\n·1··│1···" in text
+    assert "work per rank 7 to 8 pairs" in text
+
+
+def test_text_of_layouts(capsys):
+    assert cli.main(["show", "layout", "--ranks", "2", "--seq-len", "8"]) == 0
+    text = "\n".join(lines(capsys))
+    for name, strip in {
+        "contiguous": "00001111",
+        "striped": "01010101",
+        "zigzag": "00111100",
+    }.items():
+        assert re.search(rf"^{name} +{strip}$", text, re.MULTILINE)
+
+
+def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall("^  megatron-burst (.*)$", show.EPILOG, re.MULTILINE)
+    assert len(examples) == 4
+    for example in examples:
+        assert cli.main(shlex.split(example)) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
+    common = "show schedule --nodes 2 --ranks-per-node 2 --layout striped "
+    assert cli.main((common + "--backward --side query").split()) == 0
+    text = "\n".join(lines(capsys))
+    assert "q0⇒2 @2" in text
+    assert re.search(r"dq\d→\d", text)
+    assert re.search(r"dq\d⇒\d @", text)
+    assert cli.main((common + "--backward --kv-cache 1 --rank 3").split()) == 0
+    text = "\n".join(lines(capsys))
+    assert "q3 k0 ◪*" in text
+    assert not re.search("^ rank [012] ", text, re.MULTILINE)
+    assert "intra hops of all ranks: none, instead of 8" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("mask --mask windw:1", "at character 1 (windw:1)"),
+        ("mask --seq-len 30", "seq_len: layout zigzag"),
+        ("mask --seq-len 4096", "--seq-len: a picture as text shows at most 256"),
+        ("mask --layout diagonal", "layout must be one of"),
+        ("mask --ranks 0", "--ranks must be at least 1"),
+        ("mask --nodes 2", "--nodes and --ranks-per-node go together"),
+        ("mask --nodes 2 --ranks-per-node 2 --ranks 5", "--ranks 5 is not --nodes 2 x"),
+        ("mask --png picture.jpg", "must end in .png"),
+        ("mask --png /nowhere/at/all.png", "/nowhere/at/all.png"),
+        ("mask --ranks x", "invalid int value"),
+        ("mask --colour", "unrecognized arguments"),
+        ("layout --layout block_striped", "block_striped:4"),
+        ("schedule --side query", "add --backward"),
+        ("schedule --backward --side query --kv-cache 0.5", "use --side kv"),
+        ("schedule --backward --kv-cache 2", "--kv-cache must be in 0..1"),
+        ("schedule --rank 9", "--rank must be in 0..3"),
+        ("schedule --algorithm ulysses", "invalid choice"),
+        ("schedule --heads 4 --kv-heads 3", "--kv-heads must divide --heads"),
+        ("schedule --ranks 64", "--ranks: a picture as text shows at most 32"),
+        ("picture", "invalid choice"),
+        ("", "required"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments, problem, capsys):
+    try:
+        code = cli.main(["show", *arguments.split()])
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert problem in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["--", "dance"]])
+def test_unknown_commands_end_with_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("package", "flags"), [("rich", []), ("matplotlib", ["--png", "x.png"])])
+def test_a_missing_package_is_named_with_the_cure(package, flags, monkeypatch, capsys):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else there(name)
+    )
+    assert cli.main(["show", "mask", *flags]) == 2
+    assert f"needs {package}, which is not installed: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["mask", "layout --mask causal", "schedule --backward"])
+def test_a_picture_is_a_small_png_and_the_same_every_time(arguments, tmp_path):
+    files = [tmp_path / "one.png", tmp_path / "two.png"]
+    for file in files:
+        assert cli.main(["show", *arguments.split(), "--ranks", "2", "--png", str(file)]) == 0
+    first, second = (file.read_bytes() for file in files)
+    assert first.startswith(b"\x89PNG\r\n\x1a\n")
+    assert first.endswith(b"IEND\xaeB`\x82")
+    assert first == second
+    assert not [name for name in (b"tEXt", b"iTXt", b"tIME") if name in first]
+    assert len(first) < 100_000
+
+
+def test_the_command_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_burst", "show", "layout", "--ranks", "2"],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert "0101010101010101" in done.stdout
+    assert done.stderr == ""
+
+
+def test_text_needs_no_matplotlib_and_nothing_here_imports_megatron():
+    probe = (
+        "import sys; from megatron_burst import cli; cli.main(['show', 'mask']);"
+        "print(sorted({n.split('.')[0] for n in sys.modules} & {'matplotlib', 'megatron'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- the gallery ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gallery():
+    spec = importlib.util.spec_from_file_location("make_gallery", ROOT / "docs/make_gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gallery_is_what_its_generator_writes(gallery):
+    assert (ROOT / "docs/gallery.md").read_text(encoding="utf-8") == gallery.page()
+
+
+def test_the_gallery_has_its_pictures_no_others_and_they_are_small(gallery):
+    names = [picture.name for section in gallery.SECTIONS for picture in section.pictures]
+    sizes = {file.stem: file.stat().st_size for file in (ROOT / "docs/gallery").iterdir()}
+    assert sorted(sizes) == sorted(names)
+    assert max(sizes.values()) < 100_000
+    assert sum(sizes.values()) < 1_000_000
+    assert len(names) >= 12
