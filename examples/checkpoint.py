@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 _LATEST = "latest_checkpointed_iteration.txt"
 
@@ -33,6 +34,7 @@ def load(
 ) -> tuple[int, int]:
     """Restore everything that ``save`` wrote, of the latest iteration unless one is named;
     returns (iteration, consumed samples)."""
+    _check_restorable(optimizer)
     latest = Path(root) / _LATEST
     if iteration is None and not latest.exists():
         raise ValueError(f"--load {root} holds no checkpoint: {latest} does not exist")
@@ -45,6 +47,16 @@ def load(
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     return state["iteration"], state["consumed_samples"]
+
+
+def _check_restorable(optimizer: Any) -> None:
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+            raise ValueError(
+                "--load with --use-distributed-optimizer: Megatron-Core restores the distributed "
+                "optimizer only with Apex or Transformer Engine installed, not torch's Adam; "
+                "train without --use-distributed-optimizer, or install one of them"
+            )
 
 
 def _sharded_state(model: Any, optimizer: Any, schedule: Any, is_loading: bool) -> dict[str, Any]:

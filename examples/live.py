@@ -19,6 +19,7 @@ class Reporter:
 
     def __init__(self, active: bool, metrics: str | None, log_interval: int, last_step: int):
         self._active, self._interval, self._last = active, max(1, log_interval), last_step
+        self.history: list[dict[str, float]] = []
         self._rows: list[tuple[str, ...]] = []
         self._file: TextIO | None = None
         self._live: Any = None
@@ -50,15 +51,10 @@ class Reporter:
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, tokens_per_s: float):
         """Report one optimizer step; loss in nats per token."""
-        self._write(
-            {
-                "step": step,
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "lr": lr,
-                "tokens_per_s": tokens_per_s,
-            }
-        )
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        record["tokens_per_s"] = tokens_per_s
+        self.history.append(record)
+        self._write(record)
         if not self._active or (step % self._interval and step != self._last):
             return
         row = (

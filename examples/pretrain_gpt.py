@@ -49,7 +49,13 @@ def main() -> None:
     args = arguments.parse_args()
     if not torch.cuda.is_available():
         burst.cpu.enable()
+    join_processes(args)
+    run(args)
+    torch.distributed.destroy_process_group()
 
+
+def run(args: Namespace) -> list[dict[str, float]]:
+    """Build the model that the flags describe and train it; what was reported of each step."""
     burst.install(layout=args.burst_layout)
     config = model_config(args)
     choice = mb.BurstConfig(
@@ -61,7 +67,7 @@ def main() -> None:
     )
     burst.configure(config, choice, seq_length=args.seq_length)
 
-    start_processes(args)
+    make_groups(args)
     model = build_model(args, config)
     optimizer, schedule = build_optimizer(args, config, model)
     iteration, consumed = 0, 0
@@ -69,24 +75,23 @@ def main() -> None:
         iteration, consumed = checkpoint.load(
             args.load, args.ckpt_step, model.module, optimizer, schedule
         )
-    train(args, config, model, optimizer, schedule, iteration, consumed)
-    torch.distributed.destroy_process_group()
+    return train(args, model, optimizer, schedule, iteration, consumed)
 
 
-def start_processes(args: Namespace) -> None:
-    """Join the other processes and make Megatron's groups. One process needs no launcher."""
-    for name, alone in {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }.items():
+def join_processes(args: Namespace) -> None:
+    """Meet the other processes that torchrun started. One process needs no launcher."""
+    for name, alone in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0",
+                        "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():  # fmt: skip
         os.environ.setdefault(name, alone)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, timeout=timeout)
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+
+
+def make_groups(args: Namespace) -> None:
+    """Megatron's process groups, and the random numbers that weights are drawn from."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -223,7 +228,7 @@ def mean_over_all_tokens(reports: list[torch.Tensor]) -> float:
     return (pair[0] / pair[1]).item()
 
 
-def train(args, config, model, optimizer, schedule, iteration: int, consumed: int) -> None:
+def train(args, model, optimizer, schedule, iteration: int, consumed: int):
     """Step until --exit-interval; global rank 0 reports, all ranks save."""
     samples = dataset.build(args)
     run_schedule = get_forward_backward_func()
@@ -256,6 +261,7 @@ def train(args, config, model, optimizer, schedule, iteration: int, consumed: in
             due = args.save_interval and step % args.save_interval == 0
             if args.save and (due or step == args.exit_interval):
                 checkpoint.save(args.save, step, consumed, model.module, optimizer, schedule)
+    return reporter.history
 
 
 def one_rank_line(args: Namespace) -> str:

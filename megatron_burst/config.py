@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .hops import ALGORITHMS, SIDES
 from .layout import LAYOUTS
-from .schedule import ALGORITHMS, SIDES
 
 NAMES = (*ALGORITHMS, "ulysses", "hybrid")
 KERNELS = ("auto", "aten", "aten_cudnn", "reference")

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import schedule
+from .hops import ROUTES, SIDES, Chunk, Grid
 from .layout import LAYOUTS, Layout, Span, make
 from .masks import Mask
-from .schedule import ROUTES, SIDES, Chunk, Schedule
+from .schedule import Schedule
 from .tiles import Cutter
 
 
@@ -131,12 +132,11 @@ def _over_all_ranks(plan: Schedule, sizes: Sizes) -> Traffic:
 
 # --- work ----------------------------------------------------------------------------------
 
-_COUNTING = Cutter(band_rows=256, table_rows=256)
-
 
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
     """How many (query, key) pairs of two shards attend; exact."""
-    return sum(tile.visible for tile in _COUNTING.tiles(mask, q_spans, k_spans))
+    cutter = Cutter(band_rows=256, table_rows=256)
+    return sum(tile.visible for tile in cutter.tiles(mask, q_spans, k_spans))
 
 
 def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
@@ -156,7 +156,7 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int) -> float:
     size = layout.cp_size
     spans = [layout.spans(rank, seq_len) for rank in range(size)]
     mask.check(seq_len)
-    ring = schedule.forward("ring", schedule.Grid(1, size))
+    ring = schedule.forward("ring", Grid(1, size))
     steps = []
     for step in range(size):
         pairs = [ring.pair(rank, step) for rank in range(size)]

@@ -43,7 +43,10 @@ class Groups:
 
     Make it once, on every rank of the grid alike and before the first attention: making the
     process groups of the rings is collective. It cannot be copied or pickled, so it must not
-    be stored on a Megatron config. `mb.Groups(intra=pg, inter=pg)` takes the two process
+    be stored on a Megatron config. Its process groups live as long as the process: torch names
+    groups so that one made after another was destroyed may find the dead one's addresses.
+
+    `mb.Groups(intra=pg, inter=pg)` takes the two process
     groups of this rank's node and of its index across nodes (index 0 and 1 of Megatron's
     hierarchical groups).
 
@@ -55,7 +58,6 @@ class Groups:
     local_ranks: tuple[int, ...]
     backend: str
     members: list[Member]
-    _made: list[dist.ProcessGroup]
 
     def __init__(
         self,
@@ -65,13 +67,14 @@ class Groups:
         head: int = 1,
         placement: str = "head_first",
     ):
-        mine = dist.get_process_group_ranks(intra)
-        rows: list[list[int]] = [[] for _ in range(inter.size())]
+        mine = dist.get_process_group_ranks(intra), _group_counts(intra)
+        rows: list[tuple[list[int], list[int]]] = [mine] * inter.size()
         dist.all_gather_object(rows, mine, group=inter)
-        if len({len(row) for row in rows}) != 1:
+        if len({len(row) for row, _ in rows}) != 1:
             raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
-        ranks = [rank for row in rows for rank in row]
-        self._connect(ranks, Topology(len(ranks), len(mine), head, placement), intra)
+        ranks = [rank for row, _ in rows for rank in row]
+        _check_group_counts([count for _, counts in rows for count in counts])
+        self._connect(ranks, Topology(len(ranks), len(mine[0]), head, placement), intra)
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup, *, head: int = 1) -> Groups:
@@ -89,6 +92,7 @@ class Groups:
     ) -> Groups:
         """`intra` consecutive ranks of `group` form a node; `head`, `placement`: see Topology."""
         ranks = dist.get_process_group_ranks(group)
+        _check_group_counts(_group_counts(group))
         self = cls.__new__(cls)
         self._connect(ranks, Topology(len(ranks), intra, head, placement), group)
         return self
@@ -127,7 +131,6 @@ class Groups:
             return LocalEndpoint(members.index(rank), members, boxes, counters)
 
         self.members = [self._member(rank, end) for rank in self.local_ranks]
-        self._made = []
         return self
 
     @property
@@ -158,12 +161,6 @@ class Groups:
             raise RuntimeError(f"exchange failed: header of attention: {error}") from error
         return gathered
 
-    def close(self) -> None:
-        """Destroy the process groups that were made here."""
-        for group in self._made:
-            dist.destroy_process_group(group)
-        self._made = []
-
     def __deepcopy__(self, memo: object) -> Groups:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
@@ -186,8 +183,6 @@ class Groups:
         rank = ranks.index(dist.get_rank())
         self.local_ranks = (rank,)
         self.backend = dist.get_backend(parent)
-        self._made = []
-        _check_group_counts(parent)
         timeout = _timeout(parent)
 
         def new(members: list[int], backend: str) -> dist.ProcessGroup:
@@ -199,7 +194,6 @@ class Groups:
                 use_local_synchronization=True,
             )
             assert isinstance(group, dist.ProcessGroup)
-            self._made.append(group)
             return group
 
         self._control = new(list(range(topology.size)), "gloo")
@@ -247,11 +241,16 @@ def _device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-def _check_group_counts(group: dist.ProcessGroup) -> None:
-    """torch names a locally made group after the number of groups a rank is in; if that number
-    differs between the ranks they would wait for each other until the timeout."""
+def _group_counts(group: dist.ProcessGroup) -> list[int]:
+    """In how many process groups each rank of `group` is."""
     counts = [0] * group.size()
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    return counts
+
+
+def _check_group_counts(counts: list[int]) -> None:
+    """torch names a locally made group after the number of groups a rank is in; if that number
+    differs between the ranks they would wait for each other until the timeout."""
     if len(set(counts)) != 1:
         raise ValueError(
             f"the ranks of this grid are in different numbers of process groups ({counts}); "

@@ -19,12 +19,13 @@ from .arguments import Choices, Draft, NeedsGrad, Shards, Signature, check, per_
 from .config import BurstConfig
 from .groups import Groups
 from .head_parallel import Share
+from .hops import Grid, Pair
 from .kernels import Kernel, Scoring
 from .layout import Layout, Span
 from .masks import Causal, Cover, Mask
 from .merge import accumulation_dtype
 from .ring import Pass
-from .schedule import Grid, Pair, Schedule
+from .schedule import Schedule
 
 # The ring that head-parallel algorithms run inside their head groups.
 RINGS = {"ulysses": "ring", "hybrid": "burst"}

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from .comm import Channel, Endpoint, Pending, Receive, Send
+from .hops import Boundary, Chunk, Hop, Pair
 from .kernels import Kernel, Rows, Scoring
 from .merge import accumulation_dtype, add_sink_, empty_result, merge_
-from .schedule import Boundary, Chunk, Hop, Pair
 
 Tensors = tuple[torch.Tensor, ...]
 Keys = tuple[torch.Tensor, torch.Tensor]

@@ -28,64 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ALGORITHMS = ("burst", "double_ring", "ring", "all_gather")
-SIDES = ("kv", "query")
-ROUTES = ("ring", "direct")
-
-
-class Grid(NamedTuple):
-    """`inter` nodes of `intra` ranks; rank = node * intra + index in the node."""
-
-    inter: int
-    intra: int
-
-    @property
-    def size(self) -> int:
-        return self.inter * self.intra
-
-    def link(self, src: int, dst: int) -> str:
-        """The link class between two ranks: "intra" within a node, else "inter"."""
-        return "intra" if src // self.intra == dst // self.intra else "inter"
-
-
-class Chunk(NamedTuple):
-    """What travels: a family ("kv", "query", or a gradient, "dkv", "dquery") of one owner."""
-
-    family: str
-    owner: int
-
-    @property
-    def gradient(self) -> bool:
-        return self.family.startswith("d")
-
-
-class Hop(NamedTuple):
-    """One chunk from rank `src` to rank `dst`, started at boundary `post`, there by `land`."""
-
-    chunk: Chunk
-    src: int
-    dst: int
-    ring: str  # "flat", "intra" or "inter": whose process group carries it
-    link: str  # "intra" or "inter": the link class it crosses
-    post: int
-    land: int
-
-
-class Pair(NamedTuple):
-    """The owners of the query chunk and the key chunk of one local attention."""
-
-    query: int
-    key: int
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What one rank does at one boundary, and the pair it computes after it (None: draining)."""
-
-    index: int
-    posts: tuple[Hop, ...]  # hops from or to this rank that start here
-    release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
-    pair: Pair | None
+from .hops import ALGORITHMS, SIDES, Boundary, Chunk, Grid, Hop, Pair
 
 
 class _Moves(NamedTuple):
@@ -139,8 +82,8 @@ class Schedule:
     def kept_chunks(self, rank: int) -> list[Chunk]:
         """The chunks that `rank` holds from the start besides its own."""
         steps = range(self.grid.size - self.kept, self.grid.size)
-        pairs = [(self.pair(rank, step), self.visitor(rank, step)) for step in steps]
-        return [Chunk(self.side, visitor) for pair, visitor in pairs if self.visible[pair]]
+        wanted = [step for step in steps if self.visible[self.pair(rank, step)]]
+        return [Chunk(self.side, self.visitor(rank, step)) for step in wanted]
 
     @cached_property
     def _meets(self) -> np.ndarray:
@@ -317,8 +260,7 @@ def forward(
     algorithm: str, grid: Grid, *, visible: np.ndarray | None = None, route: str = "ring"
 ) -> Schedule:
     """The forward pass: keys and values travel, nothing comes home. Arguments as `Schedule`."""
-    table = _table(grid, visible)
-    return Schedule(check_algorithm(algorithm), grid, "kv", False, table, route)
+    return Schedule(check_algorithm(algorithm), grid, "kv", False, _table(grid, visible), route)
 
 
 def backward(

@@ -9,8 +9,7 @@ knows no devices and no torch, so that costs are counted on exactly what runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -77,6 +76,8 @@ class Cutter:
 
     band_rows: int | None
     table_rows: int | None
+    # The pairs of a ring have few different bands, and one table serves every block of a window.
+    _bands: dict[tuple, tuple[_Part, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def tiles(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
@@ -117,7 +118,10 @@ class Cutter:
             yield Tile(rows, columns, table=np.array(table))
 
     def _cut_band(self, q: _Piece, k: _Piece, band: Band) -> Iterator[Tile]:
-        for part in _band_parts(q.span.length, k.span.length, band, self.band_rows):
+        shape = (q.span.length, k.span.length, band, self.band_rows)
+        if shape not in self._bands:
+            self._bands[shape] = _band_parts(*shape)
+        for part in self._bands[shape]:
             if part.table is not None and self.table_rows is None:
                 raise ValueError(
                     f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
@@ -127,7 +131,7 @@ class Cutter:
             yield Tile(rows, columns, part.triangle, part.table)
 
 
-_SMALLEST_BLOCK = 32
+_SMALLEST_BLOCK = 64
 
 
 class _Part(NamedTuple):
@@ -139,13 +143,13 @@ class _Part(NamedTuple):
     table: np.ndarray | None = None
 
 
-@lru_cache(maxsize=256)  # the pairs of a ring have few different bands
 def _band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple[_Part, ...]:
     """Row by row of blocks: what the whole block sees, and the slanted edges beside it."""
     left, right = band
     if block is not None:  # an edge wastes half a block: keep that small beside what is visible
         block = min(block, max(_SMALLEST_BLOCK, min(rows, left + right + 1) // 8))
     parts: list[_Part] = []
+    edges: dict[tuple, np.ndarray] = {}
     begin = max(0, -right)  # rows before it see nothing
     while begin < rows and begin - left < columns:
         end = rows if block is None else min(rows, begin + block)
@@ -153,13 +157,15 @@ def _band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple
             end = min(end, columns - right)
         elif left >= begin:  # rows that see everything need no blocks
             end = min(rows, left + 1)
-        parts += _block_parts(begin, end, columns, band)
+        parts += _block_parts(begin, end, columns, band, edges)
         begin = end
     return tuple(parts)
 
 
-def _block_parts(begin: int, end: int, columns: int, band: Band) -> Iterator[_Part]:
-    """The parts of rows `begin` to `end` of a band over so many columns."""
+def _block_parts(
+    begin: int, end: int, columns: int, band: Band, edges: dict[tuple, np.ndarray]
+) -> Iterator[_Part]:
+    """The parts of rows `begin` to `end` of a band; blocks of one shape share their `edges`."""
     left, right = band
     first, first_full = max(0, begin - left), max(0, end - 1 - left)
     stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
@@ -168,23 +174,25 @@ def _block_parts(begin: int, end: int, columns: int, band: Band) -> Iterator[_Pa
         stop_full -= 1  # the column all rows see is the triangle's first
     block = (begin, end)
     if first_full > stop_full:
-        table = _edge(end - begin, stop - first, begin - left - first, begin + right - first)
-        yield _Part(block, (first, stop), table=table)
+        shape = (end - begin, stop - first, begin - left - first, begin + right - first)
+        yield _Part(block, (first, stop), table=_edge(edges, *shape))
         return
     if first < first_full:
-        table = _edge(end - begin, first_full - first, begin - left - first, columns)
-        yield _Part(block, (first, first_full), table=table)
+        shape = (end - begin, first_full - first, begin - left - first, columns)
+        yield _Part(block, (first, first_full), table=_edge(edges, *shape))
     if first_full < stop_full:
         yield _Part(block, (first_full, stop_full))
     if triangle:
         yield _Part(block, (stop_full, stop), triangle=True)
 
 
-@lru_cache(maxsize=64)  # one table serves every block of a window
-def _edge(rows: int, columns: int, low: int, high: int) -> np.ndarray:
+def _edge(edges: dict[tuple, np.ndarray], rows: int, columns: int, low: int, high: int):
     """bool [rows, columns]: column n of row m where m + low <= n <= m + high."""
-    ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
-    return (ahead >= low) & (ahead <= high)
+    key = (rows, columns, low, high)
+    if key not in edges:
+        ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+        edges[key] = (ahead >= low) & (ahead <= high)
+    return edges[key]
 
 
 def _arrays(pieces: list[_Piece], shape: tuple[int, int]) -> Span:

@@ -83,6 +83,50 @@ def hops(algorithm, nodes, per_node, rank):
     return {"intra": nodes * (per_node - 1), "inter": nodes - 1}
 
 
+def sparse_hops(algorithm, nodes, per_node, users, rank):
+    """(activation, gradient) {link class: messages `rank` sends} where only some need a chunk.
+
+    users: for each owner the ranks that compute with its chunk. Chunks walk the same way as in
+    `hops`, but no further than the last user, and gradients set out from the first. "direct":
+    from the owner to each user, and back.
+    """
+    size = nodes * per_node
+    there, back = ({"intra": 0, "inter": 0} for _ in range(2))
+
+    def send(count, src, dst):
+        if src == rank:
+            count["intra" if src // per_node == dst // per_node else "inter"] += 1
+
+    for owner in range(size):
+        if algorithm == "direct":
+            for user in users[owner] - {owner}:
+                send(there, owner, user)
+                send(back, user, owner)
+            continue
+        height, width = (1, size) if algorithm == "ring" else (nodes, per_node)
+        node, index = divmod(owner, width)
+        rows = [
+            [(node + s) % height * width + (index + i) % width for i in range(width)]
+            for s in range(height)
+        ]
+        for row in rows:
+            used = [i for i, r in enumerate(row) if r in users[owner]]
+            for i in range(width - 1):
+                if any(later > i for later in used):
+                    send(there, row[i], row[i + 1])
+            for i in range(1, width):
+                if any(1 <= earlier <= i for earlier in used):
+                    send(back, row[i], row[(i + 1) % width])
+        used = [s for s, row in enumerate(rows) if users[owner] & set(row)]
+        for s in range(height - 1):
+            if any(later > s for later in used):
+                send(there, rows[s][0], rows[s + 1][0])
+        for s in range(1, height):
+            if any(1 <= earlier <= s for earlier in used):
+                send(back, rows[s][0], rows[(s + 1) % height][0])
+    return there, back
+
+
 def activation_bytes(side, rows, heads, kv_heads, d, w, item, stat):
     """One travelling chunk: K, V; or Q, dO and the two statistics lse and delta."""
     if side == "kv":

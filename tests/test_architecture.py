@@ -15,21 +15,25 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 # component -> components of the package that it may import; nothing else. `kernels` is one
 # component, so is `megatron`. A new file has to be entered here: that is the point.
-PLANNING = {"layout", "masks", "schedule", "cost"}
-DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "ring"}
+PLANNING = {"layout", "masks", "hops", "schedule", "tiles", "topology", "cost"}
+DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "ring", "head_parallel"}
 ARROWS = {
     "layout": set(),
-    "masks": {"layout"},
-    "schedule": {"masks", "layout"},
-    "cost": {"schedule", "masks", "layout"},
-    "config": {"layout", "schedule"},
+    "masks": {"masks", "layout"},
+    "hops": set(),
+    "schedule": {"hops", "masks", "layout"},
+    "tiles": {"masks", "layout"},
+    "topology": set(),
+    "cost": {"schedule", "hops", "tiles", "masks", "layout"},
+    "config": {"layout", "hops"},
     "merge": set(),
     "comm": set(),
     "agreement": set(),
     "sharding": {"layout"},
-    "groups": {"comm"},
-    "kernels": {"kernels", "layout", "masks"},
-    "ring": {"schedule", "comm", "merge", "kernels"},
+    "groups": {"comm", "topology"},
+    "kernels": {"kernels", "layout", "masks", "tiles"},
+    "ring": {"hops", "comm", "merge", "kernels"},
+    "head_parallel": {"comm"},
     "arguments": DOOR,
     "prepare": DOOR | {"arguments"},
     "attention": DOOR | {"arguments", "prepare"},

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst import layout, masks, schedule
+from megatron_burst import hops, layout, masks, schedule
 from megatron_burst.cost import (
     Sizes,
     Traffic,
@@ -20,8 +20,9 @@ from megatron_burst.cost import (
     visible_pairs,
     work,
 )
+from megatron_burst.hops import Chunk, Grid
 from megatron_burst.layout import Span
-from megatron_burst.schedule import SIDES, Grid
+from megatron_burst.schedule import SIDES
 
 ALGORITHMS = ("burst", "double_ring", "ring")
 
@@ -73,17 +74,17 @@ def test_traffic_is_hops_times_chunk_bytes(algorithm, grid, heads, width, dtype,
     rank = data.draw(st.integers(0, grid[0] * grid[1] - 1))
     given_sizes = sizes(*heads, *width, *dtype)
     shape = (30, *heads, *width)
-    hops = oracle.hops(algorithm, *grid, rank)
+    count = oracle.hops(algorithm, *grid, rank)
     item, wire = dtype
     stat = 8 if item == 8 else 4
     there = oracle.activation_bytes("kv", *shape, item, stat)
     got = forward_traffic(algorithm, Grid(*grid), rank, given_sizes)
-    assert got == Traffic(hops["intra"] * there, hops["inter"] * there)
+    assert got == Traffic(count["intra"] * there, count["inter"] * there)
     for side in SIDES:
         chunk = oracle.activation_bytes(side, *shape, item, stat)
         chunk += oracle.gradient_bytes(side, *shape, wire)
         got = backward_traffic(algorithm, Grid(*grid), rank, given_sizes, side)
-        assert got == Traffic(hops["intra"] * chunk, hops["inter"] * chunk)
+        assert got == Traffic(count["intra"] * chunk, count["inter"] * chunk)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +150,8 @@ tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 @given(
-    st.sampled_from(schedule.ALGORITHMS), grids, st.sampled_from(SIDES),
-    st.sampled_from(schedule.ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
+    st.sampled_from(hops.ALGORITHMS), grids, st.sampled_from(SIDES),
+    st.sampled_from(hops.ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
 )  # fmt: skip
 def test_hops_counted_are_the_hops_listed(algorithm, grid, side, route, kept, density, random):
     size = grid[0] * grid[1]
@@ -168,7 +169,7 @@ def test_a_window_over_many_ranks_by_hand():
     grid, have = Grid(1, 8), sizes()
     before = np.eye(8, dtype=bool) | np.eye(8, k=-1, dtype=bool)
     both = before | before.T
-    chunk = have.chunk_bytes(schedule.Chunk("kv", 0))
+    chunk = have.chunk_bytes(Chunk("kv", 0))
 
     def total(visible, route):
         plan = schedule.forward("burst", grid, visible=visible, route=route)

@@ -364,6 +364,22 @@ def test_a_plan_announces_what_is_sent(algorithm, side):
     assert (counters.intra, counters.inter) == sent
 
 
+def test_gradients_and_activations_never_share_a_communicator():
+    """The authors of BurstEngine found wrong results where they do."""
+    c = call(HERE)
+    seen = set()
+    for endpoint in (member.ring for member in c.groups.members):
+        real = endpoint.exchange
+
+        def spy(channel, sends, receives, label, real=real):
+            seen.add((channel.ring, channel.gradient, "dkv of rank" in label))
+            return real(channel, sends, receives, label)
+
+        endpoint.exchange = spy
+    grads(attend(c), c)
+    assert seen == {(ring, kind, kind) for ring in ("intra", "inter") for kind in (False, True)}
+
+
 # --- and whatever else ---------------------------------------------------------------------
 
 

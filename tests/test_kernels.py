@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst import kernels
-from megatron_burst.kernels import Rows
+from megatron_burst.kernels import Rows, Scoring
 from megatron_burst.kernels.aten import CudaCudnn, CudaFlash, stand_in
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Full, Mask
@@ -56,14 +56,14 @@ def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False):
     work = kernel.plan(mask, spans, spans)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
-    for rows, part, part_lse in kernel.forward(q, k, v, work, scale):
+    for rows, part, part_lse in kernel.forward(q, k, v, work, Scoring(scale)):
         assert part_lse.dtype == lse.dtype
         merge_(out[rows], lse[rows], part, part_lse)
     final = out.to(q.dtype)
     delta = (dout.to(lse.dtype) * final.to(lse.dtype)).sum(dim=-1)
     sums = [torch.zeros(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v)]
     known = None if visiting else final
-    kernel.backward(Rows(q, dout, lse, delta, known), k, v, work, scale, *sums)
+    kernel.backward(Rows(q, dout, lse, delta, known), k, v, work, Scoring(scale), *sums)
     return final, *sums
 
 
@@ -149,7 +149,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
     sums = [
         torch.zeros_like(x) if want else None for x, want in zip((q, k, v), wanted, strict=True)
     ]
-    kernel.backward(rows, k, v, work, 0.5, *sums)
+    kernel.backward(rows, k, v, work, Scoring(0.5), *sums)
     for got, right in zip(sums, truth, strict=True):
         assert got is None or oracle.worst(got, right) < 1e-11
 
@@ -161,7 +161,9 @@ def test_backward_adds_to_what_is_there(name):
     work = kernel.plan(Full(), [Span(0, 1, 8)], [Span(0, 1, 8)])
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("full", 8))
     sums = [torch.full_like(x, 7.0) for x in (q, k, v)]
-    kernel.backward(Rows(q, dout, lse, (dout * out).sum(dim=-1), None), k, v, work, 0.5, *sums)
+    kernel.backward(
+        Rows(q, dout, lse, (dout * out).sum(dim=-1), None), k, v, work, Scoring(0.5), *sums
+    )
     for got, right in zip(sums, truth, strict=True):
         assert oracle.worst(got - 7.0, right) < 1e-11
 
@@ -270,8 +272,8 @@ def test_cuda_operators_take_the_arguments_we_pass(operator, causal):
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="cuda:0")
         k = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, device="cuda:0")
-        out, lse = operator.forward(q, k, k, causal, 0.5)
-        grads = operator.backward(out, q, k, k, out, lse, causal, 0.5)
+        out, lse = operator.forward(q, k, k, causal, None, 0.5)
+        grads = operator.backward(out, q, k, k, out, lse, causal, None, 0.5)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 16), torch.float32)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
@@ -288,5 +290,5 @@ def test_lse_is_the_natural_logarithm():
     q = torch.zeros(4, 1, 1, 4)
     kernel = kernels.make("aten", q, q, q)
     work = kernel.plan(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
-    ((_, _, lse),) = kernel.forward(q, q, q, work, 1.0)
+    ((_, _, lse),) = kernel.forward(q, q, q, work, Scoring(1.0))
     assert lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.schedule import SIDES, Chunk, Grid, Pair, backward, forward
+from megatron_burst.hops import Chunk, Grid, Pair
+from megatron_burst.schedule import SIDES, backward, forward
 
 ALGORITHMS = ("burst", "double_ring", "ring")
 

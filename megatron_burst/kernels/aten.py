@@ -31,7 +31,7 @@ class Operator(Protocol):
     device: str
     dtypes: tuple[torch.dtype, ...]
     multiple: int  # widths must be a multiple of this
-    cutter: Cutter
+    limits: tuple[int | None, int | None]  # of `tiles.Cutter`
 
     def forward(
         self, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float
@@ -46,7 +46,7 @@ class CpuFlash:
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
-    cutter = Cutter(band_rows=256, table_rows=256)  # it skips little of a triangle: cut it
+    limits: tuple[int | None, int | None] = (256, 256)  # it skips little of a triangle: cut it
 
     def forward(self, q, k, v, causal, bias, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -63,7 +63,7 @@ class CudaFlash:
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
-    cutter = Cutter(band_rows=None, table_rows=None)
+    limits: tuple[int | None, int | None] = (None, None)
 
     def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -82,7 +82,7 @@ class CudaCudnn:
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
-    cutter = Cutter(band_rows=None, table_rows=None)
+    limits: tuple[int | None, int | None] = (None, None)
 
     def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_cudnn_attention(
@@ -105,6 +105,7 @@ class AtenKernel:
     def __init__(self, name: str, operator: Operator):
         self.name = name
         self.operator = operator
+        self.cutter = Cutter(*operator.limits)
         self._tables: dict[int, _Call] = {}
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -121,7 +122,7 @@ class AtenKernel:
     def plan(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[_Call, ...] | None:
-        tiles = self.operator.cutter.tiles(mask, q_spans, k_spans)
+        tiles = self.cutter.tiles(mask, q_spans, k_spans)
         return tuple(self._call(tile) for tile in tiles) or None
 
     def _call(self, tile: Tile) -> _Call:

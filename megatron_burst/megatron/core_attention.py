@@ -50,7 +50,8 @@ class BurstCoreAttention(MegatronModule):
         **unknown: Any,
     ) -> None:
         super().__init__(config=config)
-        burst: mb.BurstConfig = config.burst
+        self._burst: mb.BurstConfig = config.burst
+        burst = self._burst
         check_config(config, burst)
         if attention_dropout:
             raise ValueError(f"attention dropout is {attention_dropout}; set --attention-dropout 0")
@@ -100,7 +101,7 @@ class BurstCoreAttention(MegatronModule):
 
     def _signature(self, mask_type: AttnMaskType) -> Signature:
         return Signature(
-            burst=self.config.burst,
+            burst=self._burst,
             causal=_CAUSAL.get(mask_type, True),
             softmax_scale=self.softmax_scale,
             kind=self._kind,

@@ -161,7 +161,7 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
         return norm
 
     patches.replace(WrappedTorchNorm, "__new__", staticmethod(norm_with_sequence_parallel))

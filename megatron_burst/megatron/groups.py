@@ -23,20 +23,26 @@ def context_groups(
     """
     cp = pg_collection.cp
     check_topology(cp.size(), sizes, intra_size)
-    levels = _hierarchical(pg_collection)
-    if levels:
-        intra, inter = levels
+    if sizes:
+        intra, inter = _hierarchical(pg_collection)
         return mb.Groups(intra=intra, inter=inter)
     if intra_size is not None:
         return mb.Groups.from_topology(cp, intra=intra_size)
     return mb.Groups.by_host(cp)
 
 
-def _hierarchical(pg_collection: Any) -> list[Any] | None:
+def _hierarchical(pg_collection: Any) -> list[Any]:
+    # Asked for only when the configuration names sizes: Megatron keeps the groups of an earlier
+    # initialize_model_parallel after destroy_model_parallel.
     levels = getattr(pg_collection, "hcp", None)
     if levels is None and pg_collection.cp is parallel_state.get_context_parallel_group(
         check_initialized=False
     ):
         # The collection that Attention makes for itself has only tp and cp.
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
-    return levels or None
+    if not levels:
+        raise ValueError(
+            "--hierarchical-context-parallel-sizes is set, but Megatron made no such groups: pass "
+            "hierarchical_context_parallel_sizes to initialize_model_parallel too"
+        )
+    return levels

@@ -26,7 +26,7 @@ class PatchSet:
 
     name: str
     notes: dict[str, Any] = field(default_factory=dict)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
 
     def replace(self, owner: object, attribute: str, value: object) -> object:
         """Set ``owner.attribute``; returns what was there. ``AttributeError`` if nothing was."""
@@ -45,7 +45,7 @@ class PatchSet:
         _rename_everywhere(name, original, value)
         self._undo.append(lambda: _rename_everywhere(name, value, original))
 
-    def on_undo(self, action: Callable[[], None]) -> None:
+    def on_undo(self, action: Callable[[], object]) -> None:
         """Run ``action`` when the set is removed."""
         self._undo.append(action)
 

@@ -1,0 +1,79 @@
+"""Four gloo ranks with Megatron on the CPU, shared by all tests of this folder, and a dataset."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import session
+from workers import Workers
+
+SEQUENCE = 64
+VOCABULARY = 61
+
+
+@pytest.fixture(scope="session")
+def four():
+    """`four(function, *args)` on four ranks of their own: Megatron is patched in them."""
+    started = []
+
+    def run(function, *args):
+        if not started or not started[-1].alive:  # a failed rank takes the others with it
+            started.append(Workers(4, timeout=60))
+            started[-1].run(session.start, timeout=180)
+        return started[-1].run(function, *args, timeout=120)
+
+    yield run
+    for workers in started:
+        workers.close()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Prefix of a small dataset with short documents, so that loss masks are uneven."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path_factory.mktemp("data") / "text")
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    draw = np.random.default_rng(0)
+    for _ in range(400):
+        length = int(draw.integers(5, 60))
+        steps = draw.integers(1, 4, length - 1).cumsum() % (VOCABULARY - 1)
+        document = np.append(steps, VOCABULARY - 1)
+        builder.add_document(torch.from_numpy(document), [length])
+    builder.finalize(prefix + ".idx")
+    with open(prefix + ".json", "w") as file:
+        json.dump({"vocab_size": VOCABULARY}, file)
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def common(data):
+    """Flags of every run: two layers, five steps on four short sequences each."""
+    return (
+        f"--data-path {data} --seq-length {SEQUENCE} --eod {VOCABULARY - 1} --eod-mask-loss "
+        "--make-vocab-size-divisible-by 4 --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 "
+        "--num-attention-heads 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 5 "
+        "--lr 3e-3 --lr-warmup-iters 1"
+    ).split()
+
+
+@pytest.fixture(scope="session")
+def train(four, common):
+    """`train("--flag value ...")` -> [(loss, gradient norm)] of the steps, the same on all ranks.
+
+    Without flags it is Megatron's own attention, one sequence per rank. Runs are remembered.
+    """
+    known = {}
+
+    def run(flags=""):
+        if flags not in known:
+            results = four(session.train, [*common, *flags.split()])
+            assert all(result == results[0] for result in results)
+            known[flags] = results[0]
+        return known[flags]
+
+    return run

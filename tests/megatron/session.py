@@ -1,0 +1,137 @@
+"""What the ranks of the Megatron tests run: the example's own code, many times in one process."""
+
+import contextlib
+import gc
+import io
+import os
+from datetime import timedelta
+from unittest import mock
+
+import torch.distributed as dist
+
+_stores = []  # one per run: those of earlier runs hold addresses of groups that are gone
+
+
+def start():
+    """Once per rank: Megatron on the CPU."""
+    from megatron_burst.megatron import cpu
+
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    cpu.enable()
+    import pretrain_gpt  # noqa: F401  the slow import, here so that no test pays for it
+
+
+def train(flags):
+    """[(loss, gradient norm)] of a run of the example with these flags."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        history = _run(flags)
+    return [(record["loss"], record["grad_norm"]) for record in history]
+
+
+def error(flags):
+    """ "ValueError: ..." that a run with these flags ends in, or None."""
+    try:
+        _run(flags)
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return None
+
+
+def train_without_exchange(flags):
+    """A run whose attention sees only its own rank's part of the sequence: must be wrong."""
+    import torch.nn.functional as F
+
+    def local(q, k, v, plan):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3)
+
+    with mock.patch("megatron_burst.attention", local):
+        return train(flags)
+
+
+def train_misplaced(flags):
+    """A run whose attention takes zigzag shards for striped ones: must be wrong."""
+    import megatron_burst as mb
+
+    prepare = mb.prepare
+    striped = mock.patch.object(
+        mb, "prepare", lambda *args, **kwargs: prepare(*args, **kwargs | {"layout": "striped"})
+    )
+    with striped:
+        return train(flags)
+
+
+def differently_called(keyword, ranks):
+    """Call one layer's core attention, with ``keyword`` changed on ``ranks`` only: the error."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+
+    _meet_again()
+    burst.install()
+    try:
+        parallel_state.initialize_model_parallel(context_parallel_size=4)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=4,
+            attention_dropout=0.0,
+        )  # fmt: skip
+        burst.configure(config, mb.BurstConfig())
+        core = burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
+        odd = dist.get_rank() in ranks
+        length = 12 if odd and keyword == "sequence" else 8
+        dtype = torch.bfloat16 if odd and keyword == "dtype" else torch.float32
+        q, k, v = torch.randn(3, length, 1, 4, 8, dtype=dtype)
+        extra = {
+            "attention_mask": {"attention_mask": torch.ones(1, 1, 8, 32, dtype=torch.bool)},
+            "attention_bias": {"attention_bias": torch.zeros(1)},
+            "packed_seq_params": {"packed_seq_params": object()},
+            "attn_mask_type": {"attn_mask_type": AttnMaskType.padding},
+        }
+        asked = {"attention_mask": None} | (extra.get(keyword, {}) if odd else {})
+        core(q, k, v, **asked)
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+def _run(flags):
+    import arguments
+    import pretrain_gpt
+    from megatron.core import parallel_state
+
+    import megatron_burst.megatron as burst
+
+    _meet_again()
+    try:
+        return pretrain_gpt.run(arguments.parse_args(flags))
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+
+
+def _meet_again():
+    """Start torch.distributed anew, as in a new process.
+
+    Every gloo group has a thread that wakes 100 times a second, and the groups of a few dozen runs
+    would take both cores; torch names a group by how many there are, and would find addresses of
+    earlier runs in a store that it has used before.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    port = [_stores[-1].port if rank == 0 else None]
+    dist.broadcast_object_list(port, src=0)
+    if rank != 0:
+        _stores.append(dist.TCPStore("127.0.0.1", port[0], is_master=False))
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=_stores[-1], rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )

@@ -1,0 +1,56 @@
+"""What cannot be honoured is a ValueError that names the flag, the same on every rank."""
+
+import pytest
+import session
+
+CP4 = "--context-parallel-size 4"
+BAD_FLAGS = {
+    "--seq-length 68 --context-parallel-size 4": "--seq-length 68 is not divisible by 2 x",
+    f"{CP4} --hierarchical-context-parallel-sizes 2 3": "multiply to 6",
+    f"{CP4} --hierarchical-context-parallel-sizes 2 2 1": "two: ranks per node, then nodes",
+    f"{CP4} --hierarchical-context-parallel-sizes 2 2 --burst-intra-size 4": "contradicts",
+    f"{CP4} --burst-intra-size 3": "--burst-intra-size 3 does not divide",
+    f"{CP4} --attention-dropout 0.1": "--attention-dropout 0",
+    f"{CP4} --num-query-groups 3": "--num-query-groups 3 does not divide",
+    f"{CP4} --context-parallel-algo bursts": "--context-parallel-algo",
+    f"{CP4} --burst-layout zagzig": "--burst-layout",
+    f"{CP4} --burst-side both": "--burst-side",
+    f"{CP4} --burst-kernel cuda": "--burst-kernel",
+    f"{CP4} --context-parallel-algo megatron": "--context-parallel-algo megatron",
+    "--context-parallel-size 3": "does not divide the 4 processes",
+    "--global-batch-size 6": "--global-batch-size 6",
+    "--seq-length 65536": "too few for one sequence",
+    "--load nowhere --use-distributed-optimizer": "Apex or Transformer Engine",
+    "--load nowhere": "--load nowhere holds no checkpoint",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_a_bad_flag_is_named_on_every_rank(four, common, flags):
+    errors = four(session.error, [*common, *flags.split()])
+    assert set(errors) == {errors[0]}
+    assert errors[0].startswith("ValueError: ")
+    assert BAD_FLAGS[flags] in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("sequence", "ranks disagree"),
+        ("dtype", "ranks disagree"),
+        ("attention_mask", "--no-create-attention-mask-in-dataloader"),
+        ("attention_bias", "attention_bias is not supported"),
+        ("packed_seq_params", "packed sequences"),
+        ("attn_mask_type", "only causal and no_mask"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [(2,), (0, 1, 2, 3)])
+def test_ranks_that_are_called_differently_all_learn_it(four, keyword, message, ranks):
+    if len(ranks) == 4 and message == "ranks disagree":
+        return
+    errors = four(session.differently_called, keyword, ranks)
+    assert all(error.startswith("ValueError: ") and message in error for error in errors)
+
+
+def test_a_proper_call_has_no_error(four):
+    assert four(session.differently_called, "nothing", ()) == [None] * 4

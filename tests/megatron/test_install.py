@@ -1,0 +1,138 @@
+"""Installing, configuring and removing the patches, in this process and without ranks."""
+
+import copy
+import inspect
+
+import pytest
+from megatron.core import utils
+from megatron.core.models.common.embeddings import (
+    rope_utils,
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_burst as mb
+import megatron_burst.megatron as burst
+from megatron_burst.megatron import registry
+from megatron_burst.megatron.checks import require_parameters
+
+PATCHED = [
+    (Attention, "__init__"),
+    (MultiLatentAttention, "__init__"),
+    (utils, "get_batch_on_this_cp_rank"),
+    (rope_utils, "get_pos_emb_on_this_cp_rank"),
+    (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank"),
+    (yarn_rotary_pos_embedding, "get_pos_emb_on_this_cp_rank"),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    burst.uninstall()
+    yield
+    burst.uninstall()
+
+
+def state():
+    return [inspect.getattr_static(owner, name) for owner, name in PATCHED]
+
+
+def config(**changes):
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    settings |= {"context_parallel_size": 4, "attention_dropout": 0.0}
+    return TransformerConfig(**settings | changes)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_uninstall_restores_what_install_replaced(layout):
+    before = state()
+    burst.install(layout)
+    installed = state()
+    assert (installed[2:] == before[2:]) == (layout == "zigzag")
+    burst.install(layout)
+    assert state() == installed
+    assert burst.installed_layout() == layout
+    assert burst.uninstall()
+    assert state() == before
+    assert not burst.uninstall()
+    assert burst.installed_layout() is None
+
+
+def test_a_run_has_one_layout():
+    burst.install("striped")
+    with pytest.raises(ValueError, match="one"):
+        burst.install("zigzag")
+    with pytest.raises(ValueError, match="--burst-layout zigzag"):
+        burst.configure(config(), mb.BurstConfig(layout="zigzag"))
+
+
+def test_an_unknown_layout_is_refused_before_anything_is_replaced():
+    before = state()
+    with pytest.raises(ValueError, match="--burst-layout"):
+        burst.install("zagzig")
+    assert state() == before
+
+
+def test_configure_needs_install():
+    with pytest.raises(ValueError, match="install"):
+        burst.configure(config(), mb.BurstConfig())
+
+
+def test_the_choice_survives_copies_of_the_config():
+    burst.install()
+    chosen = mb.BurstConfig(algorithm="ring")
+    assert copy.deepcopy(burst.configure(config(), chosen)).burst == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"attention_dropout": 0.1}, "--attention-dropout 0"),
+        ({"window_size": (8, 0)}, "--window-size"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),
+        ({"hierarchical_context_parallel_sizes": [2, 3]}, "multiply to 6"),
+        ({"hierarchical_context_parallel_sizes": [2, 2, 1]}, "two"),
+    ],
+)
+def test_configure_refuses_what_is_not_supported(changes, flag):
+    burst.install()
+    with pytest.raises(ValueError, match=flag):
+        burst.configure(config(**changes), mb.BurstConfig())
+
+
+def test_multi_token_prediction_needs_the_layout_of_megatron():
+    burst.install("striped")
+    refused = config()
+    refused.mtp_num_layers = 1
+    with pytest.raises(ValueError, match="--mtp-num-layers"):
+        burst.configure(refused, mb.BurstConfig(layout="striped"))
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    burst.install()
+    with pytest.raises(ValueError, match="--seq-length 68"):
+        burst.configure(config(), mb.BurstConfig(), seq_length=68)
+
+
+def test_an_unknown_signature_names_version_and_symbol():
+    with pytest.raises(RuntimeError, match=r"Megatron-Core \d+\.\d+.*some_function.*cp_group"):
+        require_parameters(lambda batch: None, ["batch", "cp_group"], "some_function")
+
+
+def test_a_set_of_patches_is_applied_whole_or_not_at_all():
+    class Owner:
+        value = 1
+
+    def break_halfway():
+        with registry.patching("broken") as patches:
+            patches.replace(Owner, "value", 2)
+            patches.replace(Owner, "missing", 2)
+
+    with pytest.raises(AttributeError):
+        break_halfway()
+    assert Owner.value == 1
+    assert registry.installed("broken") is None

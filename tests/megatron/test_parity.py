@@ -1,0 +1,92 @@
+"""Splitting the sequence changes nothing: loss and gradient norm of five steps, against one rank
+per sequence with Megatron's own attention, from the same seed."""
+
+import pytest
+import session
+
+TOLERANCE = 1e-5  # relative, fp32
+
+GQA = "--num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"
+DEEP = "--num-layers 4"
+PP = "--num-layers 4 --pipeline-model-parallel-size 2"
+TWO_BY_TWO = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
+
+# what is compared -> (flags of the one-rank run, flags added by the split one)
+CASES = {
+    "cp2": ("", "--context-parallel-size 2"),
+    "cp4": ("", "--context-parallel-size 4"),
+    "cp2x2": ("", TWO_BY_TWO),
+    "cp2x2-query": ("", f"{TWO_BY_TWO} --burst-side query"),
+    "cp2x2-kv-striped": ("", f"{TWO_BY_TWO} --burst-side kv --burst-layout striped"),
+    "cp4-intra-size": ("", "--context-parallel-size 4 --burst-intra-size 2"),
+    "cp2-contiguous": ("", "--context-parallel-size 2 --burst-layout contiguous"),
+    "cp2x2-reference": ("", f"{TWO_BY_TWO} --burst-kernel reference"),
+    "ring": ("", "--context-parallel-size 4 --context-parallel-algo ring"),
+    "ring-striped": (
+        "",
+        "--context-parallel-size 4 --context-parallel-algo ring --burst-layout striped",
+    ),
+    "double-ring": ("", f"{TWO_BY_TWO} --context-parallel-algo double_ring"),
+    "double-ring-striped": (
+        "",
+        f"{TWO_BY_TWO} --context-parallel-algo double_ring --burst-layout striped",
+    ),
+    "distributed-optimizer": ("", f"{TWO_BY_TWO} --use-distributed-optimizer"),
+    "micro-batch-2": ("", f"{TWO_BY_TWO} --micro-batch-size 2"),
+    "gqa-qknorm-untied": (GQA, TWO_BY_TWO),
+    "gqa-qknorm-untied-striped": (GQA, f"{TWO_BY_TWO} --burst-layout striped"),
+    "mqa": ("--num-query-groups 1", "--context-parallel-size 4"),
+    "tp2": ("", "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "tp2-mqa": ("--num-query-groups 1", "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "sequence-parallel": (
+        GQA,
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
+        "--burst-layout striped --use-distributed-optimizer",
+    ),
+    "recompute-uniform": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "recompute-uniform-2": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2 --burst-layout striped",
+    ),
+    "recompute-block": (
+        DEEP,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 3",
+    ),
+    "recompute-selective": ("", f"{TWO_BY_TWO} --recompute-granularity selective"),
+    # Stages draw their weights from seeds of their own: compared with two stages, unsplit.
+    "pp2": (PP, "--context-parallel-size 2"),
+    "pp2-recompute": (
+        PP,
+        "--context-parallel-size 2 --burst-layout striped "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+def worst(a, b):
+    """Largest relative difference in loss or gradient norm over the steps."""
+    assert len(a) == len(b) > 0
+    steps = zip(a, b, strict=True)
+    return max(abs(x - y) / abs(y) for p, q in steps for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_split_run_equals_one_rank(train, case):
+    one_rank, split = CASES[case]
+    assert worst(train(f"{one_rank} {split}"), train(one_rank)) < TOLERANCE
+
+
+def test_it_trains(train):
+    assert train()[-1][0] < train()[0][0] - 0.1
+
+
+@pytest.mark.parametrize("wrong", [session.train_without_exchange, session.train_misplaced])
+def test_the_comparison_notices_wrong_attention(four, common, train, wrong):
+    flags = [*common, "--context-parallel-size", "2"]
+    assert worst(four(wrong, flags)[0], train()) > 100 * TOLERANCE

@@ -1,0 +1,258 @@
+"""Plants faults in copies of the package and demands that the tests catch every one.
+
+`make mutants`, or `python tests/mutants.py [words of a mutant's name ...]`. Each mutant is one
+edit of one file; a fault survives if the quick, in-process tests pass in spite of it. An edit
+that no longer applies, or after which the tests cannot even start, is an error and not a catch:
+then the list below has to follow the source.
+"""
+
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 120  # seconds for the tests of one mutant
+# Exit statuses of a test run that came to its end; a process that crashes has another one.
+SURVIVED, CAUGHT = 50, 51
+QUICK = (
+    "layout", "masks", "tiles", "schedule", "merge", "agreement", "cost", "kernels", "edges",
+    "every",
+)  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    file: str
+    old: str
+    new: str
+    why: str  # what goes wrong
+
+
+MUTANTS = [
+    # layout
+    Mutant("layout.py", "2 * self.cp_size - 1 - rank", "2 * self.cp_size - 2 - rank",
+           "zigzag takes the wrong back piece"),
+    Mutant("layout.py", "Span(rank * length, 1, length), Span(back * length, 1, length)",
+           "Span(back * length, 1, length), Span(rank * length, 1, length)",
+           "zigzag holds its pieces in another order than Megatron"),
+    Mutant("layout.py", "Span(rank, self.cp_size, seq_len // self.cp_size)",
+           "Span(rank, 1, seq_len // self.cp_size)", "striped forgets its stride"),
+    Mutant("layout.py", "self.start + self.stride * (self.length - 1)",
+           "self.start + self.stride * self.length", "a span ends one position late"),
+    Mutant("sharding.py", "for p in order]).argsort()", "for p in order])",
+           "unshard applies the permutation instead of undoing it"),
+    # masks
+    Mutant("masks/positions.py", "(ahead >= -self.reach.left)", "(ahead > -self.reach.left)",
+           "a window loses its oldest key"),
+    Mutant("masks/positions.py", "(nearest > right)", "(nearest >= right)",
+           "cover drops a pair that touches the diagonal"),
+    Mutant("masks/positions.py", "(farthest <= right)", "(farthest <= right + 1)",
+           "cover promises FULL one position too early"),
+    Mutant("masks/positions.py", "(left - ahead) // stride", "-((ahead - left) // stride)",
+           "the left edge of a band rounds up"),
+    Mutant("masks/positions.py", "known = stride == k_spans.stride", "known = stride == stride",
+           "a band between spans of different strides"),
+    Mutant("masks/positions.py", "common != 0", "common == 0",
+           "dilated spans of another residue are thought visible"),
+    Mutant("masks/positions.py", "first = -((span.start - positions) // span.stride)",
+           "first = (positions - span.start) // span.stride", "cuts round down"),
+    Mutant("masks/tables.py", 'side="right"', 'side="left"',
+           "a document begins one position late"),
+    Mutant("masks/tables.py", "(q_last < k_first) | (k_last < q_first)", "(q_last != k_first)",
+           "spans that share a document are skipped"),
+    Mutant("masks/tables.py", "seen == (bottom - top) * (stop - first)", "seen > 0",
+           "a block table is FULL where it is partly visible"),
+    Mutant("masks/base.py", "np.minimum(self.a.covers(q_spans, k_spans)",
+           "np.maximum(self.a.covers(q_spans, k_spans)", "& covers what either mask shows"),
+    Mutant("masks/base.py", "touch = (a.left + b.right >= -1)", "touch = (a.left + b.right >= -2)",
+           "| joins bands that have a gap between them"),
+    # tiles
+    Mutant("tiles.py", "begin = max(0, -right)", "begin = 0",
+           "rows above the triangle are computed"),
+    Mutant("tiles.py", "min(end, columns - right)", "min(end, columns - right + 1)",
+           "a triangle reaches past its last column"),
+    Mutant("tiles.py", "end = min(rows, left + 1)", "end = rows",
+           "rows that lost their oldest keys still see them"),
+    Mutant("tiles.py", "first.stop == second.start", "True",
+           "rectangles that do not touch are joined"),
+    Mutant("tiles.py", "for first in range(min(every, length))", "for first in range(1)",
+           "only one residue class is computed"),
+    # schedule
+    Mutant("schedule.py", "(node - cycle) % nodes", "(node + cycle) % nodes",
+           "visitors come from the wrong node"),
+    Mutant("schedule.py", "(index - turn) % width", "(index + turn) % width",
+           "visitors come from the wrong neighbour"),
+    Mutant("schedule.py", "max(last_use[hop.chunk], hop.land)",
+           "max(last_use[hop.chunk], hop.post)", "a chunk is given up while it is in flight"),
+    Mutant("schedule.py", "first, first, first + width)", "first, first, first + width + 1)",
+           "the other node's chunk lands after it is needed"),
+    Mutant("schedule.py", "_padded(so_far, 2, 1)", "_padded(so_far[:, :, 1:], 2, 1)[:, :, [0]]",
+           "gradients are never sent on"),
+    Mutant("schedule.py", "post = first + width + (width > 1)", "post = first + width",
+           "the node's sum leaves before its last part has landed"),
+    Mutant("schedule.py", "inter_gradient=_padded(so_far_cycles, 1, 1)",
+           "inter_gradient=_padded(so_far_cycles, 1, 0)", "the own node's sum leaves home"),
+    Mutant("schedule.py", 'return self.algorithm == "double_ring"', "return False",
+           "double_ring overlaps its gradients"),
+    Mutant("schedule.py", "intra=_padded(later[:, :, 1:], 2, 0)",
+           "intra=_padded(later[:, :, :-1], 2, 0)", "chunks go one hop too far"),
+    Mutant("schedule.py", "nodes * width - self.kept :] = False",
+           "nodes * width - self.kept + 1 :] = False", "a kept chunk is sent all the same"),
+    Mutant("schedule.py", "link, step + 1, step + 2)", "link, step, step + 2)",
+           "a gradient goes straight home before it is computed"),
+    Mutant("hops.py", "src // self.intra == dst // self.intra",
+           "src % self.intra == dst % self.intra", "link classes are confused"),
+    Mutant("schedule.py", 'if self.side == "kv" else Pair(visitor, rank)',
+           'if self.side == "kv" else Pair(rank, visitor)', "the query side computes kv pairs"),
+    # merge
+    Mutant("merge.py", 'total.masked_fill(total == float("-inf"), 0.0)', "total",
+           "rows that saw nothing turn into NaN"),
+    Mutant("merge.py", "torch.logaddexp(lse, lse_new.to(lse.dtype))",
+           "torch.log(torch.exp(lse) + torch.exp(lse_new.to(lse.dtype)))",
+           "large scores overflow"),
+    Mutant("merge.py", "lse.copy_(total)", "pass", "lse forgets what was merged"),
+    Mutant("merge.py", "out.mul_(torch.exp(lse - base).unsqueeze(-1))", "pass",
+           "what was there keeps its old weight"),
+    Mutant("merge.py", "torch.float64 if dtype == torch.float64 else torch.float32", "dtype",
+           "bf16 is summed in bf16"),
+    # ring
+    Mutant("ring.py", "t.zero_()", "pass", "gradient sums start with what a buffer held"),
+    Mutant("ring.py", "leaving.append((kind, tensors))", "self.buffers.give(kind, tensors)",
+           "a gradient buffer is reused while it is in flight"),
+    Mutant("ring.py", "if chunk.owner != self.endpoint.rank:", "if True:",
+           "the caller's own tensors become receive buffers"),
+    Mutant("ring.py", "Channel(hop.ring, hop.chunk.gradient)", "Channel(hop.ring, False)",
+           "gradients and activations share a communicator"),
+    Mutant("ring.py", "self.wire_dtype = wire or self.total_dtype",
+           "self.wire_dtype = self.total_dtype", "grad_wire_dtype is ignored"),
+    Mutant("ring.py", "out = rows.out if pair.query == me else None", "out = rows.out",
+           "visiting queries are given the output of the local ones"),
+    # kernels
+    Mutant("kernels/aten.py", "m = wide.abs().amax(dim=-1, keepdim=True)",
+           "m = torch.ones_like(wide[..., :1])", "the stand-in of tiny gradients underflows"),
+    Mutant("kernels/aten.py", "torch.where(m == 0, torch.ones_like(m), m)", "m",
+           "the stand-in of a zero row is NaN"),
+    Mutant("kernels/aten.py", "lse = lse.masked_fill(call.blind, float(\"-inf\"))", "pass",
+           "rows blind in a table weigh as if they saw something"),
+    Mutant("kernels/reference.py", "(dp - delta.unsqueeze(-1)) * scoring.scale",
+           "(dp - delta.unsqueeze(-1))", "gradients of scores are not scaled"),
+    Mutant("kernels/reference.py", "lse.masked_fill(lse == float(\"-inf\"), 0.0)", "lse",
+           "the reference's blind rows are NaN"),
+    Mutant("kernels/reference.py", "ds = ds * (1 -", "ds = ds * (0.5 -",
+           "the gradient of softcap is wrong"),
+    # sinks, head parallelism
+    Mutant("merge.py", "out.mul_(torch.exp(lse - total).unsqueeze(-1))", "pass",
+           "a sink takes no weight from the values"),
+    Mutant("merge.py", "return -(torch.exp(sink", "return (torch.exp(sink",
+           "the gradient of a sink has the wrong sign"),
+    Mutant("head_parallel.py", "total[:, :, Share(n, size).of(peer)] += theirs[peer]",
+           "total[:, :, Share(n, size).of(peer)] = theirs[peer]",
+           "copies of a key head overwrite each other's gradient"),
+    Mutant("head_parallel.py", "peer * self.heads // self.size", "peer % self.heads",
+           "ranks take another key head than their queries need"),
+    Mutant("topology.py", "return ring * self.head + head", "return head * self.head + ring",
+           "head groups are not where they were said to be"),
+    # agreement, cost, comm
+    Mutant("agreement.py", "if other.digests == first.digests:", "if True:",
+           "ranks that differ are not noticed"),
+    Mutant("agreement.py", "if header.bad:", "if False:", "one rank's error stays its own"),
+    Mutant("cost.py", "stats = 2 * self.tokens", "stats = self.tokens",
+           "one of lse and delta is not counted"),
+    Mutant("cost.py", "return min(SIDES", "return max(SIDES", "auto takes the dearer side"),
+    Mutant("comm.py", "t.numel() * t.element_size()", "t.numel()", "elements pass for bytes"),
+]  # fmt: skip
+
+
+def planted(mutant, folder):
+    """A copy of the package and its tests in `folder`, with the fault in it."""
+    shutil.copytree(ROOT / "megatron_burst", folder / "megatron_burst")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "tests").mkdir()
+    for path in (ROOT / "tests").glob("*.py"):
+        shutil.copy(path, folder / "tests")
+    if mutant is not None:
+        path = folder / "megatron_burst" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise LookupError(f"occurs {text.count(mutant.old)} times: {mutant.old!r}")
+        path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def tests_for(mutant):
+    """The quick tests, those of the mutated file first: most mutants do not live long."""
+    stem = Path(mutant.file).stem if mutant else ""
+    near = {"sharding": "layout", "ring": "edges", "comm": "edges", "aten": "kernels"}
+    near |= {"positions": "masks", "tables": "masks", "base": "masks", "hops": "schedule"}
+    near |= {"head_parallel": "every", "topology": "every", "reference": "kernels"}
+    first = near.get(stem, stem)
+    return [f"tests/test_{name}.py" for name in sorted(QUICK, key=lambda name: name != first)]
+
+
+def run_tests(mutant, folder):
+    """In a process of its own: pytest on the copy; what it prints goes to a file there."""
+    os.chdir(folder)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    with open(folder / "log", "w") as log, redirect_stdout(log), redirect_stderr(log):
+        import pytest
+
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests_for(mutant)])
+        used = Path(sys.modules["megatron_burst"].__file__)
+        print(f"tested {used}")
+    os._exit(SURVIVED + int(status) if folder in used.parents else 1)
+
+
+def judge(mutant):
+    """(verdict, seconds, last lines of the log) of one mutant; None is the package as it is."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = Path(name).resolve()
+        try:
+            planted(mutant, folder)
+        except LookupError as error:
+            return "does not apply", 0.0, str(error)
+        process = multiprocessing.get_context("fork").Process(
+            target=run_tests, args=(mutant, folder)
+        )
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        status = process.exitcode
+        tail = (folder / "log").read_text()[-1500:]
+    verdict = {SURVIVED: "survived", CAUGHT: "caught"}.get(status, f"broken (status {status})")
+    return verdict, time.monotonic() - start, tail
+
+
+def main(words):
+    # Imported once here, so that a forked test run starts at once; none of it is under test.
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    chosen = [m for m in MUTANTS if all(word in f"{m.file} {m.why}" for word in words)]
+    start, bad = time.monotonic(), []
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [(None, "survived"), *((mutant, "caught") for mutant in chosen)]
+        verdicts = pool.map(lambda job: judge(job[0]), jobs)
+        for (mutant, wanted), (verdict, seconds, tail) in zip(jobs, verdicts, strict=True):
+            name = f"{mutant.file}: {mutant.why}" if mutant else "the package as it is"
+            said = "passes" if mutant is None and verdict == wanted else verdict
+            print(f"{said:<14} {seconds:5.1f} s  {name}", flush=True)
+            if verdict != wanted:
+                bad.append(name)
+                print(tail)
+    caught = len(chosen) - len([name for name in bad if name != "the package as it is"])
+    print(f"{caught} of {len(chosen)} planted faults caught in {time.monotonic() - start:.0f} s")
+    return 1 if bad or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

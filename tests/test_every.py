@@ -1,0 +1,252 @@
+"""Everything at once: any mask, layout, algorithm, head group, sink, softcap and kept keys.
+
+Hypothesis draws the whole call; the truth is a dense softmax over a handwritten table, written
+once more here because sinks and softcaps change it. Gradients of the truth are autograd's, on
+that dense formula in float64.
+"""
+
+import math
+
+import cases
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import megatron_burst as mb
+from megatron_burst import masks
+
+GRIDS = [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3), (4, 1), (2, 4), (4, 2)]
+
+
+@st.composite
+def rules(draw, length, depth=0):
+    """(mask, the same as a bool table [length, length], from positions alone)."""
+    q, k = np.arange(length)[:, None], np.arange(length)[None, :]
+    kinds = ["causal", "window", "dilated", "documents", "blocks", "prefix", "dense"]
+    kind = draw(st.sampled_from(kinds + ["and", "or"] * (depth < 2)))
+    random = np.random.default_rng(draw(st.integers(0, 999)))
+    if kind == "causal":
+        return masks.Causal(), q >= k
+    if kind == "window":
+        left, right = draw(st.integers(0, length)), draw(st.integers(0, 4))
+        return masks.Window(left, right), (k >= q - left) & (k <= q + right)
+    if kind == "dilated":
+        stride = draw(st.integers(1, 4))
+        return masks.Dilated(stride), q % stride == k % stride
+    if kind == "documents":
+        inner = draw(st.lists(st.integers(0, length), max_size=4))
+        bounds = [0, *sorted(inner), length]
+        number = np.array([sum(p >= bound for bound in bounds) for p in range(length)])
+        return masks.Documents(bounds), number[:, None] == number[None, :]
+    if kind == "blocks":
+        block = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
+        table = random.random((length // block,) * 2) < 0.5
+        return masks.BlockSparse(table, block), np.kron(table, np.ones((block, block))) > 0
+    if kind == "prefix":
+        n = draw(st.integers(0, length))
+        return masks.Prefix(n), np.broadcast_to(k < n, (length, length))
+    if kind == "dense":
+        table = random.random((length, length)) < 0.4
+        return masks.Dense(table), table
+    (a, seen_a), (b, seen_b) = draw(rules(length, depth + 1)), draw(rules(length, depth + 1))
+    return (a & b, seen_a & seen_b) if kind == "and" else (a | b, seen_a | seen_b)
+
+
+@st.composite
+def calls(draw):
+    """Keyword arguments of one call and the sizes of its grid and tensors."""
+    nodes, per_node = draw(st.sampled_from(GRIDS))
+    size = nodes * per_node
+    head = draw(st.sampled_from([n for n in (1, 1, 2, 3, 4, 8) if size % n == 0]))
+    heads, kv_heads = draw(
+        st.sampled_from(
+            [(h, k) for h, k in ((8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 1), (12, 3))
+             if h % head == 0 and (k % head == 0 or head % k == 0)] or [(24, 24)]
+        )
+    )  # fmt: skip
+    length = size * 2 * draw(st.integers(1, 3))
+    mask, seen = draw(rules(length))
+    algorithms = ["burst", "double_ring", "ring", "all_gather"]
+    algorithms += ["hybrid"] * (head > 1) + ["ulysses"] * 3 * (head == size)
+    softcap = draw(st.sampled_from([None, None, 0.8]))
+    side = draw(st.sampled_from(["auto", "kv", "query"]))
+    choices = {
+        "algorithm": draw(st.sampled_from(algorithms)),
+        "layout": draw(st.sampled_from(cases.LAYOUTS)),
+        "mask": mask,
+        "side": side,
+        "kernel": "reference" if softcap else draw(st.sampled_from(["reference", "aten"])),
+        "softcap": softcap,
+        "kv_cache": 0.0 if side == "query" else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
+    }
+    shape = (length, draw(st.integers(1, 2)), heads, kv_heads, *draw(st.sampled_from(cases.WIDTHS)))
+    placement = draw(st.sampled_from(["head_first", "context_first"]))
+    return (nodes, per_node, head, placement), shape, choices, seen, draw(st.booleans())
+
+
+def truth(q, k, v, dout, seen, softcap, sink):
+    """out, dq, dk, dv and the gradient of the sink, dense and in float64."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    q, k, v, sink = leaves
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / math.sqrt(q.shape[3])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.exp(scores) * seen
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink)[None, :, None, None]
+    out = torch.einsum("bhst,tbhw->sbhw", weights / total.clamp_min(1e-300), v)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(calls())
+def test_any_call_is_exact_and_sends_what_it_said(call):
+    (nodes, per_node, head, placement), shape, choices, seen, has_sink = call
+    try:
+        groups = mb.Groups.in_process(inter=nodes, intra=per_node, head=head, placement=placement)
+    except ValueError as error:
+        assert "unequal numbers of ranks" in str(error)  # noqa: PT017
+        return
+    length, batch, h, k, d, w = shape
+    generator = torch.Generator().manual_seed(length)
+    sizes = (
+        (length, batch, h, d),
+        (length, batch, k, d),
+        (length, batch, k, w),
+        (length, batch, h, w),
+    )
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
+    sink = torch.randn(h, generator=generator, dtype=torch.float64)
+    if not has_sink:
+        sink = torch.full((h,), -torch.inf, dtype=torch.float64)
+    wanted = truth(*inputs, torch.from_numpy(seen.copy()), choices["softcap"], sink)
+
+    rows = oracle.permutation(choices["layout"], groups.size, length)
+    *qkv, douts = ([x[r].clone() for r in rows] for x in inputs)
+    leaves = [x.requires_grad_() for xs in qkv for x in xs]
+    learnt = sink.clone().requires_grad_() if has_sink else None
+    plan = mb.prepare(*qkv, groups=groups, **choices)
+    outs = mb.attention(*qkv, plan=plan, sink=learnt)
+    torch.autograd.backward(outs, douts)
+
+    parts = [outs, *(leaves[i * groups.size : (i + 1) * groups.size] for i in range(3))]
+    for name, part, whole in zip(("out", "dq", "dk", "dv"), parts, wanted, strict=False):
+        for rank, x in enumerate(part):
+            got = x.detach() if name == "out" else x.grad
+            assert oracle.worst(got, whole[rows[rank]]) < cases.TOLERANCE, (name, rank)
+    if learnt is not None:
+        assert oracle.worst(learnt.grad, wanted[4]) < cases.TOLERANCE
+    there, back = plan.traffic()
+    sent = groups.counters
+    assert (sent.intra, sent.inter) == (there.intra + back.intra, there.inter + back.inter)
+
+
+def one_head_group_step(algorithm, layout):
+    """On every rank: the worst error of a head-parallel call against the oracle."""
+    head = dist.get_world_size() if algorithm == "ulysses" else 2
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head)
+    problem = cases.Problem("causal", (4, 2), 1, (4, 4), 32)
+    inputs, (out, dq, dk, dv) = cases.solve(problem)
+    rows = oracle.permutation(layout, groups.size, 32)[groups.rank]
+    q, k, v, dout = (x[rows].clone() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got = mb.attention(*leaves, groups=groups, algorithm=algorithm, layout=layout)
+    grads = torch.autograd.grad(got, leaves, dout)
+    truths = (out, dq, dk, dv)
+    return max(oracle.worst(x, y[rows]) for x, y in zip((got, *grads), truths, strict=True))
+
+
+def test_head_groups_on_real_processes(ranks):
+    pool = ranks(4)
+    for algorithm in ("ulysses", "hybrid", "double_ring", "all_gather"):
+        errors = pool.run(one_head_group_step, algorithm, "zigzag")
+        assert max(errors) < cases.TOLERANCE, algorithm
+    pool.close()
+
+
+REFUSED = [
+    ({"softcap": 0.5, "kernel": "aten"}, {}, "kernel aten has no softcap, got softcap=0.5"),
+    ({"softcap": -1.0, "kernel": "reference"}, {}, "softcap must be positive or None, got -1.0"),
+    ({"kv_cache": 1.5}, {}, "kv_cache must be a fraction from 0 to 1, got 1.5"),
+    ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
+    ({"algorithm": "ulysses"}, {}, "algorithm ulysses shares the heads over all 4 ranks"),
+    ({"algorithm": "hybrid"}, {}, "algorithm hybrid needs groups that share heads"),
+    ({"mask": masks.Documents([0, 9])}, {}, "cu_seqlens must end at .*, 16, got 9"),
+    (
+        {},
+        {"head": 4, "heads": 6},
+        "4 head-parallel ranks must divide the 6 query heads; use head=3",
+    ),
+    ({}, {"head": 4, "heads": 12, "kv_heads": 6}, "4 head-parallel ranks must divide the 6 key"),
+]
+
+
+@pytest.mark.parametrize(("choices", "sizes", "words"), REFUSED)
+def test_what_cannot_be_served_is_refused(choices, sizes, words):
+    sizes = {"heads": 4, "kv_heads": sizes.get("heads", 4), "head": 1} | sizes
+    groups = mb.Groups.in_process(inter=2, intra=2, head=sizes["head"])
+    q, k = (torch.zeros(4, 1, sizes[n], 8) for n in ("heads", "kv_heads"))
+    with pytest.raises(ValueError, match=words):
+        mb.attention([q] * 4, [k] * 4, [k] * 4, groups=groups, **choices)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: mb.Groups.in_process(intra=4, head=3), "head: 3 must divide the 4 ranks"),
+        (lambda: mb.Groups.in_process(intra=4, placement="heads"), "placement must be one of"),
+        (
+            lambda: mb.Groups.in_process(inter=3, intra=2, head=2, placement="context_first"),
+            "gives a ring whose nodes hold unequal numbers of ranks",
+        ),
+        (lambda: mb.layout.make("block_striped", cp_size=4), "block goes with layout block_str"),
+        (lambda: mb.layout.make("block_striped", cp_size=4, block=6), "4 ranks must divide every"),
+        (lambda: mb.layout.make("striped", cp_size=4, block=8), "block goes with layout block_str"),
+        (
+            lambda: mb.layout.make("striped", cp_size=4, cu_seqlens=[0, 8]),
+            "goes with layout zigzag",
+        ),
+        (
+            lambda: mb.layout.make("zigzag", cp_size=4, cu_seqlens=[0, 9]),
+            "multiples of 8 positions",
+        ),
+        (lambda: mb.layout.make("zigzag", cp_size=4, cu_seqlens=[1, 9]), "must start at 0"),
+    ],
+)
+def test_grids_and_layouts_that_mean_nothing_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_zigzag_within_documents_by_hand():
+    """Two documents of 8 and 4 on two ranks: each document's first and last piece to rank 0."""
+    order = mb.layout.make("zigzag", cp_size=2, cu_seqlens=[0, 8, 8, 12])
+    assert order.positions(0, 12).tolist() == [0, 1, 6, 7, 8, 11]
+    assert order.positions(1, 12).tolist() == [2, 3, 4, 5, 9, 10]
+    block = mb.layout.make("block_striped", cp_size=2, block=4)
+    assert block.positions(1, 8).tolist() == [1, 3, 5, 7]
+    with pytest.raises(ValueError, match="multiple of block=4, got 6"):
+        block.positions(0, 6)
+
+
+def test_documents_on_their_own_layout_are_exact():
+    bounds = [0, 8, 20, 24]
+    problem = cases.Problem("causal", (4, 2), 1, (4, 4), 24)
+    inputs, _ = cases.solve(problem)
+    number = [sum(p >= b for b in bounds) for p in range(24)]
+    seen = torch.tensor([[number[i] == number[j] and j <= i for j in range(24)] for i in range(24)])
+    out, _, *grads = oracle.attention(*inputs, seen)
+    order = mb.layout.make("zigzag", cp_size=2, cu_seqlens=bounds)
+    shards = [[mb.shard(x, order, r).requires_grad_() for r in range(2)] for x in inputs[:3]]
+    groups = mb.Groups.in_process(intra=2)
+    mask = masks.Documents(bounds) & masks.Causal()
+    outs = mb.attention(*shards, groups=groups, layout=order, mask=mask)
+    torch.autograd.backward(outs, [mb.shard(inputs[3], order, r) for r in range(2)])
+    assert oracle.worst(mb.unshard(outs, order), out) < cases.TOLERANCE
+    for shard, grad in zip(shards, grads, strict=True):
+        assert oracle.worst(mb.unshard([x.grad for x in shard], order), grad) < cases.TOLERANCE
