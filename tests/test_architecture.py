@@ -37,15 +37,19 @@ ARROWS = {
     "arguments": DOOR,
     "prepare": DOOR | {"arguments"},
     "attention": DOOR | {"arguments", "prepare"},
+    "show": PLANNING | {"show"},
+    "cli": set(),  # names its commands' modules in a table and imports the one that is called
+    "__main__": {"cli"},
     "__init__": {"layout", "masks", "attention", "prepare", "groups", "config", "sharding"},
 }
-NO_TORCH = PLANNING | {"config"}
+NO_TORCH = PLANNING | {"config", "cli", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "comm": {"torch"},
     "groups": {"torch"},
     "merge": {"torch"},
     "ring": {"torch"},
+    "show": {"numpy", "rich", "matplotlib", "PIL"},
 }
 
 

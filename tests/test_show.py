@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import megatron_burst as mb
 from megatron_burst import cli, cost, masks, show
+from megatron_burst.hops import ALGORITHMS, Grid
 from megatron_burst.layout import BlockStriped, DocumentZigzag, make
-from megatron_burst.schedule import ALGORITHMS, Grid
 from megatron_burst.show import colours, language
 from megatron_burst.show.scene import Choices, MaskScene, Shards, schedule_scene
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .. import schedule
 from ..cost import Sizes, best_layout
+from ..hops import ALGORITHMS, ROUTES, SIDES, Grid
 from ..layout import LAYOUTS
-from ..schedule import ALGORITHMS, ROUTES, SIDES, Grid
 from . import language
 from .scene import Choices, LayoutScene, MaskScene, ScheduleScene, Shards, schedule_scene
 

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import cost, schedule
+from ..hops import Chunk, Grid, Hop, Pair
 from ..layout import Layout
 from ..masks import Cover, Mask
-from ..schedule import Chunk, Grid, Hop, Pair, Schedule
+from ..schedule import Schedule
 
 
 @dataclass(frozen=True)

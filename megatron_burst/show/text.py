@@ -14,8 +14,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..hops import Hop
 from ..masks import Cover
-from ..schedule import Hop
 from . import words
 from .colours import of_rank
 from .scene import Cell, LayoutScene, MaskScene, ScheduleScene

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.transforms import Affine2D
 
+from ..hops import Hop
 from ..masks import Cover
-from ..schedule import Hop
 from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
 from .png import box, headed, inches
 from .scene import ScheduleScene
