@@ -49,8 +49,8 @@ def test_tolerance_is_1e_4_on_loss_and_on_gradient_norm(apart, passed):
     assert (loss.passed, norm.passed) == (True, passed)
 
 
-def test_learned_compares_the_last_five_steps_with_the_entropy():
-    run = run_of([9.0, 2.2, 2.4, 2.6, 2.8, 3.0])  # the last five: mean 2.6
+def test_learned_compares_the_last_ten_steps_with_the_entropy():
+    run = run_of([9.0] + [2.2, 2.4, 2.6, 2.8, 3.0] * 2)  # the last ten: mean 2.6
     assert quickstart.final_loss(run) == pytest.approx(2.6)
     assert quickstart.learned(run, 3.11, required=True).passed
     assert not quickstart.learned(run, 3.09, required=True).passed
@@ -94,7 +94,7 @@ def test_whole_run_passes_and_leaves_picture_and_metrics(quick, capsys):
     assert (quick.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     metrics = json.loads((quick.out / "metrics.json").read_text())
     assert metrics["passed"] is True
-    assert metrics["final_loss"] == pytest.approx((4 + 3 + 2 + 1 + 0.9) / 5)
+    assert metrics["final_loss"] == pytest.approx((5 + 4 + 3 + 2 + 1 + 0.9) / 6)
     assert [len(steps) for steps in metrics["steps"].values()] == [6, 2, 2]
     printed = capsys.readouterr().out
     assert printed.count("passed") == 5
