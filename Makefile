@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY      = $(VENV)/bin/python
-MINOR   = $(shell $(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
 # torch 2.13.0 is the version tested on Python 3.11; other Pythons take the newest that fits.
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
