@@ -115,6 +115,7 @@ def run_all(args: argparse.Namespace, console: Console) -> Results:
         f"  {data.documents:,} documents, {data.tokens:,} tokens of {data.source}; "
         f"unigram entropy {data.unigram_entropy_nats:.3f} nats per token",
         markup=False,
+        soft_wrap=True,
     )
     results = Results(data)
     common = [*MODEL.split(), "--data-path", data.prefix, "--seq-length", str(args.seq_length)]
