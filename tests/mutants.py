@@ -36,8 +36,8 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # layout
-    Mutant("layout.py", "2 * self.cp_size - 1 - rank\n        return", "2 * self.cp_size - rank\n        return",
-           "zigzag takes the wrong back piece"),
+    Mutant("layout.py", "2 * self.cp_size - 1 - rank\n        return",
+           "2 * self.cp_size - rank\n        return", "zigzag takes the wrong back piece"),
     Mutant("layout.py", "Span(rank * length, 1, length), Span(back * length, 1, length)",
            "Span(back * length, 1, length), Span(rank * length, 1, length)",
            "zigzag holds its pieces in another order than Megatron"),
