@@ -36,6 +36,8 @@ STYLE = {
 }
 FLOOR = 1e-9  # differences below it, 0 among them, are drawn on it, and it is labelled 0
 
+WINDOW = 11  # steps; each step sees one text, and texts differ more than the model learns in a step
+
 Curve = Mapping[int, float]  # step -> value
 
 
@@ -79,7 +81,9 @@ def _loss_panel(axes: Axes, losses: Mapping[str, Curve], entropy: float) -> None
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.axhline(entropy, color=GREY, linewidth=1.1, linestyle=(0, (5, 3)), zorder=1)
     burst = losses["burst"]
-    axes.plot(*_points(burst), color=BURST, linewidth=2, label="BurstAttention, 4 ranks as 2 x 2")
+    smooth = {"color": BURST, "alpha": 0.22, "linewidth": 5, "solid_capstyle": "round"}
+    axes.plot(*_points(_smoothed(burst)), **smooth, label=f"its mean over {WINDOW} steps")
+    axes.plot(*_points(burst), color=BURST, linewidth=1.3, label="BurstAttention, 4 ranks as 2 x 2")
     ring = {"linestyle": "none", "marker": "o", "markersize": 6, "markerfacecolor": "white"}
     axes.plot(
         *_points(losses["one_rank"]),
@@ -106,7 +110,14 @@ def _loss_panel(axes: Axes, losses: Mapping[str, Curve], entropy: float) -> None
         fontsize=9.5,
     )
     axes.set_ylabel("loss, nats per token")
-    axes.legend(loc="upper right", labelspacing=0.45)
+    handles, labels = axes.get_legend_handles_labels()
+    order = [1, 0, 2, 3]  # the run, its mean, then what is compared with it
+    axes.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="upper right",
+        labelspacing=0.45,
+    )
 
 
 def _difference_panel(axes: Axes, differences: Mapping[str, Curve], tolerance: float) -> None:
@@ -144,6 +155,16 @@ def _difference_panel(axes: Axes, differences: Mapping[str, Curve], tolerance: f
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.legend(loc="center", ncols=1, fontsize=9, labelspacing=0.35)
+
+
+def _smoothed(curve: Curve) -> dict[int, float]:
+    """The mean over WINDOW steps around each step that has as many on both sides."""
+    half = WINDOW // 2
+    return {
+        step: sum(curve[step + i] for i in range(-half, half + 1)) / WINDOW
+        for step in curve
+        if step - half in curve and step + half in curve
+    }
 
 
 def _power(value: float) -> str:
