@@ -61,6 +61,7 @@ class Choices:
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
     needs_grad: NeedsGrad | None
+    sink: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     if wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"grad_wire_dtype must be None or one of {WIRE_DTYPES}, got {wire_dtype}")
     _check_numbers(choices)
+    check_sink(choices.sink, q)
     scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
     needs_grad = (q.requires_grad, k.requires_grad, v.requires_grad)
     if choices.needs_grad is not None:
@@ -116,6 +118,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "softcap": choices.softcap,
         "grad_wire_dtype": wire_dtype,
         "kv_cache": choices.kv_cache,
+        "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
     }
     return Draft(
         tensors=tensors,
@@ -129,6 +132,20 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         needs_grad=needs_grad,
         facts=facts,
     )
+
+
+def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise ValueError unless `sink` is None or a logit for each head of q."""
+    if sink is None:
+        return
+    tensor = isinstance(sink, torch.Tensor)
+    wanted = (q.shape[2],), q.device
+    if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != wanted:
+        got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if tensor else repr(sink)
+        raise ValueError(
+            f"sink must be a floating tensor [{q.shape[2]}], one logit per query head, on "
+            f"{q.device}, got {got}"
+        )
 
 
 def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.Tensor) -> None:

@@ -234,6 +234,29 @@ def test_zigzag_within_documents_by_hand():
         block.positions(0, 6)
 
 
+def test_a_block_table_on_the_layout_made_for_it_is_exact():
+    table = np.array([[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+    problem = cases.Problem("causal", (4, 2), 1, (4, 4), 24)
+    inputs, _ = cases.solve(problem)
+    seen = torch.tensor([[bool(table[i // 8, j // 8]) and j <= i for j in range(24)]
+                         for i in range(24)])  # fmt: skip
+    out, _, *grads = oracle.attention(*inputs, seen)
+    rows = [[r + 2 * i for i in range(12)] for r in range(2)]
+    shards = [[x[r].clone().requires_grad_() for r in rows] for x in inputs[:3]]
+    layout = mb.layout.make("block_striped", cp_size=2, block=8)
+    plan = mb.prepare(
+        *shards, groups=mb.Groups.in_process(intra=2), layout=layout,
+        mask=masks.BlockSparse(table, 8) & masks.Causal(),
+    )  # fmt: skip
+    assert "layout block_striped" in plan.describe()
+    outs = mb.attention(*shards, plan=plan)
+    torch.autograd.backward(outs, [inputs[3][r] for r in rows])
+    for rank, r in enumerate(rows):
+        assert oracle.worst(outs[rank], out[r]) < cases.TOLERANCE
+        for shard, grad in zip(shards, grads, strict=True):
+            assert oracle.worst(shard[rank].grad, grad[r]) < cases.TOLERANCE
+
+
 def test_documents_on_their_own_layout_are_exact():
     bounds = [0, 8, 20, 24]
     problem = cases.Problem("causal", (4, 2), 1, (4, 4), 24)
