@@ -57,6 +57,8 @@ def attention(
         plan = prepare(q, k, v, sink=sink, **choices)
     elif choices:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {sorted(choices)}")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     shards = per_rank(plan.groups, q, k, v)
     if not plan.matches(q, k, v):
         raise ValueError(

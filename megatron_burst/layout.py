@@ -55,9 +55,10 @@ class Layout:
         """Raise ValueError unless a sequence of `seq_len` positions can be laid out."""
         multiple = self.pieces_per_rank * self.cp_size
         if seq_len < multiple or seq_len % multiple:
+            wanted = max(1, -(-seq_len // multiple)) * multiple
             raise ValueError(
                 f"seq_len: layout {self.name} over {self.cp_size} ranks needs a positive multiple "
-                f"of {multiple}, got {seq_len}; pad to {max(1, -(-seq_len // multiple)) * multiple}"
+                f"of {multiple}, got {seq_len}; pad to {wanted}, {wanted // self.cp_size} on each"
             )
 
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:

@@ -171,7 +171,11 @@ def test_head_groups_on_real_processes(ranks):
 
 REFUSED = [
     ({"softcap": 0.5, "kernel": "aten"}, {}, "kernel aten has no softcap, got softcap=0.5"),
-    ({"softcap": -1.0, "kernel": "reference"}, {}, "softcap must be positive or None, got -1.0"),
+    (
+        {"softcap": -1.0, "kernel": "reference"},
+        {},
+        "softcap must be a positive, finite number or None, got -1.0",
+    ),
     ({"kv_cache": 1.5}, {}, "kv_cache must be a fraction from 0 to 1, got 1.5"),
     ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
     ({"algorithm": "ulysses"}, {}, "algorithm ulysses shares the heads over all 4 ranks"),
