@@ -164,7 +164,7 @@ def test_a_plan_and_its_keywords_exclude_each_other():
 
 @pytest.mark.parametrize("plan", [3, {"groups": None}])
 def test_a_plan_of_ones_own_making_is_refused(plan):
-    with pytest.raises(ValueError, match="plan must be made by mb.prepare, got "):
+    with pytest.raises(ValueError, match=r"plan must be made by mb\.prepare, got "):
         mb.attention([q], [k], [v], plan=plan)
 
 

@@ -174,7 +174,7 @@ REFUSED = [
     (
         {"softcap": -1.0, "kernel": "reference"},
         {},
-        "softcap must be a positive, finite number or None, got -1.0",
+        "softcap must be .* got -1.0",
     ),
     ({"kv_cache": 1.5}, {}, "kv_cache must be a fraction from 0 to 1, got 1.5"),
     ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
@@ -219,7 +219,17 @@ def test_what_cannot_be_served_is_refused(choices, sizes, words):
             lambda: mb.layout.make("zigzag", cp_size=4, cu_seqlens=[0, 9]),
             "multiples of 8 positions",
         ),
-        (lambda: mb.layout.make("zigzag", cp_size=4, cu_seqlens=[1, 9]), "must start at 0"),
+        (lambda: mb.layout.make("zigzag", cp_size=4, cu_seqlens=[1, 9]), "start at 0"),
+        (lambda: mb.layout.make("zigzag", cp_size=2, cu_seqlens=[0, 4.5]), "must be integers"),
+        (lambda: mb.layout.make("zigzag", cp_size=2, cu_seqlens=[0, 0]), "hold no position"),
+        (lambda: mb.layout.make("zigzag", cp_size=2.0), "cp_size must be an integer, got 2.0"),
+        (
+            lambda: mb.layout.make("block_striped", cp_size=2, block=4.0),
+            "block must be an integer, got 4.0",
+        ),
+        (lambda: mb.Groups.in_process(inter=0, intra=2), "inter: .* at least one rank, got 0"),
+        (lambda: mb.Groups.in_process(intra=2.0), "intra .*integer, got 2.0"),
+        (lambda: mb.Groups.in_process(intra=2, head=None), "head .*integer, got None"),
     ],
 )
 def test_grids_and_layouts_that_mean_nothing_are_refused(make, words):
