@@ -8,7 +8,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ def attention(
         raise ValueError(f"plan: give a plan or its keywords, not both; got {sorted(choices)}")
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
+    plan.groups.check()
     shards = per_rank(plan.groups, q, k, v)
     if not plan.matches(q, k, v):
         raise ValueError(
@@ -79,7 +80,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         shards = [tuple(t.contiguous() for t in flat[i : i + 3]) for i in range(0, len(flat), 3)]
         walks = [_forward(plan, i, shard, sink) for i, shard in enumerate(shards)]
-        results = ring.lockstep(walks)
+        results = _run(plan, walks)
         ctx.plan, ctx.lengths = plan, [len(saved) for _, saved in results]
         ctx.dtype = flat[0].dtype
         ctx.save_for_backward(sink, *(t for _, saved in results for t in saved))
@@ -95,7 +96,7 @@ class _Attention(torch.autograd.Function):
         for i, (dout, length) in enumerate(zip(douts, ctx.lengths, strict=True)):
             tensors = tuple(next(saved) for _ in range(length))
             walks.append(_backward(plan, i, dout, tensors, sink))
-        results = ring.lockstep(walks)
+        results = _run(plan, walks)
         grads = [grad for result in results for grad in result[:3]]
         needed = zip(grads, ctx.needs_input_grad[2:], strict=True)
         inputs = [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
@@ -103,6 +104,17 @@ class _Attention(torch.autograd.Function):
         if sink is not None and ctx.needs_input_grad[1]:
             dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
         return None, dsink, *inputs
+
+
+def _run(plan: Plan, walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
+    """The results of all local ranks. Precision is the plan's business and not autocast's."""
+    _, _, device = plan.signature[0]
+    try:
+        with torch.autocast(torch.device(device).type, enabled=False):
+            return ring.lockstep(walks)
+    except BaseException as error:
+        plan.groups.fail(error)
+        raise
 
 
 def _forward(

@@ -141,7 +141,7 @@ class Mail:
             return
         if self.source is None or self.target is None:
             raise RuntimeError(f"deadlock: exchange has only one end: {self.label}")
-        if [t._version for t in self.source] != self.versions:
+        if _versions(self.source) != self.versions:
             raise RuntimeError(f"overwritten while in flight: {self.label}")
         for target, source in zip(self.target, self.source, strict=True):
             if target.shape != source.shape or target.dtype != source.dtype:
@@ -176,7 +176,7 @@ class LocalEndpoint:
             mail = self._mail(
                 (channel, self.ranks[self.rank], self.ranks[send.peer]), "source", label
             )
-            mail.source, mail.versions = send.tensors, [t._version for t in send.tensors]
+            mail.source, mail.versions = send.tensors, _versions(send.tensors)
             mails.append(mail)
         for receive in receives:
             mail = self._mail(
@@ -194,3 +194,8 @@ class LocalEndpoint:
             return box.popleft()
         box.append(Mail(label))
         return box[-1]
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    """How often each was written to; tensors of inference mode do not count."""
+    return [0 if t.is_inference() else t._version for t in tensors]

@@ -139,7 +139,7 @@ def prepare(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
         softcap, grad_wire_dtype, kv_cache, needs_grad, sink,
     )  # fmt: skip
-    shards = _attempt(lambda: per_rank(groups, q, k, v))
+    shards = _attempt(lambda: groups.check() or per_rank(groups, q, k, v))
     if isinstance(shards, ValueError):
         drafts: list[Draft | ValueError] = [shards] * len(groups.local_ranks)
     else:

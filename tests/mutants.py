@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant("schedule.py", 'if self.side == "kv" else Pair(visitor, rank)',
            'if self.side == "kv" else Pair(rank, visitor)', "the query side computes kv pairs"),
     # merge
-    Mutant("merge.py", 'total.masked_fill(total == float("-inf"), 0.0)', "total",
+    Mutant("merge.py", 'lse.masked_fill(lse == float("-inf"), 0.0)', "lse",
            "rows that saw nothing turn into NaN"),
     Mutant("merge.py", "torch.logaddexp(lse, lse_new.to(lse.dtype))",
            "torch.log(torch.exp(lse) + torch.exp(lse_new.to(lse.dtype)))",
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant("kernels/reference.py", "ds = ds * (1 -", "ds = ds * (0.5 -",
            "the gradient of softcap is wrong"),
     # sinks, head parallelism
-    Mutant("merge.py", "out.mul_(torch.exp(lse - total).unsqueeze(-1))", "pass",
+    Mutant("merge.py", "out.mul_(torch.exp(lse - _finite(total)).unsqueeze(-1))", "pass",
            "a sink takes no weight from the values"),
     Mutant("merge.py", "return -(torch.exp(sink", "return (torch.exp(sink",
            "the gradient of a sink has the wrong sign"),
@@ -162,6 +162,11 @@ MUTANTS = [
     Mutant("cost.py", "stats = 2 * self.tokens", "stats = self.tokens",
            "one of lse and delta is not counted"),
     Mutant("cost.py", "return min(SIDES", "return max(SIDES", "auto takes the dearer side"),
+    Mutant("cost.py", 'side = "kv" if kept else', "side =",
+           "auto gives up the keys that were kept"),
+    Mutant("cost.py", "for rank in topology.head_group(member)", "for rank in [member]",
+           "ranks that share heads are counted with a part of their rows"),
+    Mutant("groups.py", "self._boxes.clear()", "pass", "a failed call's messages stay"),
     Mutant("comm.py", "t.numel() * t.element_size()", "t.numel()", "elements pass for bytes"),
 ]  # fmt: skip
 
@@ -184,7 +189,13 @@ def planted(mutant, folder):
 def tests_for(mutant):
     """The quick tests, those of the mutated file first: most mutants do not live long."""
     stem = Path(mutant.file).stem if mutant else ""
-    near = {"sharding": "layout", "ring": "edges", "comm": "edges", "aten": "kernels"}
+    near = {
+        "sharding": "layout",
+        "ring": "edges",
+        "comm": "edges",
+        "groups": "edges",
+        "aten": "kernels",
+    }
     near |= {"positions": "masks", "tables": "masks", "base": "masks", "hops": "schedule"}
     near |= {"head_parallel": "every", "topology": "every", "reference": "kernels"}
     first = near.get(stem, stem)

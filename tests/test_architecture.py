@@ -30,7 +30,8 @@ ARROWS = {
     "comm": set(),
     "agreement": set(),
     "sharding": {"layout"},
-    "groups": {"comm", "topology"},
+    "introduction": set(),
+    "groups": {"comm", "topology", "introduction"},
     "kernels": {"kernels", "layout", "masks", "tiles"},
     "ring": {"hops", "comm", "merge", "kernels"},
     "head_parallel": {"comm"},
@@ -47,6 +48,7 @@ NO_TORCH = PLANNING | {"config", "cli", "__main__"}
 OUTSIDE = {
     "comm": {"torch"},
     "groups": {"torch"},
+    "introduction": {"torch"},
     "merge": {"torch"},
     "ring": {"torch"},
     "show": {"numpy", "rich", "matplotlib", "PIL"},

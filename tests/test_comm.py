@@ -6,6 +6,7 @@ it travels, an exchange with one end, a message of another size.
 
 import copy
 import pickle
+import re
 import socket
 
 import pytest
@@ -231,3 +232,39 @@ def handed_to_torch():
 def test_counters_count_what_torch_is_asked_to_send(ranks):
     for counted, sent in ranks(4).run(handed_to_torch):
         assert counted == sent > 0
+
+
+def refused_grid(arguments):
+    """The message on this rank of a grid asked for with `arguments`, by rank."""
+    mine = arguments[dist.get_rank()]
+    return refusal(lambda: mb.Groups.from_topology(dist.group.WORLD, **mine))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"intra": 4}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=4"),
+        ({"intra": 3}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=3"),
+        ({"intra": 2, "head": 2}, "ranks disagree: .*head=1.* rank 1 for .*head=2"),
+        ({"intra": 2, "placement": "context_first"}, "ranks disagree: .*'context_first'"),
+        ({"intra": 2, "placement": "nowhere"}, "ranks disagree: .*'nowhere'"),
+    ],
+)
+def test_ranks_that_ask_for_different_grids_are_told_so(ranks, odd, words):
+    """They would wait for each other's groups, or exchange on rings that do not match."""
+    arguments = [{"intra": 2}, odd, {"intra": 2}, {"intra": 2}]
+    messages = ranks(4).run(refused_grid, arguments)
+    assert len(set(messages)) == 1
+    assert re.search(words, messages[0]), messages
+
+
+def test_a_group_that_is_none_is_refused():
+    """As torch.distributed.group.WORLD is before init_process_group."""
+    for make in (
+        lambda: mb.Groups.flat(None),
+        lambda: mb.Groups.from_topology(None, intra=2),
+        lambda: mb.Groups.by_host(None),
+        lambda: mb.Groups(intra=None, inter=None),
+    ):
+        with pytest.raises(ValueError, match=r"group .*init_process_group before, got None"):
+            make()
