@@ -29,7 +29,7 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--context-parallel-algo",
         default="burst",
-        metavar="{burst,ring,double_ring,megatron}",
+        metavar="{burst,ring,double_ring,all_gather,ulysses,hybrid,megatron}",
         help="attention across context-parallel ranks; megatron leaves Megatron's own alone",
     )
     add("--context-parallel-size", type=int, default=1)
@@ -44,6 +44,10 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     add("--burst-side", default="auto", help="what travels in backward: query, kv or auto")
     add("--burst-kernel", default="auto", help="local attention: auto, aten or reference")
     add("--burst-intra-size", type=int, help="ranks per node; default: ranks sharing a host name")
+    add("--burst-head-size", type=int, help="ranks that share heads, around any ring")
+    add("--burst-placement", default="head_first", help="head_first or context_first")
+    add("--burst-kv-cache", type=float, default=0.0, help="fraction of keys kept for backward")
+    add("--burst-wire-dtype", help="of travelling gradients: fp32 or bf16; default: fp32")
     add("--tensor-model-parallel-size", type=int, default=1)
     add("--pipeline-model-parallel-size", type=int, default=1)
     add("--sequence-parallel", action="store_true")
@@ -66,6 +70,16 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add("--attention-dropout", type=float, default=0.0)
     add("--vocab-size", type=int, help="default: read from DATA_PATH.json")
     add("--make-vocab-size-divisible-by", type=int, default=64)
+    add("--window-size", type=_pair, metavar="LEFT,RIGHT", help="sliding window; -1: no limit")
+    add("--window-attn-skip-freq", type=int, help="every n-th layer sees everything")
+    add("--softmax-type", choices=["vanilla", "off-by-one", "learnable"], default="vanilla")
+    add("--mtp-num-layers", type=int, help="layers that predict tokens after the next one")
+    add("--multi-latent-attention", action="store_true")
+    add("--kv-lora-rank", type=int, default=32)
+    add("--qk-head-dim", type=int, default=32)
+    add("--qk-pos-emb-head-dim", type=int, default=16)
+    add("--v-head-dim", type=int, default=32)
+    add("--bf16", action="store_true")
     add("--recompute-granularity", choices=["full", "selective"])
     add("--recompute-method", choices=["uniform", "block"])
     add("--recompute-num-layers", type=int)
@@ -78,6 +92,11 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     add("--data-cache-path", help="where sample indices are kept; default: beside the data")
     add("--eod", type=int, default=256, help="token that ends a document")
     add("--eod-mask-loss", action="store_true", help="do not train on what follows a document")
+    add(
+        "--packed",
+        action="store_true",
+        help="documents of a sequence do not see each other (a packed batch, THD)",
+    )
     add("--seq-length", type=int, default=4096)
     add("--micro-batch-size", type=int, default=1)
     add("--global-batch-size", type=int, help="default: one micro-batch per data-parallel rank")
@@ -127,6 +146,11 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             f"--context-parallel-algo megatron with --context-parallel-size {cp} needs "
             "--transformer-impl transformer_engine; or use --context-parallel-algo burst"
         )
+    if args.packed and args.micro_batch_size != 1:
+        raise ValueError(
+            f"--packed takes one sequence at a time, got --micro-batch-size "
+            f"{args.micro_batch_size}; use 1 and a longer --seq-length"
+        )
     args.data_parallel_size = world_size // (tp * pp * cp)
     step = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or step
@@ -139,6 +163,11 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     args.vocab_size = args.vocab_size or _vocab_size(args.data_path)
     args.lr_warmup_iters = min(args.lr_warmup_iters, args.train_iters - 1)
     args.exit_interval = min(args.exit_interval or args.train_iters, args.train_iters)
+
+
+def _pair(text: str) -> tuple[int, int]:
+    left, right = text.split(",")
+    return int(left), int(right)
 
 
 def _vocab_size(prefix: str) -> int:

@@ -16,6 +16,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.packed_seq_params import PackedSeqParams
 
 Batch = dict[str, torch.Tensor]
 
@@ -53,13 +54,18 @@ def build(args: Namespace) -> GPTDataset:
         path_to_cache=args.data_cache_path,
         tokenizer=FixedVocabulary(args.vocab_size, args.eod),
         reset_position_ids=False,
-        reset_attention_mask=False,
+        reset_attention_mask=dense_mask(args),
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=False,  # s x s; the causal mask is known to the attention
+        create_attention_mask=dense_mask(args),  # s x s; a causal mask is known to the attention
     )
     sizes = [args.train_iters * args.global_batch_size, None, None]
     train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
     return train
+
+
+def dense_mask(args: Namespace) -> bool:
+    """Does the attention need its document mask as a table? Megatron's own local one does."""
+    return args.packed and args.context_parallel_size == 1 and args.transformer_impl == "local"
 
 
 def micro_batches(samples: GPTDataset, args: Namespace, consumed: int) -> Iterator[Batch]:
@@ -73,7 +79,31 @@ def micro_batches(samples: GPTDataset, args: Namespace, consumed: int) -> Iterat
         first += rank * args.micro_batch_size
         rows = [samples[i] for i in range(first, first + args.micro_batch_size)]
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        if args.packed and not dense_mask(args):
+            batch["cu_seqlens"] = document_ends(batch["tokens"], args.eod)
         yield _on_this_context_parallel_rank({key: x.cuda() for key, x in batch.items()})
+
+
+def document_ends(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """int32 [1, documents + 1]: cumulative lengths of the documents of one sequence [1, s]."""
+    last = tokens[0].eq(eod).nonzero()[:, 0] + 1
+    inside = last[last < tokens.shape[1]].tolist()
+    return torch.tensor([[0, *inside, tokens.shape[1]]], dtype=torch.int32)
+
+
+def packed_seq_params(batch: Batch) -> PackedSeqParams | None:
+    """Megatron's description of a packed batch; None for a plain one."""
+    if "cu_seqlens" not in batch:
+        return None
+    ends = batch["cu_seqlens"][0]
+    longest = int(ends.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _on_this_context_parallel_rank(batch: Batch) -> Batch:

@@ -22,24 +22,11 @@ import arguments
 import checkpoint
 import dataset
 import torch
-import torch.nn.functional as F
 from live import Reporter
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from model import build_model, build_optimizer, model_config
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
@@ -64,6 +51,10 @@ def run(args: Namespace) -> list[dict[str, float]]:
         side=args.burst_side,
         kernel=args.burst_kernel,
         intra_size=args.burst_intra_size,
+        head_size=args.burst_head_size,
+        placement=args.burst_placement,
+        kv_cache=args.burst_kv_cache,
+        wire_dtype=args.burst_wire_dtype,
     )
     burst.configure(config, choice, seq_length=args.seq_length)
 
@@ -105,106 +96,15 @@ def make_groups(args: Namespace) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def model_config(args: Namespace) -> TransformerConfig:
-    """Llama's shape: RMSNorm, SwiGLU, no biases, no dropout."""
-    return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        qk_layernorm=args.qk_layernorm,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=args.attention_dropout,
-        init_method_std=args.init_method_std,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-        sequence_parallel=args.sequence_parallel,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
-        recompute_modules=args.recompute_modules,
-        # Without it each context-parallel rank divides by its own number of tokens.
-        calculate_per_token_loss=True,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-    )
-
-
-def build_model(args: Namespace, config: TransformerConfig) -> DistributedDataParallel:
-    """This rank's stage of the model, wrapped in Megatron's data parallelism."""
-    if args.transformer_impl == "local":
-        layers = get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, normalization=config.normalization
-        )
-    else:
-        layers = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    multiple = args.make_vocab_size_divisible_by
-    gpt = GPTModel(
-        config,
-        layers,
-        vocab_size=-(-args.vocab_size // multiple) * multiple,
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=args.rotary_base,
-    ).cuda(torch.cuda.current_device())
-    data_parallel = DistributedDataParallelConfig(
-        use_distributed_optimizer=args.use_distributed_optimizer
-    )
-    return DistributedDataParallel(config, data_parallel, gpt)
-
-
-def build_optimizer(args: Namespace, config: TransformerConfig, model: DistributedDataParallel):
-    """AdamW with warm-up and cosine decay over the whole run."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            min_lr=args.min_lr,
-            weight_decay=args.weight_decay,
-            adam_beta2=args.adam_beta2,
-            clip_grad=args.clip_grad,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-        ),
-        [model],
-    )
-    schedule = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
-        lr_decay_steps=args.train_iters * args.global_batch_size,
-        lr_decay_style="cosine",
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
-        wd_incr_style="constant",
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    return optimizer, schedule
-
-
 def forward_step(batches: Iterator[dataset.Batch], model: torch.nn.Module):
     """One micro-batch, as Megatron's pipeline schedules want it."""
     batch = next(batches)
     losses = model(
-        batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"]
+        batch["tokens"],
+        batch["position_ids"],
+        attention_mask=batch.get("attention_mask"),
+        labels=batch["labels"],
+        packed_seq_params=dataset.packed_seq_params(batch),
     )
     return losses, partial(sum_of_losses, batch["loss_mask"])
 

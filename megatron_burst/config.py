@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from .hops import ALGORITHMS, SIDES
 from .layout import LAYOUTS
+from .topology import PLACEMENTS
 
 NAMES = (*ALGORITHMS, "ulysses", "hybrid")
+WIRE_DTYPES = ("fp32", "bf16")
 KERNELS = ("auto", "aten", "aten_cudnn", "reference")
 
 
@@ -24,6 +26,12 @@ class BurstConfig:
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device.
     intra_size: ranks per node, where neither hierarchical sizes nor host names say it.
+    head_size: how many ranks share the heads of the same rows ("hybrid" needs it; "ulysses" takes
+    all ranks).
+    placement: "head_first" puts the ranks that share heads next to each other, "context_first"
+    those of a ring.
+    kv_cache: fraction of visiting keys and values that forward keeps for backward.
+    wire_dtype: of travelling gradients, "fp32" or "bf16"; None for the accumulation dtype.
     """
 
     algorithm: str = "burst"
@@ -31,22 +39,33 @@ class BurstConfig:
     side: str = "auto"
     kernel: str = "auto"
     intra_size: int | None = None
+    head_size: int | None = None
+    placement: str = "head_first"
+    kv_cache: float = 0.0
+    wire_dtype: str | None = None
 
     def __post_init__(self):
         _one_of(
             "algorithm (--context-parallel-algo)",
             self.algorithm,
-            (*ALGORITHMS, "ulysses", "hybrid", "megatron"),
+            (*NAMES, "megatron"),
         )
         _one_of("layout (--burst-layout)", self.layout, tuple(sorted(LAYOUTS)))
         _one_of("side (--burst-side)", self.side, ("auto", *SIDES))
         _one_of("kernel (--burst-kernel)", self.kernel, KERNELS)
-        if self.intra_size is not None and self.intra_size < 1:
+        _one_of("placement (--burst-placement)", self.placement, PLACEMENTS)
+        _one_of("wire_dtype (--burst-wire-dtype)", self.wire_dtype, (None, *WIRE_DTYPES))
+        for name in ("intra_size", "head_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                flag = f"--burst-{name.replace('_', '-')}"
+                raise ValueError(f"{name} ({flag}) must be at least 1, got {size}")
+        if not 0.0 <= self.kv_cache <= 1.0:
             raise ValueError(
-                f"intra_size (--burst-intra-size) must be at least 1, got {self.intra_size}"
+                f"kv_cache (--burst-kv-cache) must be a fraction from 0 to 1, got {self.kv_cache}"
             )
 
 
-def _one_of(name: str, value: object, names: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, names: tuple[str | None, ...]) -> None:
     if value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, names))}, got {value!r}")

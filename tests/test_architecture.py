@@ -25,7 +25,7 @@ ARROWS = {
     "tiles": {"masks", "layout"},
     "topology": set(),
     "cost": {"schedule", "hops", "tiles", "masks", "layout"},
-    "config": {"layout", "hops"},
+    "config": {"layout", "hops", "topology"},
     "merge": set(),
     "comm": set(),
     "agreement": set(),

@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
 
 def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
     """Raise ``ValueError`` if a ``TransformerConfig`` asks for what BurstAttention cannot do."""
@@ -32,6 +34,7 @@ def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None)
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
             f"({2 * cp}); pad the sequences or change one of the two"
         )
+    check_heads(config, head_size(burst, cp))
     for problem in _refused(config, burst.layout):
         raise ValueError(f"{problem} (or --context-parallel-algo megatron)")
 
@@ -54,16 +57,75 @@ def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None)
         )
 
 
+def head_size(burst: BurstConfig, cp: int) -> int:
+    """How many of ``cp`` ranks share the heads of the same rows; 1 for a plain ring."""
+    if burst.algorithm == "ulysses":
+        if burst.head_size not in (None, cp):
+            raise ValueError(
+                f"--burst-head-size {burst.head_size}: ulysses shares the heads over all "
+                f"--context-parallel-size {cp} ranks; leave the flag out, or take "
+                "--context-parallel-algo hybrid"
+            )
+        return cp
+    if burst.algorithm == "hybrid" and burst.head_size is None:
+        raise ValueError(
+            "--context-parallel-algo hybrid needs --burst-head-size: how many ranks share heads"
+        )
+    return burst.head_size or 1
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Raise ``ValueError`` unless ``size`` ranks can share the heads of a tensor-parallel rank."""
+    cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
+    heads = config.num_attention_heads // tp
+    kv_heads = max(1, (config.num_query_groups or config.num_attention_heads) // tp)
+    if cp % size or heads % size or (kv_heads % size and size % kv_heads):
+        raise ValueError(
+            f"--burst-head-size {size} must divide --context-parallel-size {cp} and the {heads} "
+            f"query heads of a tensor-parallel rank, and divide its {kv_heads} key/value heads or "
+            "be a multiple of them; choose another size, or --context-parallel-algo burst"
+        )
+
+
+def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None] | None:
+    """(left, right) of a sliding-window layer, None standing for no limit; None for a full one.
+
+    A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
+    """
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    size = getattr(config, "window_size", None)
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if not size or not is_layer_window_attention(size, skip, layer_number):
+        return None
+    left, right = (None if limit == -1 else limit for limit in size)
+    return left, right
+
+
+def _check_window(size: Any) -> str | None:
+    if size is None:
+        return None
+    if len(size) != 2 or any(limit < -1 for limit in size):
+        return f"--window-size {size} must be two sizes, each at least 0, or -1 for no limit"
+    if size[1] > 0:
+        return (
+            f"--window-size {size} looks {size[1]} tokens ahead, and the model is causal; make "
+            f"the second size 0: {size[0]},0"
+        )
+    return None
+
+
 def _refused(config: Any, layout: str) -> Iterator[str]:
     def get(name: str, default: Any = None) -> Any:
         return getattr(config, name, default)
 
     if get("attention_dropout", 0):
         yield f"attention dropout is {config.attention_dropout}; set --attention-dropout 0"
-    if get("window_size") is not None:
-        yield "sliding window attention is not supported; remove --window-size"
-    if get("softmax_type", "vanilla") != "vanilla":
-        yield "attention sinks are not supported; remove --softmax-type"
+    window = _check_window(get("window_size"))
+    if window:
+        yield window
+    if get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
+        yield f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are known"
     if get("attn_logit_softcapping"):
         yield "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
     if get("qk_clip"):

@@ -1,10 +1,11 @@
 """BurstAttention as a Megatron-Core core attention: the module between projections.
 
 Owns: the translation of Megatron's call into one of `mb.attention`, and what that call may ask
-for. Must not know: how plans are shared (`plans`), where groups come from (`groups`).
+for. Must not know: how plans are shared (`plans`), where groups come from (`groups`), which
+positions a packed batch has (`packed`).
 
 Shape letters: s local sequence, b micro-batch, h query heads, g key/value heads of this
-tensor-parallel rank, d key width, w value width.
+tensor-parallel rank, d key width, w value width; t local tokens of a packed batch.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.agreement import agree
-from megatron_burst.megatron.checks import check_config
+from megatron_burst.megatron.checks import check_config, layer_window
 from megatron_burst.megatron.groups import context_groups
+from megatron_burst.megatron.packed import Pack
 from megatron_burst.megatron.plans import Signature, plan_book
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+# What Megatron calls them when documents are packed.
+_CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
 
 
 class BurstCoreAttention(MegatronModule):
@@ -30,7 +35,9 @@ class BurstCoreAttention(MegatronModule):
 
     Built by Megatron's attention layers once `install` and `configure` were called; the
     constructor takes their keywords. The first module over a context-parallel group makes the
-    groups of its rings, a collective over that group.
+    groups of its rings, a collective over that group. Honours ``window_size`` and
+    ``window_attn_skip_freq``, and ``softmax_type`` with the parameter ``softmax_offset`` that
+    checkpoints of Megatron's own modules have.
 
     Raises ``ValueError`` for what it cannot honour, on all ranks alike.
     """
@@ -65,15 +72,34 @@ class BurstCoreAttention(MegatronModule):
         sizes = config.hierarchical_context_parallel_sizes
         self.book = plan_book(
             pg_collection.cp,
-            (tuple(sizes or ()), burst.intra_size),
-            lambda: context_groups(pg_collection, sizes, burst.intra_size),
+            (tuple(sizes or ()), burst.intra_size, burst.head_size, burst.placement),
+            lambda: context_groups(pg_collection, sizes, burst),
         )
+        self.tp_group = pg_collection.tp
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self._kind = (
             config.num_attention_heads, config.num_query_groups, k_channels, v_channels,
         )  # fmt: skip
+        self._window = layer_window(config, max(1, layer_number))
+        self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.leads = self.book.join(self._signature(attn_mask_type), max(1, layer_number))
+
+    def _add_sink(self, heads: int) -> None:
+        """``softmax_offset`` [h]: learnable, zeros ("off-by-one" softmax), or None."""
+        config = self.config
+        self.softmax_offset = None
+        kind = getattr(config, "softmax_type", "vanilla")
+        if kind == "vanilla":
+            return
+        sink = torch.zeros(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        if kind == "off-by-one":
+            self.softmax_offset = sink
+            return
+        del self.softmax_offset
+        self.softmax_offset = torch.nn.Parameter(sink)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
 
     def forward(
         self,
@@ -88,43 +114,90 @@ class BurstCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] of one dtype -> [s, b, h*w].
 
-        s is this rank's share of the sequence, in the installed layout.
+        s is this rank's share of the sequence, in the installed layout. With packed_seq_params
+        (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w].
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        asked = {"attention_mask": attention_mask, "attention_bias": attention_bias,
-                 "packed_seq_params": packed_seq_params, **unknown}  # fmt: skip
-        refusal = _refusal(mask_type, asked)
-        if refusal is not None:
-            self._fail(refusal)
-        plan = self.book.plan(self._signature(mask_type), self.leads, query, key, value)
-        return mb.attention(query, key, value, plan=plan).flatten(2)
+        asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
+        try:
+            _check_call(mask_type, asked, packed_seq_params)
+            pack = None
+            if packed_seq_params is not None:
+                query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+                pack = self._pack(packed_seq_params, query)
+        except ValueError as error:
+            self._fail(error)
+            raise
+        plan = self.book.plan(self._signature(mask_type), self.leads, query, key, value, pack)
+        out = mb.attention(query, key, value, plan=plan, sink=self.softmax_offset)
+        return out.flatten(2) if pack is None else out.flatten(2).squeeze(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """``softmax_offset``, if it is learnable, split over tensor-parallel ranks like the heads:
+        under the name and in the form that Megatron's own modules save it."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+    def _pack(self, params: Any, query: torch.Tensor) -> Pack:
+        config, size = self.config, self.book.groups.size
+        if getattr(config, "mtp_num_layers", None):
+            raise ValueError("packed sequences with --mtp-num-layers are not supported")
+        if getattr(config, "virtual_pipeline_model_parallel_size", None):
+            raise ValueError("packed sequences in an interleaved pipeline are not supported")
+        pack = self.book.pack(query.shape[0] * size, params)
+        layout = pack.layout(self._burst.layout, size)
+        documents_apart = isinstance(layout, mb.layout.DocumentZigzag)
+        if getattr(config, "apply_rope_fusion", False) and not documents_apart:
+            raise ValueError(
+                "fused rope of packed sequences works only with --burst-layout zigzag and "
+                f"documents of multiples of 2 x --context-parallel-size ({2 * size}) tokens: add "
+                "--no-rope-fusion"
+            )
+        return pack
 
     def _signature(self, mask_type: AttnMaskType) -> Signature:
         return Signature(
             burst=self._burst,
-            causal=_CAUSAL.get(mask_type, True),
+            causal=_CAUSAL_PACKED.get(mask_type, True),
+            window=self._window,
             softmax_scale=self.softmax_scale,
             kind=self._kind,
         )
 
     def _fail(self, error: ValueError) -> None:
-        """Raise ``error``; if this layer leads, on the ranks that were called properly too."""
+        """Tell the ranks that were called properly too, if this layer leads."""
         if self.leads:
             agree([error], self.book.groups.gather)
-        raise error
 
 
-def _refusal(mask_type: AttnMaskType, asked: dict[str, Any]) -> ValueError | None:
-    if mask_type not in _CAUSAL:
-        return ValueError(
+def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> None:
+    known = _CAUSAL if packed is None else _CAUSAL_PACKED
+    if mask_type not in known:
+        raise ValueError(
             f"attention mask type {mask_type} is not supported: only causal and no_mask are"
         )
     fixes = {
         "attention_mask": "it would be s x s: pass --no-create-attention-mask-in-dataloader",
         "attention_bias": "remove the relative position bias",
-        "packed_seq_params": "packed sequences (THD) are not supported yet: pad them instead",
     }
     for name, value in asked.items():
         if value is not None:
-            return ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
-    return None
+            raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
+    if packed is None:
+        return
+    form = getattr(packed, "qkv_format", None)
+    if form != "thd":
+        raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
+    if getattr(packed, "local_cp_size", None) is not None:
+        raise ValueError(
+            "packed_seq_params.local_cp_size: one context-parallel size per run; remove "
+            "--hybrid-context-parallel"
+        )

@@ -116,6 +116,10 @@ class _Idle:
         return event or _Idle()
 
 
+class _NoTransformerEngine:
+    """A class that nothing is an instance of."""
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -147,11 +151,15 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
 
 def _patch_megatron(patches: registry.PatchSet) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
     patches.replace(megatron_random, "_get_cuda_rng_state", lambda *a, **k: get_state())
     patches.replace(megatron_random, "_set_cuda_rng_state", lambda state, *a, **k: set_state(state))
+
+    if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance(x, TELinear)
+        patches.replace(multi_latent_attention, "TELinear", _NoTransformerEngine)
 
     original = WrappedTorchNorm.__new__
 

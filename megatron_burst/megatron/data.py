@@ -1,6 +1,6 @@
-"""Batches and rotary embeddings for layouts that Megatron does not have.
+"""Batches and rotary embeddings for layouts and packed batches that Megatron does not have.
 
-Owns: the replacements of Megatron's two slicing functions. A run has one layout: Megatron caches
+Owns: the replacements of Megatron's slicing functions. A run has one layout: Megatron caches
 rotary embeddings, and batches are cut before any model sees them. Must not know: attention.
 """
 
@@ -15,12 +15,16 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import require_parameters
+from megatron_burst.megatron.packed import pack_of
 
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
 
 def batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20)."""
+    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20).
+
+    Unpacked batches of a zigzag run are left to the original.
+    """
     require_parameters(original, ["batch", "cp_group"], "utils.get_batch_on_this_cp_rank")
     signature = inspect.signature(original)
 
@@ -28,18 +32,100 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
     def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
         bound = signature.bind(*args, **kwargs)
         batch, group = bound.arguments["batch"], bound.arguments.get("cp_group")
-        if bound.arguments.get("is_hybrid_cp") or batch.get("cu_seqlens") is not None:
+        hybrid, packed = bound.arguments.get("is_hybrid_cp"), batch.get("cu_seqlens") is not None
+        if hybrid and layout != "zigzag":
             raise ValueError(
-                f"packed sequences and hybrid context parallelism need --burst-layout zigzag, "
-                f"this run has {layout}"
+                f"hybrid context parallelism needs --burst-layout zigzag, this run has {layout}"
             )
-        for key, value in batch.items():
-            if value is not None and key not in _NOT_SEQUENCES:
-                # An attention mask is [batch, 1, queries, keys]: ranks share the queries.
-                batch[key] = _shard(value, layout, group, 2 if key == "attention_mask" else 1)
+        group = _group(group)
+        if group.size() == 1 or hybrid or (not packed and layout == "zigzag"):
+            return original(*args, **kwargs)
+        if packed:
+            documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
+            return _take(batch, documents, layout, group.size(), group.rank())
+        for key, value in _sequences(batch):
+            # An attention mask is [batch, 1, queries, keys]: ranks share the queries.
+            batch[key] = _shard(value, layout, group, 2 if key == "attention_mask" else 1)
         return batch
 
     return get_batch_on_this_cp_rank
+
+
+def packed_batch_slicer(original: Callable, layout: str) -> Callable:
+    """A replacement for ``megatron.core.utils.get_thd_batch_on_this_cp_rank``: (batch, params)."""
+    names = ["batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"]
+    require_parameters(original, names, "utils.get_thd_batch_on_this_cp_rank")
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_thd_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        asked = signature.bind(*args, **kwargs).arguments
+        size, rank = asked.pop("cp_size", None), asked.pop("cp_rank", None)
+        size = _group(None).size() if size is None else size
+        rank = _group(None).rank() if rank is None else rank
+        batch, params = original(**asked, cp_size=1, cp_rank=0)
+        documents = asked["cu_seqlens"], asked["cu_seqlens_padded"]
+        return (batch if size == 1 else _take(batch, documents, layout, size, rank)), params
+
+    return get_thd_batch_on_this_cp_rank
+
+
+def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(k, x) for k, x in batch.items() if x is not None and k not in _NOT_SEQUENCES]
+
+
+def _take(
+    batch: dict[str, Any], documents: tuple[Any, Any], layout: str, size: int, rank: int
+) -> dict[str, Any]:
+    """Cut a packed batch [1, tokens] down to what ``rank`` of ``size`` holds of it."""
+    sequences = _sequences(batch)
+    if "attention_mask" in dict(sequences):
+        raise ValueError(
+            "packed sequences come without attention_mask: pass "
+            "--no-create-attention-mask-in-dataloader"
+        )
+    for key, value in sequences:
+        if value.shape[:2] != (1, sequences[0][1].shape[1]):
+            raise ValueError(
+                f"packed sequences need --micro-batch-size 1 and one length, got {key} of shape "
+                f"{tuple(value.shape)}"
+            )
+    if sequences:
+        places, _ = pack_of(sequences[0][1].shape[1], *documents).places(layout, size, rank)
+        for key, value in sequences:
+            batch[key] = value.index_select(1, torch.from_numpy(places).to(value.device))
+    return batch
+
+
+def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
+    """A replacement for ``rope_utils._apply_rotary_pos_emb_thd``, for documents of any length.
+
+    rotate: ``rope_utils._apply_rotary_pos_emb_bshd``. Where each document is laid out by itself,
+    Megatron's own way, the original runs.
+    """
+    require_parameters(
+        original, ["t", "cu_seqlens", "freqs", "cp_group"], "rope_utils._apply_rotary_pos_emb_thd"
+    )
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = signature.bind(*args, **kwargs)
+        t, cu_seqlens, freqs, group = (
+            bound.arguments.pop(name, None) for name in ("t", "cu_seqlens", "freqs", "cp_group")
+        )
+        if group is None or group.size() == 1:
+            return original(*args, **kwargs)
+        pack = pack_of(t.shape[0] * group.size(), cu_seqlens)
+        if isinstance(pack.layout(layout, group.size()), mb.layout.DocumentZigzag):
+            return original(*args, **kwargs)
+        in_pack, in_document = pack.places(layout, group.size(), group.rank())
+        # Angles of the whole pack, or of its longest document (padding at its end has none).
+        places = in_pack if freqs.shape[0] == pack.total else in_document
+        index = torch.from_numpy(places).clamp_max(freqs.shape[0] - 1).to(freqs.device)
+        return rotate(t.unsqueeze(1), freqs[index], **bound.arguments).squeeze(1)
+
+    return _apply_rotary_pos_emb_thd
 
 
 def rope_slicer(original: Callable, layout: str) -> Callable:
@@ -58,10 +144,6 @@ def rope_slicer(original: Callable, layout: str) -> Callable:
 
 
 def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
-    if group is None:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_context_parallel_group()
     size = group.size()
     if size == 1:
         return x
@@ -71,3 +153,11 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
             f"({2 * size}); pad the sequences or change one of the two"
         )
     return mb.shard(x, mb.layout.make(layout, cp_size=size), group.rank(), dim=dim)
+
+
+def _group(group: Any) -> Any:
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()

@@ -10,25 +10,24 @@ from typing import Any
 from megatron.core import parallel_state
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks import check_topology
+from megatron_burst.megatron.checks import check_topology, head_size
 
 
-def context_groups(
-    pg_collection: Any, sizes: list[int] | None, intra_size: int | None
-) -> mb.Groups:
+def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
     """The grid of this rank's context-parallel group; collective over that group.
 
     Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), else runs of
-    ``intra_size`` ranks, else ranks that share a host name.
+    ``burst.intra_size`` ranks, else ranks that share a host name.
     """
     cp = pg_collection.cp
-    check_topology(cp.size(), sizes, intra_size)
+    check_topology(cp.size(), sizes, burst.intra_size)
+    heads = {"head": head_size(burst, cp.size()), "placement": burst.placement}
     if sizes:
         intra, inter = _hierarchical(pg_collection)
-        return mb.Groups(intra=intra, inter=inter)
-    if intra_size is not None:
-        return mb.Groups.from_topology(cp, intra=intra_size)
-    return mb.Groups.by_host(cp)
+        return mb.Groups(intra=intra, inter=inter, **heads)
+    if burst.intra_size is not None:
+        return mb.Groups.from_topology(cp, intra=burst.intra_size, **heads)
+    return mb.Groups.by_host(cp, **heads)
 
 
 def _hierarchical(pg_collection: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import check_config, require_parameters
 from megatron_burst.megatron.core_attention import BurstCoreAttention
-from megatron_burst.megatron.data import batch_slicer, rope_slicer
+from megatron_burst.megatron.data import batch_slicer, packed_batch_slicer, packed_rope, rope_slicer
 
 _NAME = "burst"
 
@@ -40,8 +40,7 @@ def install(layout: str = "zigzag") -> None:
     with registry.patching(_NAME) as patches:
         patches.notes["layout"] = layout
         _patch_attention(patches)
-        if layout != "zigzag":  # Megatron's own
-            _patch_slicing(patches, layout)
+        _patch_slicing(patches, layout)
 
 
 def uninstall() -> bool:
@@ -142,5 +141,12 @@ def _patch_slicing(patches: registry.PatchSet, layout: str) -> None:
 
     batch = batch_slicer(utils.get_batch_on_this_cp_rank, layout)
     patches.replace_function(utils, "get_batch_on_this_cp_rank", batch)
-    rope = rope_slicer(rope_utils.get_pos_emb_on_this_cp_rank, layout)
-    patches.replace_function(rope_utils, "get_pos_emb_on_this_cp_rank", rope)
+    packed_batch = packed_batch_slicer(utils.get_thd_batch_on_this_cp_rank, layout)
+    patches.replace_function(utils, "get_thd_batch_on_this_cp_rank", packed_batch)
+    packed = packed_rope(
+        rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd, layout
+    )
+    patches.replace_function(rope_utils, "_apply_rotary_pos_emb_thd", packed)
+    if layout != "zigzag":  # Megatron's own
+        rope = rope_slicer(rope_utils.get_pos_emb_on_this_cp_rank, layout)
+        patches.replace_function(rope_utils, "get_pos_emb_on_this_cp_rank", rope)

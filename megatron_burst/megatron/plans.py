@@ -7,21 +7,28 @@ the lowest layer of this rank, the leader, makes the plan on every forward, what
 before, so that ranks that were called differently all get the same ValueError. The others only
 look up what a leader has made. This holds with several micro-batches in flight and with
 recomputation, where layers run again in another order: plans are made as if everything needed a
-gradient, so one plan serves both passes.
+gradient, so one plan serves both passes. Packed batches have a plan for each pack; the last
+`PLANS_KEPT` are kept, by order of use, which is the same on all ranks.
 Must not know: Megatron configurations.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 import megatron_burst as mb
 from megatron_burst.megatron import registry
+from megatron_burst.megatron.packed import Pack, pack_of
+
+PLANS_KEPT = 256  # more than packed micro-batches in flight times kinds of layers
+_WIRE = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,16 @@ class Signature:
 
     burst: mb.BurstConfig
     causal: bool
+    window: tuple[int | None, int | None] | None  # left and right, None for no limit
     softmax_scale: float | None
     kind: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
+
+    def mask(self, pack: Pack | None) -> mb.masks.Mask:
+        """What the queries of such a layer see."""
+        mask = mb.masks.Causal() if self.causal else mb.masks.Full()
+        if self.window is not None:
+            mask = mask & mb.masks.Window(*self.window)
+        return mask if pack is None else mask & pack.mask
 
 
 @dataclass
@@ -41,7 +56,8 @@ class PlanBook:
     groups: mb.Groups
     startup: str | None = None
     _lowest: dict[Signature, int] = field(default_factory=dict)
-    _plans: dict[tuple, Any] = field(default_factory=dict)
+    _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
+    _packs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def join(self, signature: Signature, layer_number: int) -> bool:
         """Register a layer; True if it leads.
@@ -53,32 +69,55 @@ class PlanBook:
         self._lowest[signature] = lowest
         return layer_number == lowest
 
-    def plan(self, signature: Signature, leads: bool, q, k, v) -> Any:
+    def plan(self, signature: Signature, leads: bool, q, k, v, pack: Pack | None = None) -> mb.Plan:
         """The plan for these tensors; a collective if ``leads``, a look-up otherwise."""
-        key = (signature, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
+        key = (signature, pack, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
         if leads:
-            self._plans[key] = self._prepare(signature, q, k, v)
+            self._plans[key] = self._prepare(signature, q, k, v, pack)
         elif key not in self._plans:
             raise ValueError(
-                "this layer got tensors that the lowest layer of its kind on this rank never saw: "
-                f"query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)}, value {tuple(v.shape)}; "
-                "sequence length and micro-batch size must be the same for all layers of a forward"
+                "this layer got tensors that the lowest layer of its kind on this rank never saw, "
+                f"or not in its last {PLANS_KEPT} calls: query {tuple(q.shape)} {q.dtype}, key "
+                f"{tuple(k.shape)}, value {tuple(v.shape)}, documents {pack and pack.documents}; "
+                "sequence length, micro-batch size and documents must be the same for all layers "
+                "of a forward"
             )
+        self._plans.move_to_end(key)
+        if len(self._plans) > PLANS_KEPT:
+            self._plans.popitem(last=False)
         return self._plans[key]
 
-    def _prepare(self, signature: Signature, q, k, v) -> Any:
-        burst = signature.burst
+    def pack(self, total: int, params: Any) -> Pack:
+        """The documents of a ``PackedSeqParams``; read from the device once per batch.
+
+        Raises ``ValueError`` for what self-attention over one pack cannot mean.
+        """
+        lengths, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
+        if lengths is None:
+            raise ValueError("packed_seq_params: cu_seqlens_q is None; it says where documents end")
+        versions = total, lengths._version, None if padded is None else padded._version
+        known = self._packs.get(lengths)
+        if known is None or known[0] is not padded or known[1] != versions:
+            _refuse_cross_attention(params)
+            known = padded, versions, pack_of(total, lengths, padded)
+            self._packs[lengths] = known
+        return known[2]
+
+    def _prepare(self, signature: Signature, q, k, v, pack: Pack | None) -> mb.Plan:
+        burst, layout = signature.burst, signature.burst.layout
         plan = mb.prepare(
             q,
             k,
             v,
             groups=self.groups,
-            layout=burst.layout,
-            mask=mb.masks.Causal() if signature.causal else mb.masks.Full(),
+            layout=layout if pack is None else pack.layout(layout, self.groups.size),
+            mask=signature.mask(pack),
             algorithm=burst.algorithm,
             side=burst.side,
             kernel=burst.kernel,
             softmax_scale=signature.softmax_scale,
+            grad_wire_dtype=_WIRE[burst.wire_dtype],
+            kv_cache=burst.kv_cache,
             needs_grad=(True, True, True),
         )
         if self.startup is None:
@@ -86,6 +125,18 @@ class PlanBook:
             if torch.distributed.get_rank() == 0:
                 logging.getLogger("megatron_burst").info(self.startup)
         return plan
+
+
+def _refuse_cross_attention(params: Any) -> None:
+    for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
+        keys, queries = getattr(params, name), getattr(params, name.replace("_kv", "_q"))
+        if keys is None or keys is queries:
+            continue
+        if queries is None or not torch.equal(keys, queries):
+            raise ValueError(
+                f"packed_seq_params: {name} differs from that of the queries; cross-attention is "
+                "not split, only self-attention is"
+            )
 
 
 def startup_line() -> str | None:

@@ -1,6 +1,7 @@
 """What the ranks of the Megatron tests run: the example's own code, many times in one process."""
 
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -19,6 +20,26 @@ def start():
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     cpu.enable()
     import pretrain_gpt  # noqa: F401  the slow import, here so that no test pays for it
+
+    _let_local_attention_be_latent()
+
+
+def _let_local_attention_be_latent():
+    """Megatron's own local attention, as the one-rank reference for MLA too: its arithmetic takes
+    values of any width, only its constructor does not."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    original = DotProductAttention.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = heads * v_channels
+            self.num_query_groups_per_partition = heads
+
+    DotProductAttention.__init__ = __init__
 
 
 def train(flags):

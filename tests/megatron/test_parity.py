@@ -9,6 +9,11 @@ TOLERANCE = 1e-5  # relative, fp32
 GQA = "--num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"
 DEEP = "--num-layers 4"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
+WINDOW = "--window-size 12,0"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 12"
+)
 TWO_BY_TWO = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
 
 # what is compared -> (flags of the one-rank run, flags added by the split one)
@@ -59,6 +64,50 @@ CASES = {
         "--recompute-num-layers 3",
     ),
     "recompute-selective": ("", f"{TWO_BY_TWO} --recompute-granularity selective"),
+    "window": (WINDOW, TWO_BY_TWO),
+    "window-striped-skip": (
+        f"{WINDOW} --window-attn-skip-freq 2",
+        f"{TWO_BY_TWO} --burst-layout striped",
+    ),
+    "sink-learnable": ("--softmax-type learnable", TWO_BY_TWO),
+    # Megatron draws the sinks of each tensor-parallel rank for itself: compared with TP, unsplit.
+    "sink-learnable-tp2": (
+        "--softmax-type learnable --tensor-model-parallel-size 2",
+        "--context-parallel-size 2 --burst-layout striped",
+    ),
+    "sink-off-by-one": ("--softmax-type off-by-one", "--context-parallel-size 2"),
+    "latent": (LATENT, TWO_BY_TWO),
+    "latent-striped": (LATENT, f"{TWO_BY_TWO} --burst-layout striped"),
+    "latent-tp2": (LATENT, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "mtp": ("--mtp-num-layers 1", "--context-parallel-size 2"),
+    "packed": ("--packed", TWO_BY_TWO),
+    "packed-striped": ("--packed", f"{TWO_BY_TWO} --burst-layout striped"),
+    "packed-contiguous": ("--packed", "--context-parallel-size 2 --burst-layout contiguous"),
+    "packed-window-gqa": (
+        f"--packed {WINDOW} {GQA}",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+    ),
+    "packed-latent": (f"--packed {LATENT}", "--context-parallel-size 2"),
+    "packed-recompute": (
+        f"--packed {DEEP}",
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "packed-recompute-selective": (
+        "--packed",
+        f"{TWO_BY_TWO} --recompute-granularity selective",
+    ),
+    "packed-pp2": (f"--packed {PP}", "--context-parallel-size 2"),
+    "all-gather": ("", f"{TWO_BY_TWO} --context-parallel-algo all_gather"),
+    "ulysses": ("", "--context-parallel-size 4 --context-parallel-algo ulysses"),
+    "hybrid": ("", f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-head-size 2"),
+    "hybrid-context-first": (
+        GQA,
+        f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-head-size 2 "
+        "--burst-placement context_first --burst-layout striped",
+    ),
+    "packed-ulysses": ("--packed", "--context-parallel-size 4 --context-parallel-algo ulysses"),
+    "kv-cache": ("", f"{TWO_BY_TWO} --burst-kv-cache 0.5"),
     # Stages draw their weights from seeds of their own: compared with two stages, unsplit.
     "pp2": (PP, "--context-parallel-size 2"),
     "pp2-recompute": (

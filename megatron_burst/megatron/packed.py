@@ -1,0 +1,97 @@
+"""Packed batches: which documents a `PackedSeqParams` holds, and where their tokens are.
+
+Owns: the one rule for the layout of a packed batch, which the data path, the rotary embedding and
+the attention all ask, so that they cannot disagree. Must not know: models, plans or patches.
+
+The rule: under layout zigzag, when every document can be cut into 2 x CP equal pieces, each
+document is laid out by itself (what Megatron and Transformer Engine do, and what data prepared for
+them has); otherwise the layout of the run is that of the whole pack, which takes documents of any
+length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+import megatron_burst as mb
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The documents of one packed sequence of ``total`` tokens over all context-parallel ranks.
+
+    bounds: where documents start and end in the pack, padding behind a document included.
+    documents: where what may be attended to starts and ends; padding is a document of its own.
+    """
+
+    total: int
+    bounds: tuple[int, ...]
+    documents: tuple[int, ...]
+
+    @property
+    def mask(self) -> mb.masks.Mask:
+        """A token sees its own document."""
+        return mb.masks.Documents(self.documents)
+
+    def layout(self, name: str, cp_size: int) -> mb.layout.Layout:
+        """Which positions of the pack each rank holds, in a run whose layout is ``name``."""
+        if name == "zigzag" and not (np.diff(self.bounds) % (2 * cp_size)).any():
+            return mb.layout.make(name, cp_size=cp_size, cu_seqlens=self.bounds)
+        if self.total % (2 * cp_size):
+            raise ValueError(
+                f"packed sequence of {self.total} tokens: not divisible by 2 x "
+                f"--context-parallel-size ({2 * cp_size}); pad the end of the pack"
+            )
+        return mb.layout.make(name, cp_size=cp_size)
+
+    def places(self, name: str, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [total / cp_size] each: positions in the pack, and in their documents."""
+        positions = self.layout(name, cp_size).positions(rank, self.total)
+        return positions, positions - self._starts[positions]
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.repeat(self.bounds[:-1], np.diff(self.bounds))
+
+
+def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
+    """The pack that cumulative lengths describe; waits for the device they are on.
+
+    cu_seqlens [n] or [1, n]: ends of documents without, ``padded`` with the padding behind them.
+    Repeated entries (empty documents) and tokens after the last document are allowed.
+    """
+    ends = _increasing("cu_seqlens", cu_seqlens, total)
+    if padded is None:
+        return Pack(total, _closed(ends, total), _closed(ends, total))
+    bounds = _increasing("cu_seqlens_padded", padded, total)
+    lengths, room = np.diff(ends), np.diff(bounds)
+    if len(lengths) != len(room) or (lengths > room).any():
+        raise ValueError(
+            f"cu_seqlens_padded {bounds.tolist()} leaves no room for cu_seqlens {ends.tolist()}"
+        )
+    return Pack(total, _closed(bounds, total), _closed([*bounds, *(bounds[:-1] + lengths)], total))
+
+
+def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
+    found = values.detach().cpu().numpy().astype(np.int64)
+    if found.ndim == 2 and len(found) == 1:
+        found = found[0]
+    if found.ndim != 1:
+        raise ValueError(
+            f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
+        )
+    if len(found) < 2 or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] > total:
+        raise ValueError(
+            f"{name} must start at 0, never decrease and end by the {total} tokens of the pack, "
+            f"got {found.tolist()}"
+        )
+    return found
+
+
+def _closed(bounds: Any, total: int) -> tuple[int, ...]:
+    return tuple(int(bound) for bound in np.unique([*bounds, total]))
