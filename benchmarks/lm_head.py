@@ -116,8 +116,9 @@ def times(args: argparse.Namespace) -> list[dict]:
         cells = []
         for key in ("wall", "cpu"):
             ratios = [r[key] / ours[r["round"]][key] for r in mine]
-            cells += [f"{statistics.median(r[key] for r in mine):.2f}",
-                      f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"]  # fmt: skip
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            cells.append(f"{statistics.median(r[key] for r in mine):.2f}")
+            cells.append(f"{statistics.median(ratios):.3f} ({spread})")
         extra = statistics.median(r["extra"] for r in mine) / 2**20
         print(f"| {name} | {' | '.join(cells)} | {extra:.0f} |")
     return results
@@ -140,8 +141,9 @@ def tokens(args: argparse.Namespace) -> list[dict]:
     for result in results:
         print(f"| {result['tokens']} | {result['extra'] / 2**20:.1f} |")
     grows = slope(counts, [r["extra"] for r in results])
-    print(f"\n{grows:.1f} bytes per token (least squares); a token's logits are "
-          f"{args.vocabulary * 4} bytes, its hidden state {args.width * results[0]['itemsize']}")  # fmt: skip
+    hidden = args.width * results[0]["itemsize"]
+    print(f"\n{grows:.1f} bytes per token (least squares); a token's logits would be "
+          f"{args.vocabulary * 4} bytes, its hidden state is {hidden}")  # fmt: skip
     return results
 
 

@@ -1,11 +1,10 @@
 """The public operation: arguments checked, on all ranks alike, and put in order.
 
-Decides what is refused and how large a tile is. Must not know how a tile is computed.
+Decides what is refused. Must not know how a tile is computed.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -16,15 +15,12 @@ from ..merge import accumulation_dtype
 from . import sweep
 from .formula import Formula
 from .function import LinearCrossEntropy, Sink
-from .products import logits_dtype
 from .rows import Columns
 from .split import Split
+from .tiling import tiling
 
 MODES = ("single_pass", "recompute")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-# Bytes of logits alive at once. A tile pays for one pass over the fp32 gradient of the weight, so
-# a device that multiplies fast wants it large.
-TILE_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 
 
 def linear_cross_entropy(
@@ -221,13 +217,6 @@ def _head(
 ) -> sweep.Head:
     count = choices.vocab_size or len(weight) * split.size
     first = split.rank * len(weight)
-    n = hidden.numel() // hidden.shape[-1] if hidden.numel() else 0
-    rows, tiles = _tile_rows(n, hidden, weight, split, choices.tile)
-    logging.getLogger("megatron_burst").debug(
-        "LM head: %d tokens in %d tiles of %d (at most %.4g MiB of logits)",
-        n * split.parts, tiles, rows * split.parts,
-        rows * split.parts * len(weight) * logits_dtype(hidden).itemsize / 2**20,
-    )  # fmt: skip
     return sweep.Head(
         formula=Formula(
             vocab_size=count,
@@ -239,21 +228,10 @@ def _head(
         split=split,
         columns=Columns(first, min(max(count - first, 0), len(weight))),
         ignore_index=choices.ignore_index,
-        tile_rows=rows,
+        tile_rows=tiling(hidden, weight, split, choices.tile).rows,
         dtype=accumulation_dtype(hidden.dtype),
         argmax=choices.return_argmax,
     )
-
-
-def _tile_rows(
-    n: int, hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None
-) -> tuple[int, int]:
-    """(rows of a tile in each slice of n tokens, tiles): as even as they get within the budget."""
-    budget = tile if tile is not None else TILE_BYTES.get(hidden.device.type, 1 << 30)
-    row = split.parts * len(weight) * logits_dtype(hidden).itemsize
-    most = max(1, budget // row)
-    tiles = max(1, -(-n // most))
-    return max(1, -(-n // tiles)), tiles
 
 
 def _weights(
