@@ -9,12 +9,12 @@ MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format gallery mutants bench-gpu clean
+.PHONY: help install quickstart test lint format gallery mutants bench-accuracy bench-masks bench-prepare bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## this list
 	@echo "megatron_burst: BurstAttention context parallelism for Megatron-Core"; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo; echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=<pip requirement> DATA=<text> ARGS=<more arguments>"
 
 install: $(VENV)/.ready-test ## create VENV and install the package with all that its tests need
@@ -39,6 +39,15 @@ gallery: $(VENV)/.ready-test ## draw docs/gallery.md and its pictures again
 
 mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests catch each
 	@$(PY) tests/mutants.py $(ARGS) < /dev/null
+
+bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, into docs/accuracy.md and .png
+	@$(PY) benchmarks/accuracy.py $(ARGS)
+
+bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, into docs/performance.md
+	@$(PY) benchmarks/masks.py $(ARGS)
+
+bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.md
+	@$(PY) benchmarks/prepare.py $(ARGS)
 
 bench-gpu: $(VENV)/.ready-test ## correctness and speed on one GPU (says so and stops where there is none)
 	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)

@@ -157,6 +157,12 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             f"--packed takes one sequence at a time, got --micro-batch-size "
             f"{args.micro_batch_size}; use 1 and a longer --seq-length"
         )
+    if args.packed and args.window_size and cp == 1 and args.transformer_impl == "local":
+        raise ValueError(
+            "--packed with --window-size on one rank: Megatron's local attention drops the "
+            "documents of sliding-window layers; use --context-parallel-size 2 or more, or "
+            "--transformer-impl transformer_engine"
+        )
     args.data_parallel_size = world_size // (tp * pp * cp)
     step = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or step

@@ -8,6 +8,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,12 @@ Shards = torch.Tensor | Sequence[torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 NeedsGrad = tuple[bool, bool, bool]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
-WIRE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def per_rank(groups: Groups, q: Shards, k: Shards, v: Shards) -> list[Tensors]:
     """(q, k, v) of each local rank."""
-    lists = [[x] if isinstance(x, torch.Tensor) else list(x) for x in (q, k, v)]
+    lists = [list(x) if isinstance(x, (list, tuple)) else [x] for x in (q, k, v)]
     for name, shards in zip("qkv", lists, strict=True):
         if len(shards) != len(groups.local_ranks):
             raise ValueError(
@@ -61,6 +62,7 @@ class Choices:
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
     needs_grad: NeedsGrad | None
+    sink: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,12 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     if not isinstance(choices.mask, Mask):
         raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
     choices.mask.check(q.shape[0] * groups.size)
+    _check_numbers(choices)
     kernel = kernels.make(config.kernel, q, k, v, choices.softcap)
     wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
-    if wire_dtype not in WIRE_DTYPES:
-        raise ValueError(f"grad_wire_dtype must be None or one of {WIRE_DTYPES}, got {wire_dtype}")
-    _check_numbers(choices)
+    if wire_dtype not in DTYPES:
+        raise ValueError(f"grad_wire_dtype must be None or one of {DTYPES}, got {wire_dtype}")
+    check_sink(choices.sink, q)
     scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
     needs_grad = (q.requires_grad, k.requires_grad, v.requires_grad)
     if choices.needs_grad is not None:
@@ -116,6 +119,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "softcap": choices.softcap,
         "grad_wire_dtype": wire_dtype,
         "kv_cache": choices.kv_cache,
+        "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
     }
     return Draft(
         tensors=tensors,
@@ -129,6 +133,20 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         needs_grad=needs_grad,
         facts=facts,
     )
+
+
+def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise ValueError unless `sink` is None or a logit for each head of q."""
+    if sink is None:
+        return
+    tensor = isinstance(sink, torch.Tensor)
+    wanted = (q.shape[2],), q.device
+    if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != wanted:
+        got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if tensor else repr(sink)
+        raise ValueError(
+            f"sink must be a floating tensor [{q.shape[2]}], one logit per query head, on "
+            f"{q.device}, got {got}"
+        )
 
 
 def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -148,14 +166,12 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
 
 
 def _check_numbers(choices: Choices) -> None:
-    for name in ("softmax_scale", "softcap", "kv_cache"):
-        value = getattr(choices, name)
-        if value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-    if choices.softcap is not None and not choices.softcap > 0:
-        raise ValueError(f"softcap must be positive or None, got {choices.softcap}")
-    if not 0.0 <= choices.kv_cache <= 1.0:
-        raise ValueError(f"kv_cache must be a fraction from 0 to 1, got {choices.kv_cache}")
+    numbers = {"softmax_scale": choices.softmax_scale, "softcap": choices.softcap}
+    for name, value in numbers.items():  # aten operators scale what they have hidden: -inf * 0
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
+    if not _is_number(choices.kv_cache) or not 0.0 <= choices.kv_cache <= 1.0:
+        raise ValueError(f"kv_cache must be a fraction from 0 to 1, got {choices.kv_cache!r}")
     if choices.kv_cache and choices.side == "query":
         raise ValueError(
             f"kv_cache keeps keys for side kv, got side='query' with kv_cache={choices.kv_cache}"
@@ -165,14 +181,20 @@ def _check_numbers(choices: Choices) -> None:
         raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs!r}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(f"{name} must be [s, b, heads, width], got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.dtype != q.dtype or tensor.device != q.device:
+        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
-                f"{name}: q, k, v must share a floating dtype and a device, got {tensor.dtype} on "
-                f"{tensor.device} beside {q.dtype} on {q.device}"
+                f"{name}: q, k, v must share a floating dtype of {DTYPES} and a device, got "
+                f"{tensor.dtype} on {tensor.device} beside {q.dtype} on {q.device}"
             )
     if k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2] or v.shape[2] != k.shape[2]:
         raise ValueError(
@@ -203,5 +225,11 @@ def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     layout = make(layout, cp_size=groups.size) if isinstance(layout, str) else layout
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
-    layout.check(rows * groups.size)
+    try:
+        layout.check(rows * groups.size)
+    except ValueError as error:
+        raise ValueError(
+            f"q, k, v: {rows} rows on each of {groups.size} ranks are {rows * groups.size} "
+            f"positions; {error}"
+        ) from error
     return layout

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import head_parallel, ring
-from .arguments import Shards, per_rank, signature
+from .arguments import Shards, check_sink, per_rank, signature
 from .head_parallel import Share
 from .kernels import Rows
 from .merge import sink_gradient
@@ -54,20 +54,18 @@ def attention(
     Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer died.
     """
     if plan is None:
-        plan = prepare(q, k, v, **choices)
+        plan = prepare(q, k, v, sink=sink, **choices)
     elif choices:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {sorted(choices)}")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     shards = per_rank(plan.groups, q, k, v)
     if not plan.matches(q, k, v):
         raise ValueError(
             f"plan: made for {plan.signature} and gradients of (q, k, v) {plan.needs_grad}; got "
             f"{signature(*shards[0])}; call mb.prepare for these tensors"
         )
-    heads = shards[0][0].shape[2]
-    if sink is not None and (sink.shape != (heads,) or not sink.is_floating_point()):
-        raise ValueError(
-            f"sink must be floating [{heads}], one per query head, got {tuple(sink.shape)}"
-        )
+    check_sink(sink, shards[0][0])
     outs = _Attention.apply(plan, sink, *(tensor for shard in shards for tensor in shard))
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
 

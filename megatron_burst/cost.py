@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from . import schedule
 from .hops import ROUTES, SIDES, Chunk, Grid
 from .layout import LAYOUTS, Layout, Span, make
 from .masks import Mask
 from .schedule import Schedule
 from .tiles import Cutter
+from .topology import Topology
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,55 @@ def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic
     return forward, back
 
 
+def forward_schedule(
+    algorithm: str, grid: Grid, visible: np.ndarray, sizes: Sizes, *, route: str = "auto"
+) -> Schedule:
+    """The forward schedule of a plan; route "auto" takes fewer bytes. Others as in `Schedule`."""
+    return _by_route(
+        lambda route: schedule.forward(algorithm, grid, visible=visible, route=route), route, sizes
+    )
+
+
+def backward_schedule(
+    algorithm: str,
+    grid: Grid,
+    visible: np.ndarray,
+    sizes: Sizes,
+    *,
+    side: str = "auto",
+    route: str = "auto",
+    kept: int = 0,
+) -> Schedule:
+    """The backward schedule of a plan; "auto" takes fewer bytes. Others as in `Schedule`.
+
+    Keys can be kept where they are what travels: then side "auto" is "kv", and side "query"
+    keeps none.
+    """
+
+    def of(side: str) -> Schedule:
+        def by(route: str) -> Schedule:
+            return schedule.backward(
+                algorithm, grid, side, gradients=sizes.gradients_travel(side), visible=visible,
+                route=route, kept=kept if side == "kv" else 0,
+            )  # fmt: skip
+
+        return _by_route(by, route, sizes)
+
+    if side == "auto":
+        side = "kv" if kept else cheaper_side(of, sizes)
+    return of(side)
+
+
+def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes) -> Schedule:
+    """The schedule by `route`; "auto": the cheaper, and where everything is wanted the ring."""
+    if route != "auto":
+        return make_schedule(route)
+    ring = make_schedule("ring")
+    if ring.visible.all() or ring.algorithm == "all_gather":
+        return ring
+    return make_schedule(cheaper_route(make_schedule, sizes))
+
+
 def cheaper_side(backward: Callable[[str], Schedule], sizes: Sizes) -> str:
     """The side with fewer bytes over all ranks and links; "kv" where they are equal.
 
@@ -139,8 +191,20 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
     return sum(tile.visible for tile in cutter.tiles(mask, q_spans, k_spans))
 
 
+def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[Span, ...]]:
+    """The positions each member of a ring computes with: those of its whole head group. The
+    rings of a grid are alike."""
+    return [
+        tuple(s for rank in topology.head_group(member) for s in layout.spans(rank, seq_len))
+        for member in topology.ring(0)
+    ]
+
+
 def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
-    """Visible pairs that each rank's queries have, over all keys."""
+    """Visible pairs that each rank's queries have, over all keys.
+
+    Ranks that share heads compute the sum of their group's, each for its part of the heads.
+    """
     whole = (Span(0, 1, seq_len),)
     mask.check(seq_len)
     return [
@@ -148,27 +212,52 @@ def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
     ]
 
 
-def imbalance(layout: Layout, mask: Mask, seq_len: int) -> float:
+def imbalance(
+    layout: Layout,
+    mask: Mask,
+    seq_len: int,
+    *,
+    topology: Topology | None = None,
+    algorithm: str = "ring",
+) -> float:
     """The busiest rank's work over the mean, summed over steps: 1.0 is perfect balance.
 
-    Every step waits for its slowest rank, so it is taken step by step of the flat ring.
+    Every step waits for its slowest rank, so the algorithm, which says who meets whom at which
+    step, matters, and so do the nodes and the ranks that share heads. Without `topology`: one
+    ring over all ranks.
     """
     size = layout.cp_size
-    spans = [layout.spans(rank, seq_len) for rank in range(size)]
+    topology = topology or Topology(size, size)
+    if topology.size != size:
+        raise ValueError(f"topology has {topology.size} ranks, the layout {size}")
     mask.check(seq_len)
-    ring = schedule.forward("ring", Grid(1, size))
-    steps = []
-    for step in range(size):
-        pairs = [ring.pair(rank, step) for rank in range(size)]
-        steps.append([visible_pairs(mask, spans[p.query], spans[p.key]) for p in pairs])
-    total = sum(map(sum, steps))
-    return sum(map(max, steps)) * size / total if total else 1.0
+    spans = ring_spans(layout, topology, seq_len)
+    pairs = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
+    grid = Grid(topology.inter_size, topology.intra_size)
+    return imbalance_of(schedule.forward(algorithm, grid), pairs)
 
 
-def best_layout(mask: Mask, cp_size: int, seq_len: int) -> str:
+def imbalance_of(plan: Schedule, pairs: np.ndarray) -> float:
+    """As `imbalance`, of a schedule; pairs: int [G, G], visible pairs of shards i and j."""
+    ranks = range(plan.grid.size)
+    busiest = sum(max(int(pairs[plan.pair(rank, step)]) for rank in ranks) for step in ranks)
+    total = int(pairs.sum())
+    return busiest * len(ranks) / total if total else 1.0
+
+
+def best_layout(
+    mask: Mask,
+    cp_size: int,
+    seq_len: int,
+    *,
+    topology: Topology | None = None,
+    algorithm: str = "ring",
+) -> str:
     """The layout with the least imbalance; zigzag, Megatron's own, where several are equal."""
 
     def badness(name: str) -> tuple[float, bool]:
-        return round(imbalance(make(name, cp_size=cp_size), mask, seq_len), 3), name != "zigzag"
+        layout = make(name, cp_size=cp_size)
+        found = imbalance(layout, mask, seq_len, topology=topology, algorithm=algorithm)
+        return round(found, 3), name != "zigzag"
 
     return min(LAYOUTS, key=badness)

@@ -9,6 +9,7 @@ layouts cut a sequence of S positions into G shards of S / G (BurstEngine sectio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,29 @@ class Span(NamedTuple):
         return self.start + self.stride * np.arange(self.length, dtype=np.int64)
 
 
+def integer(name: str, value: object) -> int:
+    """`value` as an int, be it Python's, numpy's or a tensor of one; ValueError for others."""
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64 [documents + 1], a copy: cumulative lengths from 0 on, or a ValueError."""
+    try:
+        given = np.array(cu_seqlens)
+    except (TypeError, ValueError) as error:  # a ragged list, or a tensor on another device
+        raise ValueError(f"cu_seqlens must be integers on the host, got {cu_seqlens}") from error
+    bounds = given.astype(np.int64) if given.dtype.kind in "iu" else np.array([1])
+    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+        raise ValueError(
+            "cu_seqlens must be integers that start at 0 and never decrease (cumulative lengths "
+            f"of the documents), got {cu_seqlens}"
+        )
+    return bounds
+
+
 class Layout:
     """How `cp_size` ranks share a sequence. Subclasses give `name`, `pieces_per_rank`, `_spans`."""
 
@@ -38,9 +62,9 @@ class Layout:
     pieces_per_rank = 1
 
     def __init__(self, cp_size: int):
-        if cp_size < 1:
+        self.cp_size = integer("cp_size", cp_size)
+        if self.cp_size < 1:
             raise ValueError(f"cp_size must be at least 1, got {cp_size}")
-        self.cp_size = cp_size
 
     def __eq__(self, other: object) -> bool:
         return repr(self) == repr(other)
@@ -55,9 +79,10 @@ class Layout:
         """Raise ValueError unless a sequence of `seq_len` positions can be laid out."""
         multiple = self.pieces_per_rank * self.cp_size
         if seq_len < multiple or seq_len % multiple:
+            wanted = max(1, -(-seq_len // multiple)) * multiple
             raise ValueError(
                 f"seq_len: layout {self.name} over {self.cp_size} ranks needs a positive multiple "
-                f"of {multiple}, got {seq_len}; pad to {max(1, -(-seq_len // multiple)) * multiple}"
+                f"of {multiple}, got {seq_len}; pad to {wanted}, {wanted // self.cp_size} on each"
             )
 
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
@@ -117,6 +142,7 @@ class BlockStriped(Striped):
 
     def __init__(self, cp_size: int, block: int):
         super().__init__(cp_size)
+        block = integer("block", block)
         if block < 1 or block % cp_size:
             raise ValueError(
                 f"block: {cp_size} ranks must divide every block, got block={block}; use "
@@ -145,10 +171,10 @@ class DocumentZigzag(Layout):
 
     def __init__(self, cp_size: int, cu_seqlens: Sequence[int] | np.ndarray):
         super().__init__(cp_size)
-        bounds = np.asarray(cu_seqlens, dtype=np.int64)
+        bounds = document_bounds(cu_seqlens)
         lengths = np.diff(bounds)
-        if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (lengths < 0).any():
-            raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {cu_seqlens}")
+        if not bounds[-1]:
+            raise ValueError(f"cu_seqlens: the documents hold no position, got {cu_seqlens}")
         if (lengths % (2 * cp_size)).any():
             raise ValueError(
                 f"cu_seqlens: zigzag within documents needs multiples of {2 * cp_size} positions, "

@@ -6,17 +6,17 @@ runs is `ring`'s, what moves when is `schedule`'s, what it costs is `cost`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from . import cost, schedule
+from . import cost
 from .agreement import agree
 from .arguments import Choices, Draft, NeedsGrad, Shards, Signature, check, per_rank, signature
-from .config import BurstConfig
 from .groups import Groups
 from .head_parallel import Share
 from .hops import Grid, Pair
@@ -36,7 +36,7 @@ class Plan:
     """Everything a call of `attention` needs besides its tensors. Make it with `prepare`."""
 
     groups: Groups
-    config: BurstConfig  # with nothing left on "auto"
+    algorithm: str
     layout: Layout
     mask: Mask
     kernel: Kernel
@@ -63,7 +63,9 @@ class Plan:
         """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
         there, back = self.schedules
         if side not in (None, back.side):
-            back = _backward(back, side, self.sizes)
+            back = cost.backward_schedule(
+                back.algorithm, back.grid, back.visible, self.sizes, side=side, kept=back.kept
+            )
         member = self.groups.members[0]
         heads = cost.head_traffic(member.head_links, member.head.rank, self.sizes)
         there_bytes, back_bytes = (
@@ -73,26 +75,31 @@ class Plan:
         return there_bytes, back_bytes
 
     @property
+    def side(self) -> str:
+        """Which tensors travel in backward."""
+        return self.schedules[1].side
+
+    @property
     def kept_bytes(self) -> int:
         """Memory that keys kept from forward take on this rank until backward."""
         return sum(self.sizes.chunk_bytes(chunk) for chunk in self.forwards[0].kept)
 
     def describe(self) -> str:
         """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
-        config, topology = self.config, self.groups.topology
+        topology = self.groups.topology
         there, back = self.traffic()
-        other = "kv" if config.side == "query" else "query"
+        other = "kv" if self.side == "query" else "query"
         heads = f", {topology.head} sharing heads ({topology.placement})"
         return " | ".join(
             [
-                f"burst attention: algorithm {config.algorithm}",
+                f"burst attention: algorithm {self.algorithm}",
                 f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
                 + heads * (topology.head > 1),
                 *(f"{name} sent {s.route}ly" for name, s in zip(("forward", "backward"),
                   self.schedules, strict=True) if s.route == "direct"),
-                f"side {config.side}",
-                f"layout {config.layout}",
-                f"kernel {config.kernel}",
+                f"side {self.side}",
+                f"layout {self.layout.name}",
+                f"kernel {self.kernel.name}",
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
                 f"store none, keys kept {_human(self.kept_bytes)}",
@@ -116,6 +123,7 @@ def prepare(
     grad_wire_dtype: torch.dtype | None = None,
     kv_cache: float = 0.0,
     needs_grad: NeedsGrad | None = None,
+    sink: torch.Tensor | None = None,
 ) -> Plan:
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
 
@@ -124,44 +132,60 @@ def prepare(
 
     Of q, k, v only shapes, dtypes, device and `requires_grad` are read; `needs_grad` states the
     latter where the tensors do not (a plan may foresee gradients that a call does not need).
-    The other arguments are those of `attention`. Raises the same ValueError on every rank.
+    `sink` is checked with the rest, and not kept: it is given to each call. The other arguments are
+    those of `attention`. Raises the same ValueError on every rank.
     """
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
-        softcap, grad_wire_dtype, kv_cache, needs_grad,
+        softcap, grad_wire_dtype, kv_cache, needs_grad, sink,
     )  # fmt: skip
-    drafts: list[Draft | ValueError] = []
-    for tensors in per_rank(groups, q, k, v):
-        try:
-            drafts.append(check(tensors, groups, choices))
-        except ValueError as error:
-            drafts.append(error)
-        except Exception as error:  # whatever it was, the other ranks must not be left waiting
-            drafts.append(ValueError(f"{type(error).__name__} in the arguments: {error}"))
-    agree([d if isinstance(d, ValueError) else d.facts for d in drafts], groups.gather)
-    draft = drafts[0]
-    assert isinstance(draft, Draft)
-    return _plan(draft, groups)
+    shards = _attempt(lambda: per_rank(groups, q, k, v))
+    if isinstance(shards, ValueError):
+        drafts: list[Draft | ValueError] = [shards] * len(groups.local_ranks)
+    else:
+        drafts = [_attempt(partial(check, tensors, groups, choices)) for tensors in shards]
+    first = drafts[0]
+    plan = first if isinstance(first, ValueError) else _attempt(partial(_plan, first, groups))
+    if isinstance(plan, ValueError):
+        drafts[0] = plan
+    try:
+        agree([d if isinstance(d, ValueError) else d.facts for d in drafts], groups.gather)
+    except ValueError as error:
+        raise error from next((d.__cause__ for d in drafts if isinstance(d, ValueError)), None)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+T = TypeVar("T")
+
+
+def _attempt(make: Callable[[], T]) -> T | ValueError:
+    """What `make` returns, or what it raises: the other ranks must not be left waiting."""
+    try:
+        return make()
+    except ValueError as error:
+        return error
+    except Exception as error:
+        told = ValueError(f"{type(error).__name__} in the arguments: {error}")
+        told.__cause__ = error
+        return told
 
 
 def _plan(draft: Draft, groups: Groups) -> Plan:
     topology, sizes = groups.topology, _sizes(draft, groups)
     grid = Grid(topology.inter_size, topology.intra_size)
-    spans = _ring_spans(draft, groups)
+    spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
     visible = _visible(draft.mask, spans)
     algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
     kept = round(draft.kv_cache * (grid.size - 1))
-    there = _routed(lambda r: schedule.forward(algorithm, grid, visible=visible, route=r), sizes)
-    draft_back = Schedule(algorithm, grid, "kv", True, visible, kept=kept)
-    side = draft.config.side
-    if side == "auto":
-        side = cost.cheaper_side(lambda s: _backward(draft_back, s, sizes), sizes)
-        side = "kv" if kept else side
-    back = _backward(draft_back, side, sizes)
+    there = cost.forward_schedule(algorithm, grid, visible, sizes)
+    back = cost.backward_schedule(
+        algorithm, grid, visible, sizes, side=draft.config.side, kept=kept
+    )
     passes = [_passes(there, back, m.ring.rank, draft, spans) for m in groups.members]
     return Plan(
         groups=groups,
-        config=BurstConfig(draft.config.algorithm, draft.layout.name, side, draft.kernel.name),
+        algorithm=draft.config.algorithm,
         layout=draft.layout,
         mask=draft.mask,
         kernel=draft.kernel,
@@ -176,18 +200,7 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
     )
 
 
-def _ring_spans(draft: Draft, groups: Groups) -> list[list[Span]]:
-    """The positions each ring member computes with: those of its whole head group."""
-    topology, layout = groups.topology, draft.layout
-    seq_len = draft.tensors[0].shape[0] * groups.size
-    ring = topology.ring(groups.rank)
-    return [
-        [s for member in topology.head_group(rank) for s in layout.spans(member, seq_len)]
-        for rank in ring
-    ]
-
-
-def _visible(mask: Mask, spans: list[list[Span]]) -> np.ndarray:
+def _visible(mask: Mask, spans: Sequence[Sequence[Span]]) -> np.ndarray:
     """bool [G, G]: may anything of these queries see anything of those keys?"""
     owner = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
     fields = np.array([span for each in spans for span in each], dtype=np.int64).T
@@ -198,32 +211,8 @@ def _visible(mask: Mask, spans: list[list[Span]]) -> np.ndarray:
     return visible
 
 
-def _routed(make_schedule: Callable[[str], Schedule], sizes: cost.Sizes) -> Schedule:
-    """The schedule by the cheaper route; where everything is wanted the ring is."""
-    ring = make_schedule("ring")
-    if ring.visible.all() or ring.algorithm == "all_gather":
-        return ring
-    return make_schedule(cost.cheaper_route(make_schedule, sizes))
-
-
-def _backward(like: Schedule, side: str, sizes: cost.Sizes) -> Schedule:
-    """The backward schedule with `side`; keys can be kept where they are what travels."""
-    return _routed(
-        lambda route: schedule.backward(
-            like.algorithm,
-            like.grid,
-            side,
-            gradients=sizes.gradients_travel(side),
-            visible=like.visible,
-            route=route,
-            kept=like.kept if side == "kv" else 0,
-        ),
-        sizes,
-    )
-
-
 def _passes(
-    there: Schedule, back: Schedule, rank: int, draft: Draft, spans: list[list[Span]]
+    there: Schedule, back: Schedule, rank: int, draft: Draft, spans: Sequence[Sequence[Span]]
 ) -> tuple[Pass, Pass]:
     """Forward and backward of one rank of the ring; a pair that is wholly masked gets no work."""
     works: dict[Pair, Any] = {}

@@ -26,6 +26,11 @@ class Topology:
     placement: str = "head_first"
 
     def __post_init__(self):
+        for name, value in (("intra", self.per_node), ("head", self.head), ("inter", self.size)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
+        if self.size < 1:
+            raise ValueError(f"inter: a grid needs at least one rank, got {self.size}")
         if self.per_node < 1 or self.size % self.per_node:
             raise ValueError(
                 f"intra: {self.size} ranks cannot be cut into nodes of {self.per_node}"

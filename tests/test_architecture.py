@@ -24,7 +24,7 @@ ARROWS = {
     "schedule": {"hops", "masks", "layout"},
     "tiles": {"masks", "layout"},
     "topology": set(),
-    "cost": {"schedule", "hops", "tiles", "masks", "layout"},
+    "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
     "config": {"layout", "hops", "topology"},
     "merge": set(),
     "comm": set(),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from workers import Workers
 
 import megatron_burst as mb
+from megatron_burst.kernels.aten import CpuFlash
 
 
 def qkv(rows=4, batch=1, heads=4, kv_heads=2, d=8, w=8, dtype=torch.float32, device="cpu"):
@@ -66,6 +67,14 @@ WRONG_TYPES = [
     ({"softmax_scale": [1.0]}, r"softmax_scale .*got \[1.0\]"),
     ({"layout": 3}, "layout .*got 3"),
     ({"needs_grad": True}, "needs_grad .*got True"),
+    ({"kv_cache": None}, "kv_cache .*got None"),
+    ({"kv_cache": "full"}, "kv_cache .*got 'full'"),
+    ({"kv_cache": float("nan")}, "kv_cache .*got nan"),
+    ({"softmax_scale": torch.tensor(1.0)}, "softmax_scale .*got tensor"),
+    ({"sink": 0.5}, "sink must be a floating tensor .*got 0.5"),
+    ({"sink": [0.0] * 4}, "sink must be a floating tensor .*got .0.0, "),
+    ({"sink": torch.zeros(4).int()}, "sink must be a floating tensor .*got torch.int32"),
+    ({"sink": torch.zeros(4, device="meta")}, "sink must be .*on cpu, got .*on meta"),
 ]
 
 
@@ -74,6 +83,15 @@ def test_wrong_types_are_value_errors_too(choices, words):
     """Whatever is raised before the ranks have compared notes leaves the others waiting."""
     with pytest.raises(ValueError, match=words):
         attend(qkv(), **choices)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+@pytest.mark.parametrize("value", [0, -0.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("kernel", ["aten", "reference"])
+def test_numbers_that_would_turn_scores_into_nan(kernel, name, value):
+    """The CPU operator answers NaN for a scale of 0 or less, and 0 for a scale of NaN."""
+    with pytest.raises(ValueError, match=f"{name} must be a positive, finite number.* got {value}"):
+        attend(qkv(), kernel=kernel, **{name: value})
 
 
 q, k, v = qkv()
@@ -87,7 +105,18 @@ WRONG_TENSORS = [
     ([q, k.double(), v], "k: q, k, v must share a floating dtype .*float64 .* torch.float32"),
     ([q.int(), k.int(), v.int()], "q: q, k, v must share a floating dtype .*got torch.int32"),
     ([q, k, v.to("meta")], "v: q, k, v must share .*a device, got .* on meta beside .* on cpu"),
-    ([q[:3], k[:3], v[:3]], "zigzag over 2 ranks needs a positive multiple of 4, got 6; pad to 8"),
+    (
+        [q[:3], k[:3], v[:3]],
+        "q, k, v: 3 rows on each of 2 ranks are 6 positions; .*layout zigzag over 2 ranks needs a "
+        "positive multiple of 4, got 6; pad to 8, 4 on each",
+    ),
+    ([None, k, v], "q must be a tensor, .*got None"),
+    ([q, k.numpy(), v], "k must be a tensor, .*got array"),
+    ([q.to_sparse(), k, v], "q must be a tensor, and not sparse, got tensor"),
+    (
+        [x.to(torch.float8_e4m3fn) for x in (q, k, v)],
+        "q: q, k, v must share a floating dtype of .*got torch.float8",
+    ),
 ]
 
 
@@ -133,6 +162,12 @@ def test_a_plan_and_its_keywords_exclude_each_other():
         mb.attention([q], [k], [v], plan=plan, side="kv")
 
 
+@pytest.mark.parametrize("plan", [3, {"groups": None}])
+def test_a_plan_of_ones_own_making_is_refused(plan):
+    with pytest.raises(ValueError, match=r"plan must be made by mb\.prepare, got "):
+        mb.attention([q], [k], [v], plan=plan)
+
+
 MISFITS = {
     "rows": qkv(rows=8),
     "batch": qkv(batch=2),
@@ -164,8 +199,14 @@ def told(arguments):
     (tensor changes, choices); the group must work afterwards."""
     groups = cases.groups_on_rank(1, 3)
     shape, choices = arguments[dist.get_rank()]
-    needs = choices.pop("requires_grad", False)
-    tensors = [x.requires_grad_(needs) for x in qkv(**shape)]
+    needs, given = choices.pop("requires_grad", False), choices.pop("given", None)
+    tensors: list = [x.requires_grad_(needs) for x in qkv(**shape)]
+    if given == "a list":
+        tensors[1] = [tensors[1]] * 2
+    elif given == "no tensor":
+        tensors[0] = None
+    if "sink" in choices:
+        choices["sink"] = torch.zeros(choices["sink"])
     try:
         mb.attention(*tensors, groups=groups, **choices)
         answer = None
@@ -197,6 +238,10 @@ ODD_ONE_OUT = {
     "bad layout": (({}, {"layout": "zig"}), ["rank 1", "layout", "'zig'"]),
     "bad mask": (({}, {"mask": 1}), ["rank 1", "mask must be one of mb.masks, got 1"]),
     "bad wire": (({}, {"grad_wire_dtype": torch.int8}), ["rank 1", "grad_wire_dtype"]),
+    "a list": (({}, {"given": "a list"}), ["rank 1", "k: groups hold 1 ranks", "got 2 tensors"]),
+    "no tensor": (({}, {"given": "no tensor"}), ["rank 1", "q must be a tensor", "got None"]),
+    "a sink": (({}, {"sink": 4}), ["sink ((4,)", "sink None"]),
+    "bad sink": (({}, {"sink": 3}), ["rank 1", "sink must be a floating tensor [4]", "(3,)"]),
     "bad device": (({"device": "meta"}, {}), ["rank 1", "groups: backend gloo moves cpu", "meta"]),
 }
 
@@ -210,6 +255,49 @@ def test_one_odd_rank_gives_all_ranks_the_same_error(ranks, name):
     assert kind == "ValueError"
     assert all(word in message for word in words), message
     assert [shape for _, shape in answers] == [(4, 1, 4, 8)] * 3
+
+
+def refused_by_one(name):
+    """The message on this rank of a mask that the kernel can cut on all ranks but rank 1."""
+    groups = cases.groups_on_rank(1, 3)
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patched:
+        if name == "window":
+            patched.setattr(CpuFlash, "limits", (None, None))  # as on CUDA: no tables
+        mask = {
+            "window": mb.masks.Documents([0, 8, 24]) & (mb.masks.Prefix(8) | mb.masks.Window(3, 0)),
+            "user's own": Breaks(),
+        }[name]
+        tensors = qkv(rows=8)
+        with pytest.raises(ValueError, match="rank 1: ") as error:
+            mb.attention(*tensors, groups=groups, layout="contiguous", mask=mask)
+    mb.attention(*tensors, groups=groups)  # nobody is out of step
+    return str(error.value)
+
+
+class Breaks(mb.masks.Mask):
+    """Cannot say what rank 1 sees."""
+
+    def __repr__(self):
+        return "Breaks()"
+
+    def visible(self, q, k):
+        return k <= q
+
+    def cover(self, q_span, k_span):
+        if dist.get_rank() == 1:
+            raise KeyError("left")
+        return mb.masks.Cover.PARTIAL if k_span.start <= q_span.last else mb.masks.Cover.EMPTY
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("window", "mask: a window .*kernel='reference'"), ("user's own", "KeyError .*'left'")],
+)
+def test_what_one_rank_cannot_plan_is_told_to_all(ranks, name, words):
+    messages = ranks(3).run(refused_by_one, name)
+    assert len(set(messages)) == 1
+    assert re.search(words, messages[0]), messages[0]
 
 
 # --- a rank that dies, and one that never comes --------------------------------------------

@@ -94,6 +94,20 @@ def test_unshard_wants_a_part_of_every_rank():
         mb.unshard([torch.zeros(4)], mb.layout.make("striped", cp_size=2))
 
 
+def test_unshard_wants_parts_as_long_as_the_layout_says():
+    """Two parts of 3 and 5 rows would have been put together in a wrong order, in silence."""
+    layout = mb.layout.make("contiguous", cp_size=2)
+    with pytest.raises(ValueError, match=r"parts: .* rows \[4, 4\], got \[3, 5\]"):
+        mb.unshard([torch.zeros(3), torch.zeros(5)], layout)
+
+
+def test_shard_and_unshard_want_a_layout_and_not_its_name():
+    with pytest.raises(ValueError, match=r"layout: .*mb\.layout\.make.*, got 'zigzag'"):
+        mb.shard(torch.zeros(8), "zigzag", 0)
+    with pytest.raises(ValueError, match=r"layout: .*mb\.layout\.make.*, got 'zigzag'"):
+        mb.unshard([torch.zeros(8)], "zigzag")
+
+
 def test_layouts_are_equal_by_name_and_size():
     zigzag = mb.layout.make("zigzag", cp_size=2)
     assert zigzag == mb.layout.make("zigzag", cp_size=2)

@@ -187,9 +187,27 @@ WRONG = [
     (lambda: Window(0, -2), "right: a window size must be at least 0 or None, got -2"),
     (lambda: Dilated(0), "stride must be at least 1, got 0"),
     (lambda: Prefix(-1), "n: a prefix must have at least 0 positions, got -1"),
-    (lambda: Documents([0, 4, 3]), "cu_seqlens must start at 0 and never decrease"),
-    (lambda: Documents([1, 4]), "cu_seqlens must start at 0"),
-    (lambda: Documents([0]), "cu_seqlens must start at 0"),
+    (lambda: Documents([0, 4, 3]), "cu_seqlens must be .* start at 0 and never decrease"),
+    (lambda: Documents([1, 4]), "cu_seqlens must be .* start at 0"),
+    (lambda: Documents([0]), "cu_seqlens must be .* start at 0"),
+    (lambda: Documents(np.array([0, 4, 3], dtype=np.uint32)), "cu_seqlens .*never decrease"),
+    (lambda: Documents([0, 4.5, 8]), "cu_seqlens must be integers"),
+    (lambda: Documents([0, float("nan"), 8]), "cu_seqlens must be integers"),
+    (lambda: Documents(None), "cu_seqlens must be integers .*got None"),
+    (lambda: Documents(["a"]), "cu_seqlens must be integers"),
+    (lambda: Documents([[0, 1], [2]]), "cu_seqlens must be integers"),
+    (lambda: Window(1.5, 0), "left must be an integer, got 1.5"),
+    (lambda: Window(0, "a"), "right must be an integer, got 'a'"),
+    (lambda: Dilated(2.0), "stride must be an integer, got 2.0"),
+    (lambda: Prefix(None), "n must be an integer, got None"),
+    (lambda: BlockSparse(np.ones((2, 2)), None), "block must be an integer, got None"),
+    (lambda: BlockSparse(np.ones((0, 0)), 2), r"table must be square, got shape \(0, 0\)"),
+    (lambda: Dense([[1], [1, 0]]), "table must be square"),
+    (lambda: Dense([["1", "0"], ["0", "1"]]), "table must hold booleans, got <U1"),
+    (
+        lambda: Dense(np.where(np.tri(4), 0.0, -np.inf)),
+        "table must hold 1 where a query sees a key and 0 where not, got -inf",
+    ),
     (lambda: BlockSparse(np.ones((2, 3)), 4), r"table must be square, got shape \(2, 3\)"),
     (lambda: BlockSparse(np.ones((2, 2)), 0), "block must be at least 1, got 0"),
     (lambda: Dense(np.ones(4)), r"table must be square, got shape \(4,\)"),
@@ -200,6 +218,28 @@ WRONG = [
 def test_masks_that_mean_nothing_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_what_a_mask_was_made_of_may_be_used_again():
+    bounds, table = np.array([0, 3, LENGTH]), np.array(RANDOM)
+    documents, dense = Documents(bounds), Dense(table)
+    names = repr(documents), repr(dense)
+    bounds[1], table[:] = 5, False
+    assert (repr(documents), repr(dense)) == names
+    assert documents.bounds.tolist() == [0, 3, LENGTH]
+
+
+def test_any_kind_of_integer_will_do():
+    """A window is the same mask on a rank that read it from numpy: masks compare by name."""
+    assert Window(np.int64(3), np.int32(0)) == Window(3, 0)
+    assert Prefix(np.int64(3)) == Prefix(3)
+    far = 1 << 70
+    huge = Window(far, far) & Prefix(far)
+    assert huge.visible(np.arange(LENGTH), np.arange(LENGTH)[::-1]).all()
+    assert huge.cover(Span(0, 1, LENGTH), Span(0, 3, 8)) == Cover.FULL
+    same = Dilated(far) & Dilated((1 << 62) + 1) & Dilated(2)
+    q, k = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
+    assert (same.visible(q, k) == (q == k)).all()
 
 
 @pytest.mark.parametrize(

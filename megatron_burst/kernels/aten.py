@@ -46,7 +46,7 @@ class CpuFlash:
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
-    limits: tuple[int | None, int | None] = (256, 256)  # it skips little of a triangle: cut it
+    limits: tuple[int | None, int | None] = (192, 256)  # it skips little of a triangle: cut it
 
     def forward(self, q, k, v, causal, bias, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(

@@ -121,7 +121,7 @@ class _Pair(VectorMask):
         if not isinstance(a, Mask) or not isinstance(b, Mask):
             raise TypeError(f"masks combine with masks, got {a!r} and {b!r}")
         self.a, self.b = a, b
-        self.modulus = math.lcm(a.modulus, b.modulus)
+        self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # numpy's integers end
 
     def cuts(self, span: Span) -> np.ndarray:
         return np.union1d(self.a.cuts(span), self.b.cuts(span))

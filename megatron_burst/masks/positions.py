@@ -7,8 +7,16 @@ from functools import cached_property
 
 import numpy as np
 
-from ..layout import Span
-from .base import FAR, Band, Bands, Cover, VectorMask, graded
+from ..layout import Span, integer
+from .base import FAR, Band, Bands, Cover, Mask, VectorMask, graded
+
+
+def _position(mask: Mask, name: str) -> int:
+    """Field `name` of a frozen mask, made a plain int that numpy can add; ValueError if it is
+    none. Beyond FAR one number of positions is as good as another."""
+    value = min(integer(name, getattr(mask, name)), FAR)
+    object.__setattr__(mask, name, value)
+    return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +43,7 @@ class Window(VectorMask):
 
     def __post_init__(self):
         for name, size in (("left", self.left), ("right", self.right)):
-            if size is not None and size < 0:
+            if size is not None and _position(self, name) < 0:
                 raise ValueError(f"{name}: a window size must be at least 0 or None, got {size}")
 
     @cached_property
@@ -84,7 +92,7 @@ class Dilated(VectorMask):
     stride: int
 
     def __post_init__(self):
-        if self.stride < 1:
+        if _position(self, "stride") < 1:
             raise ValueError(f"stride must be at least 1, got {self.stride}")
 
     @property
@@ -109,7 +117,7 @@ class Prefix(VectorMask):
     n: int
 
     def __post_init__(self):
-        if self.n < 0:
+        if _position(self, "n") < 0:
             raise ValueError(f"n: a prefix must have at least 0 positions, got {self.n}")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, document_bounds, integer
 from .base import Cover, Mask, VectorMask, graded
 from .positions import local_cuts
 
@@ -21,13 +21,7 @@ class Documents(VectorMask):
     """
 
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray):
-        bounds = np.asarray(cu_seqlens, dtype=np.int64)
-        if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
-            raise ValueError(
-                "cu_seqlens must start at 0 and never decrease (cumulative lengths of the "
-                f"documents), got {cu_seqlens}"
-            )
-        self.bounds = bounds
+        self.bounds = document_bounds(cu_seqlens)
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
         """The index of the document each position belongs to."""
@@ -60,12 +54,10 @@ class BlockSparse(VectorMask):
     """Query block i sees key block j where table[i, j]; blocks are `block` positions long."""
 
     def __init__(self, table: np.ndarray, block: int):
-        self.table = np.asarray(table).astype(bool)
-        if block < 1:
+        self.table = _square(table)
+        self.block = integer("block", block)
+        if self.block < 1:
             raise ValueError(f"block must be at least 1, got {block}")
-        if self.table.ndim != 2 or self.table.shape[0] != self.table.shape[1]:
-            raise ValueError(f"table must be square, got shape {self.table.shape}")
-        self.block = block
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[np.floor_divide(q, self.block), np.floor_divide(k, self.block)]
@@ -102,9 +94,7 @@ class Dense(Mask):
     """Query q sees key k where table[q, k]: for masks that nothing else describes."""
 
     def __init__(self, table: np.ndarray):
-        self.table = np.asarray(table).astype(bool)
-        if self.table.ndim != 2 or self.table.shape[0] != self.table.shape[1]:
-            raise ValueError(f"table must be square, got shape {self.table.shape}")
+        self.table = _square(table)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[q, k]
@@ -124,6 +114,25 @@ class Dense(Mask):
 
     def __repr__(self) -> str:
         return f"Dense({_digest(self.table)})"
+
+
+def _square(table: np.ndarray) -> np.ndarray:
+    """bool [n, n], a copy: True, or 1, where visible. A table to be added to scores, 0 where
+    visible and -inf where hidden, would mean the opposite, so only 0 and 1 are taken."""
+    try:
+        given = np.array(table)
+    except (TypeError, ValueError) as error:  # a ragged list, or a tensor on another device
+        raise ValueError(f"table must be square, and on the host, got {table}") from error
+    if given.ndim != 2 or given.shape[0] != given.shape[1] or not given.size:
+        raise ValueError(f"table must be square, got shape {given.shape}")
+    if given.dtype.kind not in "biuf":
+        raise ValueError(f"table must hold booleans, got {given.dtype}")
+    odd = given[(given != 0) & (given != 1)]
+    if odd.size:
+        raise ValueError(
+            f"table must hold 1 where a query sees a key and 0 where not, got {odd[0]}"
+        )
+    return given.astype(bool)
 
 
 def _digest(table: np.ndarray) -> str:

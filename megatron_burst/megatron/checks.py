@@ -95,7 +95,7 @@ def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None
     from megatron.core.transformer.utils import is_layer_window_attention
 
     size = getattr(config, "window_size", None)
-    skip = getattr(config, "window_attn_skip_freq", None)
+    skip: Any = getattr(config, "window_attn_skip_freq", None)
     if not size or not is_layer_window_attention(size, skip, layer_number):
         return None
     left, right = (None if limit == -1 else limit for limit in size)

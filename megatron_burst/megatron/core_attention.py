@@ -87,7 +87,7 @@ class BurstCoreAttention(MegatronModule):
 
     def _add_sink(self, heads: int) -> None:
         """``softmax_offset`` [h]: learnable, zeros ("off-by-one" softmax), or None."""
-        config = self.config
+        config: Any = self.config
         self.softmax_offset = None
         kind = getattr(config, "softmax_type", "vanilla")
         if kind == "vanilla":

@@ -1,7 +1,7 @@
 """What a picture shows, read from masks, layouts and schedules: never made up for the picture.
 
-Owns which schedule a picture's choices lead to (the same as a plan's: a test compares them).
-Knows numbers, and neither colours nor terminals.
+Owns which choices a picture offers; the schedule they lead to is `cost`'s, as a plan's is. Knows
+numbers, and neither colours nor terminals.
 
 Shape letters: G ranks, S positions.
 """
@@ -9,14 +9,13 @@ Shape letters: G ranks, S positions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from .. import cost, schedule
+from .. import cost
 from ..hops import Chunk, Grid, Hop, Pair
 from ..layout import Layout
 from ..masks import Cover, Mask
@@ -202,12 +201,7 @@ class ScheduleScene:
     @property
     def imbalance(self) -> float:
         """As `cost.imbalance`, over the steps of this schedule."""
-        ranks, total = range(self.size), int(self.shards.pairs.sum())
-        busiest = (
-            max(int(self.shards.pairs[self.plan.pair(rank, step)]) for rank in ranks)
-            for step in range(self.size)
-        )
-        return sum(busiest) * self.size / total if total else 1.0
+        return cost.imbalance_of(self.plan, self.shards.pairs)
 
 
 @dataclass(frozen=True)
@@ -234,34 +228,14 @@ def schedule_scene(
     visible = shards.covers != Cover.EMPTY
     kept = round(choices.kv_cache * (grid.size - 1))
 
-    def backward(side: str) -> Schedule:
-        def by(route: str) -> Schedule:
-            return schedule.backward(
-                choices.algorithm, grid, side, gradients=sizes.gradients_travel(side),
-                visible=visible, route=route, kept=kept if side == "kv" else 0,
-            )  # fmt: skip
-
-        return _routed(by, choices.route, sizes)
-
-    def forward(route: str) -> Schedule:
-        return schedule.forward(choices.algorithm, grid, visible=visible, route=route)
-
-    if not choices.backward:
-        plan = _routed(forward, choices.route, sizes)
-    elif choices.side == "auto":
-        plan = backward("kv" if kept else cost.cheaper_side(backward, sizes))
+    if choices.backward:
+        plan = cost.backward_schedule(
+            choices.algorithm, grid, visible, sizes,
+            side=choices.side, route=choices.route, kept=kept,
+        )  # fmt: skip
     else:
-        plan = backward(choices.side)
+        plan = cost.forward_schedule(choices.algorithm, grid, visible, sizes, route=choices.route)
     return ScheduleScene(shards, plan, sizes, choices.backward)
-
-
-def _routed(make: Callable[[str], Schedule], route: str, sizes: cost.Sizes) -> Schedule:
-    if route != "auto":
-        return make(route)
-    ring = make("ring")
-    if ring.visible.all() or ring.algorithm == "all_gather":
-        return ring
-    return make(cost.cheaper_route(make, sizes))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,16 @@ def four():
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Prefix of a small dataset with short documents, so that loss masks are uneven."""
+    return write_documents(tmp_path_factory, lambda draw: int(draw.integers(5, 60)))
+
+
+@pytest.fixture(scope="session")
+def even_data(tmp_path_factory):
+    """As `data`, with documents of multiples of 8 tokens: 2 x CP divides each."""
+    return write_documents(tmp_path_factory, lambda draw: 8 * int(draw.integers(1, 5)))
+
+
+def write_documents(tmp_path_factory, draw_length):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -40,7 +50,7 @@ def data(tmp_path_factory):
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
     draw = np.random.default_rng(0)
     for _ in range(400):
-        length = int(draw.integers(5, 60))
+        length = draw_length(draw)
         steps = draw.integers(1, 4, length - 1).cumsum() % (VOCABULARY - 1)
         document = np.append(steps, VOCABULARY - 1)
         builder.add_document(torch.from_numpy(document), [length])

@@ -76,6 +76,21 @@ def train_without_exchange(flags):
         return train(flags)
 
 
+def train_windowed_by_mask(flags, left):
+    """A one-rank packed run whose document mask has a causal window of ``left`` tokens cut in."""
+    import dataset
+
+    split = dataset._on_this_context_parallel_rank
+
+    def with_window(batch):
+        mask = batch["attention_mask"]  # True: hidden
+        mask |= mask.new_ones(mask.shape[-2:]).tril(-left - 1)
+        return split(batch)
+
+    with mock.patch.object(dataset, "_on_this_context_parallel_rank", with_window):
+        return train(flags)
+
+
 def train_misplaced(flags):
     """A run whose attention takes zigzag shards for striped ones: must be wrong."""
     import megatron_burst as mb
@@ -166,19 +181,34 @@ def differently_called(keyword, ranks):
         length = 12 if odd and keyword == "sequence" else 8
         dtype = torch.bfloat16 if odd and keyword == "dtype" else torch.float32
         q, k, v = torch.randn(3, length, 1, 4, 8, dtype=dtype)
+        packed = {}
+        if keyword in ("cross-attention", "documents"):
+            q, k, v = (x.squeeze(1) for x in (q, k, v))
+            packed = {"packed_seq_params": _two_documents(8)}
         extra = {
             "attention_mask": {"attention_mask": torch.ones(1, 1, 8, 32, dtype=torch.bool)},
             "attention_bias": {"attention_bias": torch.zeros(1)},
             "packed_seq_params": {"packed_seq_params": object()},
             "attn_mask_type": {"attn_mask_type": AttnMaskType.padding},
+            "cross-attention": {"packed_seq_params": _two_documents(8, 9)},
+            "documents": {"packed_seq_params": _two_documents(9)},
         }
-        asked = {"attention_mask": None} | (extra.get(keyword, {}) if odd else {})
+        asked = {"attention_mask": None} | packed | (extra.get(keyword, {}) if odd else {})
         core(q, k, v, **asked)
     except Exception as caught:
         return f"{type(caught).__name__}: {caught}"
     finally:
         burst.uninstall()
         parallel_state.destroy_model_parallel()
+
+
+def _two_documents(queries, keys=None):
+    """Two documents in 32 tokens, the first of so many; ``keys`` if it differs for them."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    first, second = (torch.tensor([0, end, 32]) for end in (queries, keys or queries))
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=first, cu_seqlens_kv=second)
 
 
 def _run(flags):

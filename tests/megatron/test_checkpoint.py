@@ -20,6 +20,10 @@ STRIPED = "--burst-layout striped"
 # what is shown -> (ranks and flags of the run that saves, ranks and flags of the one that loads)
 CASES = {
     "another cp size and layout": ((4, CP2X2), (2, f"--context-parallel-size 2 {STRIPED}")),
+    "sinks": (
+        (4, f"{CP2X2} --softmax-type learnable"),
+        (1, "--softmax-type learnable"),
+    ),
     "one rank": ((2, f"--context-parallel-size 2 {STRIPED}"), (1, "")),
 }
 

@@ -17,12 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron import registry
-from megatron_burst.megatron.checks import require_parameters
+from megatron_burst.megatron.checks import layer_window, require_parameters
 
 PATCHED = [
     (Attention, "__init__"),
     (MultiLatentAttention, "__init__"),
     (utils, "get_batch_on_this_cp_rank"),
+    (utils, "get_thd_batch_on_this_cp_rank"),
+    (rope_utils, "_apply_rotary_pos_emb_thd"),
     (rope_utils, "get_pos_emb_on_this_cp_rank"),
     (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank"),
     (yarn_rotary_pos_embedding, "get_pos_emb_on_this_cp_rank"),
@@ -51,7 +53,8 @@ def test_uninstall_restores_what_install_replaced(layout):
     before = state()
     burst.install(layout)
     installed = state()
-    assert (installed[2:] == before[2:]) == (layout == "zigzag")
+    assert all(new != old for new, old in zip(installed[:5], before[:5], strict=True))
+    assert (installed[5:] == before[5:]) == (layout == "zigzag")
     burst.install(layout)
     assert state() == installed
     assert burst.installed_layout() == layout
@@ -91,8 +94,9 @@ def test_the_choice_survives_copies_of_the_config():
     ("changes", "flag"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
-        ({"window_size": (8, 0)}, "--window-size"),
-        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"window_size": (8, 2)}, "looks 2 tokens ahead"),
+        ({"window_size": (-2, 0)}, "--window-size"),
+        ({"softmax_type": "sharp"}, "--softmax-type"),
         ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),
         ({"hierarchical_context_parallel_sizes": [2, 3]}, "multiply to 6"),
         ({"hierarchical_context_parallel_sizes": [2, 2, 1]}, "two"),
@@ -102,6 +106,38 @@ def test_configure_refuses_what_is_not_supported(changes, flag):
     burst.install()
     with pytest.raises(ValueError, match=flag):
         burst.configure(config(**changes), mb.BurstConfig())
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"algorithm": "hybrid"}, "needs --burst-head-size"),
+        ({"algorithm": "hybrid", "head_size": 3}, "--burst-head-size 3 must divide"),
+        ({"algorithm": "ulysses", "head_size": 2}, "--burst-head-size 2: ulysses"),
+        ({"head_size": 0}, "--burst-head-size"),
+        ({"placement": "sideways"}, "--burst-placement"),
+        ({"kv_cache": 1.5}, "--burst-kv-cache"),
+        ({"wire_dtype": "fp8"}, "--burst-wire-dtype"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused(choice, message):
+    burst.install()
+    with pytest.raises(ValueError, match=message):
+        burst.configure(config(), mb.BurstConfig(**choice))
+
+
+def test_ulysses_needs_a_head_for_each_rank():
+    burst.install()
+    few = config(tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match="2 query heads of a tensor-parallel rank"):
+        burst.configure(few, mb.BurstConfig(algorithm="ulysses"))
+
+
+def test_which_layers_have_a_window():
+    windowed = config(window_size=(12, 0), window_attn_skip_freq=2)
+    assert [layer_window(windowed, n) for n in (1, 2, 3)] == [(12, 0), None, (12, 0)]
+    assert layer_window(config(window_size=(-1, 0)), 1) == (None, 0)
+    assert layer_window(config(), 1) is None
 
 
 def test_multi_token_prediction_needs_the_layout_of_megatron():

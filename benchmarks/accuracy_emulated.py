@@ -1,0 +1,85 @@
+"""A ring that adds in 16 bits, for `accuracy.py`: an emulation, not a run of anybody's library.
+
+It takes what our CPU kernel computes for each pair of shards, rounded once to 16 bits as a
+kernel call would return it, and adds those with 16-bit additions in the order in which
+TransformerEngine's p2p context parallelism does (class AttnFuncWithCPAndKVP2P, when not fp8):
+out and dq on their rank, dk and dv along the ring, ending at their owner.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import megatron_burst as mb
+from megatron_burst.kernels import Kernel, Rows, Scoring, make
+from megatron_burst.merge import empty_result, merge_
+
+Tensors = tuple[torch.Tensor, ...]  # q, k, v, dout or out, dq, dk, dv: [s, b, h, d]
+
+
+def emulated(
+    ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> Tensors:
+    """out, dq, dk, dv of causal attention by the ring that adds in the dtype of the inputs."""
+    layout = mb.layout.make("zigzag", cp_size=ranks)
+    split = [[mb.shard(x, layout, rank) for rank in range(ranks)] for x in (q, k, v, dout)]
+    shards = list(zip(*split, strict=True))
+    kernel = make("aten", q, k, v)
+    steps = _Steps(kernel, layout, len(q), Scoring(q.shape[-1] ** -0.5), shards)
+    results = [steps.forward(rank) for rank in range(ranks)]
+    dq: list[torch.Tensor | None] = [None] * ranks
+    dkv: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * ranks
+    for step in range(ranks):  # the own keys come last, and bring the gradient home
+        for rank in range(ranks):
+            owner = (rank + step + 1) % ranks
+            one_q, one_k, one_v = steps.gradients(rank, owner, *results[rank])
+            held_q, held = dq[rank], dkv[owner]
+            dq[rank] = one_q if held_q is None else held_q.add_(one_q)
+            dkv[owner] = (one_k, one_v) if held is None else (
+                held[0].add_(one_k), held[1].add_(one_v))  # fmt: skip
+    parts = [[out for out, _ in results], dq, *zip(*(x for x in dkv if x), strict=True)]
+    return tuple(mb.unshard(list(part), layout) for part in parts)
+
+
+class _Steps:
+    """What one kernel call returns for a pair of shards: 16-bit results, fp32 lse."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        layout: mb.layout.Layout,
+        seq_len: int,
+        scoring: Scoring,
+        shards: list[Tensors],
+    ):
+        self.kernel, self.scoring, self.shards = kernel, scoring, shards
+        spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+        self.works = [[kernel.plan(mb.masks.Causal(), a, b) for b in spans] for a in spans]
+
+    def forward(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse): partial outputs rounded, then weighted and added with 16-bit additions."""
+        q, size = self.shards[rank][0], len(self.shards)
+        partials = [self._partial(rank, (rank - step) % size) for step in range(size)]
+        lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
+        total = torch.zeros_like(q)
+        for out, part_lse in partials:
+            total.add_(out * torch.exp(part_lse - lse).unsqueeze(-1))
+        return total, lse
+
+    def _partial(self, rank: int, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q, (_, k, v, _) = self.shards[rank][0], self.shards[owner]
+        out, lse = empty_result(q, v.shape[-1])
+        for rows, *part in self.kernel.forward(q, k, v, self.works[rank][owner], self.scoring):
+            merge_(out[rows], lse[rows], *part)
+        return out.to(q.dtype), lse
+
+    def gradients(
+        self, rank: int, owner: int, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """dq, dk, dv of one pair of shards."""
+        (q, _, _, dout), (_, k, v, _) = self.shards[rank], self.shards[owner]
+        totals = [torch.zeros(x.shape) for x in (q, k, v)]
+        delta = (dout.float() * out.float()).sum(-1)
+        rows = Rows(q, dout, lse, delta, out)
+        self.kernel.backward(rows, k, v, self.works[rank][owner], self.scoring, *totals)
+        return tuple(total.to(q.dtype) for total in totals)

@@ -1,0 +1,110 @@
+"""What travels for a mask under each layout, from the schedule; and counted while it runs.
+
+Part of `masks.py`, which calls `measure`. A full-size plan says which route is taken, ring or
+straight from owner to user, and what every rank sends. Then the same grid, mask and layout run
+in this process with every length divided by the same number: hop for hop the same schedule, so
+the bytes its counters counted must be those of the plan divided by that number, rank by rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+from prepare import alone
+from report import human, markdown, progress
+
+import megatron_burst as mb
+from megatron_burst import cost, schedule
+from megatron_burst.hops import ROUTES
+from megatron_burst.schedule import Schedule
+
+KV_HEADS, WIDTH = 8, 128  # bf16; 8 query heads too: with side kv they do not travel
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def measure(args: argparse.Namespace) -> str:
+    """The table of layouts, and whether the counters agree."""
+    window, factor = args.local_tokens // 4, args.local_tokens // args.small
+    rows, wrong = [], []
+    with progress("bytes", 2 * len(LAYOUTS)) as step:
+        for layout in LAYOUTS:
+            step(f"plan of {layout}")
+            plan = full_size(args, layout, window)
+            step(f"run of {layout}")
+            counted = run(args, layout, window // factor)
+            for name, passes, sent in zip(("forward", "backward"), plan.schedules, counted,
+                                          strict=True):  # fmt: skip
+                planned = traffic(passes, plan.sizes)
+                agree = [a == (p.intra // factor, p.inter // factor)
+                         for a, p in zip(sent, planned, strict=True)]  # fmt: skip
+                other, = (r for r in ROUTES if r != passes.route)  # fmt: skip
+                rows.append([layout, name, passes.route, *cells(planned),
+                             cells(traffic(routed(passes, other), plan.sizes))[0],
+                             "equal" if all(agree) else "DIFFERENT"])  # fmt: skip
+                wrong += [] if all(agree) else [f"{layout}, {name}"]
+    if wrong:
+        raise AssertionError(f"the counters differ from the schedule: {wrong}")
+    columns = ["layout", "pass", "route", "MiB a rank sends: mean (most)", "between nodes",
+               "by the other route", "counters"]  # fmt: skip
+    head = (
+        f"Window of {human(window)} over {args.ranks} ranks ({args.ranks // args.per_node} nodes "
+        f"of {args.per_node}) x {human(args.local_tokens)} tokens, algorithm burst, bf16, "
+        f"{KV_HEADS} key/value heads of width {WIDTH}, side kv, gradients travelling in fp32. "
+        f"*Counters*: the same grid run in one process with every length divided by {factor}; "
+        f"what each rank sent against its bytes in the schedule divided by {factor}."
+    )
+    return f"{head}\n\n{markdown(columns, rows)}"
+
+
+def full_size(args: argparse.Namespace, layout: str, window: int) -> mb.Plan:
+    """The plan of rank 0 of the whole grid; only the shapes of its tensors exist."""
+    groups = alone(args.ranks, args.per_node)
+    some = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    tensors = [some.expand(args.local_tokens, 1, KV_HEADS, WIDTH)] * 3
+    return mb.prepare(
+        *tensors, groups=groups, mask=mb.masks.Window(window - 1, 0), layout=layout, side="kv",
+        kernel="aten", needs_grad=(True, True, True),
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, layout: str, window: int) -> list[list[tuple[int, int]]]:
+    """(intra, inter) bytes that each rank sent: forward, then backward."""
+    groups = mb.Groups.in_process(inter=args.ranks // args.per_node, intra=args.per_node)
+    shape = (args.small, 1, KV_HEADS, WIDTH)
+    shards = [[torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+               for _ in range(args.ranks)] for _ in range(3)]  # fmt: skip
+    mask = mb.masks.Window(window - 1, 0)
+    outs = mb.attention(*shards, groups=groups, mask=mask, layout=layout, side="kv", kernel="aten")
+    sent = [drained(groups)]
+    torch.autograd.backward(outs, [torch.zeros_like(out) for out in outs])
+    return [*sent, drained(groups)]
+
+
+def drained(groups: mb.Groups) -> list[tuple[int, int]]:
+    """What the counters hold, which then begin again."""
+    sent = [(member.counters.intra, member.counters.inter) for member in groups.members]
+    for member in groups.members:
+        member.counters.reset()
+    return sent
+
+
+def routed(plan: Schedule, route: str) -> Schedule:
+    """The same pass by another route."""
+    if not plan.gradients:
+        return schedule.forward(plan.algorithm, plan.grid, visible=plan.visible, route=route)
+    return schedule.backward(
+        plan.algorithm, plan.grid, plan.side, visible=plan.visible, route=route
+    )
+
+
+def traffic(plan: Schedule, sizes: cost.Sizes) -> list[cost.Traffic]:
+    return [cost.traffic(plan, rank, sizes) for rank in range(plan.grid.size)]
+
+
+def cells(sent: list[cost.Traffic]) -> tuple[str, str]:
+    """Mean and largest MiB of a rank, and how much of all crosses nodes."""
+    total = [each.total / 2**20 for each in sent]
+    across = sum(each.inter for each in sent) / sum(each.total for each in sent)
+    return f"{statistics.mean(total):.1f} ({max(total):.0f})", f"{across:.0%}"

@@ -1,0 +1,209 @@
+"""How long `mb.prepare` takes: the exchange of headers, and the plan each rank makes for itself.
+
+It runs once per micro-batch, so it must be small beside a layer. *Exchange*: real gloo
+processes on this machine, wall time of the slowest rank, and of `agreement` alone. *Local*: one
+process that stands for rank 0 of a large grid and answers the exchange itself; nothing is sent,
+and the processor time of its one thread is taken, which other jobs disturb least.
+`--profile` also prints where the local part spends its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import DOCS, markdown, milliseconds, progress, provenance, write_section
+
+import megatron_burst as mb
+from megatron_burst.masks import Mask
+
+AIM = 10.0  # milliseconds, local part at 64 ranks
+
+
+def main() -> int:
+    args = arguments()
+    torch.set_num_threads(1)
+    local_table, profiled = local(args)
+    text = "\n\n".join([provenance(), describe(args), exchange(args), local_table])
+    print(text)
+    if args.profile:
+        profile(args, profiled)
+    if not args.quick:
+        write_section(DOCS / "performance.md", "prepare", text)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="seconds, small, no file is written")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--grids", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--per-node", type=int, default=8, help="ranks of a node, local part")
+    parser.add_argument("--local-tokens", type=int, default=4096)
+    parser.add_argument("--layouts", nargs="+", default=["zigzag", "striped"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="print a profile of every case")
+    args = parser.parse_args()
+    if args.quick:
+        args.processes, args.grids, args.per_node = [2], [8], 4
+        args.local_tokens, args.repeats, args.layouts = 256, 3, ["zigzag"]
+    return args
+
+
+def masks(seq_len: int) -> dict[str, Mask]:
+    """What is planned for: 100 documents of lengths that nothing divides, and simple masks."""
+    cuts = np.random.default_rng(0).choice(np.arange(1, seq_len), 99, replace=False)
+    documents = mb.masks.Documents([0, *np.sort(cuts).tolist(), seq_len])
+    return {
+        "causal": mb.masks.Causal(),
+        "window 4K": mb.masks.Window(4095, 0),
+        "100 documents, causal": documents & mb.masks.Causal(),
+    }
+
+
+def tensors(local_tokens: int) -> list[torch.Tensor]:
+    """q, k, v that hold no numbers' worth of memory: only their description is read."""
+    return [torch.zeros(1, 1, 1, 1).expand(local_tokens, 1, heads, 128) for heads in (32, 8, 8)]
+
+
+def planned(mask: Mask, groups: mb.Groups, layout: str, local_tokens: int) -> Callable[[], object]:
+    q, k, v = tensors(local_tokens)
+    needs = (True, True, True)
+    return lambda: mb.prepare(
+        q, k, v, groups=groups, mask=mask, layout=layout, kernel="aten", needs_grad=needs
+    )
+
+
+def seconds(
+    run: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Time of each repeat after two that do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return times[2:]
+
+
+# --- the exchange ----------------------------------------------------------------------------
+
+
+def exchange(args: argparse.Namespace) -> str:
+    rows = []
+    with progress("exchange", len(args.processes)) as step:
+        for size in args.processes:
+            step(f"{size} processes")
+            context = mp.get_context("spawn")
+            results = context.SimpleQueue()
+            job = (size, free_port(), args.local_tokens, args.repeats, results)
+            mp.spawn(_rank, args=job, nprocs=size, join=True)
+            got = [results.get() for _ in range(size)]
+            names = got[0]
+            for name in names:
+                slowest = [max(times) for times in zip(*(g[name] for g in got), strict=True)]
+                rows.append([str(size), name, milliseconds(slowest)])
+    table = markdown(["processes", "what", "ms, slowest rank"], rows)
+    return f"**Exchange**, gloo on loopback:\n\n{table}"
+
+
+def _rank(rank: int, size: int, port: int, local_tokens: int, repeats: int, results) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    world = dist.group.WORLD
+    assert world is not None
+    groups = mb.Groups.flat(world)
+    header = [torch.zeros(1216, dtype=torch.uint8)]
+    runs: dict[str, Callable[[], object]] = {
+        "one all-gather of headers": lambda: groups.gather(header)
+    }
+    for name, mask in masks(size * local_tokens).items():
+        runs[f"prepare, {name}"] = planned(mask, groups, "zigzag", local_tokens)
+    times = {}
+    for name, run in runs.items():
+        dist.barrier()
+        times[name] = seconds(run, repeats)
+    results.put(times)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+# --- the local part --------------------------------------------------------------------------
+
+
+def alone(size: int, per_node: int) -> mb.Groups:
+    """Groups in which this process holds rank 0 only, and every rank answers as it does."""
+    groups = mb.Groups.in_process(inter=size // per_node, intra=per_node)
+    groups.local_ranks, groups.members = (0,), groups.members[:1]
+
+    def gather(headers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [headers[0]] * size
+
+    groups.gather = gather  # type: ignore[method-assign]
+    return groups
+
+
+def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]]]:
+    """The table, and each case to be profiled."""
+    rows, cases = [], {}
+    sizes = [size for size in args.grids if size % args.per_node == 0]
+    with progress("local part", 3 * len(sizes) * len(args.layouts)) as step:
+        for size in sizes:
+            groups = alone(size, args.per_node)
+            for layout in args.layouts:
+                for name, mask in masks(size * args.local_tokens).items():
+                    step(f"{size} ranks, {layout}, {name}")
+                    run = planned(mask, groups, layout, args.local_tokens)
+                    start = time.thread_time()
+                    run()
+                    slow = time.thread_time() - start > 1
+                    times = seconds(run, 1 if slow else args.repeats, time.thread_time)
+                    over = size == 64 and 1e3 * statistics.median(times) > AIM
+                    rows.append([str(size), layout, name, milliseconds(times), "over" * over])
+                    cases[f"{size} ranks, {layout}, {name}"] = run
+    table = markdown(["ranks", "layout", "mask", "ms", f"aim {AIM:.0f} ms at 64"], rows)
+    return (
+        f"**Local part**, rank 0 of a grid with {args.per_node} ranks per node:\n\n{table}",
+        cases,
+    )
+
+
+def profile(args: argparse.Namespace, cases: dict[str, Callable[[], object]]) -> None:
+    for name, run in cases.items():
+        profiler = cProfile.Profile()
+        profiler.runcall(run)
+        print(f"\n== {name}")
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(12)
+
+
+# --- what is written -------------------------------------------------------------------------
+
+
+def describe(args: argparse.Namespace) -> str:
+    return (
+        f"{args.local_tokens} tokens per rank, 32:8 heads of width 128, kernel aten, algorithm "
+        f"burst; medians of {args.repeats} calls, quartiles in brackets; wall time of the "
+        f"exchange, which other jobs of this machine lengthen; processor time of the local part."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What the benchmarks share: where they ran, interleaved timing, tables, sections of documents.
+
+Decides how a figure is written down: with command, date, machine and spread. Knows nothing of
+what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TERMINAL = Console(stderr=True)
+
+Runs = dict[str, Callable[[], object]]
+
+
+def provenance() -> str:
+    """Command, date, versions and kind of machine, as one sentence for the head of a table."""
+    command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    return (
+        f"`{command}`, {date.today()}, {os.cpu_count()}-core CPU machine shared with other jobs "
+        f"(load {load:.1f} at the end), {torch.get_num_threads()} thread, Python "
+        f"{platform.python_version()}, torch {torch.__version__}."
+    )
+
+
+def interleaved(
+    runs: Runs, repeats: int, warm_up: int = 1
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each run, wall time and processor time of this thread, without the warm-up.
+
+    In the order A B C A B C ...: a machine that is busy for a while then slows all of them alike,
+    so ratios are taken within a round (`ratio`). Processor time leaves out the turns of other
+    jobs; it is for work that stays in this thread.
+    """
+    clocks = time.perf_counter, time.thread_time
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(warm_up + repeats):
+        for name, run in runs.items():
+            start = [clock() for clock in clocks]
+            run()
+            taken = [clock() - begun for clock, begun in zip(clocks, start, strict=True)]
+            if repeat >= warm_up:
+                wall[name].append(taken[0])
+                cpu[name].append(taken[1])
+    return wall, cpu
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile; of a single value three times that."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def ratio(times: dict[str, list[float]], above: str, below: str) -> str:
+    """The ratio of two runs, round by round: median [lower quartile, upper quartile]."""
+    pairs = zip(times[above], times[below], strict=True)
+    return spread([a / b for a, b in pairs], ".3f")
+
+
+def spread(values: Sequence[float], digits: str = ".2f") -> str:
+    """median [lower quartile, upper quartile]"""
+    low, middle, high = quartiles(values)
+    return f"{middle:{digits}} [{low:{digits}}, {high:{digits}}]"
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """median [lower quartile, upper quartile], in milliseconds"""
+    return spread([1e3 * each for each in seconds], ".3g")
+
+
+def human(count: int) -> str:
+    """A number of tokens: 4K for 4096."""
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table; the columns line up in the source too."""
+    cells = [list(columns), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = [" | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells]
+    lines.insert(1, " | ".join("-" * w for w in widths))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def write_section(path: Path, name: str, text: str, opening: str = "") -> None:
+    """Replace what lies between the markers `name` of a document; make it, with `opening`."""
+    begin, end = f"<!-- begin {name}: generated -->", f"<!-- end {name} -->"
+    content = path.read_text() if path.exists() else opening.rstrip() + "\n"
+    if begin not in content:
+        content = f"{content.rstrip()}\n\n{begin}\n{end}\n"
+    head, rest = content.split(begin, 1)
+    _, tail = rest.split(end, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}{begin}\n{text.strip()}\n{end}{tail}")
+    TERMINAL.print(f"wrote {name} into {path.name}")
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on the terminal (nothing elsewhere); call the result with what begins now."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=TERMINAL, transient=True) as bar:
+        task = bar.add_task(title, total=total + 1)
+
+        def step(what: str) -> None:
+            bar.update(task, advance=1, description=f"{title}: {what}")
+
+        yield step

@@ -1,0 +1,186 @@
+"""Packed batches, without ranks: documents, places of tokens, slicing, rotary angles."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import utils
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
+
+import megatron_burst as mb
+import megatron_burst.megatron as burst
+from megatron_burst.megatron import plans
+from megatron_burst.megatron.packed import pack_of
+
+
+class Group:
+    """What the functions under test ask of a process group, for a rank that is not running."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+@pytest.fixture(params=["zigzag", "striped"])
+def layout(request):
+    burst.install(request.param)
+    yield request.param
+    burst.uninstall()
+
+
+def ends(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_documents_and_padding():
+    pack = pack_of(24, ends(0, 5, 5, 12, 12))
+    assert pack.bounds == pack.documents == (0, 5, 12, 24)
+    pack = pack_of(24, ends(0, 5, 12), ends(0, 8, 16))
+    assert pack.bounds == (0, 8, 16, 24)
+    assert pack.documents == (0, 5, 8, 15, 16, 24)
+    visible = pack.mask.visible(np.arange(24)[:, None], np.arange(24)[None, :])
+    assert visible[:5, :5].all()
+    assert visible[8:15, 8:15].all()
+    assert not visible[:5, 5:].any()  # padding is not seen
+    assert not visible[8:15, 15].any()
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "padded", "message"),
+    [
+        (ends(0, 5, 4), None, "never decrease"),
+        (ends(1, 5), None, "start at 0"),
+        (ends(0, 25), None, "end by the 24 tokens"),
+        (ends(0), None, "start at 0"),
+        (torch.zeros(2, 3), None, "--micro-batch-size 1"),
+        (ends(0, 9, 12), ends(0, 8, 16), "no room"),
+        (ends(0, 5), ends(0, 8, 16), "no room"),
+    ],
+)
+def test_lengths_that_mean_nothing_are_refused(cu_seqlens, padded, message):
+    with pytest.raises(ValueError, match=message):
+        pack_of(24, cu_seqlens, padded)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "each_document"),
+    [
+        ("zigzag", (0, 8, 24), True),
+        ("zigzag", (0, 6, 24), False),
+        ("striped", (0, 8, 24), False),
+        ("contiguous", (0, 7, 24), False),
+    ],
+)
+def test_documents_are_laid_out_one_by_one_only_as_megatron_does(name, bounds, each_document):
+    pack = pack_of(24, ends(*bounds))
+    found = pack.layout(name, 2)
+    assert isinstance(found, mb.layout.DocumentZigzag) == each_document
+    parts = [pack.places(name, 2, rank) for rank in range(2)]
+    in_pack = np.concatenate([part[0] for part in parts])
+    assert sorted(in_pack) == list(range(24))
+    by_hand = [p - max(b for b in bounds if b <= p) for p in in_pack]
+    assert np.concatenate([part[1] for part in parts]).tolist() == by_hand
+
+
+def test_megatrons_packed_layout_by_hand():
+    pack = pack_of(12, ends(0, 4, 12))
+    assert pack.places("zigzag", 2, 0)[0].tolist() == [0, 3, 4, 5, 10, 11]
+    assert pack.places("zigzag", 2, 1)[0].tolist() == [1, 2, 6, 7, 8, 9]
+
+
+def test_a_pack_that_does_not_divide_says_what_to_pad():
+    with pytest.raises(ValueError, match="pad the end of the pack"):
+        pack_of(22, ends(0, 5, 22)).layout("striped", 2)
+
+
+@pytest.mark.parametrize("bounds", [(0, 8, 24), (0, 5, 24), (0, 5, 20)])
+def test_both_slicing_functions_take_the_same_tokens(layout, bounds):
+    tokens = torch.arange(24)[None]
+    expected = []
+    for rank in range(2):
+        places, _ = pack_of(24, ends(*bounds)).places(layout, 2, rank)
+        batch = {"tokens": tokens, "labels": tokens + 1, "cu_seqlens": ends(*bounds)[None]}
+        flag = "is_hybrid_cp" in utils.get_batch_on_this_cp_rank.__wrapped__.__code__.co_varnames
+        cut = utils.get_batch_on_this_cp_rank
+        cut = functools.partial(cut, is_hybrid_cp=False) if flag else cut
+        found = cut(batch=dict(batch), cp_group=Group(rank, 2))
+        assert found["tokens"].tolist() == [places.tolist()]
+        assert found["labels"].tolist() == [(places + 1).tolist()]
+        assert found["cu_seqlens"].tolist() == [list(bounds)]
+        thd, params = utils.get_thd_batch_on_this_cp_rank(
+            {"tokens": tokens}, ends(*bounds), ends(*bounds), ends(24), cp_size=2, cp_rank=rank
+        )
+        assert thd["tokens"].tolist() == [places.tolist()]
+        assert params.cu_seqlens_q.tolist() == list(bounds)
+        expected.extend(places)
+    assert sorted(expected) == list(range(24))
+
+
+def test_a_packed_batch_with_several_rows_or_a_mask_is_refused(layout):
+    lengths = ends(0, 24), ends(0, 24), ends(24)
+    two = {"tokens": torch.zeros(2, 24)}
+    with pytest.raises(ValueError, match="--micro-batch-size 1"):
+        utils.get_thd_batch_on_this_cp_rank(two, *lengths, cp_size=2, cp_rank=0)
+    masked = {"tokens": torch.zeros(1, 24), "attention_mask": torch.zeros(1, 1, 24, 24)}
+    with pytest.raises(ValueError, match="--no-create-attention-mask-in-dataloader"):
+        utils.get_thd_batch_on_this_cp_rank(masked, *lengths, cp_size=2, cp_rank=0)
+
+
+@pytest.mark.parametrize("bounds", [(0, 8, 24), (0, 5, 24)])
+@pytest.mark.parametrize("angles", ["of the longest document", "of the whole pack"])
+def test_rotary_angles_follow_the_tokens(layout, bounds, angles):
+    heads = torch.randn(24, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    longest = max(np.diff(bounds))
+    rows = 24 if angles == "of the whole pack" else int(longest)
+    freqs = torch.outer(torch.arange(rows), torch.tensor([1.0, 0.1, 1.0, 0.1])).double()
+    freqs = freqs[:, None, None, :]
+    for rank in range(2):
+        in_pack, in_document = pack_of(24, ends(*bounds)).places(layout, 2, rank)
+        places = in_pack if rows == 24 else in_document
+        found = rope_utils._apply_rotary_pos_emb_thd(
+            heads[in_pack], ends(*bounds), freqs, cp_group=Group(rank, 2)
+        )
+        angle = freqs[places][:, 0]
+        first, second = heads[in_pack].chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        by_hand = heads[in_pack] * angle.cos() + turned * angle.sin()
+        torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-12)
+
+
+def test_documents_are_read_once_per_batch_and_again_when_they_change():
+    book = plans.PlanBook(groups=mb.Groups.in_process(intra=2))
+    lengths = ends(0, 5, 24)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths.clone())
+    first = book.pack(24, params)
+    assert book.pack(24, params) is first
+    lengths[1] = 8
+    params.cu_seqlens_kv[1] = 8
+    assert book.pack(24, params).bounds == (0, 8, 24)
+    lengths[2] = 20
+    params.cu_seqlens_kv[2] = 20
+    params.cu_seqlens_q_padded = ends(0, 12, 24)
+    assert book.pack(24, params).bounds == (0, 12, 24)
+
+
+def test_cross_attention_is_refused():
+    book = plans.PlanBook(groups=mb.Groups.in_process(intra=2))
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends(0, 5, 24), cu_seqlens_kv=ends(0, 6, 24)
+    )
+    with pytest.raises(ValueError, match="cross-attention"):
+        book.pack(24, params)
+
+
+def test_old_plans_are_dropped():
+    groups = mb.Groups.in_process(intra=1)
+    book = plans.PlanBook(groups=groups, startup="said")
+    kind = plans.Signature(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
+    q = k = v = torch.zeros(300, 1, 1, 4)
+    packs = [pack_of(300, ends(0, end, 300)) for end in range(1, plans.PLANS_KEPT + 2)]
+    for pack in packs:
+        book.plan(kind, True, q, k, v, pack)
+    assert len(book._plans) == plans.PLANS_KEPT
+    assert book.plan(kind, False, q, k, v, packs[1]) is not None
+    with pytest.raises(ValueError, match=f"last {plans.PLANS_KEPT} calls"):
+        book.plan(kind, False, q, k, v, packs[0])

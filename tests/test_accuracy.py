@@ -1,0 +1,78 @@
+"""bf16 on the wire, over 2 to 16 ranks: what it costs in accuracy, and what it leaves alone.
+
+Sums are kept in fp32 on every rank; only what travels is rounded. A gradient makes G - 1 hops
+on a flat ring of G ranks and is rounded once before each, to within 2^-9 of each entry, so that
+roundings, which know nothing of each other, add up to at most sqrt(G - 1) * 2^-9 of the
+gradient's root mean square. `benchmarks/accuracy.py` measures the same at a larger size.
+"""
+
+import math
+from functools import cache
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megatron_burst as mb
+
+NAMES = ("out", "dq", "dk", "dv")
+TRAVELS = {"kv": ("dk", "dv"), "query": ("dq",)}
+GRIDS = [(1, 2), (1, 4), (1, 8), (1, 16), (2, 2), (2, 4), (4, 4)]
+
+
+def problem(dtype):
+    return cases.Problem("causal", (4, 2), 1, (32, 32), 256, dtype)
+
+
+@cache
+def run(nodes, per_node, side, dtype, wire):
+    """name -> the whole tensor, in float64."""
+    algorithm = "burst" if nodes > 1 else "ring"
+    case = cases.Case(nodes, per_node, algorithm, "zigzag", side, "aten", problem(dtype))
+    results, _ = cases.run_in_process(case, grad_wire_dtype=wire)
+    layout = mb.layout.make("zigzag", cp_size=case.size)
+    wholes = [mb.unshard(list(parts), layout) for parts in zip(*results, strict=True)]
+    return {name: x.detach().double() for name, x in zip(NAMES, wholes, strict=True)}
+
+
+def relative(error, truth):
+    """The root mean square of an error over that of the truth."""
+    return (error.norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize(("nodes", "per_node"), GRIDS)
+def test_each_hop_rounds_once(nodes, per_node, side, record_property):
+    """fp32 tensors, so that nothing else is rounded: what fp32 and bf16 on the wire differ by."""
+    fine, coarse = (
+        run(nodes, per_node, side, torch.float32, wire) for wire in (None, torch.bfloat16)
+    )
+    hops = (per_node - 1) + (nodes - 1)  # the longest way of a partial sum
+    for name in NAMES:
+        error = relative(coarse[name] - fine[name], fine[name])
+        record_property(f"{name}: difference over sqrt(hops) * 2^-9", error / hops**0.5 * 2**9)
+        if name in TRAVELS[side]:
+            assert 2**-13 < error < math.sqrt(hops) * 2**-9, name
+        else:
+            assert error == 0.0, name
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize(("nodes", "per_node"), GRIDS)
+def test_bf16_gradients_in_bf16_stay_near_the_stock_operator(nodes, per_node, side):
+    """bf16 tensors against float64: at most twice the error of torch's operator on one rank."""
+    inputs, truth = cases.solve(problem(torch.bfloat16))
+    got = run(nodes, per_node, side, torch.bfloat16, torch.bfloat16)
+    for name, theirs, right in zip(NAMES, stock(*inputs), truth, strict=True):
+        ours = relative(got[name] - right, right)
+        assert ours < 2 * relative(theirs.double() - right, right), name
+
+
+def stock(q, k, v, dout):
+    """out, dq, dk, dv of torch's own causal attention in the dtype of the inputs."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    first = [x.permute(1, 2, 0, 3) for x in leaves]
+    out = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3)
+    return out, *torch.autograd.grad(out, leaves, dout)
