@@ -5,6 +5,7 @@ a few times as far from float64 as torch's scaled_dot_product_attention is, and 
 """
 
 import math
+from contextlib import nullcontext
 
 import oracle
 import pytest
@@ -263,6 +264,19 @@ def test_what_a_kernel_cannot_serve_is_refused(name, device, dtype, width, words
         x = torch.empty(4, 1, 2, width, dtype=dtype, device=device)
         with pytest.raises(ValueError, match=words):
             kernels.make(name, x, x, x)
+
+
+@pytest.mark.parametrize(("name", "refused"), [("aten_cudnn", True), ("aten", False)])
+def test_deterministic_mode_refuses_kernels_that_are_not(name, refused):
+    with FakeTensorMode():
+        x = torch.empty(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda:0")
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(ValueError, match="not deterministic") if refused else nullcontext():
+                kernels.make(name, x, x, x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        kernels.make(name, x, x, x)
 
 
 @pytest.mark.parametrize("causal", [False, True])

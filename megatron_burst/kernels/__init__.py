@@ -45,6 +45,7 @@ class Scoring(NamedTuple):
 class Kernel(Protocol):
     name: str
     softcaps: bool  # does it know softcap?
+    deterministic: bool  # the same bits every time, if torch.use_deterministic_algorithms asks
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
@@ -106,6 +107,8 @@ def make(
     reason = kernel.refusal(q, k, v)
     if softcap is not None and not kernel.softcaps:
         reason = f"has no softcap, got softcap={softcap}"
+    if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic:
+        reason = "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
     if reason:
         raise ValueError(f"kernel {kernel.name} {reason}; kernel='reference' takes anything")
     return kernel

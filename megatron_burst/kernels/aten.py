@@ -32,6 +32,7 @@ class Operator(Protocol):
     dtypes: tuple[torch.dtype, ...]
     multiple: int  # widths must be a multiple of this
     limits: tuple[int | None, int | None]  # of `tiles.Cutter`
+    deterministic: bool  # if torch.use_deterministic_algorithms asks for it
 
     def forward(
         self, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float
@@ -47,6 +48,7 @@ class CpuFlash:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
     limits: tuple[int | None, int | None] = (192, 256)  # it skips little of a triangle: cut it
+    deterministic = True
 
     def forward(self, q, k, v, causal, bias, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -64,6 +66,7 @@ class CudaFlash:
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
+    deterministic = True
 
     def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -83,6 +86,7 @@ class CudaCudnn:
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
+    deterministic = False  # its backward adds to dq in any order
 
     def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_cudnn_attention(
@@ -105,6 +109,7 @@ class AtenKernel:
     def __init__(self, name: str, operator: Operator):
         self.name = name
         self.operator = operator
+        self.deterministic = operator.deterministic
         self.cutter = Cutter(*operator.limits)
         self._tables: dict[int, _Call] = {}
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class ReferenceKernel:
     name = "reference"
     softcaps = True
+    deterministic = True
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None

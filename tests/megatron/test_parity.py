@@ -148,6 +148,20 @@ def test_packed_documents_that_divide_are_laid_out_one_by_one(
     assert worst(train(f"{flags} {split}"), train(flags)) < TOLERANCE
 
 
+def test_in_bf16_splitting_costs_less_than_the_format(train):
+    one_rank, exact, split = train("--bf16"), train(), train(f"--bf16 {TWO_BY_TWO}")
+    losses = [[loss for loss, _ in run] for run in (split, one_rank, exact)]
+    far, near = (
+        [abs(x / y - 1) for x, y in zip(losses[1], losses[i], strict=True)] for i in (2, 0)
+    )
+    assert 0 < max(near) < max(far)
+
+
+def test_wire_dtype_reaches_the_ring(train):
+    wide, narrow = (train(f"{TWO_BY_TWO}{more}") for more in ("", " --burst-wire-dtype bf16"))
+    assert 1e-9 < worst(narrow, wide) < 1e-2
+
+
 def test_packed_documents_do_not_see_each_other(train):
     assert worst(train("--packed"), train()) > 100 * TOLERANCE
 
