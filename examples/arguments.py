@@ -48,6 +48,12 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     add("--burst-placement", default="head_first", help="head_first or context_first")
     add("--burst-kv-cache", type=float, default=0.0, help="fraction of keys kept for backward")
     add("--burst-wire-dtype", help="of travelling gradients: fp32 or bf16; default: fp32")
+    add(
+        "--burst-lm-head-loss",
+        choices=["off", "single_pass", "recompute"],
+        default="off",
+        help="the LM head and its loss as one operation, whose logits never all exist",
+    )
     add("--tensor-model-parallel-size", type=int, default=1)
     add("--pipeline-model-parallel-size", type=int, default=1)
     add("--sequence-parallel", action="store_true")

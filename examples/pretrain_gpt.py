@@ -55,6 +55,7 @@ def run(args: Namespace) -> list[dict[str, float]]:
         placement=args.burst_placement,
         kv_cache=args.burst_kv_cache,
         wire_dtype=args.burst_wire_dtype,
+        lm_head_loss=args.burst_lm_head_loss,
     )
     burst.configure(config, choice, seq_length=args.seq_length)
 
@@ -104,6 +105,9 @@ def forward_step(batches: Iterator[dataset.Batch], model: torch.nn.Module):
         batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
+        loss_mask=batch[
+            "loss_mask"
+        ],  # further heads and a fused loss need it
         packed_seq_params=dataset.packed_seq_params(batch),
     )
     return losses, partial(sum_of_losses, batch["loss_mask"])
@@ -154,7 +158,8 @@ def train(args, model, optimizer, schedule, iteration: int, consumed: int):
 
             loss = mean_over_all_tokens(reports)
             if step == iteration + 1:
-                reporter.run(vars(args), burst.startup_line() or one_rank_line(args))
+                lines = (burst.startup_line() or one_rank_line(args), burst.lm_head_line())
+                reporter.run(vars(args), " | ".join(filter(None, lines)))
             seconds = time.perf_counter() - start
             speed = args.global_batch_size * args.seq_length / seconds
             reporter.step(step, loss, float(grad_norm), lr, speed)

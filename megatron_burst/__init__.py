@@ -7,6 +7,7 @@ from . import layout, masks
 from .attention import attention
 from .config import BurstConfig
 from .groups import Groups
+from .linear_cross_entropy import linear_cross_entropy
 from .prepare import Plan, prepare
 from .sharding import shard, unshard
 
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "attention",
     "layout",
+    "linear_cross_entropy",
     "masks",
     "prepare",
     "shard",

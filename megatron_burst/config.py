@@ -14,6 +14,7 @@ from .topology import PLACEMENTS
 
 NAMES = (*ALGORITHMS, "ulysses", "hybrid")
 WIRE_DTYPES = ("fp32", "bf16")
+LM_HEAD_LOSSES = ("off", "single_pass", "recompute")
 KERNELS = ("auto", "aten", "aten_cudnn", "reference")
 
 
@@ -32,6 +33,7 @@ class BurstConfig:
     those of a ring.
     kv_cache: fraction of visiting keys and values that forward keeps for backward.
     wire_dtype: of travelling gradients, "fp32" or "bf16"; None for the accumulation dtype.
+    lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
     """
 
     algorithm: str = "burst"
@@ -43,6 +45,7 @@ class BurstConfig:
     placement: str = "head_first"
     kv_cache: float = 0.0
     wire_dtype: str | None = None
+    lm_head_loss: str = "off"
 
     def __post_init__(self):
         _one_of(
@@ -55,6 +58,7 @@ class BurstConfig:
         _one_of("kernel (--burst-kernel)", self.kernel, KERNELS)
         _one_of("placement (--burst-placement)", self.placement, PLACEMENTS)
         _one_of("wire_dtype (--burst-wire-dtype)", self.wire_dtype, (None, *WIRE_DTYPES))
+        _one_of("lm_head_loss (--burst-lm-head-loss)", self.lm_head_loss, LM_HEAD_LOSSES)
         for name in ("intra_size", "head_size"):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -38,10 +38,20 @@ ARROWS = {
     "arguments": DOOR,
     "prepare": DOOR | {"arguments"},
     "attention": DOOR | {"arguments", "prepare"},
+    "linear_cross_entropy": {"linear_cross_entropy", "agreement", "merge"},
     "show": PLANNING | {"show"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "__main__": {"cli"},
-    "__init__": {"layout", "masks", "attention", "prepare", "groups", "config", "sharding"},
+    "__init__": {
+        "layout",
+        "masks",
+        "attention",
+        "prepare",
+        "groups",
+        "config",
+        "sharding",
+        "linear_cross_entropy",
+    },
 }
 NO_TORCH = PLANNING | {"config", "cli", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
@@ -49,6 +59,7 @@ OUTSIDE = {
     "comm": {"torch"},
     "groups": {"torch"},
     "introduction": {"torch"},
+    "linear_cross_entropy": {"torch", "triton"},
     "merge": {"torch"},
     "ring": {"torch"},
     "show": {"numpy", "rich", "matplotlib", "PIL"},

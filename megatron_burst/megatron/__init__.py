@@ -13,6 +13,7 @@ from __future__ import annotations
 from megatron_burst.megatron import cpu
 from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.install import configure, install, installed_layout, uninstall
+from megatron_burst.megatron.lm_head import startup_line as lm_head_line
 from megatron_burst.megatron.plans import startup_line
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "cpu",
     "install",
     "installed_layout",
+    "lm_head_line",
     "startup_line",
     "uninstall",
 ]

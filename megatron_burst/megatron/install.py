@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron import registry
+from megatron_burst.megatron import lm_head, registry
 from megatron_burst.megatron.checks import check_config, require_parameters
 from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.data import batch_slicer, packed_batch_slicer, packed_rope, rope_slicer
@@ -41,6 +41,7 @@ def install(layout: str = "zigzag") -> None:
         patches.notes["layout"] = layout
         _patch_attention(patches)
         _patch_slicing(patches, layout)
+        lm_head.patch(patches)
 
 
 def uninstall() -> bool:
@@ -74,6 +75,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
             "one layout"
         )
     check_config(config, burst, seq_length)
+    lm_head.check(config, burst)
     config.burst = burst
     return config
 

@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import os
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -43,8 +44,12 @@ def _let_local_attention_be_latent():
 
 
 def train(flags):
-    """[(loss, gradient norm)] of a run of the example with these flags."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """[(loss, gradient norm)] of a run of the example with these flags.
+
+    That a fused loss had to be computed twice is an error.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="linear_cross_entropy")
         history = _run(flags)
     return [(record["loss"], record["grad_norm"]) for record in history]
 
@@ -96,6 +101,60 @@ def train_misplaced(flags):
     )
     with striped:
         return train(flags)
+
+
+def train_with_wrong_weights(flags):
+    """A run whose single pass takes all tokens for weighted alike and is not told otherwise."""
+    from megatron_burst.linear_cross_entropy import door, function
+
+    ones = mock.patch.object(door, "_weights", lambda labels, mask, head: (labels >= 0).float())
+    blind = mock.patch.object(function, "_factor", lambda g, w: (g.max(), g.max() == g.max()))
+    with ones, blind:
+        return train(flags)
+
+
+def logits_made(flags):
+    """How often a model's output layer made logits, with labels and without, and whether the
+    logits without labels are those that the loss stands for."""
+    import arguments
+    import model as example
+    import pretrain_gpt
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+
+    _meet_again()
+    args = arguments.parse_args(flags)
+    made, stock = [], ColumnParallelLinear.forward
+
+    def counting(self, *given, **named):
+        result = stock(self, *given, **named)
+        if self is getattr(gpt, "output_layer", None):
+            made.append(result)
+        return result
+
+    gpt = None
+    burst.install()
+    try:
+        config = example.model_config(args)
+        burst.configure(config, mb.BurstConfig(lm_head_loss=args.burst_lm_head_loss))
+        pretrain_gpt.make_groups(args)
+        gpt = example.build_model(args, config).module
+        tokens = torch.arange(32)[None] % 61
+        inputs = tokens, torch.arange(32)[None], None
+        with mock.patch.object(ColumnParallelLinear, "forward", counting):
+            loss = gpt(*inputs, labels=tokens, loss_mask=torch.ones(1, 32))
+            with_labels, made[:] = len(made), []
+            logits = gpt(*inputs)
+        found = {"labels": with_labels, "no labels": len(made)}
+        again = gpt.compute_language_model_loss(tokens, logits.transpose(0, 1))
+        return found | {"equal": torch.allclose(loss, again, rtol=1e-5)}
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
 
 
 def differently_called(keyword, ranks):

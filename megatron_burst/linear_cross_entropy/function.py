@@ -1,0 +1,136 @@
+"""The autograd function: what is computed in forward, what is kept, what backward does with it.
+
+Single pass: the gradients of sum(weights * loss) are made in forward, where the logits are. Then
+backward needs only a scalar, if the gradient that arrives is that scalar times the weights; that
+is checked, and if it is not so the gradients are computed again for what did arrive. Recompute:
+forward keeps one number per token and backward makes the logits once more.
+Must not know how a tile is computed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import sweep
+from .sweep import Head, Tokens
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None]  # of hidden and of weight
+
+
+class Sink(Protocol):
+    """Where the weight's gradient goes instead of to autograd."""
+
+    def target(self) -> torch.Tensor:
+        """The tensor to add to, shaped like the weight."""
+        ...
+
+    def done(self) -> torch.Tensor | None:
+        """After it was added to: what autograd shall be given for the weight."""
+        ...
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """hidden [n, d], weight [v, d], labels [p, n], weights [p, n] -> loss, argmax [p, n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        head: Head,
+        single_pass: bool,
+        sink: Sink | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens = Tokens(hidden, weight, labels)
+        dh = dw = None
+        if single_pass and ctx.needs_input_grad[0]:
+            dh = torch.empty_like(hidden)
+        if single_pass and ctx.needs_input_grad[1]:
+            dw = torch.zeros_like(weight, dtype=head.dtype)
+        found = sweep.losses(head, tokens, weights, dh, dw)
+        ctx.head, ctx.single_pass, ctx.sink = head, single_pass, sink
+        ctx.save_for_backward(hidden, weight, labels, weights, found.lse, dh, dw)
+        if found.argmax is not None:
+            ctx.mark_non_differentiable(found.argmax)
+        ctx.set_materialize_grads(False)
+        return found.loss, found.argmax
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor | None, _: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if dloss is None:
+            return (None,) * 7
+        hidden, weight, labels, weights, lse, dh, dw = ctx.saved_tensors
+        tokens, head = Tokens(hidden, weight, labels), ctx.head
+        kept = labels != head.ignore_index
+        dloss = torch.where(kept, dloss, 0)
+        if ctx.single_pass:
+            factor, fits = _factor(dloss, weights)
+            if head.split.everywhere(fits):
+                grads = _scaled(ctx.sink, weight.dtype, dh, dw, factor)
+                return *grads, *(None,) * 5
+            warnings.warn(
+                "linear_cross_entropy: the gradient that arrived is no multiple of loss_mask, so "
+                "the logits are computed a second time; pass the weights of the tokens as "
+                "loss_mask, or mode='recompute' if they are unknown in forward",
+                stacklevel=2,
+            )
+        return *_recomputed(ctx, tokens, dloss, lse), *(None,) * 5
+
+
+def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(c, is dloss c times the weights?), both 0-d and on the device; up to a few roundings."""
+    if not weights.numel():
+        return dloss.new_zeros(()), torch.ones((), dtype=torch.bool, device=dloss.device)
+    dloss, weights = dloss.reshape(-1), weights.reshape(-1)
+    at = weights.abs().argmax()
+    factor = torch.where(weights[at] == 0, 0, dloss[at] / weights[at])
+    expected = factor * weights
+    near = (dloss - expected).abs() <= 4 * torch.finfo(dloss.dtype).eps * expected.abs()
+    return factor, near.all()
+
+
+def _scaled(
+    sink: Sink | None,
+    dtype: torch.dtype,
+    dh: torch.Tensor | None,
+    dw: torch.Tensor | None,
+    factor: torch.Tensor,
+) -> Gradients:
+    """What forward has made, times the factor; in its own place unless it is needed again."""
+    again = _needed_again()
+    dh, dw = (g if g is None else g.mul(factor) if again else g.mul_(factor) for g in (dh, dw))
+    if dw is None or sink is None:
+        return dh, dw if dw is None else dw.to(dtype)
+    sink.target().add_(dw)
+    return dh, sink.done()
+
+
+def _recomputed(ctx: Any, tokens: Tokens, weights: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    """The gradients for these weights; of the weight straight into the sink where dtypes agree."""
+    wants_dh, wants_dw, *_ = ctx.needs_input_grad
+    sink: Sink | None = ctx.sink if wants_dw else None
+    dh = torch.empty_like(tokens.hidden) if wants_dh else None
+    dw = None if sink is None else sink.target()
+    direct = dw is not None and dw.dtype == ctx.head.dtype
+    if wants_dw and not direct:
+        dw = torch.zeros_like(tokens.weight, dtype=ctx.head.dtype)
+    sweep.gradients(ctx.head, tokens, weights, lse, dh, dw)
+    if dw is None or sink is None:
+        return dh, dw if dw is None else dw.to(tokens.weight.dtype)
+    if not direct:
+        sink.target().add_(dw)
+    return dh, sink.done()
+
+
+def _needed_again() -> bool:
+    """Will this graph be used for another backward (retain_graph)? True where torch cannot tell."""
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    tell = getattr(autograd, "_get_current_graph_task_keep_graph", None)
+    return True if tell is None else tell()

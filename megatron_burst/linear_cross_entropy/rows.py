@@ -1,0 +1,170 @@
+"""Rows of logits: their statistics, and their softmax gradient in their own place.
+
+Torch operators on any device and dtype; on CUDA `triton_rows` does the same where Triton is
+installed. A tile is worked on in blocks of rows small enough to stay in a cache, so that nothing
+of a tile's size is ever allocated here. Must not know tiles, processes or products.
+
+Shape letters: n rows, v vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .formula import Formula, Stats
+
+BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
+
+
+class Columns(NamedTuple):
+    """The vocabulary rows of this rank: the number of the first, and how many are no padding."""
+
+    first: int
+    real: int
+
+
+def row_stats(
+    z: torch.Tensor,
+    labels: torch.Tensor,
+    columns: Columns,
+    formula: Formula,
+    dtype: torch.dtype,
+    argmax: bool = False,
+) -> Stats:
+    """Statistics in `dtype` of z [n, v], which holds h.w and is left as it is.
+
+    labels [n]: vocabulary rows counted over all ranks; anything outside this rank's is nobody's.
+    """
+    index = labels - columns.first
+    if _has_triton(z):
+        from . import triton_rows
+
+        found = triton_rows.row_stats(z, index, *columns, formula.scale, formula.softcap, dtype)
+    else:
+        found = _row_stats(z, index, columns, formula, dtype, argmax)
+    lse, target, total, best, winner = found
+    return Stats(
+        lse,
+        target,
+        total if formula.smoothing else None,
+        best if argmax else None,
+        winner if argmax else None,
+    )
+
+
+def softmax_gradient_(
+    z: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor,
+    columns: Columns,
+    formula: Formula,
+) -> None:
+    """Replace z [n, v], which holds h.w, by weights [n] times the loss's derivative by h.w.
+
+    lse [n] is that of whole rows, in the accumulation dtype, like `weights`.
+    """
+    index = labels - columns.first
+    weights = weights * formula.scale
+    of_softmax = weights * formula.weight_of_softmax(lse)
+    of_label = -(1 - formula.smoothing) * weights
+    of_all = weights * (formula.smoothing / formula.vocab_size)
+    if _has_triton(z):
+        from . import triton_rows
+
+        triton_rows.softmax_gradient_(
+            z, index, lse, of_softmax, of_label, of_all,
+            columns.real, formula.scale, formula.softcap,
+        )  # fmt: skip
+    else:
+        _softmax_gradient_(z, index, lse, of_softmax, of_label, of_all, columns.real, formula)
+
+
+def _row_stats(
+    z: torch.Tensor,
+    index: torch.Tensor,
+    columns: Columns,
+    formula: Formula,
+    dtype: torch.dtype,
+    argmax: bool,
+) -> torch.Tensor:
+    """[5, n]: lse, target, total, best, winner; the last three only where they are wanted."""
+    lse, target, total, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
+    if not columns.real:  # all padding
+        lse.fill_(-torch.inf)
+        best.fill_(-torch.inf)
+        return out
+    where, inside = _locate(index, columns.real)
+    for block in _blocks(z):
+        x = z[block, : columns.real].to(dtype)
+        if formula.scale != 1.0:
+            x = x * formula.scale
+        if formula.softcap is not None:
+            x = (x / formula.softcap).tanh_().mul_(formula.softcap)
+        torch.logsumexp(x, 1, out=lse[block])
+        target[block] = x.gather(1, where[block, None])[:, 0] * inside[block]
+        if formula.smoothing:
+            torch.sum(x, 1, out=total[block])
+        if argmax:
+            best[block] = x.amax(1)
+            winner[block] = columns.first + _first_equal(x, best[block])
+    return out
+
+
+def _softmax_gradient_(
+    z: torch.Tensor,
+    index: torch.Tensor,
+    lse: torch.Tensor,
+    of_softmax: torch.Tensor,
+    of_label: torch.Tensor,
+    of_all: torch.Tensor,
+    real: int,
+    formula: Formula,
+) -> None:
+    z[:, real:] = 0
+    if not real:
+        return
+    where, inside = _locate(index, real)
+    of_label = of_label * inside
+    for block in _blocks(z):
+        place = z[block, :real]
+        x = place.to(lse.dtype)  # z itself, unless its dtype is a low one
+        slope = None
+        if formula.scale != 1.0:
+            x.mul_(formula.scale)
+        if formula.softcap is not None:
+            x.div_(formula.softcap).tanh_()
+            slope = 1 - x.square()
+            x.mul_(formula.softcap)
+        x.sub_(lse[block, None]).exp_().mul_(of_softmax[block, None])
+        if formula.smoothing:
+            x.sub_(of_all[block, None])
+        x.scatter_add_(1, where[block, None], of_label[block, None])
+        if slope is not None:
+            x.mul_(slope)
+        if x.dtype != place.dtype:
+            place.copy_(x)
+
+
+def _locate(index: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each label, some valid column where it has none, and whether it has one."""
+    return index.clamp(0, real - 1), (index >= 0) & (index < real)
+
+
+def _first_equal(x: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """[n], the lowest column that equals best [n]; the first column of rows that hold a NaN."""
+    return (x == best[:, None]).to(torch.uint8).argmax(1)
+
+
+def _blocks(z: torch.Tensor) -> Iterator[slice]:
+    size = BLOCK_BYTES.get(z.device.type, 1 << 25)
+    rows = max(1, size // max(1, z.shape[1] * z.element_size()))
+    return (slice(i, i + rows) for i in range(0, len(z), rows))
+
+
+def _has_triton(z: torch.Tensor) -> bool:
+    return z.is_cuda and importlib.util.find_spec("triton") is not None

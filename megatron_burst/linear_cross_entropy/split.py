@@ -1,0 +1,125 @@
+"""The tensor-parallel group: who holds which vocabulary rows and tokens, and what they exchange.
+
+With a group every rank holds an equal slice of the vocabulary, in rank order, and all labels.
+With sequence parallelism it also holds only its slice of the tokens: the rows of a tile are then
+the same rows of every slice, so that one all-gather brings a tile and one reduce-scatter returns
+its gradient. Knows torch.distributed; must not know the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..agreement import Facts, agree
+from .formula import Stats, merge
+
+LABEL = "exchange failed: LM head"
+# Collective -> its names in torch.distributed, the newest first.
+CALLS = {
+    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_reduce": ("all_reduce",),
+}
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A tensor that an exchange is filling; `wait` returns it filled."""
+
+    tensor: torch.Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            _guarded(self.work.wait)
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """`group` None: one rank holds everything, and nothing is exchanged."""
+
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def parts(self) -> int:
+        """In how many slices the ranks hold the tokens."""
+        return self.size if self.sequence_parallel else 1
+
+    def gather(self, rows: torch.Tensor) -> InFlight:
+        """Start to bring together these rows [n, d] of every slice: [parts * n, d]."""
+        if self.parts == 1:
+            return InFlight(rows)
+        out = rows.new_empty((self.parts * len(rows), rows.shape[1]))
+        return InFlight(out, _start("all_gather", out, rows, group=self.group))
+
+    def reduce(self, partial: torch.Tensor) -> InFlight:
+        """Start to sum [parts * n, d] over the ranks; of the sum this rank gets its slice's rows.
+
+        `partial` must stay untouched until what is returned has been waited for.
+        """
+        if self.size == 1:
+            return InFlight(partial)
+        if not self.sequence_parallel:
+            return InFlight(partial, _start("all_reduce", partial, group=self.group))
+        out = partial.new_empty((len(partial) // self.parts, partial.shape[1]))
+        return InFlight(out, _start("reduce_scatter", out, partial, group=self.group))
+
+    def merge(self, stats: Stats) -> Stats:
+        """The statistics over the vocabulary of all ranks; one exchange of a few numbers a row."""
+        if self.size == 1:
+            return stats
+        names = [name for name, value in stats._asdict().items() if value is not None]
+        mine = torch.stack([getattr(stats, name) for name in names])
+        all_ranks = mine.new_empty((self.size * len(names), mine.shape[1]))
+        InFlight(all_ranks, _start("all_gather", all_ranks, mine, group=self.group)).wait()
+        pieces = all_ranks.view(self.size, *mine.shape)
+        return merge([Stats(**dict(zip(names, piece, strict=True))) for piece in pieces])
+
+    def everywhere(self, flag: torch.Tensor) -> bool:
+        """Is this 0-d flag true on every rank? Reads it: the device has to catch up."""
+        if self.size > 1:
+            flag = flag.to(torch.int32)
+            InFlight(
+                flag, _start("all_reduce", flag, op=dist.ReduceOp.MIN, group=self.group)
+            ).wait()
+        return bool(flag)
+
+    def agree(self, facts: Facts | ValueError, device: torch.device) -> None:
+        """Raise the same ValueError on all ranks unless all state the same facts."""
+        agree([facts], lambda headers: self._gather_headers(headers, device))
+
+    def _gather_headers(
+        self, headers: Sequence[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        if self.size == 1:
+            return list(headers)
+        mine = headers[0].to(device)
+        gathered = mine.new_empty(self.size * len(mine))
+        InFlight(gathered, _start("all_gather", gathered, mine, group=self.group)).wait()
+        return list(gathered.cpu().view(self.size, -1))
+
+
+def _start(kind: str, *tensors: torch.Tensor, **choices: object) -> dist.Work:
+    call = next(getattr(dist, name) for name in CALLS[kind] if hasattr(dist, name))
+    return _guarded(lambda: call(*tensors, **choices, async_op=True))
+
+
+def _guarded(call: Callable):
+    try:
+        return call()
+    except RuntimeError as error:
+        raise RuntimeError(f"{LABEL}: {error}") from error

@@ -1,0 +1,65 @@
+"""How many tokens make a tile: as many as a budget for logits allows.
+
+Decides the budget. It is in bytes of logits alive at once, since those are what is to be bounded;
+the shape of the weight has no say. Must not know the loss.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..merge import accumulation_dtype
+from .products import logits_dtype
+from .split import Split
+
+# A tile pays for one pass over the fp32 gradient of the weight, so a device that multiplies fast
+# wants it large.
+TILE_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+
+
+class Tiling(NamedTuple):
+    """rows: of this rank's slice in a tile; tiles; row_bytes: a tile's logits per such row."""
+
+    rows: int
+    tiles: int
+    row_bytes: int
+
+
+def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None) -> Tiling:
+    """Tiles of hidden [..., d] that are as even as they get within `tile` bytes of logits."""
+    count = hidden.shape[:-1].numel()
+    budget = tile if tile is not None else TILE_BYTES.get(hidden.device.type, 1 << 30)
+    row_bytes = split.parts * len(weight) * logits_dtype(hidden).itemsize
+    tiles = max(1, -(-count // max(1, budget // row_bytes)))
+    return Tiling(max(1, -(-count // tiles)), tiles, row_bytes)
+
+
+def describe(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    tile: int | None = None,
+    mode: str = "single_pass",
+) -> str:
+    """What `linear_cross_entropy` will do with these arguments, on one line."""
+    split = Split(tp_group, sequence_parallel and tp_group is not None)
+    rows, tiles, row_bytes = tiling(hidden, weight, split, tile)
+    count = hidden.shape[:-1].numel()
+    kept = hidden.nbytes + weight.numel() * accumulation_dtype(weight.dtype).itemsize
+    return " | ".join(
+        [
+            f"LM head loss: {mode}",
+            f"{count * split.parts} tokens in {tiles} tiles of {rows * split.parts}",
+            f"{_mib(rows * row_bytes)} of logits at a time instead of {_mib(count * row_bytes)}",
+            f"kept for backward {_mib(kept) if mode == 'single_pass' else 'a number per token'}",
+        ]
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.4g} MiB"

@@ -1,0 +1,138 @@
+"""The work of `rows` as Triton kernels: one pass for the statistics, one for the gradient.
+
+Imported only where tensors are on a GPU and Triton is installed. One pass each means that a tile
+is read twice and written once between its products, and that nothing is allocated.
+Must not know the loss beyond the coefficients it is given.
+"""
+
+from __future__ import annotations
+
+# Triton is not everywhere, and what its decorator makes is no function to a type checker.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096  # columns
+
+
+@triton.jit
+def _logits(raw, scale: tl.constexpr, cap: tl.constexpr):
+    x = raw * scale
+    if cap is not None:
+        # tanh by exp alone: the interpreter has no other
+        decay = tl.exp(-2 * tl.abs(x / cap))
+        tanh = (1 - decay) / (1 + decay)
+        x = tl.where(x < 0, -cap * tanh, cap * tanh)
+    return x
+
+
+@triton.jit
+def _stats(
+    z, index, out, stride, n, first, real,
+    scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: out [5, n] gets lse, target, total, best, winner. Each lane keeps its own sums."""
+    row = tl.program_id(0).to(tl.int64)
+    z += row * stride
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), ACC)
+    winner = tl.full((BLOCK,), 0, tl.int32)
+    sums = tl.full((BLOCK,), 0.0, ACC)
+    total = tl.full((BLOCK,), 0.0, ACC)
+    for start in range(0, real, BLOCK):
+        columns = start + lanes
+        inside = columns < real
+        raw = tl.load(z + columns, mask=inside, other=0.0).to(ACC)
+        x = _logits(raw, scale, cap)
+        total += tl.where(inside, x, 0.0)
+        x = tl.where(inside, x, float("-inf"))
+        winner = tl.where(x > top, columns, winner)
+        highest = tl.maximum(top, x)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        top = highest
+    best = tl.max(top, axis=0)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    lse = base + tl.log(tl.sum(sums * tl.exp(top - base), axis=0))
+    lowest = tl.min(tl.where(top == best, winner, 2147483647), axis=0)
+    at = tl.load(index + row)
+    has = (at >= 0) & (at < real)
+    hit = _logits(tl.load(z + at, mask=has, other=0.0).to(ACC), scale, cap)
+    tl.store(out + row, lse)
+    tl.store(out + n + row, tl.where(has, hit, 0.0))
+    tl.store(out + 2 * n + row, tl.sum(total, axis=0))
+    tl.store(out + 3 * n + row, best)
+    tl.store(out + 4 * n + row, (first + lowest).to(ACC))
+
+
+@triton.jit
+def _gradient(
+    z, index, lse, of_softmax, of_label, of_all, stride, width, real,
+    scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one row, in its own place."""
+    row = tl.program_id(0).to(tl.int64)
+    z += row * stride
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(z + columns, mask=columns < real, other=0.0).to(ACC)
+    x = _logits(raw, scale, cap)
+    g = tl.exp(x - tl.load(lse + row)) * tl.load(of_softmax + row) - tl.load(of_all + row)
+    g += tl.where(columns == tl.load(index + row), tl.load(of_label + row), 0.0)
+    if cap is not None:
+        g *= 1 - (x / cap) * (x / cap)
+    g = tl.where(columns < real, g, 0.0)
+    tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
+
+
+def row_stats(
+    z: torch.Tensor,
+    index: torch.Tensor,
+    first: int,
+    real: int,
+    scale: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[5, n] in `dtype`: lse, target, total, best, winner of z [n, v]'s first `real` columns.
+
+    index [n]: the column of each label, anything outside where it has none.
+    """
+    out = torch.empty((5, len(z)), dtype=dtype, device=z.device)
+    if len(z):
+        _stats[(len(z),)](
+            z, index, out, z.stride(0), len(z), first, real,
+            scale, softcap, _kind(dtype), _block(z),
+        )  # fmt: skip
+    return out
+
+
+def softmax_gradient_(
+    z: torch.Tensor,
+    index: torch.Tensor,
+    lse: torch.Tensor,
+    of_softmax: torch.Tensor,
+    of_label: torch.Tensor,
+    of_all: torch.Tensor,
+    real: int,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """z [n, v] = (exp(x - lse) of_softmax - of_all + of_label at the label) dx/dz / scale.
+
+    The columns from `real` on become 0; all else [n].
+    """
+    if z.numel():
+        block = _block(z)
+        _gradient[(len(z), triton.cdiv(z.shape[1], block))](
+            z, index, lse, of_softmax, of_label, of_all, z.stride(0), z.shape[1], real,
+            scale, softcap, _kind(lse.dtype), block,
+        )  # fmt: skip
+
+
+def _block(z: torch.Tensor) -> int:
+    return min(BLOCK, triton.next_power_of_2(z.shape[1]))
+
+
+def _kind(dtype: torch.dtype):
+    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,0 +1,247 @@
+"""Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
+
+A GPTModel whose configuration asks for it gets an output layer that returns a `LazyLogits` where
+labels are known, and `compute_language_model_loss` fuses what it is given. Owns: what is refused,
+when logits stay lazy, and which loss mask belongs to which head. Must not know: how the loss is
+computed.
+
+Shape letters: s tokens of this context-parallel rank, b batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
+from megatron_burst.megatron import registry
+from megatron_burst.megatron.checks import require_parameters
+from megatron_burst.megatron.lazy_logits import LazyLogits, MainGrad
+
+_FLAG = "--burst-lm-head-loss"
+_STARTUP = "lm_head_startup"
+Bound = tuple[bool, torch.Tensor | None]
+
+
+def check(config: Any, burst: BurstConfig) -> None:
+    """Raise ``ValueError`` if a ``TransformerConfig`` asks for what the fused loss cannot do."""
+    if burst.lm_head_loss == "off":
+        return
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    for asked, what in (
+        (get("cross_entropy_loss_fusion"), "replaces it: remove --cross-entropy-loss-fusion"),
+        (get("defer_embedding_wgrad_compute"),
+         "makes that gradient at once: remove --defer-embedding-wgrad-compute"),
+        (get("fp16"), "takes bf16 or fp32: remove --fp16"),
+        (get("fp8_output_proj"), "takes bf16 or fp32: remove --fp8-output-proj"),
+        (get("overlap_moe_expert_parallel_comm"),
+         "needs GPTModel.forward: remove --overlap-moe-expert-parallel-comm"),
+        (get("cuda_graph_impl") == "full_iteration"
+         or "full_iteration" in str(get("cuda_graph_scope")),
+         "reads a flag of the device in backward: no CUDA graph of full iterations"),
+    ):  # fmt: skip
+        if asked:
+            raise ValueError(f"{_FLAG} {burst.lm_head_loss} {what} (or {_FLAG} off)")
+
+
+def startup_line() -> str | None:
+    """What the fused loss of this process's first forward was; None before, or without it."""
+    patches = registry.installed("burst")
+    return patches.notes.get(_STARTUP) if patches else None
+
+
+def patch(patches: registry.PatchSet) -> None:
+    """Add to a set of patches what models with a fused loss need."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    setup = LanguageModule.setup_embeddings_and_output_layer
+    loss = LanguageModule.compute_language_model_loss
+    require_parameters(setup, ["self"], "LanguageModule.setup_embeddings_and_output_layer")
+    require_parameters(loss, ["labels", "logits"], "LanguageModule.compute_language_model_loss")
+    require_parameters(
+        GPTModel.forward, ["labels", "loss_mask", "packed_seq_params"], "GPTModel.forward"
+    )
+    patches.replace(LanguageModule, "setup_embeddings_and_output_layer", _with_lazy_head(setup))
+    patches.replace(LanguageModule, "compute_language_model_loss", _fusing(loss))
+    patches.replace(GPTModel, "forward", _binding(GPTModel.forward))
+    # Newer versions count how often the further heads are right; their argmax is known by then.
+    counts = getattr(mtp, "_compute_mtp_acceptance_counts", None)
+    if counts is not None:
+        require_parameters(
+            counts, ["mtp_logits", "mtp_labels", "loss_mask"], "_compute_mtp_acceptance_counts"
+        )
+        patches.replace_function(mtp, "_compute_mtp_acceptance_counts", _counting(counts))
+
+
+def _with_lazy_head(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        original(self)
+        burst = getattr(self.config, "burst", None)
+        if burst is not None and burst.lm_head_loss != "off" and self.post_process:
+            _check_model(self, burst.lm_head_loss)
+            self.output_layer.forward = LazyHead(self.output_layer, burst.lm_head_loss)
+
+    return setup_embeddings_and_output_layer
+
+
+def _check_model(model: Any, mode: str) -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    layer = model.output_layer
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"{_FLAG} {mode} knows GPTModel, not {type(model).__name__}")
+    if type(layer) is not ColumnParallelLinear or layer.bias is not None:
+        raise ValueError(
+            f"{_FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
+            f"got {type(layer).__name__}"
+        )
+    if layer.gather_output:
+        raise ValueError(
+            f"{_FLAG} {mode} never gathers logits: build the model with parallel_output=True"
+        )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError(f"{_FLAG} {mode} needs the whole rows of the weight on every rank")
+
+
+def _binding(original: Callable) -> Callable:
+    """GPTModel.forward that lets its output layer be lazy while it runs, if it has labels."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head = getattr(getattr(self, "output_layer", None), "forward", None)
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not isinstance(head, LazyHead) or given.get("labels") is None:
+            return original(self, *args, **kwargs)
+        with head.bound(_masks(self, given)):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
+    """(is it a further head?, its loss mask [b, s]) in the order Megatron runs them: those first.
+
+    The i-th further head learns the i-th token after the next, so its mask is rolled i times.
+    A generator, because the rolls communicate: it goes on when a loss is asked for.
+    """
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    mask = given.get("loss_mask")
+    rolled = torch.ones_like(given["labels"]) if mask is None else mask
+    for _ in range(model.config.mtp_num_layers or 0):
+        rolled, _ = mtp.roll_tensor(
+            rolled,
+            shifts=-1,
+            dims=-1,
+            cp_group=model.pg_collection.cp,
+            packed_seq_params=given.get("packed_seq_params"),
+        )
+        yield True, rolled
+    yield False, mask
+
+
+class LazyHead:
+    """Stands in for `forward` of one output layer."""
+
+    def __init__(self, layer: Any, mode: str) -> None:
+        self.layer, self.mode = layer, mode
+        self._masks: Iterator[Bound] | None = None
+
+    @contextmanager
+    def bound(self, masks: Iterator[Bound]) -> Iterator[None]:
+        """Inside, logits are lazy, and each loss takes the next of these masks."""
+        self._masks = masks
+        try:
+            yield
+        finally:
+            self._masks = None
+
+    def __call__(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Any, None]:
+        """(logits, no bias); lazy only where a loss will be asked for."""
+        if self._masks is None or runtime_gather_output or registry.installed("burst") is None:
+            return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
+        weight = self.layer.weight if weight is None else weight
+        assert weight is not None
+        if hasattr(weight, "__fsdp_param__"):
+            raise ValueError(f"{_FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp")
+        return LazyLogits(self._forward, self._loss, input_, weight), None
+
+    def _forward(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return type(self.layer).forward(self.layer, hidden, weight, False)[0]
+
+    def _loss(self, logits: LazyLogits, labels: torch.Tensor) -> torch.Tensor:
+        """[b, s] from labels [b, s]; float32, not multiplied by the mask."""
+        further, mask = (False, None) if self._masks is None else next(self._masks)
+        layer, weight = self.layer, logits.weight
+        choices = {
+            "tp_group": layer.tp_group if layer.tp_group.size() > 1 else None,
+            "sequence_parallel": layer.sequence_parallel,
+            "mode": self.mode,
+        }
+        self._announce(describe(logits.hidden, weight, **choices))
+        fused = layer.gradient_accumulation_fusion
+        results = linear_cross_entropy(
+            logits.hidden,
+            weight,
+            labels.transpose(0, 1).contiguous(),
+            loss_mask=None if mask is None else mask.transpose(0, 1).contiguous(),
+            logit_scale=logits.scale,
+            return_argmax=further,  # to count how often it is right
+            sink=MainGrad(weight, fused) if hasattr(weight, "main_grad") else None,
+            **choices,
+        )
+        loss, logits.argmax = results if isinstance(results, tuple) else (results, None)
+        return loss.transpose(0, 1).contiguous()
+
+    def _announce(self, line: str) -> None:
+        patches = registry.installed("burst")
+        if patches is not None and _STARTUP not in patches.notes:
+            patches.notes[_STARTUP] = line
+            if torch.distributed.get_rank() == 0:
+                logging.getLogger("megatron_burst").info(line)
+
+
+def _fusing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def compute_language_model_loss(self: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
+        if isinstance(logits, LazyLogits):
+            return logits.loss(logits, labels)
+        return original(self, labels, logits)
+
+    return compute_language_model_loss
+
+
+def _counting(original: Callable) -> Callable:
+    """(right predictions, tokens that count) without the logits."""
+
+    @functools.wraps(original)
+    def counts(
+        mtp_logits: Any, mtp_labels: torch.Tensor, loss_mask: torch.Tensor, *args: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(mtp_logits, LazyLogits) or mtp_logits.argmax is None:
+            return original(mtp_logits, mtp_labels, loss_mask, *args, **named)
+        counted = loss_mask.bool()
+        right = (mtp_logits.argmax.transpose(0, 1) == mtp_labels) & counted
+        return right.sum().float(), counted.sum().float()
+
+    return counts
