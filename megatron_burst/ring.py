@@ -18,13 +18,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+from zlib import crc32
 
 import torch
 
+from . import parcels
 from .comm import Channel, Endpoint, Pending, Receive, Send
 from .hops import Boundary, Chunk, Hop, Pair
 from .kernels import Kernel, Rows, Scoring
 from .merge import accumulation_dtype, add_sink_, empty_result, merge_
+from .parcels import Parcel
 
 Tensors = tuple[torch.Tensor, ...]
 Keys = tuple[torch.Tensor, torch.Tensor]
@@ -46,18 +49,15 @@ class _Buffers:
     def __init__(self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device):
         self.shapes = shapes
         self.device = device
-        self.free: dict[str, list[Tensors]] = defaultdict(list)
+        self.free: dict[str, list[Parcel]] = defaultdict(list)
 
-    def take(self, kind: str) -> Tensors:
+    def take(self, kind: str) -> Parcel:
         if self.free[kind]:
             return self.free[kind].pop()
-        return tuple(
-            torch.empty(shape, dtype=dtype, device=self.device)
-            for shape, dtype in self.shapes[kind]
-        )
+        return parcels.make(self.shapes[kind], self.device)
 
-    def give(self, kind: str, tensors: Tensors) -> None:
-        self.free[kind].append(tensors)
+    def give(self, kind: str, parcel: Parcel) -> None:
+        self.free[kind].append(parcel)
 
 
 @dataclass
@@ -66,8 +66,8 @@ class _Flight:
 
     land: int
     pending: Pending
-    arriving: list[tuple[Chunk, Tensors]]
-    leaving: list[tuple[str, Tensors]]
+    arriving: list[tuple[Chunk, Parcel]]
+    leaving: list[tuple[str, Parcel]]
 
 
 class _Walk:
@@ -76,8 +76,9 @@ class _Walk:
     def __init__(
         self, run: Pass, endpoint: Endpoint, held: dict[Chunk, Tensors], wire: torch.dtype | None
     ):
-        self.run, self.endpoint, self.held = run, endpoint, held
-        self.sums: dict[Chunk, Tensors] = {}
+        self.run, self.endpoint = run, endpoint
+        self.held = {chunk: self._wrapped(chunk, tensors) for chunk, tensors in held.items()}
+        self.sums: dict[Chunk, Parcel] = {}
         self.flights: list[_Flight] = []
         some = next(iter(held.values()))[0]
         shapes = {chunk.family: [(t.shape, t.dtype) for t in ts] for chunk, ts in held.items()}
@@ -90,6 +91,15 @@ class _Walk:
         for kind, dtype in ((family, self.total_dtype), (self._wire(family), self.wire_dtype)):
             self.buffers.shapes[kind] = [(shape, dtype) for shape in shapes]
 
+    def _wrapped(self, chunk: Chunk, tensors: Tensors) -> Parcel:
+        """What this rank has from the start; packed if it is to be sent."""
+        sent = any(
+            hop.chunk == chunk and hop.src == self.endpoint.rank
+            for boundary in self.run.program
+            for hop in boundary.posts
+        )
+        return parcels.pack(tensors, _name(chunk)) if sent else Parcel(None, tensors)
+
     def _wire(self, family: str) -> str:
         """The kind of buffer in which chunks of `family` travel."""
         same = not family.startswith("d") or self.wire_dtype == self.total_dtype
@@ -99,9 +109,9 @@ class _Walk:
         """The running sum of a gradient; zero when first asked for."""
         if chunk not in self.sums:
             self.sums[chunk] = self.buffers.take(chunk.family)
-            for t in self.sums[chunk]:
+            for t in self.sums[chunk].tensors:
                 t.zero_()
-        return self.sums[chunk]
+        return self.sums[chunk].tensors
 
     def steps(self, compute: Callable[[Pair], None]) -> Generator[None, None, None]:
         """Run the program; `compute` is called for every pair that has something visible."""
@@ -121,53 +131,55 @@ class _Walk:
         for hop in hops:
             kind = self._wire(hop.chunk.family)
             if hop.src == me:
-                tensors = self._outgoing(hop.chunk, kind)
-                sends.append(Send(hop.dst, hop.link, tensors))
+                parcel = self._outgoing(hop.chunk, kind)
+                sends.append(Send(hop.dst, hop.link, parcel.tensors, parcel.flat))
                 if hop.chunk.gradient:
-                    leaving.append((kind, tensors))
+                    leaving.append((kind, parcel))
             else:
-                tensors = self.buffers.take(kind)
-                receives.append(Receive(hop.src, tensors))
-                arriving.append((hop.chunk, tensors))
+                parcel = self.buffers.take(kind)
+                name = _name(hop.chunk)
+                receives.append(Receive(hop.src, parcel.tensors, parcel.flat, name))
+                arriving.append((hop.chunk, parcel))
         label = f"{self.run.name}, boundary {index}, rank {me}: " + "; ".join(map(_words, hops))
         pending = self.endpoint.exchange(channel, sends, receives, label)
         self.flights.append(_Flight(hops[0].land, pending, arriving, leaving))
 
-    def _outgoing(self, chunk: Chunk, kind: str) -> Tensors:
+    def _outgoing(self, chunk: Chunk, kind: str) -> Parcel:
         if not chunk.gradient:
             return self.held[chunk]
-        total = self.total(chunk)
-        del self.sums[chunk]
-        if kind == chunk.family:
-            return total
-        wire = self.buffers.take(kind)
-        for target, source in zip(wire, total, strict=True):
-            target.copy_(source)
-        self.buffers.give(chunk.family, total)
-        return wire
+        self.total(chunk)
+        parcel = self.sums.pop(chunk)
+        if kind != chunk.family:
+            wire = self.buffers.take(kind)
+            for target, source in zip(wire.tensors, parcel.tensors, strict=True):
+                target.copy_(source)
+            self.buffers.give(chunk.family, parcel)
+            parcel = wire
+        parcels.seal_(parcel, _name(chunk))
+        return parcel
 
     def _land(self, index: int) -> None:
         landing = [f for f in self.flights if f.land == index]
         self.flights = [f for f in self.flights if f.land != index]
         for flight in landing:
             flight.pending.wait()
-            for kind, tensors in flight.leaving:
-                self.buffers.give(kind, tensors)
-            for chunk, tensors in flight.arriving:
+            for kind, parcel in flight.leaving:
+                self.buffers.give(kind, parcel)
+            for chunk, parcel in flight.arriving:
                 if not chunk.gradient:
-                    self.held[chunk] = tensors
+                    self.held[chunk] = parcel
                     continue
-                for total, part in zip(self.total(chunk), tensors, strict=True):
+                for total, part in zip(self.total(chunk), parcel.tensors, strict=True):
                     total += part
-                self.buffers.give(self._wire(chunk.family), tensors)
+                self.buffers.give(self._wire(chunk.family), parcel)
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             if chunk in self.run.kept:
                 continue
-            tensors = self.held.pop(chunk)
+            parcel = self.held.pop(chunk)
             if chunk.owner != self.endpoint.rank:
-                self.buffers.give(chunk.family, tensors)
+                self.buffers.give(chunk.family, parcel)
 
 
 def forward(
@@ -189,14 +201,14 @@ def forward(
     walk = _Walk(run, endpoint, {Chunk("kv", endpoint.rank): keys}, None)
 
     def compute(pair: Pair) -> None:
-        k, v = walk.held[Chunk("kv", pair.key)]
+        k, v = walk.held[Chunk("kv", pair.key)].tensors
         for rows, part, part_lse in kernel.forward(q, k, v, run.works[pair], scoring):
             merge_(out[rows], lse[rows], part, part_lse)
 
     yield from walk.steps(compute)
     if sink is not None:
         add_sink_(out, lse, sink)
-    kept = [walk.held[chunk] for chunk in run.kept]
+    kept = [walk.held[chunk].tensors for chunk in run.kept]
     return out.to(q.dtype), lse, [(k, v) for k, v in kept]
 
 
@@ -225,11 +237,11 @@ def backward(
     walk.track("dkv", [t.shape for t, needed in zip(keys, kv_needs, strict=True) if needed])
 
     def compute(pair: Pair) -> None:
-        q, dout, lse, delta = walk.held[Chunk("query", pair.query)]
+        q, dout, lse, delta = walk.held[Chunk("query", pair.query)].tensors
         out = rows.out if pair.query == me else None
         sums = iter(walk.total(Chunk("dquery", pair.query)) + walk.total(Chunk("dkv", pair.key)))
         grads = [next(sums) if needed else None for needed in needs_grad]
-        k, v = walk.held[Chunk("kv", pair.key)]
+        k, v = walk.held[Chunk("kv", pair.key)].tensors
         kernel.backward(Rows(q, dout, lse, delta, out), k, v, run.works[pair], scoring, *grads)
 
     yield from walk.steps(compute)
@@ -259,6 +271,11 @@ def _exchanges(hops: Sequence[Hop]) -> Iterator[tuple[Channel, list[Hop]]]:
 
     for (channel, _), group in groupby(sorted(hops, key=key), key):
         yield channel, list(group)
+
+
+def _name(chunk: Chunk) -> int:
+    """The name that the seal of a chunk bears, the same on every rank."""
+    return crc32(repr(chunk).encode())
 
 
 def _words(hop: Hop) -> str:

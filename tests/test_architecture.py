@@ -27,12 +27,13 @@ ARROWS = {
     "cost": {"schedule", "hops", "tiles", "masks", "layout"},
     "config": {"layout", "hops"},
     "merge": set(),
-    "comm": set(),
+    "parcels": set(),
+    "comm": {"parcels"},
     "agreement": set(),
     "sharding": {"layout"},
     "groups": {"comm", "topology"},
     "kernels": {"kernels", "layout", "masks", "tiles"},
-    "ring": {"hops", "comm", "merge", "kernels"},
+    "ring": {"hops", "comm", "parcels", "merge", "kernels"},
     "head_parallel": {"comm"},
     "arguments": DOOR,
     "prepare": DOOR | {"arguments"},
@@ -46,6 +47,7 @@ NO_TORCH = PLANNING | {"config", "cli", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "comm": {"torch"},
+    "parcels": {"torch"},
     "groups": {"torch"},
     "merge": {"torch"},
     "ring": {"torch"},
