@@ -17,7 +17,7 @@ from . import kernels
 from .agreement import Facts
 from .config import NAMES, BurstConfig
 from .groups import Groups
-from .head_parallel import check_heads
+from .head_parallel import Share, check_heads
 from .kernels import Kernel, Scoring
 from .layout import Layout, make
 from .masks import Mask
@@ -60,6 +60,7 @@ class Choices:
     softcap: float | None
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
+    head_groups: int
     needs_grad: NeedsGrad | None
 
 
@@ -75,6 +76,7 @@ class Draft:
     scoring: Scoring
     wire_dtype: torch.dtype
     kv_cache: float
+    head_groups: int
     needs_grad: NeedsGrad
     facts: Facts
 
@@ -85,6 +87,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     _check_shapes(q, k, v)
     _check_device(groups, q)
     _check_algorithm(choices.algorithm, groups, q, k)
+    _check_head_groups(choices.head_groups, groups, k)
     config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
     layout = _layout(choices.layout, groups, q.shape[0])
     if not isinstance(choices.mask, Mask):
@@ -116,6 +119,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "softcap": choices.softcap,
         "grad_wire_dtype": wire_dtype,
         "kv_cache": choices.kv_cache,
+        "head_groups": choices.head_groups,
     }
     return Draft(
         tensors=tensors,
@@ -126,6 +130,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         scoring=Scoring(scale, choices.softcap),
         wire_dtype=wire_dtype,
         kv_cache=choices.kv_cache,
+        head_groups=choices.head_groups,
         needs_grad=needs_grad,
         facts=facts,
     )
@@ -145,6 +150,15 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
             "algorithm hybrid needs groups that share heads; make mb.Groups with head=2 or more"
         )
     check_heads(q.shape[2], k.shape[2], head)
+
+
+def _check_head_groups(head_groups: int, groups: Groups, k: torch.Tensor) -> None:
+    mine = Share(k.shape[2], groups.topology.head).each
+    if not isinstance(head_groups, int) or head_groups < 1 or mine % head_groups:
+        raise ValueError(
+            f"head_groups must divide the {mine} key/value heads of a rank's ring, "
+            f"got {head_groups!r}"
+        )
 
 
 def _check_numbers(choices: Choices) -> None:

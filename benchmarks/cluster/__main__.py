@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", type=Path, default=RESULTS / "results.json", help="JSON to write")
     bench.add_argument("--append", action="store_true", help="add to the JSON that is there")
     bench.add_argument("--doc", type=Path, help="also write this Markdown file and a PNG beside it")
+    faults = commands.add_parser("faults", help="kill ranks and links; what do survivors say?")
+    faults.set_defaults(run=_faults)
+    faults.add_argument("--only", default="", help='part of "RIVAL, FAULT"')
     return parser
 
 
@@ -91,6 +94,15 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         document.write(json.loads(arguments.out.read_text()), arguments.doc)
     return code
+
+
+def _faults(arguments: argparse.Namespace) -> int:
+    def inside() -> int:
+        from . import faults
+
+        return faults.main(arguments.only)
+
+    return enclosed(inside)
 
 
 def _names(flag: str, text: str, known: tuple[str, ...]) -> list[str]:

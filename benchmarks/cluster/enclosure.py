@@ -8,6 +8,7 @@ where the kernel lets users make user namespaces. Knows nothing of what runs ins
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -183,10 +184,8 @@ def _stop(number: int, _: object) -> None:
 
 
 def _kill(process: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
-    except ProcessLookupError:
-        pass
 
 
 def _wait(process: int) -> int:

@@ -10,10 +10,14 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import megatron_burst as mb
 
 from . import measure
 from .bench import built
@@ -33,26 +37,27 @@ RIVALS = (
 )
 PROBLEM = Problem(tokens=256, heads=8, kv_heads=8, width=64)
 VICTIM = 1
+DELAY = 0.7  # seconds into the calls at which the fault strikes: in the middle of a ring
+NAMED = r"exchange failed: attention (forward|backward).*(receiving from|sending to) rank \d"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """name; strike: what happens to the running cluster; survives: may calls end well?"""
+    """strike: what is done to the cluster; survives: may calls end well? kills: the victim?"""
 
     name: str
     strike: Callable[[Ranks], None]
     survives: bool = False
+    kills: bool = False
 
 
 FAULTS = (
-    Fault("rank killed", lambda ranks: ranks.kill(VICTIM)),
+    Fault("rank killed", lambda ranks: ranks.kill(VICTIM), kills=True),
     Fault("inter link down", lambda ranks: ranks.network.cut("inter", VICTIM)),
     Fault("intra link down", lambda ranks: ranks.network.cut("intra", VICTIM)),
     Fault(
         "inter link at 1 %",
-        lambda ranks: ranks.network.shape(
-            "inter", [VICTIM], ranks.network.rates.inter // 100
-        ),
+        lambda ranks: ranks.network.shape("inter", [VICTIM], ranks.network.rates.inter // 100),
         survives=True,
     ),
 )
@@ -73,35 +78,68 @@ def main(only: str = "", say: Callable[[str], None] = print) -> int:
 
 
 def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
-    """What each rank said, and what was wrong with it."""
+    """What each survivor said, and what was wrong with it."""
     network = Network(2, 2, Rates.parse("20M/80M"))
-    with built(network), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         measure.write_problem(PROBLEM, network.size, Path(folder))
-        with Ranks(network, timeout=TIMEOUT) as ranks:
+        with built(network), Ranks(network, timeout=TIMEOUT) as ranks:
             ranks.run(measure.load, PROBLEM, Path(folder))
             ranks.run(measure.prepare, rival)
-            struck: list[float] = []
-
-            def hit() -> None:
-                time.sleep(0.7)
-                struck.append(time.monotonic())
-                fault.strike(ranks)
-
-            begin = time.monotonic()
-            answers = ranks.answers(attend, rival, 3 * TIMEOUT, within=6 * TIMEOUT, meanwhile=hit)
-            after = struck[0] - begin
-        with Ranks(Network(2, 2, network.rates)) if False else _again(network) as fresh:
+            answers = ranks.answers(
+                attend, rival, 2 * TIMEOUT, within=6 * TIMEOUT, meanwhile=lambda: _hit(ranks, fault)
+            )
+        with built(network), Ranks(network, timeout=TIMEOUT) as fresh:
             fresh.run(measure.load, PROBLEM, Path(folder))
-            fresh.run(measure.prepare, rival)
-    survivors = {r: a for r, a in enumerate(answers) if not (fault.name == "rank killed" and r == VICTIM)}
-    lines = [f"rank {r} {a.kind} {a.seconds - after:.1f} s after: {_first(a)}" for r, a in survivors.items()]
-    return lines, [w for r, a in survivors.items() for w in _judge(r, a, after, fault)]
+            fresh.run(measure.prepare, rival)  # the next cluster works: it checks its result
+    survivors = dict(enumerate(answers))
+    if fault.kills:
+        del survivors[VICTIM]
+    lines = [
+        f"rank {rank} {answer.kind} {answer.seconds - DELAY:.1f} s after: {_first(answer)}"
+        for rank, answer in survivors.items()
+    ]
+    wrong = [w for rank, answer in survivors.items() for w in _judge(rank, answer, fault)]
+    return lines, wrong
+
+
+def _hit(ranks: Ranks, fault: Fault) -> None:
+    time.sleep(DELAY)
+    fault.strike(ranks)
+
+
+def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
+    """What is wrong with the end of one survivor."""
+    if answer.kind == "done":
+        if not fault.survives:
+            yield f"rank {rank} noticed nothing"
+        if answer.value["error"] > measure.TOLERANCE:
+            yield f"rank {rank} returned a result that is off by {answer.value['error']:.2g}"
+        return
+    if answer.kind != "failed":
+        yield f"rank {rank} {answer.kind}"
+        return
+    if answer.seconds > DELAY + TIMEOUT + SLACK + fault.survives * 2 * TIMEOUT:
+        yield f"rank {rank} took {answer.seconds - DELAY:.1f} s to notice"
+    words = _first(answer)
+    if not re.search(NAMED, words):
+        yield f"rank {rank} does not name the exchange and the peer"
+
+
+def _first(answer: Answer) -> str:
+    """The exception's own words, of a failed rank."""
+    if answer.kind == "failed":
+        return answer.value.splitlines()[0]
+    return str(answer.value)
 
 
 def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
-    """Call attention until `seconds` have passed; how often, and the worst error of a result."""
+    """Call attention until `seconds` have passed; the worst error of a result, how many calls."""
+    plan, (q, k, v, dout) = state["plans"][rival.name], state["inputs"]
     begin, worst, calls = time.monotonic(), 0.0, 0
     while time.monotonic() - begin < seconds:
-        worst = max(worst, measure.timed(state, rival.name, None).error)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = mb.attention(*leaves, plan=plan)
+        grads = torch.autograd.grad(out, leaves, dout)
+        worst = max(worst, measure.worst_error((out, *grads), state["truth"]))
         calls += 1
     return {"calls": calls, "error": worst}

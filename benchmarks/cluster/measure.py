@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,11 @@ from .emulated import BACKWARD, EmulatedKernel, Memory, visible
 from .network import INTERFACES
 
 TOLERANCE = 2e-5  # of the largest entry; fp32, the order of sums differs
-NAMES = ("out", "dq", "dk", "dv")
 State = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """What a plan says it will cost this rank: payload bytes by pass and link, and FLOPs by pass."""
+    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass."""
 
     bytes: dict[str, dict[str, int]]
     flops: dict[str, float]
@@ -120,12 +120,15 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
     backward = begin, time.perf_counter()
     dist.barrier()
     sent = {link: n - before[link] for link, n in sent_bytes().items()}
-    error = max(
-        ((x.detach() - y).abs().max() / y.abs().max()).item()
-        for x, y in zip((out, *grads), state["truth"], strict=True)
-    )
+    error = worst_error((out, *grads), state["truth"])
     counted = {"intra": counters.intra, "inter": counters.inter}
     return Run({"forward": forward, "backward": backward}, sent, counted, error)
+
+
+def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest entry of its tensor."""
+    pairs = zip(got, truth, strict=True)
+    return max(((x.detach() - y).abs().max() / y.abs().max()).item() for x, y in pairs)
 
 
 def transfer(state: State, size: int) -> dict[str, tuple[float, float]]:

@@ -78,8 +78,11 @@ class Network:
 
     def destroy(self) -> None:
         """Remove all of it; for another network in the same enclosure."""
-        lines = [f"netns del r{rank}" for rank in range(self.size)]
-        lines += [f"link del {n}" for n in ["spine", *(f"node{i}" for i in range(self.nodes))]]
+        # Links first: those of a deleted namespace live on until the kernel comes round to it.
+        names = [f"{name}{rank}" for name in INTERFACES.values() for rank in range(self.size)]
+        names += ["spine", *(f"node{node}" for node in range(self.nodes))]
+        lines = [f"link del {name}" for name in names]
+        lines += [f"netns del r{rank}" for rank in range(self.size)]
         run("ip", "-force", "-batch", "-", given="\n".join(lines) + "\n")
 
     def shape(self, link: str, ranks: range | list[int], rate: int) -> None:

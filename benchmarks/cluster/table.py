@@ -49,11 +49,15 @@ def rows(record: Record) -> list[Row]:
                 rival["name"], low, middle, high,
                 *(median(run[name] for run in rival["seconds"]) for name in PASSES),
                 bound, middle / bound,
-                {k: b["kernel"] / b["formula"] - 1 for k, b in rival["bytes"].items() if b["formula"]},
+                _extra(rival["bytes"]),
                 median(a / b for a, b in zip(times, totals[best], strict=True)),
             )
         )  # fmt: skip
     return found
+
+
+def _extra(sent: Record) -> dict[str, float]:
+    return {k: b["kernel"] / b["formula"] - 1 for k, b in sent.items() if b["formula"]}
 
 
 def limit(record: Record, rival: Record) -> float:

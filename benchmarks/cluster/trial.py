@@ -28,8 +28,9 @@ def main() -> int:
             ends = [clock[link] for clock in clocks]
             seconds = max(end for _, end in ends) - min(begin for begin, _ in ends)
             sent = sum(b[link] - a[link] for a, b in zip(before, after, strict=True))
+            reached, shaped = 8e-6 * SIZE / seconds, network.rates.of(link) / 1e6
             print(
-                f"{link}: {8e-6 * SIZE / seconds:.1f} of {network.rates.of(link) / 1e6:.0f} Mbit/s, "
+                f"{link}: {reached:.1f} of {shaped:.0f} Mbit/s, "
                 f"{sent} bytes by the kernel for {network.size * SIZE} of payload"
             )
     return 0
