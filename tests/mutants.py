@@ -123,17 +123,20 @@ MUTANTS = [
     Mutant("merge.py", "torch.float64 if dtype == torch.float64 else torch.float32", "dtype",
            "bf16 is summed in bf16"),
     # ring
-    Mutant("ring.py", "t.zero_()", "pass", "gradient sums start with what a buffer held"),
-    Mutant("ring.py", "leaving.append((kind, tensors))", "self.buffers.give(kind, tensors)",
+    Mutant("walk.py", "t.zero_()", "pass", "gradient sums start with what a buffer held"),
+    Mutant("walk.py", "leaving.append((kind, parcel))", "self.buffers.give(kind, parcel)",
            "a gradient buffer is reused while it is in flight"),
-    Mutant("ring.py", "if chunk.owner != self.endpoint.rank:", "if True:",
+    Mutant("walk.py", "if parcel.flat is not None:  #", "if True:  #",
            "the caller's own tensors become receive buffers"),
-    Mutant("ring.py", "Channel(hop.ring, hop.chunk.gradient)", "Channel(hop.ring, False)",
+    Mutant("walk.py", "Channel(hop.ring, hop.chunk.gradient)", "Channel(hop.ring, False)",
            "gradients and activations share a communicator"),
-    Mutant("ring.py", "self.wire_dtype = wire or self.total_dtype",
+    Mutant("walk.py", "self.wire_dtype = wire or self.total_dtype",
            "self.wire_dtype = self.total_dtype", "grad_wire_dtype is ignored"),
     Mutant("ring.py", "out = rows.out if pair.query == me else None", "out = rows.out",
            "visiting queries are given the output of the local ones"),
+    Mutant("attention.py", "slice(i * n, (i + 1) * n) for n in (heads, kv_heads)",
+           "slice(i * n, (i + 1) * n) for n in (heads, heads)",
+           "a group of query heads meets another group's keys"),
     # kernels
     Mutant("kernels/aten.py", "m = wide.abs().amax(dim=-1, keepdim=True)",
            "m = torch.ones_like(wide[..., :1])", "the stand-in of tiny gradients underflows"),
@@ -201,7 +204,13 @@ def tests_for(mutant):
         "aten": "kernels",
     }
     near |= {"positions": "masks", "tables": "masks", "base": "masks", "hops": "schedule"}
-    near |= {"head_parallel": "every", "topology": "every", "reference": "kernels"}
+    near |= {
+        "walk": "edges",
+        "attention": "every",
+        "head_parallel": "every",
+        "topology": "every",
+        "reference": "kernels",
+    }
     first = near.get(stem, stem)
     return [f"tests/test_{name}.py" for name in sorted(QUICK, key=lambda name: name != first)]
 

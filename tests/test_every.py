@@ -73,6 +73,7 @@ def calls(draw):
     algorithms = ["burst", "double_ring", "ring", "all_gather"]
     algorithms += ["hybrid"] * (head > 1) + ["ulysses"] * 3 * (head == size)
     softcap = draw(st.sampled_from([None, None, 0.8]))
+    mine = max(1, kv_heads // head)
     side = draw(st.sampled_from(["auto", "kv", "query"]))
     choices = {
         "algorithm": draw(st.sampled_from(algorithms)),
@@ -81,6 +82,7 @@ def calls(draw):
         "side": side,
         "kernel": "reference" if softcap else draw(st.sampled_from(["reference", "aten"])),
         "softcap": softcap,
+        "head_groups": draw(st.sampled_from([n for n in (1, 1, 2, 3, 4, 8) if mine % n == 0])),
         "kv_cache": 0.0 if side == "query" else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
     }
     shape = (length, draw(st.integers(1, 2)), heads, kv_heads, *draw(st.sampled_from(cases.WIDTHS)))
@@ -218,6 +220,10 @@ REFUSED = [
     ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
     ({"algorithm": "ulysses"}, {}, "algorithm ulysses shares the heads over all 4 ranks"),
     ({"algorithm": "hybrid"}, {}, "algorithm hybrid needs groups that share heads"),
+    ({"head_groups": 3}, {}, "head_groups must divide the 4 key/value heads .* got 3"),
+    ({"head_groups": 0}, {}, "head_groups must divide the 4 key/value heads .* got 0"),
+    ({"head_groups": "4"}, {}, "head_groups must divide the 4 key/value heads .* got '4'"),
+    ({"head_groups": 2}, {"head": 2, "heads": 4, "kv_heads": 2}, "the 1 key/value heads"),
     ({"mask": masks.Documents([0, 9])}, {}, "cu_seqlens must end at .*, 16, got 9"),
     (
         {},
