@@ -5,6 +5,7 @@ Importing it imports torch, and neither Megatron nor Triton, and changes nothing
 
 from . import layout, masks
 from .attention import attention
+from .checkpoint import checkpoint
 from .config import BurstConfig
 from .groups import Groups
 from .linear_cross_entropy import linear_cross_entropy
@@ -18,6 +19,7 @@ __all__ = [
     "Groups",
     "Plan",
     "attention",
+    "checkpoint",
     "layout",
     "linear_cross_entropy",
     "masks",

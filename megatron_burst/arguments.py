@@ -16,6 +16,7 @@ import torch
 
 from . import kernels
 from .agreement import Facts
+from .checkpoint import check_keep
 from .config import NAMES, BurstConfig
 from .groups import Groups
 from .head_parallel import Share, check_heads
@@ -61,6 +62,7 @@ class Choices:
     softcap: float | None
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
+    store: float | None
     head_groups: int
     needs_grad: NeedsGrad | None
     sink: torch.Tensor | None
@@ -78,6 +80,7 @@ class Draft:
     scoring: Scoring
     wire_dtype: torch.dtype
     kv_cache: float
+    store: float | None
     head_groups: int
     needs_grad: NeedsGrad
     facts: Facts
@@ -122,6 +125,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "softcap": choices.softcap,
         "grad_wire_dtype": wire_dtype,
         "kv_cache": choices.kv_cache,
+        "store": choices.store,
         "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
         "head_groups": choices.head_groups,
     }
@@ -134,6 +138,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         scoring=Scoring(scale, choices.softcap),
         wire_dtype=wire_dtype,
         kv_cache=choices.kv_cache,
+        store=choices.store or None,
         head_groups=choices.head_groups,
         needs_grad=needs_grad,
         facts=facts,
@@ -189,6 +194,13 @@ def _check_numbers(choices: Choices) -> None:
     if choices.kv_cache and choices.side == "query":
         raise ValueError(
             f"kv_cache keeps keys for side kv, got side='query' with kv_cache={choices.kv_cache}"
+        )
+    if choices.store is not None:
+        check_keep("store", choices.store)
+    if choices.store and choices.kv_cache:
+        raise ValueError(
+            f"kv_cache={choices.kv_cache} keeps keys of a forward that store={choices.store} does "
+            "not run again; use one of them"
         )
     needs = choices.needs_grad
     if needs is not None and not (isinstance(needs, (tuple, list)) and len(needs) == 3):

@@ -17,10 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from . import head_parallel, ring
 from .arguments import Shards, check_sink, per_rank, signature
+from .checkpoint import Frame, current
 from .head_parallel import Share
 from .kernels import Rows
 from .merge import sink_gradient
 from .prepare import Plan, prepare
+from .recompute import Again
 from .walk import Pass, lockstep, staggered
 
 Tensors = tuple[torch.Tensor, ...]
@@ -57,7 +59,9 @@ def attention(
 
     Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer died.
     """
+    frame = current()
     if plan is None:
+        choices = {"store": frame and frame.keep} | choices
         plan = prepare(q, k, v, sink=sink, **choices)
     elif choices:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {sorted(choices)}")
@@ -71,8 +75,19 @@ def attention(
             f"{signature(*shards[0])}; call mb.prepare for these tensors"
         )
     check_sink(sink, shards[0][0])
-    outs = _Attention.apply(plan, sink, *(tensor for shard in shards for tensor in shard))
+    check_frame(frame, plan)
+    outs = _Attention.apply(plan, sink, frame, *(tensor for shard in shards for tensor in shard))
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
+
+
+def check_frame(frame: Frame | None, plan: Plan) -> None:
+    """Raise ValueError if the call runs in a frame that keeps what the plan does not foresee."""
+    planned = plan.recompute.keep if plan.recompute is not None else None
+    if frame is not None and frame.keep != planned:
+        raise ValueError(
+            f"plan: made with store={planned}, and the checkpoint around this call keeps "
+            f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
+        )
 
 
 class _Attention(torch.autograd.Function):
@@ -80,11 +95,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, sink: torch.Tensor | None, *flat: torch.Tensor
+        ctx: Any, plan: Plan, sink: torch.Tensor | None, frame: Frame | None, *flat: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         shards = [tuple(t.contiguous() for t in flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        walks = [_forward(plan, i, shard, sink) for i, shard in enumerate(shards)]
+        kept = iter(frame.get(plan.signature)) if frame is not None and frame.filled else None
+        walks = [
+            _forward(plan, i, shard, sink, None if kept is None else (next(kept), next(kept)))
+            for i, shard in enumerate(shards)
+        ]
         results = _run(plan, walks)
+        if frame is not None and not frame.filled:
+            frame.put(plan.signature, _to_keep(plan, [saved for _, saved in results]))
         ctx.plan, ctx.lengths = plan, [len(saved) for _, saved in results]
         ctx.dtype = flat[0].dtype
         ctx.save_for_backward(sink, *(t for _, saved in results for t in saved))
@@ -102,12 +123,12 @@ class _Attention(torch.autograd.Function):
             walks.append(_backward(plan, i, dout, tensors, sink))
         results = _run(plan, walks)
         grads = [grad for result in results for grad in result[:3]]
-        needed = zip(grads, ctx.needs_input_grad[2:], strict=True)
+        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
         inputs = [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
         dsink = None
         if sink is not None and ctx.needs_input_grad[1]:
             dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
-        return None, dsink, *inputs
+        return None, dsink, None, *inputs
 
 
 def _run(plan: Plan, walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
@@ -121,10 +142,29 @@ def _run(plan: Plan, walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
         raise
 
 
+def _to_keep(plan: Plan, saved: Sequence[Tensors]) -> Tensors:
+    """out and lse of the rows that the store keeps, of all local ranks."""
+    assert plan.recompute is not None
+    ranks = zip(plan.recompute.ranks, saved, strict=True)
+    return tuple(_rows(t.detach(), again.kept) for again, each in ranks for t in each[3:5])
+
+
+def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of x: x itself where they are all of them."""
+    return x if len(rows) == len(x) else x.index_select(0, rows.to(x.device))
+
+
 def _forward(
-    plan: Plan, index: int, shard: Tensors, sink: torch.Tensor | None
+    plan: Plan,
+    index: int,
+    shard: Tensors,
+    sink: torch.Tensor | None,
+    stored: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Generator[None, None, tuple[torch.Tensor, Tensors]]:
-    """One local rank: (out, what backward needs: q, k, v, out, lse, kept keys as the ring saw)."""
+    """One local rank: (out, what backward needs: q, k, v, out, lse, kept keys as the ring saw).
+
+    stored: out and lse of the rows that were kept when this call ran first, if it runs again.
+    """
     member, run = plan.groups.members[index], plan.forwards[index]
     links, heads = member.head_links, shard[0].shape[2]
     q, k, v = shard
@@ -132,18 +172,45 @@ def _forward(
     if len(links) > 1:
         q, k, v = yield from head_parallel.scatter(member.head, links, shard, label)
     share = Share(heads, len(links)).of(member.head.rank)
-    walks = [
-        ring.forward(part, member.ring, plan.kernel, q[:, :, h], (k[:, :, n], v[:, :, n]),
-                     plan.scoring, None if sink is None else sink[share][h])
-        for part, h, n in _head_groups(plan, run, q, k)
-    ]  # fmt: skip
-    outs, lses, kept = zip(*(yield from staggered(walks)), strict=True)
-    out, lse = _joined(outs), _joined(lses)
+    mine = None if sink is None else sink[share]
+    if stored is None:
+        out, lse, kept = yield from _compute(plan, index, run, (q, k, v), mine)
+    else:
+        assert plan.recompute is not None
+        again, kept = plan.recompute.ranks[index], ()
+        rows = (_rows(q, again.rest), _rows(k, again.keys), _rows(v, again.keys))
+        new_out, new_lse, _ = yield from _compute(plan, index, again.run, rows, mine)
+        out, lse = (_woven(again, *pair) for pair in zip(stored, (new_out, new_lse), strict=True))
     saved = (q, k, v, out, lse, *(t for some in kept for keys in some for t in keys))
     if len(links) > 1:
         (out,) = yield from head_parallel.gather(member.head, links, [out], [heads], label)
         assert out is not None
     return out, saved
+
+
+def _compute(
+    plan: Plan, index: int, run: Pass, tensors: Tensors, sink: torch.Tensor | None
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor, Sequence[Sequence[ring.Keys]]]]:
+    """One ring per group of heads, staggered: out, lse, and the keys each leaves for backward."""
+    q, k, v = tensors
+    member = plan.groups.members[index]
+    walks = [
+        ring.forward(part, member.ring, plan.kernel, q[:, :, h], (k[:, :, n], v[:, :, n]),
+                     plan.scoring, None if sink is None else sink[h])
+        for part, h, n in _head_groups(plan, run, q, k)
+    ]  # fmt: skip
+    outs, lses, kept = zip(*(yield from staggered(walks)), strict=True)
+    return _joined(outs), _joined(lses), kept
+
+
+def _woven(again: Again, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The rows that were kept and those computed again, each in its place."""
+    if not len(again.rest):
+        return stored
+    whole = new.new_empty((len(again.kept) + len(again.rest), *new.shape[1:]))
+    whole[again.kept.to(new.device)] = stored
+    whole[again.rest.to(new.device)] = new
+    return whole
 
 
 def _backward(

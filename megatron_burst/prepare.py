@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from . import cost
+from . import cost, recompute
 from .agreement import agree
 from .arguments import Choices, Draft, NeedsGrad, Shards, Signature, check, per_rank, signature
 from .groups import Groups
@@ -22,8 +21,9 @@ from .head_parallel import Share
 from .hops import Grid, Pair
 from .kernels import Kernel, Scoring
 from .layout import Layout, Span
-from .masks import Causal, Cover, Mask
+from .masks import Causal, Mask, shards_visible
 from .merge import accumulation_dtype
+from .recompute import Recompute
 from .schedule import Schedule
 from .walk import Pass
 
@@ -49,6 +49,7 @@ class Plan:
     head_groups: int
     forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
     backwards: tuple[Pass, ...]
+    recompute: Recompute | None  # if calls may run again, and keep something between
 
     def matches(self, q: Shards, k: Shards, v: Shards) -> bool:
         """Do these tensors have the shapes, dtypes and device that the plan was made for, and
@@ -104,9 +105,30 @@ class Plan:
                 f"kernel {self.kernel.name}",
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-                f"store none, keys kept {_human(self.kept_bytes)}",
+                f"store {self._describe_store()}, keys kept {_human(self.kept_bytes)}",
             ]
         )  # fmt: skip
+
+    def _describe_store(self) -> str:
+        again = self.recompute
+        if again is None:
+            return "none"
+        traffic = again.traffic(self.groups.members[0].ring.rank, self.sizes)
+        imbalance = again.imbalance()
+        unequal = f", its busiest rank {imbalance:.2f} x the mean" * (imbalance > 1.05)
+        return (
+            f"{again.keep:g} ({_human(self.store_bytes)} per layer; recompute sends "
+            f"{_bytes(traffic)}{unequal})"
+        )
+
+    @property
+    def store_bytes(self) -> int:
+        """Memory that results kept for a recompute take on this rank until backward."""
+        if self.recompute is None:
+            return 0
+        sizes = self.sizes
+        each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
+        return len(self.recompute.ranks[0].kept) * sizes.batch * sizes.heads * each
 
 
 def prepare(
@@ -124,6 +146,7 @@ def prepare(
     softcap: float | None = None,
     grad_wire_dtype: torch.dtype | None = None,
     kv_cache: float = 0.0,
+    store: float | None = None,
     head_groups: int = 1,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
@@ -140,7 +163,7 @@ def prepare(
     """
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
-        softcap, grad_wire_dtype, kv_cache, head_groups, needs_grad, sink,
+        softcap, grad_wire_dtype, kv_cache, store, head_groups, needs_grad, sink,
     )  # fmt: skip
     shards = _attempt(lambda: groups.check() or per_rank(groups, q, k, v))
     if isinstance(shards, ValueError):
@@ -178,13 +201,19 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
     topology, sizes = groups.topology, _sizes(draft, groups)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
-    visible = _visible(draft.mask, spans)
+    visible = shards_visible(draft.mask, spans, spans)
     algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
     kept = round(draft.kv_cache * (grid.size - 1))
     there = cost.forward_schedule(algorithm, grid, visible, sizes)
     back = cost.backward_schedule(
         algorithm, grid, visible, sizes, side=draft.config.side, kept=kept
     )
+    again = None
+    if draft.store is not None:
+        again = recompute.plan(
+            draft.mask, draft.kernel, algorithm, grid, spans, [m.ring.rank for m in groups.members],
+            draft.store, groups.size, sizes,
+        )  # fmt: skip
     passes = [_passes(there, back, m.ring.rank, draft, spans) for m in groups.members]
     return Plan(
         groups=groups,
@@ -201,18 +230,8 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
         head_groups=draft.head_groups,
         forwards=tuple(forward for forward, _ in passes),
         backwards=tuple(backward for _, backward in passes),
+        recompute=again,
     )
-
-
-def _visible(mask: Mask, spans: Sequence[Sequence[Span]]) -> np.ndarray:
-    """bool [G, G]: may anything of these queries see anything of those keys?"""
-    owner = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
-    fields = np.array([span for each in spans for span in each], dtype=np.int64).T
-    covers = mask.covers(Span(*fields[:, :, None]), Span(*fields[:, None, :]))
-    visible = np.zeros((len(spans), len(spans)), dtype=bool)
-    i, j = np.nonzero(covers != Cover.EMPTY)
-    visible[owner[i], owner[j]] = True
-    return visible
 
 
 def _passes(

@@ -38,6 +38,7 @@ class Pass:
     program: Sequence[Boundary]
     works: dict[Pair, Any]  # a pair with nothing visible is absent
     kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
+    rows: Sequence[int] = ()  # of each owner's keys, where they differ; empty: all alike
 
 
 class _Buffers:
@@ -46,15 +47,18 @@ class _Buffers:
     def __init__(self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device):
         self.shapes = shapes
         self.device = device
-        self.free: dict[str, list[Parcel]] = defaultdict(list)
+        self.free: dict[tuple, list[Parcel]] = defaultdict(list)
 
-    def take(self, kind: str) -> Parcel:
-        if self.free[kind]:
-            return self.free[kind].pop()
-        return parcels.make(self.shapes[kind], self.device)
+    def take(self, kind: str, rows: int | None = None) -> Parcel:
+        """A parcel for `kind`, or one like it with so many rows."""
+        shapes = self.shapes[kind]
+        if rows is not None:
+            shapes = [(torch.Size((rows, *shape[1:])), dtype) for shape, dtype in shapes]
+        free = self.free[kind, tuple(shape for shape, _ in shapes)]
+        return free.pop() if free else parcels.make(shapes, self.device)
 
     def give(self, kind: str, parcel: Parcel) -> None:
-        self.free[kind].append(parcel)
+        self.free[kind, tuple(t.shape for t in parcel.tensors)].append(parcel)
 
 
 @dataclass
@@ -137,7 +141,8 @@ class Walk:
                 if hop.chunk.gradient:
                     leaving.append((kind, parcel))
             else:
-                parcel = self.buffers.take(kind)
+                rows = self.run.rows[hop.chunk.owner] if self.run.rows else None
+                parcel = self.buffers.take(kind, rows)
                 name = self._seal(hop.chunk)
                 receives.append(Receive(hop.src, parcel.tensors, parcel.flat, name))
                 arriving.append((hop.chunk, parcel))

@@ -15,9 +15,9 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 # component -> components of the package that it may import; nothing else. `kernels` is one
 # component, so is `megatron`. A new file has to be entered here: that is the point.
-PLANNING = {"layout", "masks", "hops", "schedule", "tiles", "topology", "cost"}
+PLANNING = {"layout", "masks", "hops", "schedule", "tiles", "topology", "cost", "store"}
 DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "walk", "ring"}
-DOOR |= {"head_parallel"}
+DOOR |= {"head_parallel", "checkpoint"}
 ARROWS = {
     "layout": set(),
     "masks": {"masks", "layout"},
@@ -38,9 +38,12 @@ ARROWS = {
     "walk": {"hops", "comm", "parcels", "merge"},
     "ring": {"hops", "comm", "walk", "merge", "kernels"},
     "head_parallel": {"comm"},
+    "store": {"cost", "masks", "layout"},
+    "checkpoint": set(),
+    "recompute": PLANNING | {"kernels", "walk"},
     "arguments": DOOR,
-    "prepare": DOOR | {"arguments"},
-    "attention": DOOR | {"arguments", "prepare"},
+    "prepare": DOOR | {"arguments", "recompute"},
+    "attention": DOOR | {"arguments", "prepare", "recompute"},
     "linear_cross_entropy": {"linear_cross_entropy", "agreement", "merge"},
     "show": PLANNING | {"show"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
@@ -49,6 +52,7 @@ ARROWS = {
         "layout",
         "masks",
         "attention",
+        "checkpoint",
         "prepare",
         "groups",
         "config",
@@ -59,6 +63,7 @@ ARROWS = {
 NO_TORCH = PLANNING | {"config", "cli", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
+    "checkpoint": {"torch"},
     "comm": {"torch"},
     "parcels": {"torch"},
     "groups": {"torch"},

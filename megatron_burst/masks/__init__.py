@@ -4,7 +4,7 @@ A mask knows positions and spans only: no ranks, no layout names, no tensors. Ma
 `&` and `|`. `base` says what a mask must answer; everything else here is a description.
 """
 
-from .base import Band, Cover, Mask
+from .base import Band, Cover, Mask, shards_visible
 from .positions import Causal, Dilated, Full, Prefix, Window
 from .tables import BlockSparse, Dense, Documents
 
@@ -20,4 +20,5 @@ __all__ = [
     "Mask",
     "Prefix",
     "Window",
+    "shards_visible",
 ]

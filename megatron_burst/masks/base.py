@@ -8,6 +8,7 @@ always allowed, EMPTY and FULL are promises. `band`, `cuts` and `modulus` are hi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -168,3 +169,20 @@ class _Or(_Pair):
         right = np.where(a_empty, b.right, np.where(b_empty, a.right, np.maximum(a.right, b.right)))
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
+
+
+def shards_visible(
+    mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
+) -> np.ndarray:
+    """bool [G, G]: may anything of these queries see anything of those keys? A shard is given
+    by its spans, and may have none."""
+    owners, fields = [], []
+    for shards in (q_shards, k_shards):
+        owners.append(np.repeat(np.arange(len(shards)), [len(each) for each in shards]))
+        spans = [span for each in shards for span in each]
+        fields.append(np.array(spans, dtype=np.int64).reshape(-1, 3).T)
+    covers = mask.covers(Span(*fields[0][:, :, None]), Span(*fields[1][:, None, :]))
+    visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
+    i, j = np.nonzero(covers != Cover.EMPTY)
+    visible[owners[0][i], owners[1][j]] = True
+    return visible

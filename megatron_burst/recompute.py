@@ -1,0 +1,95 @@
+"""The smaller ring that recomputes attention where nothing was kept.
+
+Turns `store`'s choice of positions into what each local rank runs: which rows it left in the
+frame, which it computes again, and a pass whose chunks hold only the keys that these rows see.
+Knows neither tensors' values nor how the pass is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import cost, store
+from .hops import Grid
+from .kernels import Kernel
+from .layout import Span
+from .masks import Mask, shards_visible
+from .schedule import Schedule
+from .walk import Pass
+
+
+@dataclass(frozen=True)
+class Again:
+    """One local rank's part: int64 row numbers of its ring shard, and what it runs."""
+
+    kept: torch.Tensor
+    rest: torch.Tensor
+    keys: torch.Tensor
+    run: Pass
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The recompute of a plan that keeps the results of some rows."""
+
+    keep: float
+    schedule: Schedule
+    ranks: tuple[Again, ...]  # one per local rank
+    mask: Mask
+    queries: tuple[store.Part, ...]  # of every rank of the ring: the rows computed again
+    seq_len: int
+
+    def imbalance(self) -> float:
+        """Visible pairs of the busiest rank over the mean; 1.0 is perfect balance."""
+        whole = (Span(0, 1, self.seq_len),)
+        work = [
+            cost.visible_pairs(self.mask, q.spans, whole) if q.spans else 0 for q in self.queries
+        ]
+        return max(work) * len(work) / sum(work) if any(work) else 1.0
+
+    def traffic(self, rank: int, sizes: cost.Sizes) -> cost.Traffic:
+        """Bytes that a rank of the ring sends per recompute, without those of head groups."""
+        rows = self.ranks[0].run.rows
+        sent = {"intra": 0.0, "inter": 0.0}
+        whole = sizes.chunk_bytes
+        for hop in self.schedule.sends(rank):
+            sent[hop.link] += whole(hop.chunk) * rows[hop.chunk.owner] / sizes.tokens
+        return cost.Traffic(round(sent["intra"]), round(sent["inter"]))
+
+
+def plan(
+    mask: Mask,
+    kernel: Kernel,
+    algorithm: str,
+    grid: Grid,
+    spans: Sequence[Sequence[Span]],
+    ring_ranks: Sequence[int],
+    keep: float,
+    cp_size: int,
+    sizes: cost.Sizes,
+) -> Recompute:
+    """What the ranks `ring_ranks` of a ring, whose shards are `spans`, keep and compute again."""
+    seq_len = sum(span.length for each in spans for span in each)
+    kept, rest, needed = store.split(mask, seq_len, keep, cp_size)
+    queries = [store.part(each, rest) for each in spans]
+    keys = [store.part(each, needed) for each in spans]
+    visible = shards_visible(mask, [q.spans for q in queries], [k.spans for k in keys])
+    schedule = cost.forward_schedule(algorithm, grid, visible, sizes)
+    rows = tuple(len(k.rows) for k in keys)
+    ranks = []
+    for rank in ring_ranks:
+        program = schedule.program(rank)
+        works = {}
+        for boundary in program:
+            pair = boundary.pair
+            if pair is not None and visible[pair]:
+                work = kernel.plan(mask, queries[pair.query].spans, keys[pair.key].spans)
+                if work is not None:
+                    works[pair] = work
+        indices = store.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
+        run = Pass("attention recompute", program, works, rows=rows)
+        ranks.append(Again(*map(torch.from_numpy, indices), run=run))
+    return Recompute(keep, schedule, tuple(ranks), mask, tuple(queries), seq_len)
