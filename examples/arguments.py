@@ -40,13 +40,23 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="ranks per node and nodes, innermost first, e.g. 2 2",
     )
-    add("--burst-layout", default="zigzag", help="zigzag, striped or contiguous")
+    add(
+        "--burst-layout",
+        help="zigzag (default), striped or contiguous; with part of attention "
+        "in the store striped is the default: it alone balances the recompute",
+    )
     add("--burst-side", default="auto", help="what travels in backward: query, kv or auto")
     add("--burst-kernel", default="auto", help="local attention: auto, aten or reference")
     add("--burst-intra-size", type=int, help="ranks per node; default: ranks sharing a host name")
     add("--burst-head-size", type=int, help="ranks that share heads, around any ring")
     add("--burst-placement", default="head_first", help="head_first or context_first")
     add("--burst-kv-cache", type=float, default=0.0, help="fraction of keys kept for backward")
+    add(
+        "--burst-attention-store",
+        type=float,
+        metavar="F",
+        help="of attention results, what recompute keeps: 1.0 all, 0.5 the dearer half",
+    )
     add("--burst-wire-dtype", help="of travelling gradients: fp32 or bf16; default: fp32")
     add(
         "--burst-lm-head-loss",
@@ -163,6 +173,8 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             "documents of sliding-window layers; use --context-parallel-size 2 or more, or "
             "--transformer-impl transformer_engine"
         )
+    partial = args.burst_attention_store is not None and 0 < args.burst_attention_store < 1
+    args.burst_layout = args.burst_layout or ("striped" if partial else "zigzag")
     args.data_parallel_size = world_size // (tp * pp * cp)
     step = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or step

@@ -55,6 +55,7 @@ def run(args: Namespace) -> list[dict[str, float]]:
         placement=args.burst_placement,
         kv_cache=args.burst_kv_cache,
         wire_dtype=args.burst_wire_dtype,
+        store=args.burst_attention_store,
         lm_head_loss=args.burst_lm_head_loss,
     )
     burst.configure(config, choice, seq_length=args.seq_length)

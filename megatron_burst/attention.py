@@ -75,19 +75,22 @@ def attention(
             f"{signature(*shards[0])}; call mb.prepare for these tensors"
         )
     check_sink(sink, shards[0][0])
-    check_frame(frame, plan)
+    frame = _frame_for(plan, frame)
     outs = _Attention.apply(plan, sink, frame, *(tensor for shard in shards for tensor in shard))
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
 
 
-def check_frame(frame: Frame | None, plan: Plan) -> None:
-    """Raise ValueError if the call runs in a frame that keeps what the plan does not foresee."""
+def _frame_for(plan: Plan, frame: Frame | None) -> Frame | None:
+    """The frame that the call keeps its results in. ValueError if it wants what is not planned."""
     planned = plan.recompute.keep if plan.recompute is not None else None
-    if frame is not None and frame.keep != planned:
+    if frame is None or (frame.keep is None and planned is None):
+        return None
+    if frame.keep not in (None, planned):
         raise ValueError(
             f"plan: made with store={planned}, and the checkpoint around this call keeps "
             f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
         )
+    return frame
 
 
 class _Attention(torch.autograd.Function):

@@ -29,7 +29,7 @@ _current: ContextVar[Frame | None] = ContextVar("megatron_burst_frame", default=
 class Frame:
     """What the attention calls of one checkpointed call keep: for each, tensors of some rows."""
 
-    keep: float
+    keep: float | None  # None: as the plan of each call says
     entries: list[tuple[object, Entry]] = field(default_factory=list)
     filled: bool = False  # the function has run once to its end
     position: int = 0
@@ -63,7 +63,7 @@ class Frame:
 class Framed:
     """A function that runs in a frame of its own, each time it is called in the same one."""
 
-    def __init__(self, function: Callable[..., Any], keep: float):
+    def __init__(self, function: Callable[..., Any], keep: float | None):
         self.function = function
         self.frame = Frame(keep)
 
@@ -83,12 +83,14 @@ def current() -> Frame | None:
     return _current.get()
 
 
-def framed(function: Callable[..., T], keep: float) -> Callable[..., T]:
-    """`function`, to be handed to a checkpoint, so that its attention keeps `keep` of its rows.
+def framed(function: Callable[..., T], keep: float | None = None) -> Callable[..., T]:
+    """`function`, to be handed to a checkpoint, so that its attention keeps `keep` of its rows;
+    None: as many as the plan of each call says (`mb.prepare(..., store=)`).
 
     The function itself where there is nothing to keep: no backward will come, or keep is 0.
     """
-    check_keep("keep", keep)
+    if keep is not None:
+        check_keep("keep", keep)
     if keep == 0 or not torch.is_grad_enabled():
         return function
     return Framed(function, keep)

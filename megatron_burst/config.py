@@ -33,6 +33,8 @@ class BurstConfig:
     those of a ring.
     kv_cache: fraction of visiting keys and values that forward keeps for backward.
     wire_dtype: of travelling gradients, "fp32" or "bf16"; None for the accumulation dtype.
+    store: fraction of attention results that `--recompute-granularity` keeps instead of computing
+    them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
     """
 
@@ -45,6 +47,7 @@ class BurstConfig:
     placement: str = "head_first"
     kv_cache: float = 0.0
     wire_dtype: str | None = None
+    store: float | None = None
     lm_head_loss: str = "off"
 
     def __post_init__(self):
@@ -59,6 +62,15 @@ class BurstConfig:
         _one_of("placement (--burst-placement)", self.placement, PLACEMENTS)
         _one_of("wire_dtype (--burst-wire-dtype)", self.wire_dtype, (None, *WIRE_DTYPES))
         _one_of("lm_head_loss (--burst-lm-head-loss)", self.lm_head_loss, LM_HEAD_LOSSES)
+        if self.store is not None and not 0.0 <= self.store <= 1.0:
+            raise ValueError(
+                f"store (--burst-attention-store) must be a fraction from 0 to 1, got {self.store}"
+            )
+        if self.store and self.kv_cache:
+            raise ValueError(
+                f"--burst-kv-cache {self.kv_cache} keeps keys of a forward that "
+                f"--burst-attention-store {self.store} does not run again; use one of them"
+            )
         for name in ("intra_size", "head_size"):
             size = getattr(self, name)
             if size is not None and size < 1:

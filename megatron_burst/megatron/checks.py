@@ -35,8 +35,30 @@ def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None)
             f"({2 * cp}); pad the sequences or change one of the two"
         )
     check_heads(config, head_size(burst, cp))
+    if burst.store:
+        _check_store(config, burst.store)
     for problem in _refused(config, burst.layout):
         raise ValueError(f"{problem} (or --context-parallel-algo megatron)")
+
+
+def _check_store(config: Any, store: float) -> None:
+    """Raise ``ValueError`` unless something recomputes attention, by calls that can be framed."""
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    flag = f"--burst-attention-store {store}"
+    granularity, modules = get("recompute_granularity"), get("recompute_modules") or []
+    if granularity != "full" and not (granularity == "selective" and "core_attn" in modules):
+        raise ValueError(
+            f"{flag} keeps attention between forward and recompute, and nothing recomputes it: "
+            "add --recompute-granularity full, or leave the flag out"
+        )
+    if get("fp8") or get("fp4"):
+        raise ValueError(f"{flag}: recompute in fp8 goes another way; remove --fp8-format")
+    graphs = get("cuda_graph_impl")
+    if get("enable_cuda_graph") or get("external_cuda_graph") or graphs not in (None, "none"):
+        raise ValueError(f"{flag}: CUDA graphs replay without Python; turn them off")
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:

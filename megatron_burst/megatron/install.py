@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron import lm_head, registry
 from megatron_burst.megatron.checks import check_config, require_parameters
@@ -41,6 +42,7 @@ def install(layout: str = "zigzag") -> None:
         patches.notes["layout"] = layout
         _patch_attention(patches)
         _patch_slicing(patches, layout)
+        _patch_recompute(patches)
         lm_head.patch(patches)
 
 
@@ -131,6 +133,23 @@ def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
         original(*bound.args, **bound.kwargs)
 
     return __init__
+
+
+def _patch_recompute(patches: registry.PatchSet) -> None:
+    from megatron.core.tensor_parallel import random
+
+    original = random.checkpoint
+    names = ["function", "distribute_saved_activations"]
+    require_parameters(original, names, "tensor_parallel.checkpoint")
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["function"] = framed(bound.arguments["function"])
+        return original(*bound.args, **bound.kwargs)
+
+    patches.replace_function(random, "checkpoint", checkpoint)
 
 
 def _patch_slicing(patches: registry.PatchSet, layout: str) -> None:

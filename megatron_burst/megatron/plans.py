@@ -118,6 +118,7 @@ class PlanBook:
             softmax_scale=signature.softmax_scale,
             grad_wire_dtype=_WIRE[burst.wire_dtype],
             kv_cache=burst.kv_cache,
+            store=burst.store,
             needs_grad=(True, True, True),
         )
         if self.startup is None:

@@ -19,6 +19,8 @@ BAD_FLAGS = {
     f"{CP4} --window-size 8,1": "looks 1 tokens ahead",
     f"{CP4} --context-parallel-algo hybrid": "needs --burst-head-size",
     f"{CP4} --context-parallel-algo ulysses --num-attention-heads 2": "--burst-head-size 4 must",
+    f"{CP4} --burst-attention-store 0.5": "nothing recomputes it",
+    f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
     f"{CP4} --burst-kv-cache 2": "--burst-kv-cache",
     f"{CP4} --packed --micro-batch-size 2": "--packed takes one sequence at a time",
     f"{CP4} --packed --mtp-num-layers 1": "packed sequences with --mtp-num-layers",

@@ -107,6 +107,31 @@ CASES = {
         "--burst-placement context_first --burst-layout striped",
     ),
     "packed-ulysses": ("--packed", "--context-parallel-size 4 --context-parallel-algo ulysses"),
+    "store-half-uniform": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2 --burst-attention-store 0.5",
+    ),
+    "store-all-block": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 3 --burst-attention-store 1.0",
+    ),
+    "store-zigzag-selective": (
+        GQA,
+        f"{TWO_BY_TWO} --recompute-granularity selective --burst-attention-store 0.25 "
+        "--burst-layout zigzag",
+    ),
+    "store-pp2": (
+        PP,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --burst-attention-store 0.75",
+    ),
+    "store-packed-sinks": (
+        "--packed --softmax-type learnable",
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --burst-attention-store 0.5",
+    ),
     "kv-cache": ("", f"{TWO_BY_TWO} --burst-kv-cache 0.5"),
     # Stages draw their weights from seeds of their own: compared with two stages, unsplit.
     "pp2": (PP, "--context-parallel-size 2"),
