@@ -157,7 +157,7 @@ def test_no_environment_switches(path):
 
 # --- process-wide state --------------------------------------------------------------------
 
-REGISTRY = "megatron/registry.py"
+STATE = {"megatron/registry.py": "_installed", "checkpoint.py": "_current"}
 MAKERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "ContextVar", "local"}
 CHANGERS = {"append", "add", "update", "pop", "popitem", "setdefault", "clear", "extend", "insert"}
 
@@ -185,8 +185,8 @@ def changes(tree, name):
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_no_module_level_state(path):
-    """Tables are in capitals and never changed; the registry of patches is the one exception."""
-    if str(path.relative_to(ROOT)) == REGISTRY:
+    """Tables are in capitals and never changed; the registry and the frame are the exceptions."""
+    if str(path.relative_to(ROOT)) in STATE:
         return
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -199,9 +199,10 @@ def test_no_module_level_state(path):
             assert not changes(tree, name), f"{name} is changed"
 
 
-def test_the_registry_is_the_only_state():
-    registry = ast.parse((ROOT / REGISTRY).read_text())
-    assert len(list(module_tables(registry))) == 1
+@pytest.mark.parametrize(("path", "state"), STATE.items())
+def test_the_registry_and_the_frame_are_the_only_state(path, state):
+    names = module_tables(ast.parse((ROOT / path).read_text()))
+    assert [name for name in names if not name.isupper()] == [state]
 
 
 # --- what importing does -------------------------------------------------------------------
