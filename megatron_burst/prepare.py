@@ -161,6 +161,8 @@ def prepare(
     `sink` is checked with the rest, and not kept: it is given to each call. The other arguments are
     those of `attention`. Raises the same ValueError on every rank.
     """
+    if not isinstance(groups, Groups):
+        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
         softcap, grad_wire_dtype, kv_cache, store, head_groups, needs_grad, sink,

@@ -146,6 +146,12 @@ def test_tensors_that_the_transport_cannot_move(backend, device, words):
         mb.attention(*([x] * 2 for x in qkv(device=device)), groups=groups)
 
 
+def test_groups_are_mbs_own():
+    """A process group will not do: making the rings' groups is a collective of its own."""
+    with pytest.raises(ValueError, match=r"groups: make them with mb\.Groups, got None"):
+        mb.attention([q], [k], [v], groups=None)
+
+
 def test_in_process_ranks_that_differ_are_told_so():
     groups = mb.Groups.in_process(intra=2)
     with pytest.raises(ValueError, match=r"rank 0 has q \(\(4, .*rank 1 has q \(\(2, "):

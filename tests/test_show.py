@@ -113,6 +113,12 @@ def test_an_error_shows_the_place_and_what_works(text, place, helps):
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["(" * 500 + "causal" + ")" * 500, "&".join(["causal"] * 500)])
+def test_masks_nested_too_deeply_are_one_line_too(text):
+    with pytest.raises(ValueError, match=r"--mask: at most 100 words and brackets, got \d+"):
+        language.mask(text, 16)
+
+
 def test_layouts_are_written_with_what_they_need():
     assert language.make_layout("striped", 4) == make("striped", cp_size=4)
     assert language.make_layout("block_striped:8", 4) == BlockStriped(4, 8)

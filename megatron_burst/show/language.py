@@ -142,6 +142,9 @@ WORDS = {
 }
 
 
+MOST_WORDS = 100
+
+
 class _Reader:
     """Recursive descent over the tokens; the words above make the masks."""
 
@@ -149,6 +152,10 @@ class _Reader:
         self.text, self.seq_len = text, seq_len
         found = re.finditer(r"[&|()]|[^\s&|()]+", text)
         self.tokens = [_Token(match.group(), match.start()) for match in found]
+        if len(self.tokens) > MOST_WORDS:  # masks nest as deep as their text
+            raise ValueError(
+                f"--mask: at most {MOST_WORDS} words and brackets, got {len(self.tokens)}"
+            )
         self.tokens.append(_Token("", len(text)))
         self.at = 0
 
