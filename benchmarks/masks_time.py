@@ -21,7 +21,7 @@ from megatron_burst.masks import Mask
 from megatron_burst.merge import empty_result, merge_
 
 AIM = 0.56  # causal over full
-PATIENCE = 60.0  # seconds per row of the table, after which five rounds are enough
+PATIENCE = 60.0  # seconds per row of the table, after which three rounds are enough
 
 
 def measure(args: argparse.Namespace) -> str:
