@@ -85,7 +85,8 @@ def spread(values: Sequence[float], digits: str = ".2f") -> str:
 
 def milliseconds(seconds: Sequence[float]) -> str:
     """median [lower quartile, upper quartile], in milliseconds"""
-    return spread([1e3 * each for each in seconds], ".3g")
+    values = [1e3 * each for each in seconds]
+    return spread(values, ".3g" if max(values) < 1000 else ".0f")
 
 
 def human(count: int) -> str:
