@@ -44,14 +44,14 @@ def interleaved(
 
     In the order A B C A B C ...: a machine that is busy for a while then slows all of them alike,
     so ratios are taken within a round (`ratio`). Processor time leaves out the turns of other
-    jobs; it is for work that stays in this thread. After `patience` seconds five rounds do.
+    jobs; it is for work that stays in this thread. After `patience` seconds three rounds do.
     """
     clocks = time.perf_counter, time.thread_time
     wall: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     for repeat in range(1 + repeats):
-        if repeat > 5 and time.perf_counter() - begin > patience:
+        if repeat > 3 and time.perf_counter() - begin > patience:
             break
         for name, run in runs.items():
             start = [clock() for clock in clocks]
@@ -85,7 +85,8 @@ def spread(values: Sequence[float], digits: str = ".2f") -> str:
 
 def milliseconds(seconds: Sequence[float]) -> str:
     """median [lower quartile, upper quartile], in milliseconds"""
-    return spread([1e3 * each for each in seconds], ".3g")
+    values = [1e3 * each for each in seconds]
+    return spread(values, ".3g" if max(values) < 1000 else ".0f")
 
 
 def human(count: int) -> str:
