@@ -41,6 +41,7 @@ ARROWS = {
     "prepare": DOOR | {"arguments"},
     "attention": DOOR | {"arguments", "prepare"},
     "show": PLANNING | {"show"},
+    "trace": DOOR | {"trace", "comm", "prepare", "attention", "show"},  # of show: its colours
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "__main__": {"cli"},
     "__init__": {"layout", "masks", "attention", "prepare", "groups", "config", "sharding"},
@@ -55,6 +56,7 @@ OUTSIDE = {
     "ring": {"torch"},
     "walk": {"torch"},
     "show": {"numpy", "rich", "matplotlib", "PIL"},
+    "trace": {"torch", "matplotlib"},
 }
 
 
