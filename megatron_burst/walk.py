@@ -38,6 +38,7 @@ class Pass:
     program: Sequence[Boundary]
     works: dict[Pair, Any]  # a pair with nothing visible is absent
     kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
+    own_last: Sequence[Boundary] = ()  # the program of groups of heads that end last
 
 
 class _Buffers:
