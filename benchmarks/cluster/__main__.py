@@ -13,6 +13,13 @@ from .enclosure import Unavailable, enclosed
 from .network import Rates
 
 ROOT = Path(__file__).parents[2]
+FULL = {
+    "grids": "2x2,2x4,4x2",
+    "rates": "200M/800M,1G/4G",
+    "heads": "MHA,GQA 4:1",
+    "regimes": "communication,balanced,compute,real",
+    "repeats": 7,
+}
 RESULTS = ROOT / "runs" / "cluster"
 
 
@@ -38,10 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     bench = commands.add_parser("bench", help="measure; the table goes to docs/cluster.md")
     bench.set_defaults(run=_bench)
-    _add_cells(bench, "MHA,GQA 4:1", "communication,balanced,compute")
-    bench.add_argument("--repeats", type=int, default=5, help="runs of each rival (default: 5)")
+    _add_cells(bench, "MHA", "communication,balanced,compute")
+    bench.add_argument("--repeats", type=int, default=3, help="runs of each rival (default: 3)")
     bench.add_argument("--rivals", default="", help="only those whose name contains one of A,B,...")
     bench.add_argument("--out", type=Path, default=RESULTS / "results.json", help="JSON to write")
+    bench.add_argument("--full", action="store_true", help="every cell; takes hours")
     bench.add_argument("--append", action="store_true", help="add to the JSON that is there")
     bench.add_argument("--doc", type=Path, help="also write this Markdown file and a PNG beside it")
     trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
@@ -56,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cells(parser: argparse.ArgumentParser, heads: str, regimes: str) -> None:
-    parser.add_argument("--grids", default="2x4", help="nodes x ranks, comma-separated")
-    parser.add_argument("--rates", default="200M/800M", help="inter/intra bit/s, comma-separated")
+    parser.add_argument("--grids", default="2x2", help="nodes x ranks, comma-separated")
+    parser.add_argument("--rates", default="100M/400M", help="inter/intra bit/s, comma-separated")
     parser.add_argument("--heads", default=heads, help=f"of {', '.join(HEADS)}")
     parser.add_argument(
         "--regimes",
@@ -78,6 +86,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     rivals = [r for r in RIVALS if not wanted or any(word in r.name for word in wanted)]
     if not rivals:
         raise ValueError(f"--rivals {arguments.rivals}: there are {[r.name for r in RIVALS]}")
+    if arguments.full:
+        vars(arguments).update(FULL)
     todo = _cells(arguments)
 
     def inside() -> int:
