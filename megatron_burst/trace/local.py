@@ -51,7 +51,8 @@ class Call:
 
 def run(call: Call, limit: float = 120.0) -> Trace:
     """Start the ranks, run the call twice and trace the second; ValueError if a rank refuses it."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # imports torch once
+    context.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         pipes, processes = [], []
         for rank in range(call.nodes * call.per_node):
