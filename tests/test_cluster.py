@@ -101,7 +101,8 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
     """It checks results and bytes itself and would end with status 1."""
     out, doc = tmp_path / "results.json", tmp_path / "cluster.md"
     done = run(
-        *["bench", "--grids", "2x2", "--tokens", "64", "--rates", "50M/200M", "--regimes", "balanced", "--repeats", "2"],
+        "bench", "--grids", "2x2", "--tokens", "64", "--rates", "50M/200M",
+        "--regimes", "balanced", "--repeats", "2",
         "--rivals", "burst query,ulysses", "--out", str(out), "--doc", str(doc),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
