@@ -9,7 +9,7 @@ MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format gallery mutants bench-accuracy bench-loss bench-masks bench-prepare bench-gpu clean
+.PHONY: help install quickstart test lint format gallery mutants bench-accuracy bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -54,6 +54,9 @@ bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.m
 
 bench-gpu: $(VENV)/.ready-test ## correctness and speed on one GPU (says so and stops where there is none)
 	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)
+
+bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links; ARGS=--help, ARGS=--full
+	@$(PY) -m benchmarks.cluster bench --doc docs/cluster.md $(ARGS)
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -23,7 +23,10 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS = (Command("show", "megatron_burst.show", "draw masks, layouts and schedules"),)
+COMMANDS = (
+    Command("show", "megatron_burst.show", "draw masks, layouts and schedules"),
+    Command("trace", "megatron_burst.trace", "what each rank computes, sends and waits for, when"),
+)
 
 
 class _Parser(argparse.ArgumentParser):

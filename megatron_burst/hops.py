@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 ALGORITHMS = ("burst", "double_ring", "ring", "all_gather")
 SIDES = ("kv", "query")
 ROUTES = ("ring", "direct")
@@ -66,3 +68,16 @@ class Boundary:
     posts: tuple[Hop, ...]  # hops from or to this rank that start here
     release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
     pair: Pair | None
+
+
+class Moves(NamedTuple):
+    """Does a chunk move on? bool [owner, cycle, turn], and [owner, cycle] between nodes.
+
+    Activations move from where they are, gradients after the step there. Where chunks go
+    straight from owner to user (and gradients back) there is only the first kind.
+    """
+
+    intra: np.ndarray
+    inter: np.ndarray | None
+    intra_gradient: np.ndarray
+    inter_gradient: np.ndarray | None

@@ -24,24 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from .hops import ALGORITHMS, SIDES, Boundary, Chunk, Grid, Hop, Pair
-
-
-class _Moves(NamedTuple):
-    """Does a chunk move on? bool [owner, cycle, turn], and [owner, cycle] between nodes.
-
-    Activations move from where they are, gradients after the step there. Where chunks go
-    straight from owner to user (and gradients back) there is only the first kind.
-    """
-
-    intra: np.ndarray
-    inter: np.ndarray | None
-    intra_gradient: np.ndarray
-    inter_gradient: np.ndarray | None
+from .hops import ALGORITHMS, SIDES, Boundary, Chunk, Grid, Hop, Moves, Pair
 
 
 @dataclass(frozen=True)
@@ -108,7 +94,7 @@ class Schedule:
         return awaited
 
     @cached_property
-    def _moves(self) -> _Moves:
+    def _moves(self) -> Moves:
         """Which chunks move on from where they are: `sends` lists it, `hop_counts` counts it.
 
         An activation moves while somebody further along awaits it, a gradient from the first
@@ -118,7 +104,7 @@ class Schedule:
         awaited, wanted = self.awaited, self.wanted
         if self._one_to_one:
             gradient = wanted & (np.arange(self.grid.size) > 0) & self.gradients
-            return _Moves(awaited & (np.arange(self.grid.size) > 0), None, gradient, None)
+            return Moves(awaited & (np.arange(self.grid.size) > 0), None, gradient, None)
         later = np.flip(np.logical_or.accumulate(np.flip(awaited, 2), 2), 2)
         later_cycles = np.flip(
             np.logical_or.accumulate(np.flip(np.logical_or.reduce(awaited, 2), 1), 1), 1
@@ -127,7 +113,7 @@ class Schedule:
         so_far_cycles = (
             np.logical_or.accumulate(np.logical_or.reduce(wanted, 2)[:, 1:], 1) & self.gradients
         )
-        return _Moves(
+        return Moves(
             intra=_padded(later[:, :, 1:], 2, 0),
             inter=_padded(later_cycles[:, 1:], 1, 0),
             intra_gradient=_padded(so_far, 2, 1),
@@ -229,26 +215,39 @@ class Schedule:
         for src in sorted(before - {rank}):
             yield from (hop for hop in self.sends(src) if hop.dst == rank)
 
-    def program(self, rank: int) -> tuple[Boundary, ...]:
-        """The part of `rank`: its boundaries in order, the steps and the draining after them."""
+    def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
+        """The part of `rank`: its boundaries in order, the steps and the draining after them.
+
+        own_last: the pair of the own chunks, which waits for nobody, is not computed at step 0 but
+        while the last gradient hop travels; for groups of heads that follow others.
+        """
         size = self.grid.size
         sends, receives = list(self.sends(rank)), list(self.receives(rank))
         end = max([size, *(hop.land for hop in sends + receives)])
+        own = 0
+        if own_last and self.gradients:
+            own = max([size, *(hop.post for hop in sends if hop.chunk.gradient)])
+            end = max(end, own + 1)
         posts: list[list[Hop]] = [[] for _ in range(end + 1)]
         for hop in sends + receives:
             posts[hop.post].append(hop)
         release: list[list[Chunk]] = [[] for _ in range(end + 1)]
-        for chunk, boundary in self._last_use(rank, sends, receives).items():
+        for chunk, boundary in self._last_use(rank, sends, receives, own).items():
             release[boundary].append(chunk)
         pairs = [self.pair(rank, step) for step in range(size)] + [None] * (end + 1 - size)
+        pairs[0], pairs[own] = (None, pairs[0]) if own else (pairs[0], pairs[0])
         parts = zip(posts, release, pairs, strict=True)
         return tuple(Boundary(i, tuple(p), tuple(r), pair) for i, (p, r, pair) in enumerate(parts))
 
-    def _last_use(self, rank: int, sends: list[Hop], receives: list[Hop]) -> dict[Chunk, int]:
-        """For every travelling chunk this rank holds at some time, when it can be given up."""
+    def _last_use(
+        self, rank: int, sends: list[Hop], receives: list[Hop], own: int
+    ) -> dict[Chunk, int]:
+        """For every travelling chunk this rank holds at some time, when it can be given up; the
+        own one is computed with at step `own`."""
         chunks = {Chunk(self.side, rank), *self.kept_chunks(rank)}
         chunks |= {hop.chunk for hop in receives if not hop.chunk.gradient}
         steps = {Chunk(self.side, self.visitor(rank, s)): s + 1 for s in range(self.grid.size)}
+        steps[Chunk(self.side, rank)] = own + 1
         last_use = {chunk: steps[chunk] for chunk in chunks}
         for hop in sends:
             if not hop.chunk.gradient:

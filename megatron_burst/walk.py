@@ -39,6 +39,7 @@ class Pass:
     works: dict[Pair, Any]  # a pair with nothing visible is absent
     kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
     rows: Sequence[int] = ()  # of each owner's keys, where they differ; empty: all alike
+    own_last: Sequence[Boundary] = ()  # the program of groups of heads that end last
 
 
 class _Buffers:

@@ -110,6 +110,8 @@ MUTANTS = [
            "src % self.intra == dst % self.intra", "link classes are confused"),
     Mutant("schedule.py", 'if self.side == "kv" else Pair(visitor, rank)',
            'if self.side == "kv" else Pair(rank, visitor)', "the query side computes kv pairs"),
+    Mutant("schedule.py", "steps[Chunk(self.side, rank)] = own + 1", "pass",
+           "the own chunk is given up before its pair is computed last"),
     # merge
     Mutant("merge.py", 'lse.masked_fill(lse == float("-inf"), 0.0)', "lse",
            "rows that saw nothing turn into NaN"),

@@ -46,6 +46,7 @@ ARROWS = {
     "attention": DOOR | {"arguments", "prepare", "recompute"},
     "linear_cross_entropy": {"linear_cross_entropy", "agreement", "merge"},
     "show": PLANNING | {"show"},
+    "trace": DOOR | {"trace", "comm", "prepare", "attention", "show"},  # of show: its colours
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "__main__": {"cli"},
     "__init__": {
@@ -73,6 +74,7 @@ OUTSIDE = {
     "ring": {"torch"},
     "walk": {"torch"},
     "show": {"numpy", "rich", "matplotlib", "PIL"},
+    "trace": {"torch", "matplotlib"},
 }
 
 

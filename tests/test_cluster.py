@@ -3,6 +3,7 @@
 Skipped, with the reason, where the machine refuses network namespaces.
 """
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster import document, faults, table
 from benchmarks.cluster.network import Rates
+from benchmarks.cluster.ranks import Answer
 
 ROOT = Path(__file__).parents[1]
 RUN = [sys.executable, "-m", "benchmarks.cluster"]
@@ -21,7 +24,7 @@ RUN = [sys.executable, "-m", "benchmarks.cluster"]
 
 def run(*words, **more):
     return subprocess.run(
-        [*RUN, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, **more
+        [*RUN, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, **more
     )
 
 
@@ -89,3 +92,108 @@ def test_rates_that_mean_nothing_are_refused(text):
 def test_rates_are_read_and_written_alike():
     assert Rates.parse("1G/4G") == Rates(10**9, 4 * 10**9)
     assert str(Rates.parse("200M/1500M")) == "200M/1500M"
+
+
+# --- the benchmark -------------------------------------------------------------------------
+
+
+def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
+    """It checks results and bytes itself and would end with status 1."""
+    out, doc = tmp_path / "results.json", tmp_path / "cluster.md"
+    done = run(
+        "bench", "--grids", "2x2", "--tokens", "64", "--rates", "50M/200M",
+        "--regimes", "balanced", "--repeats", "2",
+        "--rivals", "burst query,ulysses", "--out", str(out), "--doc", str(doc),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = json.loads(out.read_text())["cells"]
+    assert [r["name"] for r in record["rivals"]] == [
+        "burst query", "burst query, 4 head groups", "ulysses",
+    ]  # fmt: skip
+    burst = record["rivals"][0]
+    chunk = 64 * 16 * 64 * 4  # bytes of Q of a rank
+    stats = 2 * 64 * 16 * 4  # lse and delta
+    # each rank: K, V; then Q, dO, lse, delta and dQ; two hops within the node and one between
+    assert burst["bytes"]["inter"]["formula"] == 4 * (5 * chunk + stats)
+    assert burst["bytes"]["intra"]["formula"] == 4 * 2 * (5 * chunk + stats)
+    assert len(burst["seconds"]) == 2
+    assert "| burst query, 4 head groups |" in doc.read_text()
+    assert doc.with_suffix(".png").exists()
+
+
+RECORD = {
+    "cell": {"nodes": 2, "per_node": 2, "heads": "MHA", "rates": "1M/8M", "regime": "balanced",
+             "tokens": 64},
+    "speed": 100.0,
+    "plain": {"intra": [7e6, 8e6, 9e6], "inter": [1e6]},
+    "left out": ["ulysses cannot run here: too few heads"],
+    "rivals": [
+        {"name": "burst query",
+         "seconds": [{"forward": f, "backward": 8.0} for f in (3.0, 2.0, 4.0)],
+         "busiest": {"forward": {"intra": 10**6, "inter": 0},
+                     "backward": {"intra": 0, "inter": 10**6}},
+         "flops": {"forward": 200.0, "backward": 100.0},
+         "bytes": {"intra": {"formula": 100, "kernel": 101},
+                   "inter": {"formula": 0, "kernel": 7}},
+         "error": 0.0},
+    ],
+}  # fmt: skip
+
+
+def test_the_limit_by_hand():
+    """Forward: compute 2 s over intra 8 Mbit at 8 Mbit/s; backward: inter 8 s over compute 1 s."""
+    (row,) = table.rows(RECORD)
+    assert row.limit == 2.0 + 8.0
+    assert (row.low, row.middle, row.high) == (10.5, 11.0, 11.5)
+    assert row.over_limit == pytest.approx(1.1)
+    assert row.sent == {"intra": pytest.approx(0.01)}
+
+
+def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
+    path = tmp_path / "doc.md"
+    path.write_text(f"before\n{document.BEGIN}old{document.END}\nafter\n")
+    results = {"machine": "a machine", "command": "bench", "cells": [RECORD]}
+    for _ in range(2):
+        document.write(results, path)
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert text.count("| burst query | 11.000 (10.500 to 11.500) | 3.000 + 8.000 | 10.000 |") == 1
+    assert "ulysses cannot run here" in text
+    path.write_text("no markers")
+    with pytest.raises(ValueError, match="has text but not the markers"):
+        document.write(results, path)
+
+
+# --- faults --------------------------------------------------------------------------------
+
+
+def test_survivors_of_a_killed_rank_name_it(cluster):
+    done = run("faults", "--only", "burst query, rank killed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "burst query, rank killed: good" in done.stdout
+
+
+GOOD = (
+    "RuntimeError: exchange failed: attention forward, boundary 1, rank 0: kv of rank 0 from rank "
+    "0 to rank 1: sending to rank 1: Connection closed by peer"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        (Answer("failed", GOOD, 2.0), []),
+        (Answer("failed", GOOD, 99.0), ["rank 0 took 98.3 s to notice"]),
+        (Answer("failed", "RuntimeError: boo", 2.0), ["rank 0 does not name the exchange"]),
+        (Answer("hung", "", 30.0), ["rank 0 hung"]),
+        (Answer("died", "", 1.0), ["rank 0 died"]),
+        (Answer("done", {"error": 0.0, "calls": 1}, 1.0), ["rank 0 noticed nothing"]),
+        (Answer("done", {"error": 0.5, "calls": 1}, 1.0), ["noticed nothing", "off by 0.5"]),
+    ],
+)
+def test_what_a_survivor_may_not_do(answer, wrong):
+    found = list(faults._judge(0, answer, faults.FAULTS[1]))
+    assert len(found) == len(wrong)
+    assert all(part in text for part, text in zip(wrong, found, strict=True))

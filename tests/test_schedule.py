@@ -34,10 +34,10 @@ def schedules(grid):
 class Play:
     """All ranks of one schedule, boundary by boundary; any broken rule is an assertion."""
 
-    def __init__(self, schedule):
+    def __init__(self, schedule, own_last=False):
         size = schedule.grid.size
         self.schedule = schedule
-        self.programs = [schedule.program(rank) for rank in range(size)]
+        self.programs = [schedule.program(rank, own_last) for rank in range(size)]
         own = [Chunk(schedule.side, rank) for rank in range(size)]
         self.held = [{own[rank], *schedule.kept_chunks(rank)} for rank in range(size)]
         self.sums = [defaultdict(set) for _ in range(size)]  # gradient -> ranks that added to it
@@ -130,8 +130,8 @@ class Play:
 @pytest.mark.parametrize("grid", GRIDS, ids=GRID_IDS)
 def test_every_pair_once_and_every_gradient_home_from_everyone(grid):
     everyone = set(range(grid.size))
-    for schedule in schedules(grid):
-        play = Play(schedule)
+    for schedule, own_last in product(schedules(grid), (False, True)):
+        play = Play(schedule, own_last)
         assert play.pairs == Counter(Pair(i, j) for i in everyone for j in everyone)
         assert not any(play.held), "a chunk was never given up"
         for rank, sums in enumerate(play.sums):
@@ -229,6 +229,17 @@ def test_rings_carry_only_their_own_members(grid):
                 assert (hop.ring == "flat") == (algorithm == "ring")
 
 
+def test_the_own_pair_may_come_last():
+    """Rank 1 of a ring of four computes its own pair while the last gradient travels (posted at
+    4); rank 1 of 2 x 2 while the other node's share does (posted at 5, after the node's sum)."""
+    pairs = [b.pair for b in backward("ring", Grid(1, 4), "query").program(1, own_last=True)]
+    assert [pair and pair.query for pair in pairs] == [None, 0, 3, 2, 1, None]
+    pairs = [b.pair for b in backward("burst", Grid(2, 2), "query").program(1, own_last=True)]
+    assert [pair and pair.query for pair in pairs] == [None, 0, 3, 2, None, 1, None, None]
+    forward_pairs = [b.pair for b in forward("ring", Grid(1, 4)).program(1, own_last=True)]
+    assert forward_pairs[0] == Pair(1, 1), "no gradient travels: nothing to hide"
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"algorithm must be one of .*double_ring.*got 'rings'"):
         forward("rings", Grid(1, 2))
@@ -256,7 +267,7 @@ def test_only_what_is_visible_is_computed_and_all_of_it(
     visible = random.random((grid.size, grid.size)) < density
     kept = min(kept, grid.size - 1) if side == "kv" else 0
     schedule = backward(algorithm, grid, side, visible=visible, route=route, kept=kept)
-    play = Play(schedule)
+    play = Play(schedule, own_last=bool(random.integers(2)))
     assert play.pairs == Counter(Pair(*pair) for pair in np.argwhere(visible).tolist())
     for owner in range(grid.size):
         users = visible[:, owner] if side == "kv" else visible[owner]

@@ -8,11 +8,18 @@ import os
 import sys
 from pathlib import Path
 
-from .cells import HEADS, REGIMES, RIVALS, cells
+from .cells import HEADS, REGIMES, RIVALS, Cell, cells
 from .enclosure import Unavailable, enclosed
 from .network import Rates
 
 ROOT = Path(__file__).parents[2]
+FULL = {
+    "grids": "2x2,2x4,4x2",
+    "rates": "200M/800M,1G/4G",
+    "heads": "MHA,GQA 4:1",
+    "regimes": "communication,balanced,compute,real",
+    "repeats": 7,
+}
 RESULTS = ROOT / "runs" / "cluster"
 
 
@@ -38,25 +45,31 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     bench = commands.add_parser("bench", help="measure; the table goes to docs/cluster.md")
     bench.set_defaults(run=_bench)
-    _add_cells(bench)
-    bench.add_argument("--repeats", type=int, default=5, help="runs of each rival (default: 5)")
+    _add_cells(bench, "MHA", "communication,balanced,compute")
+    bench.add_argument("--repeats", type=int, default=3, help="runs of each rival (default: 3)")
     bench.add_argument("--rivals", default="", help="only those whose name contains one of A,B,...")
     bench.add_argument("--out", type=Path, default=RESULTS / "results.json", help="JSON to write")
+    bench.add_argument("--full", action="store_true", help="every cell; takes hours")
     bench.add_argument("--append", action="store_true", help="add to the JSON that is there")
     bench.add_argument("--doc", type=Path, help="also write this Markdown file and a PNG beside it")
+    trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
+    trace.set_defaults(run=_trace)
+    _add_cells(trace, "MHA", "balanced")
+    trace.add_argument("--rival", default="burst query", help="default: burst query")
+    trace.add_argument("--out", type=Path, default=RESULTS / "trace.json", help="JSON to write")
     faults = commands.add_parser("faults", help="kill ranks and links; what do survivors say?")
     faults.set_defaults(run=_faults)
     faults.add_argument("--only", default="", help='part of "RIVAL, FAULT"')
     return parser
 
 
-def _add_cells(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--grids", default="2x4", help="nodes x ranks, comma-separated")
-    parser.add_argument("--rates", default="200M/800M", help="inter/intra bit/s, comma-separated")
-    parser.add_argument("--heads", default="MHA,GQA 4:1", help=f"of {', '.join(HEADS)}")
+def _add_cells(parser: argparse.ArgumentParser, heads: str, regimes: str) -> None:
+    parser.add_argument("--grids", default="2x2", help="nodes x ranks, comma-separated")
+    parser.add_argument("--rates", default="100M/400M", help="inter/intra bit/s, comma-separated")
+    parser.add_argument("--heads", default=heads, help=f"of {', '.join(HEADS)}")
     parser.add_argument(
         "--regimes",
-        default="communication,balanced,compute",
+        default=regimes,
         help=f"of {', '.join(REGIMES)} (emulated compute) and real",
     )
     parser.add_argument("--tokens", type=int, default=512, help="per rank (default: 512)")
@@ -73,15 +86,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     rivals = [r for r in RIVALS if not wanted or any(word in r.name for word in wanted)]
     if not rivals:
         raise ValueError(f"--rivals {arguments.rivals}: there are {[r.name for r in RIVALS]}")
-    todo = list(
-        cells(
-            [_grid(text) for text in arguments.grids.split(",")],
-            [Rates.parse(text) for text in arguments.rates.split(",")],
-            _names("--heads", arguments.heads, (*HEADS,)),
-            _names("--regimes", arguments.regimes, (*REGIMES, "real")),
-            arguments.tokens,
-        )
-    )
+    if arguments.full:
+        vars(arguments).update(FULL)
+    todo = _cells(arguments)
 
     def inside() -> int:
         from . import screen
@@ -94,6 +101,38 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         document.write(json.loads(arguments.out.read_text()), arguments.doc)
     return code
+
+
+def _cells(arguments: argparse.Namespace) -> list[Cell]:
+    return list(
+        cells(
+            [_grid(text) for text in arguments.grids.split(",")],
+            [Rates.parse(text) for text in arguments.rates.split(",")],
+            _names("--heads", arguments.heads, (*HEADS,)),
+            _names("--regimes", arguments.regimes, (*REGIMES, "real")),
+            arguments.tokens,
+        )
+    )
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    named = [rival for rival in RIVALS if rival.name == arguments.rival]
+    if not named:
+        raise ValueError(f"--rival {arguments.rival}: there are {[r.name for r in RIVALS]}")
+    cell, *more = _cells(arguments)
+    if more:
+        raise ValueError("a trace is of one cell: give one grid, rate, kind of heads and regime")
+
+    def inside() -> int:
+        from megatron_burst.trace import files
+
+        from . import bench
+
+        files.save(bench.trace_cell(cell, named[0], print), arguments.out)
+        print(f"megatron-burst trace --events {arguments.out} --png FILE")
+        return 0
+
+    return enclosed(inside)
 
 
 def _faults(arguments: argparse.Namespace) -> int:

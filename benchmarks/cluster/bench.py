@@ -13,6 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron_burst.trace.files import Trace
+
 from . import measure
 from .cells import REGIMES, Cell, Rival
 from .measure import Run, Work
@@ -34,9 +36,8 @@ def run_cells(
     for (nodes, per_node, rates), some in groupby(cells, lambda c: (c.nodes, c.per_node, c.rates)):
         network = Network(nodes, per_node, rates)
         with built(network), Ranks(network) as ranks:
-            for (_, tokens), group in groupby(some, lambda c: (c.heads, c.tokens)):
+            for _, group in groupby(some, lambda c: (c.heads, c.tokens)):
                 yield from _one_problem(ranks, list(group), rivals, repeats, say)
-                del tokens
 
 
 @contextmanager
@@ -48,27 +49,61 @@ def built(network: Network) -> Iterator[Network]:
         network.destroy()
 
 
-def _one_problem(
-    ranks: Ranks, cells: list[Cell], rivals: Sequence[Rival], repeats: int, say: Say
-) -> Iterator[Record]:
-    """All regimes of one problem: the plans are made once."""
-    problem = cells[0].problem()
-    works: dict[Rival, list[Work]] = {}
-    left_out: dict[str, str] = {}
+def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
+    """The events of one run of a rival, the second after the warm-up."""
+    network = Network(cell.nodes, cell.per_node, cell.rates)
+    with built(network), Ranks(network) as ranks:
+        works = _prepared(ranks, cell, [rival], say)
+        speed = _speed(cell, works)
+        ranks.run(measure.timed, rival.name, speed)
+        say(f"{rival.name}: traced")
+        answers = ranks.run(measure.trace, rival.name, speed)
+    runs = [run for _, run in answers]
+    _check(rival, _formula(works[rival]), works[rival], runs)
+    marks = [
+        (p, min(run.clock[p][0] for run in runs), max(run.clock[p][1] for run in runs))
+        for p in PASSES
+    ]
+    title = f"{rival.name}, {cell.grid}, {cell.heads}, {cell.rates} bit/s, {cell.regime}"
+    return Trace(title, tuple(event for events, _ in answers for event in events), tuple(marks))
+
+
+def _prepared(
+    ranks: Ranks, cell: Cell, rivals: Sequence[Rival], say: Say
+) -> dict[Rival, list[Work]]:
+    """Every rival warmed up and checked; one that mb.attention refuses here has no works."""
+    problem, works = cell.problem(), {}
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
-        say(f"{cells[0].grid} {cells[0].heads}: the truth, in one process")
+        say(f"{cell.grid} {cell.heads}: the truth, in one process")
         measure.write_problem(problem, ranks.network.size, Path(folder))
         ranks.run(measure.load, problem, Path(folder))
     for rival in rivals:
-        say(f"{cells[0].grid} {cells[0].heads}: {rival.name}, warming up")
+        say(f"{cell.grid} {cell.heads}: {rival.name}, warming up")
         try:
             works[rival] = ranks.run(measure.prepare, rival)
         except RankError as error:
             if "ValueError" not in str(error):
                 raise
-            left_out[rival.name] = _reason(str(error))
+            say(f"{rival.name} cannot run here: {_reason(str(error))}")
+            works[rival] = []
+    return works
+
+
+def _one_problem(
+    ranks: Ranks, cells: list[Cell], rivals: Sequence[Rival], repeats: int, say: Say
+) -> Iterator[Record]:
+    """All regimes of one problem: the plans are made once."""
+    refused: list[str] = []
+
+    def listen(text: str) -> None:
+        if " cannot run here: " in text:
+            refused.append(text)
+        say(text)
+
+    works = _prepared(ranks, cells[0], rivals, listen)
+    works = {rival: some for rival, some in works.items() if some}
     for cell in cells:
-        yield _one_cell(ranks, cell, works, repeats, say) | {"left out": left_out}
+        yield _one_cell(ranks, cell, works, repeats, say) | {"left out": refused}
 
 
 def _one_cell(
@@ -105,7 +140,7 @@ def _transfer(ranks: Ranks) -> dict[str, float]:
 
 def _rival_record(rival: Rival, works: list[Work], done: list[list[Run]]) -> Record:
     """Times of every run, and by pass and link what the busiest rank must send and compute."""
-    wanted = {link: sum(work.bytes[p][link] for work in works for p in PASSES) for link in LINKS}
+    wanted = _formula(works)
     for runs in done:
         _check(rival, wanted, works, runs)
     sent = {link: sum(run.sent[link] for run in done[-1]) for link in LINKS}
@@ -122,6 +157,11 @@ def _rival_record(rival: Rival, works: list[Work], done: list[list[Run]]) -> Rec
         "bytes": {link: {"formula": wanted[link], "kernel": sent[link]} for link in LINKS},
         "error": max(run.error for runs in done for run in runs),
     }
+
+
+def _formula(works: list[Work]) -> dict[str, int]:
+    """Payload bytes of all ranks, by link class."""
+    return {link: sum(work.bytes[p][link] for work in works for p in PASSES) for link in LINKS}
 
 
 def _check(rival: Rival, wanted: dict[str, int], works: list[Work], runs: list[Run]) -> None:

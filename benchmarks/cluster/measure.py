@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.trace.record import Event, traced
 
 from .cells import Problem, Rival
 from .emulated import BACKWARD, EmulatedKernel, Memory, visible
@@ -125,6 +126,15 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
     return Run({"forward": forward, "backward": backward}, sent, counted, error)
 
 
+def trace(state: State, name: str, speed: float | None) -> tuple[list[Event], Run]:
+    """What this rank did in one timed run, and the run."""
+    plan = state["plans"][name]
+    if speed is not None:
+        plan = dataclasses.replace(plan, kernel=_emulated(state, plan, speed or None))
+    plan, events = traced(plan)
+    return events, timed(state, name, speed, plan)
+
+
 def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
     """The largest difference, relative to the largest entry of its tensor."""
     pairs = zip(got, truth, strict=True)
@@ -175,7 +185,7 @@ def _plan(state: State, rival: Rival) -> mb.Plan:
     q, k, v = (x.detach().requires_grad_() for x in state["inputs"][:3])
     return mb.prepare(
         q, k, v, groups=groups, layout="zigzag", algorithm=rival.algorithm, side=rival.side,
-        kernel="aten",
+        kernel="aten", head_groups=rival.head_groups,
     )  # fmt: skip
 
 

@@ -84,6 +84,6 @@ def _table(record: dict) -> Table:
             f"{row.over_limit:.2f}", f"{row.against:.2f}",
             " ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items()),
         )  # fmt: skip
-    for name, reason in record["left out"].items():
-        shown.add_row(name, "-", "", reason)
+    if record["left out"]:
+        shown.caption = "\n".join(record["left out"])
     return shown

@@ -106,6 +106,5 @@ def markdown(record: Record) -> str:
             f"{row.forward:.3f} + {row.backward:.3f} | {row.limit:.3f}{' (links)' * no_limit} | "
             f"{row.over_limit:.2f} | {row.against:.2f} | {bytes_} |"
         )
-    for name, reason in record["left out"].items():
-        lines.append(f"\n{name} cannot run here: {reason}")
+    lines += [f"\n{text}" for text in record["left out"]]
     return "\n".join(lines) + "\n"

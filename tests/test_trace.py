@@ -1,0 +1,116 @@
+"""Traces: what is noted, added up and drawn, and the command that does it."""
+
+import json
+import subprocess
+import sys
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst.cli import main
+from megatron_burst.trace import files, record
+from megatron_burst.trace.record import Event
+
+EVENTS = (
+    Event(0, "intra", "b", 12.0, 13.0),
+    Event(0, "intra", "a", 12.5, 14.0),
+    Event(0, "intra", "z", 10.0, 11.0),
+    Event(0, "compute", "forward", 10.0, 12.0),
+    Event(1, "wait", "a", 11.0, 11.5),
+)
+TRACE = files.Trace("two ranks", EVENTS, (("forward", 10.0, 14.0),))
+
+
+def test_busy_counts_what_overlaps_once():
+    assert (TRACE.begin, TRACE.end, TRACE.ranks) == (10.0, 14.0, [0, 1])
+    assert TRACE.busy(0, "intra") == 3.0  # 10 to 11, and 12 to 14
+    assert TRACE.busy(0, "compute") == 2.0
+    assert TRACE.busy(1, "intra") == 0.0
+
+
+def test_events_survive_the_disk(tmp_path):
+    files.save(TRACE, tmp_path / "new" / "events.json")
+    assert files.load(tmp_path / "new" / "events.json") == TRACE
+
+
+def test_chrome_gets_a_process_per_rank_and_microseconds(tmp_path):
+    files.save_chrome(TRACE, tmp_path / "chrome.json")
+    entries = json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["args"]["name"]) for e in entries if e["ph"] == "M"}
+    assert {(0, "rank 0"), (1, "rank 1"), (0, "compute"), (1, "wait")} <= names
+    (forward,) = [e for e in entries if e["name"] == "forward"]
+    assert (forward["pid"], forward["tid"], forward["ts"], forward["dur"]) == (0, 0, 0.0, 2e6)
+
+
+def test_the_command_draws_events_that_were_kept(tmp_path, capsys):
+    files.save(TRACE, tmp_path / "events.json")
+    words = ["trace", "--events", str(tmp_path / "events.json"), "--png", str(tmp_path / "t.png")]
+    assert main(words) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
+    """Two nodes of one rank: each computes two pairs forward and two backward, and of the three
+    exchanges (keys; keys and their gradients) all cross nodes."""
+    path = tmp_path / "events.json"
+    words = "trace --nodes 2 --ranks-per-node 1 --tokens 32 --heads 2 --kv-heads 2 --width 8"
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_burst", *words.split(), "--side", "kv",
+         "--save-events", str(path)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    trace = files.load(path)
+    assert [name for name, _, _ in trace.marks] == ["forward", "backward"]
+    for rank in (0, 1):
+        streams = [event.stream for event in trace.events if event.rank == rank]
+        counts = {stream: streams.count(stream) for stream in record.STREAMS}
+        assert counts == {"compute": 4, "intra": 0, "inter": 3, "wait": 3}
+    assert all(event.begin <= event.end for event in trace.events)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "say what to write: --png FILE, --chrome FILE or --save-events FILE"),
+        ("--png x.png --nodes 0", "--nodes must be at least 1, got 0"),
+        ("--png x.png --nodes 5 --ranks-per-node 4", "at most 16 processes, got 20"),
+        ("--png x.png --events pyproject.toml", "pyproject.toml holds no trace of megatron-burst"),
+        ("--png x.png --events nowhere.json", "No such file"),
+    ],
+)
+def test_what_the_command_refuses(words, said, capsys):
+    assert main(["trace", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def same_result():
+    """On every rank: does tracing change a bit, and does what it noted fit the counters?"""
+    groups = cases.groups_on_rank(2, 2)
+    torch.manual_seed(dist.get_rank())
+    leaves = [torch.randn(8, 1, 4, 8, requires_grad=True) for _ in "qkv"]
+    plan = mb.prepare(*leaves, groups=groups, head_groups=2)
+    tracing, events = record.traced(plan)
+    results = []
+    for each in (plan, tracing):
+        out = mb.attention(*leaves, plan=each)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    return [torch.equal(x, y) for x, y in zip(*results, strict=True)], len(events)
+
+
+def test_tracing_changes_no_bit(ranks):
+    """Each of two head groups: 4 pairs forward and 4 backward; 3 exchanges forward, 6 backward,
+    each on one link and waited for once."""
+    assert ranks(4).run(same_result) == [([True] * 4, 2 * (8 + 9 + 9))] * 4
+
+
+def test_ranks_without_clocks_of_their_own_are_refused():
+    groups = mb.Groups.in_process(intra=2)
+    x = [torch.zeros(4, 1, 2, 4)] * 2
+    plan = mb.prepare(x, x, x, groups=groups)
+    with pytest.raises(ValueError, match=r"one gloo process per rank.*in_process"):
+        record.traced(plan)
