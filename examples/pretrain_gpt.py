@@ -105,9 +105,7 @@ def forward_step(batches: Iterator[dataset.Batch], model: torch.nn.Module):
         batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
-        loss_mask=batch[
-            "loss_mask"
-        ],  # further heads and a fused loss need it
+        loss_mask=batch["loss_mask"],  # further heads and a fused loss need it
         packed_seq_params=dataset.packed_seq_params(batch),
     )
     return losses, partial(sum_of_losses, batch["loss_mask"])
