@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import session
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from test_parity import TOLERANCE, worst
 
 import megatron_burst as mb
 from megatron_burst.megatron import lm_head
+from megatron_burst.megatron.lazy_logits import LazyLogits
 
 MODES = ["single_pass", "recompute"]
 TP = "--tensor-model-parallel-size 2"
@@ -73,6 +75,16 @@ def test_which_logits_exist(four, common, mode):
         assert found == {"labels": int(mode == "off"), "no labels": 1, "equal": [True, True]}
     for found in four(session.logits_made, [*flags, *MTP.split()]):
         assert found == {"labels": 3 * (mode == "off")}
+
+
+def test_right_predictions_of_further_heads_are_counted_without_logits():
+    stock = lambda *given: "stock"  # noqa: E731
+    counts = lm_head._counting(stock)
+    logits = LazyLogits(None, None, None, None)
+    labels, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 1, 1, 0]])
+    assert counts(logits, labels, mask, None, None) == "stock"  # nothing is known yet
+    logits.argmax = torch.tensor([[1], [9], [3], [4]])
+    assert counts(logits, labels, mask, None, None) == (2, 3)
 
 
 REFUSED = {
