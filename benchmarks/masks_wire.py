@@ -2,8 +2,9 @@
 
 Part of `masks.py`, which calls `measure`. A full-size plan says which route is taken, ring or
 straight from owner to user, and what every rank sends. Then the same grid, mask and layout run
-in this process with every length divided by the same number: hop for hop the same schedule, so
-the bytes its counters counted must be those of the plan divided by that number, rank by rank.
+in this process with every length divided by the same number, and narrower heads: hop for hop the
+same schedule, so what its counters counted must be the bytes of the plan divided by how much
+smaller a shard is, rank by rank.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from megatron_burst.hops import ROUTES
 from megatron_burst.schedule import Schedule
 
 KV_HEADS, WIDTH = 8, 128  # bf16; 8 query heads too: with side kv they do not travel
+SMALL_HEADS, SMALL_WIDTH = 1, 16  # of the run
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def measure(args: argparse.Namespace) -> str:
     """The table of layouts, and whether the counters agree."""
-    window, factor = args.local_tokens // 4, args.local_tokens // args.small
+    window, shrunk = args.local_tokens // 4, args.local_tokens // args.small
+    factor = shrunk * KV_HEADS * WIDTH // (SMALL_HEADS * SMALL_WIDTH)
     rows, wrong = [], []
     with progress("bytes", 2 * len(LAYOUTS)) as step:
         for layout in LAYOUTS:
             step(f"plan of {layout}")
             plan = full_size(args, layout, window)
             step(f"run of {layout}")
-            counted = run(args, layout, window // factor)
+            counted = run(args, layout, window // shrunk)
             for name, passes, sent in zip(("forward", "backward"), plan.schedules, counted,
                                           strict=True):  # fmt: skip
                 planned = traffic(passes, plan.sizes)
@@ -52,8 +55,9 @@ def measure(args: argparse.Namespace) -> str:
         f"Window of {human(window)} over {args.ranks} ranks ({args.ranks // args.per_node} nodes "
         f"of {args.per_node}) x {human(args.local_tokens)} tokens, algorithm burst, bf16, "
         f"{KV_HEADS} key/value heads of width {WIDTH}, side kv, gradients travelling in fp32. "
-        f"*Counters*: the same grid run in one process with every length divided by {factor}; "
-        f"what each rank sent against its bytes in the schedule divided by {factor}."
+        f"*Counters*: the same grid run in one process with every length divided by {shrunk} and "
+        f"{SMALL_HEADS} head of width {SMALL_WIDTH}; what each rank sent against its bytes in the "
+        f"schedule divided by {factor}."
     )
     return f"{head}\n\n{markdown(columns, rows)}"
 
@@ -72,7 +76,7 @@ def full_size(args: argparse.Namespace, layout: str, window: int) -> mb.Plan:
 def run(args: argparse.Namespace, layout: str, window: int) -> list[list[tuple[int, int]]]:
     """(intra, inter) bytes that each rank sent: forward, then backward."""
     groups = mb.Groups.in_process(inter=args.ranks // args.per_node, intra=args.per_node)
-    shape = (args.small, 1, KV_HEADS, WIDTH)
+    shape = (args.small, 1, SMALL_HEADS, SMALL_WIDTH)
     shards = [[torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
                for _ in range(args.ranks)] for _ in range(3)]  # fmt: skip
     mask = mb.masks.Window(window - 1, 0)

@@ -38,23 +38,26 @@ def provenance() -> str:
 
 
 def interleaved(
-    runs: Runs, repeats: int, warm_up: int = 1
+    runs: Runs, repeats: int, patience: float = float("inf")
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each run, wall time and processor time of this thread, without the warm-up.
+    """Seconds of each run, wall time and processor time of this thread, after a warm-up round.
 
     In the order A B C A B C ...: a machine that is busy for a while then slows all of them alike,
     so ratios are taken within a round (`ratio`). Processor time leaves out the turns of other
-    jobs; it is for work that stays in this thread.
+    jobs; it is for work that stays in this thread. After `patience` seconds five rounds do.
     """
     clocks = time.perf_counter, time.thread_time
     wall: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(warm_up + repeats):
+    begin = time.perf_counter()
+    for repeat in range(1 + repeats):
+        if repeat > 5 and time.perf_counter() - begin > patience:
+            break
         for name, run in runs.items():
             start = [clock() for clock in clocks]
             run()
             taken = [clock() - begun for clock, begun in zip(clocks, start, strict=True)]
-            if repeat >= warm_up:
+            if repeat:
                 wall[name].append(taken[0])
                 cpu[name].append(taken[1])
     return wall, cpu

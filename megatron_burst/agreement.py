@@ -18,6 +18,7 @@ import torch
 
 FIELDS = 24
 TEXT = 1024
+LONGEST = 160  # characters of a value that are quoted
 HEADER_BYTES = 8 * FIELDS + TEXT
 
 Facts = dict[str, object]
@@ -65,10 +66,17 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
     bad = isinstance(fact, ValueError)
     texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    texts = texts if bad else [_short(text) for text in texts]
     assert len(digests) < FIELDS, "more facts than fields"
     raw = bytes([bad]).ljust(8, b"\0") + b"".join(digests).ljust(8 * (FIELDS - 1), b"\0")
     raw += "\n".join(texts).encode()[:TEXT].ljust(TEXT, b"\0")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _short(text: str) -> str:
+    """On one line, and of long values both ends, so that one leaves room for the others."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
 
 
 def _unpack(header: torch.Tensor) -> _Header:

@@ -18,7 +18,7 @@ from . import kernels
 from .agreement import Facts
 from .config import NAMES, BurstConfig
 from .groups import Groups
-from .head_parallel import check_heads
+from .head_parallel import Share, check_heads
 from .kernels import Kernel, Scoring
 from .layout import Layout, make
 from .masks import Mask
@@ -61,6 +61,7 @@ class Choices:
     softcap: float | None
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
+    head_groups: int
     needs_grad: NeedsGrad | None
     sink: torch.Tensor | None
 
@@ -77,6 +78,7 @@ class Draft:
     scoring: Scoring
     wire_dtype: torch.dtype
     kv_cache: float
+    head_groups: int
     needs_grad: NeedsGrad
     facts: Facts
 
@@ -87,6 +89,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     _check_shapes(q, k, v)
     _check_device(groups, q)
     _check_algorithm(choices.algorithm, groups, q, k)
+    _check_head_groups(choices.head_groups, groups, k)
     config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
     layout = _layout(choices.layout, groups, q.shape[0])
     if not isinstance(choices.mask, Mask):
@@ -120,6 +123,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "grad_wire_dtype": wire_dtype,
         "kv_cache": choices.kv_cache,
         "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
+        "head_groups": choices.head_groups,
     }
     return Draft(
         tensors=tensors,
@@ -130,6 +134,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         scoring=Scoring(scale, choices.softcap),
         wire_dtype=wire_dtype,
         kv_cache=choices.kv_cache,
+        head_groups=choices.head_groups,
         needs_grad=needs_grad,
         facts=facts,
     )
@@ -163,6 +168,15 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
             "algorithm hybrid needs groups that share heads; make mb.Groups with head=2 or more"
         )
     check_heads(q.shape[2], k.shape[2], head)
+
+
+def _check_head_groups(head_groups: int, groups: Groups, k: torch.Tensor) -> None:
+    mine = Share(k.shape[2], groups.topology.head).each
+    if not isinstance(head_groups, int) or head_groups < 1 or mine % head_groups:
+        raise ValueError(
+            f"head_groups must divide the {mine} key/value heads of a rank's ring, "
+            f"got {head_groups!r}"
+        )
 
 
 def _check_numbers(choices: Choices) -> None:

@@ -8,7 +8,8 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .head_parallel import Share
 from .kernels import Rows
 from .merge import sink_gradient
 from .prepare import Plan, prepare
+from .walk import Pass, lockstep, staggered
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -49,7 +51,9 @@ def attention(
     "query"; kernel: "auto", "aten", "aten_cudnn" or "reference"; softmax_scale: default
     d ** -0.5; softcap: cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None
     for the accumulation dtype; kv_cache: the fraction of visiting keys that forward keeps for
-    backward.
+    backward; head_groups: into how many groups the key/value heads (and their query heads) are
+    cut, whose rings run staggered, so that the last hops of one hide behind the compute of
+    another, at that many times the messages; 1: one ring.
 
     Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer died.
     """
@@ -59,6 +63,7 @@ def attention(
         raise ValueError(f"plan: give a plan or its keywords, not both; got {sorted(choices)}")
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
+    plan.groups.check()
     shards = per_rank(plan.groups, q, k, v)
     if not plan.matches(q, k, v):
         raise ValueError(
@@ -79,7 +84,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         shards = [tuple(t.contiguous() for t in flat[i : i + 3]) for i in range(0, len(flat), 3)]
         walks = [_forward(plan, i, shard, sink) for i, shard in enumerate(shards)]
-        results = ring.lockstep(walks)
+        results = _run(plan, walks)
         ctx.plan, ctx.lengths = plan, [len(saved) for _, saved in results]
         ctx.dtype = flat[0].dtype
         ctx.save_for_backward(sink, *(t for _, saved in results for t in saved))
@@ -95,7 +100,7 @@ class _Attention(torch.autograd.Function):
         for i, (dout, length) in enumerate(zip(douts, ctx.lengths, strict=True)):
             tensors = tuple(next(saved) for _ in range(length))
             walks.append(_backward(plan, i, dout, tensors, sink))
-        results = ring.lockstep(walks)
+        results = _run(plan, walks)
         grads = [grad for result in results for grad in result[:3]]
         needed = zip(grads, ctx.needs_input_grad[2:], strict=True)
         inputs = [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
@@ -103,6 +108,17 @@ class _Attention(torch.autograd.Function):
         if sink is not None and ctx.needs_input_grad[1]:
             dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
         return None, dsink, *inputs
+
+
+def _run(plan: Plan, walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
+    """The results of all local ranks. Precision is the plan's business and not autocast's."""
+    _, _, device = plan.signature[0]
+    try:
+        with torch.autocast(torch.device(device).type, enabled=False):
+            return lockstep(walks)
+    except BaseException as error:
+        plan.groups.fail(error)
+        raise
 
 
 def _forward(
@@ -115,11 +131,15 @@ def _forward(
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
         q, k, v = yield from head_parallel.scatter(member.head, links, shard, label)
-    mine = None if sink is None else sink[Share(heads, len(links)).of(member.head.rank)]
-    out, lse, kept = yield from ring.forward(
-        run, member.ring, plan.kernel, q, (k, v), plan.scoring, mine
-    )
-    saved = (q, k, v, out, lse, *(t for keys in kept for t in keys))
+    share = Share(heads, len(links)).of(member.head.rank)
+    walks = [
+        ring.forward(part, member.ring, plan.kernel, q[:, :, h], (k[:, :, n], v[:, :, n]),
+                     plan.scoring, None if sink is None else sink[share][h])
+        for part, h, n in _head_groups(plan, run, q, k)
+    ]  # fmt: skip
+    outs, lses, kept = zip(*(yield from staggered(walks)), strict=True)
+    out, lse = _joined(outs), _joined(lses)
+    saved = (q, k, v, out, lse, *(t for some in kept for keys in some for t in keys))
     if len(links) > 1:
         (out,) = yield from head_parallel.gather(member.head, links, [out], [heads], label)
         assert out is not None
@@ -137,17 +157,17 @@ def _backward(
     if len(links) > 1:
         (dout,) = yield from head_parallel.scatter(member.head, links, [dout], label)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-    grads = yield from ring.backward(
-        run,
-        member.ring,
-        plan.kernel,
-        Rows(q, dout.contiguous(), lse, delta, out),
-        (k, v),
-        list(zip(kept[::2], kept[1::2], strict=True)),
-        plan.scoring,
-        plan.wire_dtype,
-        plan.needs_grad,
-    )
+    rows = q, dout.contiguous(), lse, delta, out
+    keys = list(zip(kept[::2], kept[1::2], strict=True))
+    each = len(run.kept)
+    walks = [
+        ring.backward(part, member.ring, plan.kernel, Rows(*(x[:, :, h] for x in rows)),
+                      (k[:, :, n], v[:, :, n]), keys[i * each : (i + 1) * each], plan.scoring,
+                      plan.wire_dtype, plan.needs_grad)
+        for i, (part, h, n) in enumerate(_head_groups(plan, run, q, k))
+    ]  # fmt: skip
+    parts = yield from staggered(walks)
+    grads = [None if None in g else _joined(g) for g in zip(*parts, strict=True)]
     if len(links) > 1:
         kv_heads = plan.signature[1][0][2]
         counts = (heads, kv_heads, kv_heads)
@@ -159,3 +179,20 @@ def _backward(
         dsink = torch.zeros(heads, dtype=lse.dtype, device=lse.device)
         dsink[share] = sink_gradient(sink[share], lse, delta)
     return *grads, dsink
+
+
+def _head_groups(
+    plan: Plan, run: Pass, q: torch.Tensor, k: torch.Tensor
+) -> Iterator[tuple[Pass, slice, slice]]:
+    """The pass of each group of heads, and which heads of q and of k are in it."""
+    count = plan.head_groups
+    heads, kv_heads = q.shape[2] // count, k.shape[2] // count
+    for i in range(count):
+        mine, keys = (slice(i * n, (i + 1) * n) for n in (heads, kv_heads))
+        name = run.name if count == 1 else f"{run.name}, heads {mine.start} to {mine.stop - 1}"
+        yield replace(run, name=name), mine, keys
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The heads of all groups side by side."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)

@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from . import parcels
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -28,18 +30,27 @@ class Channel(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Contiguous tensors for member `peer` of the ring, over `link` ("intra" or "inter")."""
+    """Contiguous tensors for member `peer` of the ring, over `link` ("intra" or "inter").
+
+    flat: the buffer of a sealed parcel that holds all of them, to be sent as one message.
+    """
 
     peer: int
     link: str
     tensors: Tensors
+    flat: torch.Tensor | None = None
 
 
 class Receive(NamedTuple):
-    """Contiguous tensors to be filled from member `peer` of the ring."""
+    """Contiguous tensors to be filled from member `peer` of the ring.
+
+    flat: the buffer of the parcel that holds them; name: the one its seal must bear.
+    """
 
     peer: int
     tensors: Tensors
+    flat: torch.Tensor | None = None
+    name: int = 0
 
 
 class Pending(Protocol):
@@ -86,14 +97,22 @@ class _Works:
     """Only `wait` tells: with gloo `is_completed` may stay False for good."""
 
     works: list[dist.Work]
+    words: Sequence[str]  # what each work does, "receiving from rank 3"
+    receives: Sequence[Receive]
     label: str
 
     def wait(self) -> None:
-        for work in self.works:
+        for work, words in zip(self.works, self.words, strict=True):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RuntimeError(f"exchange failed: {self.label}: {error}") from error
+                raise _failed(self.label, f"{words}: {error}") from error
+        for receive in self.receives:
+            complaint = None
+            if receive.flat is not None:
+                complaint = parcels.broken(receive.flat, receive.name)
+            if complaint:
+                raise _failed(self.label, f"from member {receive.peer} of the ring: {complaint}")
 
 
 @dataclass
@@ -109,17 +128,31 @@ class ProcessEndpoint:
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
     ) -> Pending:
         group = self.channels[channel]
-        ops = [
-            dist.P2POp(call, tensor, self.ranks[message.peer], group)
-            for call, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for message in messages
-            for tensor in message.tensors
-        ]
+        ops, words = [], []
+        for call, does, messages in (
+            (dist.irecv, "receiving from", receives),
+            (dist.isend, "sending to", sends),
+        ):
+            for message in messages:
+                peer = self.ranks[message.peer]
+                for tensor in message.tensors if message.flat is None else [message.flat]:
+                    ops.append(dist.P2POp(call, tensor, peer, group))
+                    words.append(f"{does} rank {peer}")
+        for receive in receives:
+            if receive.flat is not None:
+                parcels.unseal_(receive.flat)
         self.counters.add(sends)
         try:
-            return _Works(dist.batch_isend_irecv(ops), label)
+            works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise RuntimeError(f"exchange failed: {label}: {error}") from error
+            raise _failed(label, f"{', '.join(words)}: {error}") from error
+        if len(works) != len(ops):  # NCCL makes one work of all
+            words = [", ".join(words)] * len(works)
+        return _Works(works, words, receives, label)
+
+
+def _failed(label: str, reason: str) -> RuntimeError:
+    return RuntimeError(f"exchange failed: {label}: {reason}")
 
 
 # --- in one process ------------------------------------------------------------------------
@@ -141,7 +174,7 @@ class Mail:
             return
         if self.source is None or self.target is None:
             raise RuntimeError(f"deadlock: exchange has only one end: {self.label}")
-        if [t._version for t in self.source] != self.versions:
+        if _versions(self.source) != self.versions:
             raise RuntimeError(f"overwritten while in flight: {self.label}")
         for target, source in zip(self.target, self.source, strict=True):
             if target.shape != source.shape or target.dtype != source.dtype:
@@ -176,7 +209,7 @@ class LocalEndpoint:
             mail = self._mail(
                 (channel, self.ranks[self.rank], self.ranks[send.peer]), "source", label
             )
-            mail.source, mail.versions = send.tensors, [t._version for t in send.tensors]
+            mail.source, mail.versions = send.tensors, _versions(send.tensors)
             mails.append(mail)
         for receive in receives:
             mail = self._mail(
@@ -194,3 +227,8 @@ class LocalEndpoint:
             return box.popleft()
         box.append(Mail(label))
         return box[-1]
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    """How often each was written to; tensors of inference mode do not count."""
+    return [0 if t.is_inference() else t._version for t in tensors]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .comm import Channel, Counters, Endpoint, LocalEndpoint, Mail, ProcessEndpoint
+from .introduction import agreed, introduce, process_group
 from .topology import Topology
 
 
@@ -58,6 +59,8 @@ class Groups:
     local_ranks: tuple[int, ...]
     backend: str
     members: list[Member]
+    _boxes: dict[tuple[Channel, int, int], deque[Mail]] | None = None  # of `in_process`
+    _failure: str | None = None
 
     def __init__(
         self,
@@ -67,19 +70,19 @@ class Groups:
         head: int = 1,
         placement: str = "head_first",
     ):
-        mine = dist.get_process_group_ranks(intra), _group_counts(intra)
-        rows: list[tuple[list[int], list[int]]] = [mine] * inter.size()
-        dist.all_gather_object(rows, mine, group=inter)
-        if len({len(row) for row, _ in rows}) != 1:
+        node = introduce(intra, f"head={head}, placement={placement!r}")
+        nodes = [node] * process_group(inter).size()
+        dist.all_gather_object(nodes, node, group=inter)
+        if len({len(node) for node in nodes}) != 1:
+            rows = [[one.rank for one in node] for node in nodes]
             raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
-        ranks = [rank for row, _ in rows for rank in row]
-        _check_group_counts([count for _, counts in rows for count in counts])
-        self._connect(ranks, Topology(len(ranks), len(mine[0]), head, placement), intra)
+        ranks = agreed([one for node in nodes for one in node])
+        self._connect(ranks, Topology(len(ranks), len(node), head, placement), intra)
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup, *, head: int = 1) -> Groups:
         """All ranks of `group` as one node."""
-        return cls.from_topology(group, intra=group.size(), head=head)
+        return cls.from_topology(group, intra=process_group(group).size(), head=head)
 
     @classmethod
     def from_topology(
@@ -91,8 +94,8 @@ class Groups:
         placement: str = "head_first",
     ) -> Groups:
         """`intra` consecutive ranks of `group` form a node; `head`, `placement`: see Topology."""
-        ranks = dist.get_process_group_ranks(group)
-        _check_group_counts(_group_counts(group))
+        asked = f"intra={intra!r}, head={head!r}, placement={placement!r}"
+        ranks = agreed(introduce(group, asked))
         self = cls.__new__(cls)
         self._connect(ranks, Topology(len(ranks), intra, head, placement), group)
         return self
@@ -102,7 +105,7 @@ class Groups:
         cls, group: dist.ProcessGroup, *, head: int = 1, placement: str = "head_first"
     ) -> Groups:
         """Ranks of `group` that share a host name form a node (a collective over `group`)."""
-        hosts: list[str] = [""] * group.size()
+        hosts: list[str] = [""] * process_group(group).size()
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         intra = hosts.count(hosts[0])
         starts = hosts[::intra]
@@ -119,13 +122,13 @@ class Groups:
     ) -> Groups:
         """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
 
-        For tests, and to check the numerics of a large grid on one device.
+        For tests, and to check the numerics of a large grid on one device; one call at a time.
         """
         self = cls.__new__(cls)
         self.topology = topology = Topology(inter * intra, intra, head, placement)
         self.local_ranks = tuple(range(topology.size))
         self.backend = "in_process"
-        boxes: dict[tuple[Channel, int, int], deque[Mail]] = {}
+        self._boxes = boxes = {}
 
         def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
             return LocalEndpoint(members.index(rank), members, boxes, counters)
@@ -160,6 +163,25 @@ class Groups:
         except RuntimeError as error:
             raise RuntimeError(f"exchange failed: header of attention: {error}") from error
         return gathered
+
+    def fail(self, error: BaseException) -> None:
+        """A call on these groups ended half-way: what is under way must not reach the next one.
+
+        In one process it is thrown away. Between processes nobody knows how far the others are,
+        so `check` refuses from now on.
+        """
+        if self._boxes is not None:
+            self._boxes.clear()
+        elif self.size > 1:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def check(self) -> None:
+        """Raise ValueError if a call on these groups has failed half-way."""
+        if self._failure is not None:
+            raise ValueError(
+                f"groups: an earlier call on them failed half-way ({self._failure:.200}), so the "
+                "ranks may be out of step; make new mb.Groups on every rank, or start again"
+            )
 
     def __deepcopy__(self, memo: object) -> Groups:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
@@ -239,20 +261,3 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 def _device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-
-def _group_counts(group: dist.ProcessGroup) -> list[int]:
-    """In how many process groups each rank of `group` is."""
-    counts = [0] * group.size()
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
-    return counts
-
-
-def _check_group_counts(counts: list[int]) -> None:
-    """torch names a locally made group after the number of groups a rank is in; if that number
-    differs between the ranks they would wait for each other until the timeout."""
-    if len(set(counts)) != 1:
-        raise ValueError(
-            f"the ranks of this grid are in different numbers of process groups ({counts}); "
-            "make mb.Groups before making groups that only some of these ranks belong to"
-        )

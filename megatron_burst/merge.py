@@ -35,20 +35,24 @@ def merge_(
     lower precision than the accumulators.
     """
     total = torch.logaddexp(lse, lse_new.to(lse.dtype))
-    # Where neither side saw anything total is -inf, and -inf - -inf would be NaN.
-    base = total.masked_fill(total == float("-inf"), 0.0)
+    base = _finite(total)
     out.mul_(torch.exp(lse - base).unsqueeze(-1))
     out.addcmul_(out_new.to(out.dtype), torch.exp(lse_new - base).unsqueeze(-1))
     lse.copy_(total)
 
 
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """`lse` to subtract: 0 in rows that saw nothing, where -inf - -inf would be NaN."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
 def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
     """Let every row of (out, lse) also see a logit `sink` [h] that has no value, in place."""
     total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
-    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    out.mul_(torch.exp(lse - _finite(total)).unsqueeze(-1))
     lse.copy_(total)
 
 
 def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Gradient [h] of `sink` from the rows of this rank; lse (sink included), delta [s, b, h]."""
-    return -(torch.exp(sink.to(lse.dtype) - lse) * delta).sum(dim=(0, 1))
+    return -(torch.exp(sink.to(lse.dtype) - _finite(lse)) * delta).sum(dim=(0, 1))

@@ -24,8 +24,8 @@ from .kernels import Kernel, Scoring
 from .layout import Layout, Span
 from .masks import Causal, Cover, Mask
 from .merge import accumulation_dtype
-from .ring import Pass
 from .schedule import Schedule
+from .walk import Pass
 
 # The ring that head-parallel algorithms run inside their head groups.
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
@@ -46,6 +46,7 @@ class Plan:
     signature: Signature
     sizes: cost.Sizes
     schedules: tuple[Schedule, Schedule]  # forward and backward
+    head_groups: int
     forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
     backwards: tuple[Pass, ...]
 
@@ -98,6 +99,7 @@ class Plan:
                 *(f"{name} sent {s.route}ly" for name, s in zip(("forward", "backward"),
                   self.schedules, strict=True) if s.route == "direct"),
                 f"side {self.side}",
+                *[f"{self.head_groups} groups of heads"] * (self.head_groups > 1),
                 f"layout {self.layout.name}",
                 f"kernel {self.kernel.name}",
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
@@ -122,6 +124,7 @@ def prepare(
     softcap: float | None = None,
     grad_wire_dtype: torch.dtype | None = None,
     kv_cache: float = 0.0,
+    head_groups: int = 1,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
 ) -> Plan:
@@ -137,9 +140,9 @@ def prepare(
     """
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
-        softcap, grad_wire_dtype, kv_cache, needs_grad, sink,
+        softcap, grad_wire_dtype, kv_cache, head_groups, needs_grad, sink,
     )  # fmt: skip
-    shards = _attempt(lambda: per_rank(groups, q, k, v))
+    shards = _attempt(lambda: groups.check() or per_rank(groups, q, k, v))
     if isinstance(shards, ValueError):
         drafts: list[Draft | ValueError] = [shards] * len(groups.local_ranks)
     else:
@@ -195,6 +198,7 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
         signature=signature(*draft.tensors),
         sizes=sizes,
         schedules=(there, back),
+        head_groups=draft.head_groups,
         forwards=tuple(forward for forward, _ in passes),
         backwards=tuple(backward for _, backward in passes),
     )

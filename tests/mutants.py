@@ -75,6 +75,10 @@ MUTANTS = [
            "rows above the triangle are computed"),
     Mutant("tiles.py", "min(end, columns - right)", "min(end, columns - right + 1)",
            "a triangle reaches past its last column"),
+    Mutant("tiles.py", "stop = min(rows, left + 1, columns", "stop = min(rows, left + 2, columns",
+           "a staircase reaches past the left edge of a window"),
+    Mutant("tiles.py", "yield _Part((middle, end), (begin + right, middle + right))",
+           "yield _Part((middle, end), (begin, middle))", "the squares of a triangle are shifted"),
     Mutant("tiles.py", "first.stop == second.start", "True",
            "rectangles that do not touch are joined"),
     Mutant("tiles.py", "for first in range(min(every, length))", "for first in range(1)",
@@ -107,7 +111,7 @@ MUTANTS = [
     Mutant("schedule.py", 'if self.side == "kv" else Pair(visitor, rank)',
            'if self.side == "kv" else Pair(rank, visitor)', "the query side computes kv pairs"),
     # merge
-    Mutant("merge.py", 'total.masked_fill(total == float("-inf"), 0.0)', "total",
+    Mutant("merge.py", 'lse.masked_fill(lse == float("-inf"), 0.0)', "lse",
            "rows that saw nothing turn into NaN"),
     Mutant("merge.py", "torch.logaddexp(lse, lse_new.to(lse.dtype))",
            "torch.log(torch.exp(lse) + torch.exp(lse_new.to(lse.dtype)))",
@@ -119,17 +123,20 @@ MUTANTS = [
     Mutant("merge.py", "torch.float64 if dtype == torch.float64 else torch.float32", "dtype",
            "bf16 is summed in bf16"),
     # ring
-    Mutant("ring.py", "t.zero_()", "pass", "gradient sums start with what a buffer held"),
-    Mutant("ring.py", "leaving.append((kind, tensors))", "self.buffers.give(kind, tensors)",
+    Mutant("walk.py", "t.zero_()", "pass", "gradient sums start with what a buffer held"),
+    Mutant("walk.py", "leaving.append((kind, parcel))", "self.buffers.give(kind, parcel)",
            "a gradient buffer is reused while it is in flight"),
-    Mutant("ring.py", "if chunk.owner != self.endpoint.rank:", "if True:",
+    Mutant("walk.py", "if parcel.flat is not None:  #", "if True:  #",
            "the caller's own tensors become receive buffers"),
-    Mutant("ring.py", "Channel(hop.ring, hop.chunk.gradient)", "Channel(hop.ring, False)",
+    Mutant("walk.py", "Channel(hop.ring, hop.chunk.gradient)", "Channel(hop.ring, False)",
            "gradients and activations share a communicator"),
-    Mutant("ring.py", "self.wire_dtype = wire or self.total_dtype",
+    Mutant("walk.py", "self.wire_dtype = wire or self.total_dtype",
            "self.wire_dtype = self.total_dtype", "grad_wire_dtype is ignored"),
     Mutant("ring.py", "out = rows.out if pair.query == me else None", "out = rows.out",
            "visiting queries are given the output of the local ones"),
+    Mutant("attention.py", "slice(i * n, (i + 1) * n) for n in (heads, kv_heads)",
+           "slice(i * n, (i + 1) * n) for n in (heads, heads)",
+           "a group of query heads meets another group's keys"),
     # kernels
     Mutant("kernels/aten.py", "m = wide.abs().amax(dim=-1, keepdim=True)",
            "m = torch.ones_like(wide[..., :1])", "the stand-in of tiny gradients underflows"),
@@ -144,7 +151,7 @@ MUTANTS = [
     Mutant("kernels/reference.py", "ds = ds * (1 -", "ds = ds * (0.5 -",
            "the gradient of softcap is wrong"),
     # sinks, head parallelism
-    Mutant("merge.py", "out.mul_(torch.exp(lse - total).unsqueeze(-1))", "pass",
+    Mutant("merge.py", "out.mul_(torch.exp(lse - _finite(total)).unsqueeze(-1))", "pass",
            "a sink takes no weight from the values"),
     Mutant("merge.py", "return -(torch.exp(sink", "return (torch.exp(sink",
            "the gradient of a sink has the wrong sign"),
@@ -162,6 +169,11 @@ MUTANTS = [
     Mutant("cost.py", "stats = 2 * self.tokens", "stats = self.tokens",
            "one of lse and delta is not counted"),
     Mutant("cost.py", "return min(SIDES", "return max(SIDES", "auto takes the dearer side"),
+    Mutant("cost.py", 'side = "kv" if kept else', "side =",
+           "auto gives up the keys that were kept"),
+    Mutant("cost.py", "for rank in topology.head_group(member)", "for rank in [member]",
+           "ranks that share heads are counted with a part of their rows"),
+    Mutant("groups.py", "self._boxes.clear()", "pass", "a failed call's messages stay"),
     Mutant("comm.py", "t.numel() * t.element_size()", "t.numel()", "elements pass for bytes"),
 ]  # fmt: skip
 
@@ -184,9 +196,21 @@ def planted(mutant, folder):
 def tests_for(mutant):
     """The quick tests, those of the mutated file first: most mutants do not live long."""
     stem = Path(mutant.file).stem if mutant else ""
-    near = {"sharding": "layout", "ring": "edges", "comm": "edges", "aten": "kernels"}
+    near = {
+        "sharding": "layout",
+        "ring": "edges",
+        "comm": "edges",
+        "groups": "edges",
+        "aten": "kernels",
+    }
     near |= {"positions": "masks", "tables": "masks", "base": "masks", "hops": "schedule"}
-    near |= {"head_parallel": "every", "topology": "every", "reference": "kernels"}
+    near |= {
+        "walk": "edges",
+        "attention": "every",
+        "head_parallel": "every",
+        "topology": "every",
+        "reference": "kernels",
+    }
     first = near.get(stem, stem)
     return [f"tests/test_{name}.py" for name in sorted(QUICK, key=lambda name: name != first)]
 

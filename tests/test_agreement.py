@@ -67,6 +67,26 @@ def test_texts_longer_than_a_header_are_cut_not_compared(length):
         everyone(long, {**long, "first": "x" * (length - 1) + "y"})
 
 
+def test_a_long_value_does_not_crowd_out_the_others():
+    """A mask of a thousand documents is a long text; what comes after it is still quoted."""
+    facts = {"mask": "x" * 5000, "softcap": None}
+    with pytest.raises(ValueError, match=r"rank 0 has softcap None, rank 1 has softcap 0.5;"):
+        everyone(facts, {**facts, "softcap": 0.5})
+    with pytest.raises(ValueError, match=r"mask 'x+\.\.\.x+', rank 1 has mask 'x+\.\.\.x*y'"):
+        everyone(facts, {**facts, "mask": "x" * 4999 + "y"})
+
+
+def test_a_value_of_several_lines_is_one_value():
+    facts = {"mask": Lines(), "softcap": None}
+    with pytest.raises(ValueError, match=r"rank 0 has softcap None, rank 1 has softcap 0.5;"):
+        everyone(facts, {**facts, "softcap": 0.5})
+
+
+class Lines:
+    def __repr__(self):
+        return "[[1, 0],\n [1, 1]]"
+
+
 def test_a_long_error_with_letters_of_several_bytes_survives():
     with pytest.raises(ValueError, match=r"^é+$"):
         everyone(ValueError("é" * 4000))

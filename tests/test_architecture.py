@@ -16,7 +16,8 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 # component -> components of the package that it may import; nothing else. `kernels` is one
 # component, so is `megatron`. A new file has to be entered here: that is the point.
 PLANNING = {"layout", "masks", "hops", "schedule", "tiles", "topology", "cost"}
-DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "ring", "head_parallel"}
+DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "walk", "ring"}
+DOOR |= {"head_parallel"}
 ARROWS = {
     "layout": set(),
     "masks": {"masks", "layout"},
@@ -27,12 +28,15 @@ ARROWS = {
     "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
     "config": {"layout", "hops", "topology"},
     "merge": set(),
-    "comm": set(),
+    "parcels": set(),
+    "comm": {"parcels"},
     "agreement": set(),
     "sharding": {"layout"},
-    "groups": {"comm", "topology"},
+    "introduction": set(),
+    "groups": {"comm", "topology", "introduction"},
     "kernels": {"kernels", "layout", "masks", "tiles"},
-    "ring": {"hops", "comm", "merge", "kernels"},
+    "walk": {"hops", "comm", "parcels", "merge"},
+    "ring": {"hops", "comm", "walk", "merge", "kernels"},
     "head_parallel": {"comm"},
     "arguments": DOOR,
     "prepare": DOOR | {"arguments"},
@@ -56,10 +60,13 @@ NO_TORCH = PLANNING | {"config", "cli", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "comm": {"torch"},
+    "parcels": {"torch"},
     "groups": {"torch"},
+    "introduction": {"torch"},
     "linear_cross_entropy": {"torch", "triton"},
     "merge": {"torch"},
     "ring": {"torch"},
+    "walk": {"torch"},
     "show": {"numpy", "rich", "matplotlib", "PIL"},
 }
 

@@ -56,6 +56,25 @@ def test_same_bits_every_time_and_on_every_transport(ranks, dtype, kernel, algor
     assert ranks(4).run(same_bits, case) == [[True] * 4] * 4
 
 
+def grouped(case):
+    """What is wrong on this rank when the heads go round in two and in four groups."""
+    faults = []
+    for number in (2, 4):
+        got, counters = cases.run_on_rank(case, head_groups=number)
+        faults += cases.judge(case, dist.get_rank(), got, counters)
+    return faults
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize("algorithm", cases.ALGORITHMS)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_groups_of_heads_are_exact_and_send_no_more(ranks, mask, algorithm, side):
+    """Rows that see nothing in a step, chunks that are not sent: programs differ by rank."""
+    problem = cases.Problem(mask, (8, 4), 2, (5, 3), 24)
+    case = cases.Case(2, 2, algorithm, "contiguous", side, "aten", problem)
+    cases.assert_none(ranks(4).run(grouped, case))
+
+
 def pipeline(order):
     """Three micro-batches forward, then backward in `order`, on one plan; and each on its own."""
     groups = cases.groups_on_rank(2, 2)

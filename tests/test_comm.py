@@ -6,6 +6,7 @@ it travels, an exchange with one end, a message of another size.
 
 import copy
 import pickle
+import re
 import socket
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst import parcels
 from megatron_burst.comm import Channel, Counters, Receive, Send
 
 FLAT = Channel("flat", False)
@@ -225,9 +227,94 @@ def handed_to_torch():
         mb.attention(*qkv, groups=groups, side="query").sum().backward()
     finally:
         dist.batch_isend_irecv = real
-    return groups.counters.intra + groups.counters.inter, sum(sent)
+    return groups.counters.intra + groups.counters.inter, sum(sent), len(sent)
 
 
 def test_counters_count_what_torch_is_asked_to_send(ranks):
-    for counted, sent in ranks(4).run(handed_to_torch):
-        assert counted == sent > 0
+    """One message per hop: 3 forward, 3 of activations and 3 of gradients backward; each bears a
+    seal of 16 bytes, which is no payload."""
+    for counted, sent, messages in ranks(4).run(handed_to_torch):
+        assert messages == 9
+        assert counted == sent - 16 * messages > 0
+
+
+def refused_grid(arguments):
+    """The message on this rank of a grid asked for with `arguments`, by rank."""
+    mine = arguments[dist.get_rank()]
+    return refusal(lambda: mb.Groups.from_topology(dist.group.WORLD, **mine))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"intra": 4}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=4"),
+        ({"intra": 3}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=3"),
+        ({"intra": 2, "head": 2}, "ranks disagree: .*head=1.* rank 1 for .*head=2"),
+        ({"intra": 2, "placement": "context_first"}, "ranks disagree: .*'context_first'"),
+        ({"intra": 2, "placement": "nowhere"}, "ranks disagree: .*'nowhere'"),
+    ],
+)
+def test_ranks_that_ask_for_different_grids_are_told_so(ranks, odd, words):
+    """They would wait for each other's groups, or exchange on rings that do not match."""
+    arguments = [{"intra": 2}, odd, {"intra": 2}, {"intra": 2}]
+    messages = ranks(4).run(refused_grid, arguments)
+    assert len(set(messages)) == 1
+    assert re.search(words, messages[0]), messages
+
+
+def test_a_group_that_is_none_is_refused():
+    """As torch.distributed.group.WORLD is before init_process_group."""
+    for make in (
+        lambda: mb.Groups.flat(None),
+        lambda: mb.Groups.from_topology(None, intra=2),
+        lambda: mb.Groups.by_host(None),
+        lambda: mb.Groups(intra=None, inter=None),
+    ):
+        with pytest.raises(ValueError, match=r"group .*init_process_group before, got None"):
+            make()
+
+
+# --- parcels -------------------------------------------------------------------------------
+
+
+def test_a_parcel_keeps_tensors_of_any_dtype_aligned():
+    tensors = [torch.arange(3.0), torch.arange(5).bfloat16().view(5, 1), torch.arange(2.0).double()]
+    parcel = parcels.pack(tensors, 7)
+    assert all(torch.equal(x, y) for x, y in zip(parcel.tensors, tensors, strict=True))
+    assert [(t.data_ptr() - parcel.flat.data_ptr()) % 16 for t in parcel.tensors] == [0, 0, 0]
+    assert parcel.flat.numel() == 3 * 16 + 16  # 12, 10 and 16 bytes, each rounded up, and the seal
+    assert parcels.broken(parcel.flat, 7) is None
+    assert "not the message of 64 bytes that was expected" in parcels.broken(parcel.flat, 8)
+
+
+def short_message(sent, received, names):
+    """Rank 0 sends a parcel of `sent` elements, rank 1 expects `received`: what it raises."""
+    me, groups = dist.get_rank(), mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    endpoint = groups.members[0].ring
+    if me == 0:
+        parcel = parcels.pack([torch.ones(sent)], names[0])
+        pending = endpoint.exchange(FLAT, [Send(1, "intra", *parcel[::-1])], [], "keys")
+    else:
+        tensors = parcels.make([(torch.Size([received]), torch.float32)], torch.device("cpu"))
+        parcels.seal_(tensors, names[1])  # what the memory held before must not pass for a seal
+        receive = Receive(0, tensors.tensors, tensors.flat, names[1])
+        pending = endpoint.exchange(FLAT, [], [receive], "keys")
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("sent", "received", "names"), [(1000, 2000, (1, 1)), (8, 8, (1, 2))])
+def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, names):
+    size = -(-4 * received // 16) * 16 + 16
+    assert ranks(2).run(short_message, sent, received, names) == [
+        None,
+        f"exchange failed: keys: from member 0 of the ring: what arrived is not the message of "
+        f"{size} bytes that was expected; the ranks do not run the same plan in the same order",
+    ]
+
+
+def test_a_message_of_the_expected_size_and_name_passes(ranks):
+    assert ranks(2).run(short_message, 5, 5, (3, 3)) == [None, None]

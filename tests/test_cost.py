@@ -20,9 +20,13 @@ from megatron_burst.cost import (
     visible_pairs,
     work,
 )
+from megatron_burst.cost import (
+    backward_schedule as backward_schedule_of,
+)
 from megatron_burst.hops import Chunk, Grid
 from megatron_burst.layout import Span
 from megatron_burst.schedule import SIDES
+from megatron_burst.topology import Topology
 
 ALGORITHMS = ("burst", "double_ring", "ring")
 
@@ -221,3 +225,32 @@ def test_the_best_layout_is_the_balanced_one():
     # Step 0: both ranks 10 pairs; step 1: rank 1 has 16, rank 0 nothing: 26 slots of 18 mean.
     got = imbalance(layout.make("contiguous", cp_size=2), masks.Causal(), 8)
     assert got == pytest.approx(26 * 2 / 36)
+
+
+def test_nodes_and_shared_heads_change_who_waits():
+    """Two documents on four ranks, one on each node of two: a ring of nodes works for two steps
+    of four, all ranks at once; one flat ring works at steps 0, 1 and 3, half the ranks each time
+    after the first. Where two share heads, ranks 0 and 1 hold the first half together."""
+    mask, rows = masks.Documents([0, 2, 4]), layout.make("contiguous", cp_size=4)
+    nodes = Topology(4, 2)
+    assert imbalance(rows, mask, 4) == 3 * 4 / 8
+    assert imbalance(rows, mask, 4, topology=nodes) == 3 * 4 / 8
+    assert imbalance(rows, mask, 4, topology=nodes, algorithm="burst") == 1.0
+    shared = Topology(4, 4, head=2)
+    # Halves of four rows: step 0: 10 pairs each; step 1: 16 and nothing.
+    got = imbalance(rows, masks.Causal(), 8, topology=shared)
+    assert got == pytest.approx(26 * 2 / 36)
+    with pytest.raises(ValueError, match="topology has 4 ranks, the layout 2"):
+        imbalance(layout.make("striped", cp_size=2), mask, 4, topology=nodes)
+
+
+@pytest.mark.parametrize("route", [*hops.ROUTES, "auto"])
+def test_auto_keeps_keys_only_where_they_travel(route):
+    """Of 8 and 8 heads the query side sends less; with keys kept "auto" is the side they serve."""
+    visible, grid = np.tri(4, dtype=bool), Grid(1, 4)
+    made = lambda **how: backward_schedule_of(  # noqa: E731
+        "ring", grid, visible, sizes(8, 8), route=route, **how
+    )
+    assert (made().side, made(kept=2).side, made(kept=2).kept) == ("query", "kv", 2)
+    assert (made(side="query", kept=2).kept, made(side="kv").side) == (0, "kv")
+    assert route in ("auto", made().route)

@@ -1,8 +1,9 @@
 """Attention where calls are unusual: rows and ranks that see nothing, frozen inputs, several
 backwards, odd strides, low precision, plans used again."""
 
+import re
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import cases
@@ -10,9 +11,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers import Workers
 
 import megatron_burst as mb
 from megatron_burst.masks import Cover, Mask
@@ -149,6 +152,85 @@ def test_no_grad_computes_and_keeps_nothing():
     assert not any(out.requires_grad for out in outs)
     assert_truth(c, outs, [], ("out",))
     assert_truth(c, again, [], ("out",))
+
+
+def test_inference_mode_works_too():
+    """Tensors made in it have no version to count."""
+    with torch.inference_mode():
+        c = call(HERE, (False, False, False))
+        outs = attend(c)
+    assert_truth(c, outs, [], ("out",))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten"])
+def test_autocast_does_not_reach_inside(kernel):
+    """Its matrix products in bf16 would leave attention of fp32 tensors with bf16's errors."""
+    problem = CAUSAL._replace(dtype=torch.float32)
+    c = call(HERE._replace(kernel=kernel, problem=problem))
+    outs = attend(c)
+    gradients = grads(outs, c)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = attend(c)
+        for got, right in zip([again, *grads(again, c)], [outs, *gradients], strict=True):
+            assert all(map(torch.equal, got, right))
+
+
+# --- calls that fail -----------------------------------------------------------------------
+
+
+class Failing:
+    """A kernel that raises at the `count`-th call of `method`."""
+
+    def __init__(self, kernel, method, count):
+        self.kernel, self.method, self.count = kernel, method, count
+
+    def __getattr__(self, name):
+        self.count -= name == self.method
+        if self.count < 0:
+            raise MemoryError(f"no room for {name}")
+        return getattr(self.kernel, name)
+
+
+@pytest.mark.parametrize("count", range(16))
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_call_that_failed_half_way_leaves_nothing_to_the_next(method, count):
+    c = call(HERE)
+    plan = mb.prepare(*c.tensors, groups=c.groups, side="kv")
+    with pytest.raises(MemoryError):
+        grads(mb.attention(*c.tensors, plan=replace(plan, kernel=Failing(plan.kernel, method,
+              count))), c)  # fmt: skip
+    outs = mb.attention(*c.tensors, plan=plan)
+    assert_truth(c, outs, grads(outs, c))
+
+
+def after_a_failure(count):
+    """Rank 1 runs out of memory half-way, and every rank goes on; what each is told then."""
+    tensors = [torch.randn(4, 1, 4, 8, requires_grad=True) for _ in range(3)]
+    groups = mb.Groups.flat(dist.group.WORLD)
+    plan = mb.prepare(*tensors, groups=groups, kernel="reference")
+    broken = replace(plan, kernel=Failing(plan.kernel, "forward", count))
+    told = []
+    for each in (broken if groups.rank == 1 else plan, plan, None):
+        try:
+            mb.attention(*tensors, **({"plan": each} if each else {"groups": groups}))
+            told.append("fine")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_ranks_that_may_be_out_of_step_are_told_so():
+    pool = Workers(2, timeout=3)
+    try:
+        told, failed = pool.run(after_a_failure, 0, timeout=30)
+    finally:
+        pool.close()
+    assert failed[0] == "MemoryError: no room for forward"
+    words = "ValueError: groups: an earlier call on them failed half-way .*no room for forward"
+    assert re.match(words, failed[1])
+    assert re.match("RuntimeError: exchange failed|fine", told[0])
+    assert re.match("RuntimeError: exchange failed|ValueError: groups: ", told[1])
+    assert "fine" not in (told[2], failed[2])
 
 
 # --- autograd ------------------------------------------------------------------------------

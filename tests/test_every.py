@@ -73,6 +73,7 @@ def calls(draw):
     algorithms = ["burst", "double_ring", "ring", "all_gather"]
     algorithms += ["hybrid"] * (head > 1) + ["ulysses"] * 3 * (head == size)
     softcap = draw(st.sampled_from([None, None, 0.8]))
+    mine = max(1, kv_heads // head)
     side = draw(st.sampled_from(["auto", "kv", "query"]))
     choices = {
         "algorithm": draw(st.sampled_from(algorithms)),
@@ -81,6 +82,7 @@ def calls(draw):
         "side": side,
         "kernel": "reference" if softcap else draw(st.sampled_from(["reference", "aten"])),
         "softcap": softcap,
+        "head_groups": draw(st.sampled_from([n for n in (1, 1, 2, 3, 4, 8) if mine % n == 0])),
         "kv_cache": 0.0 if side == "query" else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
     }
     shape = (length, draw(st.integers(1, 2)), heads, kv_heads, *draw(st.sampled_from(cases.WIDTHS)))
@@ -169,6 +171,44 @@ def test_head_groups_on_real_processes(ranks):
     pool.close()
 
 
+def test_a_sink_of_minus_infinity_is_no_sink():
+    """Also for rows that see nothing: their lse stays -inf."""
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
+    seen[:3] = False
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(8, 1, 2, 4, generator=generator).double() for _ in range(4))
+    out, _, dq, dk, dv = oracle.attention(q, k, v, dout, seen)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    sink = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    groups = mb.Groups.in_process(intra=1)
+    outs = mb.attention(*([x] for x in leaves), groups=groups, mask=masks.Dense(seen), sink=sink)
+    torch.autograd.backward(outs, [dout])
+    for got, right in zip([outs[0], *(x.grad for x in leaves)], (out, dq, dk, dv), strict=True):
+        assert oracle.worst(got, right) < cases.TOLERANCE
+    assert not sink.grad.any()
+
+
+def sink_alone(algorithm):
+    """On every rank: (gradient of a sink where nothing else needs one, the same by hand)."""
+    head = {"ulysses": dist.get_world_size(), "hybrid": 2}.get(algorithm, 1)
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head)
+    problem = cases.Problem("causal", (4, 2), 1, (4, 4), 32)
+    inputs, _ = cases.solve(problem)
+    sink = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    wanted = truth(*inputs, oracle.visible("causal", 32), None, sink)[4]
+    rows = oracle.permutation("zigzag", groups.size, 32)[groups.rank]
+    q, k, v, dout = (x[rows] for x in inputs)
+    learnt = sink.clone().requires_grad_()
+    mb.attention(q, k, v, groups=groups, algorithm=algorithm, sink=learnt).backward(dout)
+    dist.all_reduce(learnt.grad)
+    return oracle.worst(learnt.grad, wanted)
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "ulysses", "hybrid"])
+def test_a_sink_may_be_all_that_is_learnt(ranks, algorithm):
+    assert max(ranks(4).run(sink_alone, algorithm)) < cases.TOLERANCE
+
+
 REFUSED = [
     ({"softcap": 0.5, "kernel": "aten"}, {}, "kernel aten has no softcap, got softcap=0.5"),
     (
@@ -180,6 +220,10 @@ REFUSED = [
     ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
     ({"algorithm": "ulysses"}, {}, "algorithm ulysses shares the heads over all 4 ranks"),
     ({"algorithm": "hybrid"}, {}, "algorithm hybrid needs groups that share heads"),
+    ({"head_groups": 3}, {}, "head_groups must divide the 4 key/value heads .* got 3"),
+    ({"head_groups": 0}, {}, "head_groups must divide the 4 key/value heads .* got 0"),
+    ({"head_groups": "4"}, {}, "head_groups must divide the 4 key/value heads .* got '4'"),
+    ({"head_groups": 2}, {"head": 2, "heads": 4, "kv_heads": 2}, "the 1 key/value heads"),
     ({"mask": masks.Documents([0, 9])}, {}, "cu_seqlens must end at .*, 16, got 9"),
     (
         {},

@@ -46,6 +46,19 @@ def test_tiles_are_the_visible_pairs_each_once(cutter, mask, q_spans, k_spans):
     assert got.tolist() == wanted.astype(int).tolist()
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 4])
+def test_tiles_of_every_band(block):
+    """Wherever the edges of a window leave a rectangle, and wherever blocks begin and end."""
+    cutter = Cutter(band_rows=block, table_rows=4)
+    shapes = product((1, 5, 8), (1, 4, 7, 8), range(-4, 5))
+    for (rows, columns, ahead), left, right in product(shapes, (0, 1, 3, 20), (0, 1, 20)):
+        spans_of = [Span(4, 1, rows)], [Span(4 + ahead, 1, columns)]
+        distance = np.arange(columns)[None, :] + ahead - np.arange(rows)[:, None]
+        wanted = (distance >= -left) & (distance <= right)
+        got = painted(cutter.tiles(Window(left, right), *spans_of), rows, columns)
+        assert got.tolist() == wanted.astype(int).tolist(), (rows, columns, ahead, left, right)
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -80,6 +93,14 @@ def test_a_full_pair_is_one_call():
     assert not tile.triangle
 
 
+def test_a_triangle_is_cut_by_halves():
+    """Few large squares and small triangles: every row is merged a logarithmic number of times."""
+    got = Cutter(band_rows=4, table_rows=4).tiles(Causal(), [Span(0, 1, 16)], [Span(0, 1, 16)])
+    found = {(t.rows.start, t.columns.start, *t.shape, t.triangle) for t in got}
+    squares = {(4, 0, 4, 4, False), (8, 0, 8, 8, False), (12, 8, 4, 4, False)}
+    assert found == squares | {(a, a, 4, 4, True) for a in (0, 4, 8, 12)}
+
+
 def test_residues_of_a_dilated_mask_are_whole():
     """Every third key: three classes of rows, each with its own columns, nothing computed twice."""
     got = WHOLE.tiles(Dilated(3), [Span(0, 1, 9)], [Span(0, 1, 9)])
@@ -88,6 +109,7 @@ def test_residues_of_a_dilated_mask_are_whole():
     ]
 
 
+@pytest.mark.parametrize("local", [1024, 2048])
 @pytest.mark.parametrize(
     ("mask", "layout", "limit"),
     [
@@ -97,10 +119,10 @@ def test_residues_of_a_dilated_mask_are_whole():
         (Documents([0, 1024, 3000, 8192]) & Causal(), "contiguous", 1.15),
     ],
 )
-def test_little_is_computed_that_is_not_visible(mask, layout, limit):
-    """What the CPU kernel's cutter wastes at 2K local tokens, where documents are 1K or more."""
-    order = mb.layout.make(layout, cp_size=4)
-    shards = [order.spans(rank, 8192) for rank in range(4)]
+def test_little_is_computed_that_is_not_visible(mask, layout, limit, local):
+    """What the CPU kernel's cutter wastes where windows and documents are 1K or more."""
+    order = mb.layout.make(layout, cp_size=8192 // local)
+    shards = [order.spans(rank, 8192) for rank in range(order.cp_size)]
     cutter = Cutter(*CpuFlash.limits)
     found = [t for q, k in product(shards, shards) for t in cutter.tiles(mask, q, k)]
     assert sum(t.computed for t in found) <= limit * sum(t.visible for t in found)

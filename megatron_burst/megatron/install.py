@@ -143,8 +143,9 @@ def _patch_slicing(patches: registry.PatchSet, layout: str) -> None:
 
     batch = batch_slicer(utils.get_batch_on_this_cp_rank, layout)
     patches.replace_function(utils, "get_batch_on_this_cp_rank", batch)
-    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
-        packed_batch = packed_batch_slicer(utils.get_thd_batch_on_this_cp_rank, layout)
+    of_packed = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
+    if of_packed is not None:  # until 0.17; later versions have one function for both
+        packed_batch = packed_batch_slicer(of_packed, layout)
         patches.replace_function(utils, "get_thd_batch_on_this_cp_rank", packed_batch)
     packed = packed_rope(
         rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd, layout

@@ -1,0 +1,81 @@
+"""What is measured: problems, rivals, and the cells of the table they meet in. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .network import Rates
+
+REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0}
+HEADS = {"MHA": (16, 16), "GQA 4:1": (16, 4)}
+
+
+class Problem(NamedTuple):
+    """One causal attention, fp32, batch 1, zigzag: `tokens` per rank."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Of one (query, key) pair in forward, multiply and add counted apart, QK and PV."""
+        return 4 * self.heads * self.width
+
+
+class Rival(NamedTuple):
+    """One way of running `mb.attention`. head: how many ranks share heads; 0 means all."""
+
+    name: str
+    algorithm: str
+    side: str = "kv"
+    head: str = "none"  # "none", "all", "node" (as many as a node has ranks), "nodes"
+    placement: str = "head_first"
+    head_groups: int = 1
+
+    def head_size(self, nodes: int, per_node: int) -> int:
+        return {"none": 1, "all": nodes * per_node, "node": per_node, "nodes": nodes}[self.head]
+
+
+RIVALS = (
+    Rival("ring", "ring"),
+    Rival("double_ring, published", "double_ring"),
+    Rival("double_ring, overlapped (= burst kv)", "burst", "kv"),
+    Rival("burst query", "burst", "query"),
+    Rival("all_gather", "all_gather"),
+    Rival("ulysses", "ulysses", head="all"),
+    Rival("hybrid, heads in the node", "hybrid", "auto", head="node"),
+    Rival("hybrid, heads across nodes", "hybrid", "auto", head="nodes", placement="context_first"),
+)
+
+
+class Cell(NamedTuple):
+    """One block of the table: all rivals in one setting."""
+
+    nodes: int
+    per_node: int
+    rates: Rates
+    heads: str  # a key of HEADS
+    regime: str  # a key of REGIMES (emulated compute), or "real"
+    tokens: int
+
+    @property
+    def grid(self) -> str:
+        return f"{self.nodes}x{self.per_node}"
+
+    def problem(self, width: int = 64) -> Problem:
+        return Problem(self.tokens, *HEADS[self.heads], width)
+
+
+def cells(
+    grids: list[tuple[int, int]], rates: list[Rates], heads: list[str], regimes: list[str],
+    tokens: int,
+) -> Iterator[Cell]:  # fmt: skip
+    """All combinations, those on one network in a row."""
+    for nodes, per_node in grids:
+        for rate in rates:
+            for kind in heads:
+                for regime in regimes:
+                    yield Cell(nodes, per_node, rate, kind, regime, tokens)

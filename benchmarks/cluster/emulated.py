@@ -1,0 +1,113 @@
+"""Compute that takes as long as on a device of a given speed, with results that are right.
+
+Eight ranks on two cores cannot show what overlaps with what. Here a kernel computes every pair of
+chunks once, for real, and remembers the result; from then on it answers from memory and sleeps
+for FLOPs / speed. What it remembers it finds by the content of the tensors it is given (512
+samples of each), so a chunk that did not arrive, or another's, is an error and not a timing.
+Times so made are labelled "emulated". Everything but the local attention runs as it always does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_burst.kernels import Kernel, Rows, Scoring
+
+BACKWARD = 2.5  # FLOPs of a flash backward over those of its forward: five products for two
+SAMPLES = 512
+Key = tuple[Any, ...]
+
+
+@dataclass
+class Memory:
+    """Results of pairs by what went in; `open` while results may be computed and added."""
+
+    open: bool = True
+    found: dict[Key, Any] = field(default_factory=dict)
+
+    def get(self, key: Key, compute: Any) -> Any:
+        if key not in self.found:
+            if not self.open:
+                raise RuntimeError("emulated compute was given chunks that no rank ever held")
+            self.found[key] = compute()
+        return self.found[key]
+
+
+@dataclass
+class EmulatedKernel:
+    """A kernel around a real one. speed: FLOP/s, None for no time at all.
+
+    flops_per_pair: of one visible (query, key) pair in forward, all heads of the problem.
+    """
+
+    real: Kernel
+    memory: Memory
+    speed: float | None
+    flops_per_head: int
+
+    @property
+    def name(self) -> str:
+        return self.real.name
+
+    @property
+    def softcaps(self) -> bool:
+        return self.real.softcaps
+
+    def refusal(self, q, k, v):
+        return self.real.refusal(q, k, v)
+
+    def plan(self, mask, q_spans, k_spans):
+        return self.real.plan(mask, q_spans, k_spans)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        begin = time.perf_counter()
+        key = ("forward", *map(_samples, (q, k, v)))
+        parts = self.memory.get(key, lambda: list(self.real.forward(q, k, v, work, scoring)))
+        self._take(begin, q.shape[2], work, 1.0)
+        yield from parts
+
+    def backward(
+        self, rows: Rows, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring,
+        *sums: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        begin = time.perf_counter()
+        stats = torch.stack([rows.lse.sum(), rows.delta.sum()])
+        key = ("backward", *map(_samples, (rows.q, rows.dout, k, v)))
+
+        def compute() -> Any:
+            grads = [None if x is None else torch.zeros_like(x) for x in sums]
+            self.real.backward(rows, k, v, work, scoring, *grads)
+            return stats, grads
+
+        remembered, grads = self.memory.get(key, compute)
+        # The order of merging changes the last bits of lse, so these are compared, not looked up.
+        if not torch.allclose(stats, remembered, rtol=1e-3, atol=1e-2):
+            raise RuntimeError(f"emulated compute: lse and delta sum to {stats}, not {remembered}")
+        self._take(begin, rows.q.shape[2], work, BACKWARD)
+        for total, grad in zip(sums, grads, strict=True):
+            if total is not None:
+                total += grad
+
+    def _take(self, begin: float, heads: int, work: Any, factor: float) -> None:
+        """Sleep until as much time has passed as the device would have needed."""
+        if self.speed is None or not self.memory.found:
+            return
+        flops = factor * self.flops_per_head * heads * visible(work)
+        time.sleep(max(0.0, begin + flops / self.speed - time.perf_counter()))
+
+
+def visible(work: Sequence[Any]) -> int:
+    """Visible (query, key) pairs in the work of one pair of shards (kernel aten)."""
+    return sum(call.tile.visible for call in work)
+
+
+def _samples(x: torch.Tensor) -> bytes:
+    flat = x.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)].numpy().tobytes()

@@ -1,0 +1,195 @@
+"""Kernel namespaces that hold a whole emulated cluster, and take all of it along when they end.
+
+`enclosed(main)` runs `main` as process 1 of a PID namespace with its own network and mounts. So
+there is nothing to clean up: when that process ends, however it ends, the kernel kills every rank
+and removes every link. It ends when the process outside does, killed ones included. Rootless
+where the kernel lets users make user namespaces. Knows nothing of what runs inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+NEW_MOUNTS, NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# One link of each kind that a cluster needs, with all that is asked of it.
+TRIAL = """
+link add trial type bridge
+netns add trial
+link add trial0 type veth peer name ib netns trial
+link set trial0 master trial
+link set dev trial0 gso_max_size 16384
+"""
+
+
+class Unavailable(RuntimeError):
+    """This machine cannot emulate a cluster; the message says why and what would help."""
+
+
+def enclosed(main: Callable[[], int]) -> int:
+    """Run `main` in namespaces of its own; its exit code, or 128 + signal.
+
+    Call it before anything starts a thread. Raises Unavailable where namespaces are refused.
+    """
+    require_tools()
+    in_namespaces, tell = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(in_namespaces)
+        _become_outer(tell, main)
+    os.close(tell)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: _kill(child, number))
+    with os.fdopen(in_namespaces) as pipe:
+        refusal = pipe.read()
+    code = _wait(child)
+    if refusal:
+        raise Unavailable(refusal)
+    return code
+
+
+def require_tools() -> None:
+    """Raise Unavailable unless this is Linux with `ip` and `tc`."""
+    if not sys.platform.startswith("linux"):
+        raise Unavailable(f"network namespaces are Linux's; this is {sys.platform}")
+    for tool in ("ip", "tc", "mount"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"needs the program {tool}: install iproute2 (ip, tc) and mount")
+
+
+def run(*words: str, given: str | None = None) -> str:
+    """Run a program of the enclosure; its output. Raises Unavailable with what it said."""
+    done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _become_outer(tell: int, main: Callable[[], int]) -> None:
+    """In the first child: enter the namespaces, then fork process 1 and wait for it."""
+    try:
+        _die_with_parent()
+        _enter()
+    except (OSError, Unavailable) as error:
+        os.write(tell, _refusal(error).encode())
+        os._exit(1)
+    first = os.fork()
+    if first == 0:
+        _be_first(tell, main)
+    os.close(tell)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: _kill(first, number))
+    os._exit(_wait(first))
+
+
+def _be_first(tell: int, main: Callable[[], int]) -> None:
+    """Process 1 of the PID namespace: try what will be needed, then run `main`."""
+    code = 1
+    try:
+        _die_with_parent()
+        for number in FORWARDED:
+            signal.signal(number, _stop)
+        try:
+            _prepare()
+        except Unavailable as error:
+            os.write(tell, _refusal(error).encode())
+            os._exit(1)
+        os.close(tell)
+        tempfile.tempdir = "/run"  # files go with the namespaces, too
+        code = main()
+    except KeyboardInterrupt as stop:
+        print(f"stopped by signal {stop}; the cluster is gone", file=sys.stderr)
+        code = 130
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter() -> None:
+    """New mounts, network and PIDs; as a user without rights, in a user namespace of one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS
+    if os.geteuid() == 0 and libc.unshare(wanted) == 0:
+        return
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(wanted | NEW_USERS) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def _prepare() -> None:
+    """Mounts of our own, and one link to see that the kernel has all that is needed."""
+    run("mount", "--make-rprivate", "/")
+    run("mount", "-t", "tmpfs", "none", "/run")  # where `ip netns` keeps its names
+    run("ip", "link", "set", "lo", "up")
+    run("ip", "-batch", "-", given=TRIAL)
+    run(
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        "trial0",
+        "root",
+        *["tbf", "rate", "1mbit", "burst", "32kb", "limit", "4mb"],
+    )
+    run("ip", "-batch", "-", given="link del trial0\nlink del trial\nnetns del trial\n")
+
+
+def _refusal(error: Exception) -> str:
+    """Why there can be no cluster here, and what would help."""
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.ENOSPC, errno.EACCES):
+        help_ = (
+            "this machine refuses network namespaces to this user. Run it as root, or allow user "
+            "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+            "kernel.apparmor_restrict_unprivileged_userns); in a container, give it CAP_SYS_ADMIN"
+        )
+    elif "tbf" in str(error):
+        help_ = "the kernel lacks the token bucket filter (CONFIG_NET_SCH_TBF)"
+    else:
+        help_ = "the kernel or container lacks something the links need (veth, bridge, mounts)"
+    return f"{help_} [{said}]"
+
+
+def _die_with_parent() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _stop(number: int, _: object) -> None:
+    for other in FORWARDED:  # a second one must not interrupt the farewell
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
+def _kill(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _wait(process: int) -> int:
+    """The exit code of a child; a signal that arrives meanwhile is handled and waited on."""
+    _, status = os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code

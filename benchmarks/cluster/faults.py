@@ -1,0 +1,145 @@
+"""What survivors say when a peer or a link fails in the middle of a ring.
+
+Each fault hits a new cluster while `mb.attention` runs again and again. Judged: every survivor
+ends within the timeout (a slow link may instead end with right results), nobody hangs, nobody
+returns a wrong result, the error names the exchange and the peer, and a new cluster works after.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_burst as mb
+
+from . import measure
+from .bench import built
+from .cells import Problem, Rival
+from .measure import State
+from .network import Network, Rates
+from .ranks import Answer, Ranks
+
+TIMEOUT = 5.0  # seconds, of the process groups
+SLACK = 5.0  # seconds that a survivor may take besides: a timeout ends what it waited for last
+RIVALS = (
+    Rival("ring", "ring"),
+    Rival("burst query", "burst", "query"),
+    Rival("double_ring", "double_ring"),
+    Rival("all_gather", "all_gather"),
+    Rival("ulysses", "ulysses", head="all"),
+)
+PROBLEM = Problem(tokens=256, heads=8, kv_heads=8, width=64)
+VICTIM = 1
+DELAY = 0.7  # seconds into the calls at which the fault strikes: in the middle of a ring
+NAMED = r"exchange failed: attention (forward|backward).*(receiving from|sending to) rank \d"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """strike: what is done to the cluster; survives: may calls end well? kills: the victim?"""
+
+    name: str
+    strike: Callable[[Ranks], None]
+    survives: bool = False
+    kills: bool = False
+
+
+FAULTS = (
+    Fault("rank killed", lambda ranks: ranks.kill(VICTIM), kills=True),
+    Fault("inter link down", lambda ranks: ranks.network.cut("inter", VICTIM)),
+    Fault("intra link down", lambda ranks: ranks.network.cut("intra", VICTIM)),
+    Fault(
+        "inter link at 1 %",
+        lambda ranks: ranks.network.shape("inter", [VICTIM], ranks.network.rates.inter // 100),
+        survives=True,
+    ),
+)
+
+
+def main(only: str = "", say: Callable[[str], None] = print) -> int:
+    """Strike every rival with every fault; 1 if any survivor behaved badly."""
+    bad = 0
+    for rival in RIVALS:
+        for fault in FAULTS:
+            if only in f"{rival.name}, {fault.name}":
+                lines, wrong = strike(rival, fault)
+                bad += len(wrong)
+                say(f"{rival.name}, {fault.name}: " + ("; ".join(wrong) if wrong else "good"))
+                for line in lines:
+                    say(f"    {line}")
+    return int(bad > 0)
+
+
+def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
+    """What each survivor said, and what was wrong with it."""
+    network = Network(2, 2, Rates.parse("20M/80M"))
+    with tempfile.TemporaryDirectory() as folder:
+        measure.write_problem(PROBLEM, network.size, Path(folder))
+        with built(network), Ranks(network, timeout=TIMEOUT) as ranks:
+            ranks.run(measure.load, PROBLEM, Path(folder))
+            ranks.run(measure.prepare, rival)
+            answers = ranks.answers(
+                attend, rival, 2 * TIMEOUT, within=6 * TIMEOUT, meanwhile=lambda: _hit(ranks, fault)
+            )
+        with built(network), Ranks(network, timeout=TIMEOUT) as fresh:
+            fresh.run(measure.load, PROBLEM, Path(folder))
+            fresh.run(measure.prepare, rival)  # the next cluster works: it checks its result
+    survivors = dict(enumerate(answers))
+    if fault.kills:
+        del survivors[VICTIM]
+    lines = [
+        f"rank {rank} {answer.kind} {answer.seconds - DELAY:.1f} s after: {_first(answer)}"
+        for rank, answer in survivors.items()
+    ]
+    wrong = [w for rank, answer in survivors.items() for w in _judge(rank, answer, fault)]
+    return lines, wrong
+
+
+def _hit(ranks: Ranks, fault: Fault) -> None:
+    time.sleep(DELAY)
+    fault.strike(ranks)
+
+
+def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
+    """What is wrong with the end of one survivor."""
+    if answer.kind == "done":
+        if not fault.survives:
+            yield f"rank {rank} noticed nothing"
+        if answer.value["error"] > measure.TOLERANCE:
+            yield f"rank {rank} returned a result that is off by {answer.value['error']:.2g}"
+        return
+    if answer.kind != "failed":
+        yield f"rank {rank} {answer.kind}"
+        return
+    if answer.seconds > DELAY + TIMEOUT + SLACK + fault.survives * 2 * TIMEOUT:
+        yield f"rank {rank} took {answer.seconds - DELAY:.1f} s to notice"
+    words = _first(answer)
+    if not re.search(NAMED, words):
+        yield f"rank {rank} does not name the exchange and the peer"
+
+
+def _first(answer: Answer) -> str:
+    """The exception's own words, of a failed rank."""
+    if answer.kind == "failed":
+        return answer.value.splitlines()[0]
+    return str(answer.value)
+
+
+def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
+    """Call attention until `seconds` have passed; the worst error of a result, how many calls."""
+    plan, (q, k, v, dout) = state["plans"][rival.name], state["inputs"]
+    begin, worst, calls = time.monotonic(), 0.0, 0
+    while time.monotonic() - begin < seconds:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = mb.attention(*leaves, plan=plan)
+        grads = torch.autograd.grad(out, leaves, dout)
+        worst = max(worst, measure.worst_error((out, *grads), state["truth"]))
+        calls += 1
+    return {"calls": calls, "error": worst}

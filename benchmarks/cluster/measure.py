@@ -1,0 +1,191 @@
+"""What one rank does in the benchmark: makes plans, runs them timed, checks every result.
+
+`prepare`, `timed` and `transfer` are called on all ranks alike (see `ranks`). A run is a forward
+and a backward of the unchanged `mb.attention`, each after a barrier; its result is compared with
+that of one rank for the whole sequence before its times are handed back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+from .cells import Problem, Rival
+from .emulated import BACKWARD, EmulatedKernel, Memory, visible
+from .network import INTERFACES
+
+TOLERANCE = 2e-5  # of the largest entry; fp32, the order of sums differs
+State = dict[str, Any]
+
+
+class Work(NamedTuple):
+    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass."""
+
+    bytes: dict[str, dict[str, int]]
+    flops: dict[str, float]
+
+
+class Run(NamedTuple):
+    """One timed run on one rank: clock readings by pass, bytes by link, worst relative error."""
+
+    clock: dict[str, tuple[float, float]]
+    sent: dict[str, int]
+    counted: dict[str, int]
+    error: float
+
+
+def write_problem(problem: Problem, ranks: int, folder: Path) -> None:
+    """Random inputs of the whole sequence and the truth, sharded into one file per rank.
+
+    The truth is torch's own attention over the whole sequence in one process.
+    """
+    generator = torch.Generator().manual_seed(11)
+    length, d = problem.tokens * ranks, problem.width
+    q, dout = (torch.randn(length, 1, problem.heads, d, generator=generator) for _ in range(2))
+    k, v = (torch.randn(length, 1, problem.kv_heads, d, generator=generator) for _ in range(2))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    group = problem.heads // problem.kv_heads
+    first = [leaves[0], *(x.repeat_interleave(group, dim=2) for x in leaves[1:])]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in first), is_causal=True
+    ).permute(2, 0, 1, 3)
+    grads = torch.autograd.grad(out, leaves, dout)
+    layout = mb.layout.make("zigzag", cp_size=ranks)
+    whole = [q, k, v, dout, out.detach(), *grads]
+    for rank in range(ranks):
+        shards = [mb.shard(x, layout, rank, dim=0).clone() for x in whole]
+        torch.save(shards, folder / f"{rank}.pt")
+
+
+def load(state: State, problem: Problem, folder: Path) -> None:
+    """Read this rank's shard of a problem; forget the one before."""
+    *state["inputs"], out, dq, dk, dv = torch.load(folder / f"{state['rank']}.pt")
+    state["truth"], state["problem"] = (out, dq, dk, dv), problem
+    state["plans"], state["memory"] = {}, Memory()
+
+
+def prepare(state: State, rival: Rival) -> Work:
+    """Make the plan of a rival, run it once to warm up, and say what it costs. Collective."""
+    plan = _plan(state, rival)
+    state["plans"][rival.name] = plan
+    emulated = dataclasses.replace(plan, kernel=_emulated(state, plan, None))
+    state["memory"].open = True
+    error = timed(state, rival.name, 0.0, emulated).error
+    state["memory"].open = False
+    assert error <= TOLERANCE, f"{rival.name} is off by {error:.3g} of the largest entry"
+    there, back = plan.traffic()
+    passes = {"forward": there, "backward": back}
+    problem: Problem = state["problem"]
+    pairs = sum(visible(plan.forwards[0].works[pair]) for pair in _pairs(plan, 0))
+    back_pairs = sum(visible(plan.backwards[0].works[pair]) for pair in _pairs(plan, 1))
+    share = 1 / plan.groups.topology.head  # of the heads
+    flops = problem.flops_per_pair * share
+    return Work(
+        {name: {"intra": t.intra, "inter": t.inter} for name, t in passes.items()},
+        {"forward": pairs * flops, "backward": back_pairs * flops * BACKWARD},
+    )
+
+
+def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = None) -> Run:
+    """One forward and backward of a prepared rival; emulated at `speed` FLOP/s, None for real.
+
+    speed 0.0: emulated compute that takes no time.
+    """
+    if plan is None:
+        plan = state["plans"][name]
+        assert plan is not None
+        if speed is not None:
+            kernel = _emulated(state, plan, speed or None)
+            plan = dataclasses.replace(plan, kernel=kernel)
+    q, k, v, dout = state["inputs"]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    counters = plan.groups.counters
+    counters.reset()
+    dist.barrier()
+    before = sent_bytes()
+    begin = time.perf_counter()
+    out = mb.attention(*leaves, plan=plan)
+    forward = begin, time.perf_counter()
+    dist.barrier()
+    begin = time.perf_counter()
+    grads = torch.autograd.grad(out, leaves, dout)
+    backward = begin, time.perf_counter()
+    dist.barrier()
+    sent = {link: n - before[link] for link, n in sent_bytes().items()}
+    error = worst_error((out, *grads), state["truth"])
+    counted = {"intra": counters.intra, "inter": counters.inter}
+    return Run({"forward": forward, "backward": backward}, sent, counted, error)
+
+
+def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest entry of its tensor."""
+    pairs = zip(got, truth, strict=True)
+    return max(((x.detach() - y).abs().max() / y.abs().max()).item() for x, y in pairs)
+
+
+def transfer(state: State, size: int) -> dict[str, tuple[float, float]]:
+    """Every rank sends `size` bytes to its neighbour over one link class, then over the other:
+    link class -> clock readings. What the links carry when nothing else is asked of them."""
+    network, me = state["network"], state["rank"]
+    width, ranks = network.per_node, network.size
+    node, index = divmod(me, width)
+    around = node * width + (index + 1) % width, node * width + (index - 1) % width
+    neighbours = {"intra": around, "inter": ((me + width) % ranks, (me - width) % ranks)}
+    clock = {}
+    for link, (there, back) in neighbours.items():
+        if there == me:
+            continue
+        source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        dist.barrier()
+        begin = time.perf_counter()
+        works = [dist.irecv(target, back), dist.isend(source, there)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        clock[link] = begin, time.perf_counter()
+    return clock
+
+
+def sent_bytes() -> dict[str, int]:
+    """Bytes that left each interface of this rank: the kernel's own counters."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    sent = {line.split(":")[0].strip(): int(line.split()[9]) for line in lines[2:]}
+    return {link: sent[name] for link, name in INTERFACES.items()}
+
+
+def _pairs(plan: mb.Plan, which: int) -> list[Any]:
+    run = (plan.forwards, plan.backwards)[which][0]
+    return [b.pair for b in run.program if b.pair is not None and b.pair in run.works]
+
+
+def _emulated(state: State, plan: mb.Plan, speed: float | None) -> EmulatedKernel:
+    return EmulatedKernel(plan.kernel, state["memory"], speed, 4 * state["problem"].width)
+
+
+def _plan(state: State, rival: Rival) -> mb.Plan:
+    groups = _groups(state, rival)
+    q, k, v = (x.detach().requires_grad_() for x in state["inputs"][:3])
+    return mb.prepare(
+        q, k, v, groups=groups, layout="zigzag", algorithm=rival.algorithm, side=rival.side,
+        kernel="aten",
+    )  # fmt: skip
+
+
+def _groups(state: State, rival: Rival) -> mb.Groups:
+    """The grid of a rival, made once per rank's life and in the same order everywhere."""
+    network, made = state["network"], state.setdefault("groups", {})
+    head = rival.head_size(network.nodes, network.per_node)
+    key = head, rival.placement
+    if key not in made:
+        made[key] = mb.Groups.from_topology(
+            dist.group.WORLD, intra=network.per_node, head=head, placement=rival.placement
+        )
+    return made[key]

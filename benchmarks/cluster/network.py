@@ -1,0 +1,134 @@
+"""The links of the emulated cluster: a NIC per rank on the fabric, and one inside its node.
+
+Every rank is a network namespace "r<rank>" with two interfaces: `ib` goes to the spine that joins
+all ranks, `nv` to the switch of its node. Both ends of each are shaped to the rate of their class,
+so a NIC is full duplex and its receiving side is as narrow as its sending side. Host routes send
+what is for a peer of the same node over `nv`, everything else over `ib`, so one ordinary gloo
+group over `ib` addresses gets the topology. To be used inside an `enclosure`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from .enclosure import run
+
+INTERFACES = {"inter": "ib", "intra": "nv"}  # link class -> interface of a rank
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bits per second of a link, one way; both ways at once are possible."""
+
+    inter: int
+    intra: int
+
+    @classmethod
+    def parse(cls, text: str) -> Rates:
+        """ "200M/800M": inter, then intra."""
+        parts = re.fullmatch(r"(\d+)([KMG]?)/(\d+)([KMG]?)", text)
+        if parts is None:
+            raise ValueError(f"rates must look like 200M/800M (inter/intra, bit/s), got {text!r}")
+        inter, intra = (int(parts[i]) * SUFFIXES[parts[i + 1]] for i in (1, 3))
+        return cls(inter, intra)
+
+    def __str__(self) -> str:
+        return f"{_short(self.inter)}/{_short(self.intra)}"
+
+    def of(self, link: str) -> int:
+        return self.inter if link == "inter" else self.intra
+
+
+@dataclass(frozen=True)
+class Network:
+    """`nodes` nodes of `per_node` ranks with links of `rates`; `build` makes it."""
+
+    nodes: int
+    per_node: int
+    rates: Rates
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.per_node
+
+    def address(self, rank: int) -> str:
+        """Of the rank's `ib` interface: the one address peers know."""
+        return f"10.0.0.{rank + 1}"
+
+    def build(self) -> None:
+        bridges = ["spine", *(f"node{node}" for node in range(self.nodes))]
+        lines = [f"link add {name} type bridge\nlink set {name} up" for name in bridges]
+        for rank in range(self.size):
+            lines.append(f"netns add r{rank}")
+            for name, bridge in (("ib", "spine"), ("nv", f"node{rank // self.per_node}")):
+                lines += [
+                    f"link add {name}{rank} type veth peer name {name} netns r{rank}",
+                    f"link set {name}{rank} gso_max_size 16384",
+                    f"link set {name}{rank} master {bridge}",
+                    f"link set {name}{rank} up",
+                ]
+        run("ip", "-batch", "-", given="\n".join(lines) + "\n")
+        for rank in range(self.size):
+            self._furnish(rank)
+        for link in INTERFACES:
+            self.shape(link, range(self.size), self.rates.of(link))
+
+    def destroy(self) -> None:
+        """Remove all of it; for another network in the same enclosure."""
+        # Links first: those of a deleted namespace live on until the kernel comes round to it.
+        names = [f"{name}{rank}" for name in INTERFACES.values() for rank in range(self.size)]
+        names += ["spine", *(f"node{node}" for node in range(self.nodes))]
+        lines = [f"link del {name}" for name in names]
+        lines += [f"netns del r{rank}" for rank in range(self.size)]
+        run("ip", "-force", "-batch", "-", given="\n".join(lines) + "\n")
+
+    def shape(self, link: str, ranks: range | list[int], rate: int) -> None:
+        """Give the links of one class of these ranks another rate, at both ends."""
+        name = INTERFACES[link]
+        shaper = f"root tbf rate {rate}bit burst 32kb limit 4mb"
+        outside = [f"qdisc replace dev {name}{rank} {shaper}" for rank in ranks]
+        run("tc", "-batch", "-", given="\n".join(outside) + "\n")
+        for rank in ranks:
+            run("tc", "-n", f"r{rank}", "qdisc", "replace", "dev", name, *shaper.split())
+
+    def cut(self, link: str, rank: int) -> None:
+        """Take the switch's end of a link down, as a pulled cable would."""
+        run("ip", "link", "set", f"{INTERFACES[link]}{rank}", "down")
+
+    def mend(self, link: str, rank: int) -> None:
+        run("ip", "link", "set", f"{INTERFACES[link]}{rank}", "up")
+
+    def sent_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes that left each interface of a rank, by link class: the kernel's own counters."""
+        links = json.loads(run("ip", "-n", f"r{rank}", "-s", "-j", "link", "show"))
+        sent = {entry["ifname"]: entry["stats64"]["tx"]["bytes"] for entry in links}
+        return {link: sent[name] for link, name in INTERFACES.items()}
+
+    def _furnish(self, rank: int) -> None:
+        """Addresses, routes and TCP settings of one rank's namespace."""
+        mine = self.address(rank)
+        lines = [
+            "link set lo up",
+            f"addr add {mine}/24 dev ib",
+            f"addr add 10.1.0.{rank + 1}/24 dev nv",
+        ]
+        lines += [f"link set {name} up gso_max_size 16384" for name in INTERFACES.values()]
+        node = rank // self.per_node
+        for peer in range(node * self.per_node, (node + 1) * self.per_node):
+            if peer != rank:
+                lines.append(f"route add {self.address(peer)}/32 dev nv src {mine}")
+        run("ip", "-n", f"r{rank}", "-batch", "-", given="\n".join(lines) + "\n")
+        # BBR paces two-level rings badly; Reno is in every kernel. An idle link stays ready.
+        settings = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+        script = "; ".join(f"echo {v} > /proc/sys/net/ipv4/{k}" for k, v in settings.items())
+        run("ip", "netns", "exec", f"r{rank}", "sh", "-ec", script)
+
+
+def _short(rate: int) -> str:
+    for suffix in ("G", "M", "K"):
+        if rate % SUFFIXES[suffix] == 0:
+            return f"{rate // SUFFIXES[suffix]}{suffix}"
+    return str(rate)

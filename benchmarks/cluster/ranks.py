@@ -1,0 +1,175 @@
+"""The ranks of an emulated cluster: one process in each namespace, joined by gloo over `ib`.
+
+`Ranks(network)` starts them; `run(function, *args)` calls `function(state, *args)` on all of them
+and gives their results in rank order, `answers` also tells who failed, died or did not answer.
+`state` is a dict that lives as long as the rank. It never waits longer than it was told to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .network import Network
+
+PORT = 29500  # of rank 0's store, in a namespace that is ours alone
+NEW_NETWORK = 0x40000000
+State = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """How a call ended on one rank: "done" (value: the result), "failed" (value: the exception's
+    type and words), "died" or "hung" (value: its traceback)."""
+
+    kind: str
+    value: Any
+    seconds: float
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or did not answer."""
+
+
+class Ranks:
+    """Processes of all ranks of a network; `timeout` (s) is that of their process groups."""
+
+    def __init__(self, network: Network, timeout: float = 60.0):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "megatron_burst", "numpy"])
+        self.network, self.folder = network, tempfile.TemporaryDirectory(prefix="cluster-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(network.size):
+            here, there = context.Pipe()
+            arguments = (rank, network, timeout, there, self._trace(rank))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        self.run(_ready, within=timeout + 60)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, within: float = 300.0) -> list[Any]:
+        """The results of all ranks; RankError with every traceback unless all are done."""
+        answers = self.answers(function, *args, within=within)
+        bad = {rank: a for rank, a in enumerate(answers) if a.kind != "done"}
+        if bad:
+            words = [
+                f"--- rank {rank} {a.kind} after {a.seconds:.1f} s\n{a.value}"
+                for rank, a in bad.items()
+            ]
+            raise RankError("\n" + "\n".join(words))
+        return [answer.value for answer in answers]
+
+    def answers(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        within: float,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Answer]:
+        """What became of the call on each rank; `meanwhile` is called once all have started."""
+        begin = time.monotonic()
+        for pipe in self.pipes:
+            pipe.send((function, args, within))
+        if meanwhile is not None:
+            meanwhile()
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        answers: dict[int, Answer] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, begin + within - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # pyright: ignore
+                answers[rank] = self._answer(rank, time.monotonic() - begin)
+        for rank in waiting.values():
+            answers[rank] = Answer("hung", self._read_trace(rank), time.monotonic() - begin)
+        return [answers[rank] for rank in range(self.network.size)]
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+    def _answer(self, rank: int, seconds: float) -> Answer:
+        try:
+            kind, value = self.pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            return Answer("died", "", seconds)
+        return Answer(kind, value, seconds)
+
+    def _trace(self, rank: int) -> Path:
+        return Path(self.folder.name) / f"rank{rank}"
+
+    def _read_trace(self, rank: int) -> str:
+        path = self._trace(rank)
+        return path.read_text() if path.exists() else ""
+
+
+def _ready(_: State) -> None:
+    dist.barrier()
+
+
+def _serve(rank: int, network: Network, timeout: float, pipe: Connection, trace: Path) -> None:
+    """The life of one rank: enter its namespace, join the group, answer calls."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when the enclosure does
+    _enter_namespace(rank)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "ib"
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore(network.address(0), PORT, is_master=rank == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=network.size, timeout=limit)
+    state: State = {"rank": rank, "network": network}
+    gc.disable()  # pauses of one rank would show as waits of all
+    with trace.open("w") as file:
+        while True:
+            try:
+                function, args, within = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            faulthandler.dump_traceback_later(max(0.5, within - 1.0), file=file)
+            try:
+                answer = "done", function(state, *args)
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}"
+                answer = "failed", f"{words}\n{traceback.format_exc()}"
+            faulthandler.cancel_dump_traceback_later()
+            gc.collect()
+            pipe.send(answer)
+
+
+def _enter_namespace(rank: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/r{rank}") as namespace:
+        if libc.setns(namespace.fileno(), NEW_NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace of rank {rank}")

@@ -1,0 +1,89 @@
+"""What is seen while the benchmark runs, and how its records reach the disk.
+
+A bar and a running line on a terminal, the tables as they come; records are written after every
+cell, so an interrupted run loses one cell at most.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import table
+from .bench import run_cells
+from .cells import Cell, Rival
+from .ranks import RankError
+
+
+def show(
+    todo: Sequence[Cell], rivals: Sequence[Rival], repeats: int, out: Path, append: bool
+) -> int:
+    """Run the cells and print their tables; exit code 1 if a run was wrong."""
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    results = _begin(out) if append else {"cells": []}
+    results |= {"command": " ".join(sys.argv[1:]), "machine": machine()}
+    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+        steps = len(todo) * len(rivals) * repeats
+        task = progress.add_task("starting the ranks", total=steps)
+
+        def say(text: str) -> None:
+            progress.update(task, description=text, advance=float("/" in text.split("(")[-1]))
+
+        try:
+            for record in run_cells(todo, rivals, repeats, say):
+                results["cells"].append(record)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(results, indent=1))
+                console.print(_table(record))
+        except RankError as error:
+            console.print(f"[bold red]a run was wrong:[/] {error}", markup=True)
+            return 1
+    console.print(f"records: {out}")
+    return 0
+
+
+def machine() -> str:
+    """What it ran on, without names."""
+    with open("/proc/cpuinfo") as file:
+        lines = file.read().splitlines()
+    models = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return (
+        f"{len(models)} cores ({models[0] if models else platform.machine()}), Linux "
+        f"{platform.release().split('-')[0]}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+def _begin(out: Path) -> dict:
+    return json.loads(out.read_text()) if out.exists() else {"cells": []}
+
+
+def _table(record: dict) -> Table:
+    shown = Table(title=table.headline(record), title_justify="left", title_style="bold")
+    for name in ("", "median s", "quartiles", "fwd + bwd", "limit", "/limit", "/burst", "bytes"):
+        shown.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in table.rows(record):
+        shown.add_row(
+            row.name, f"{row.middle:.3f}", f"{row.low:.3f}-{row.high:.3f}",
+            f"{row.forward:.3f} + {row.backward:.3f}", f"{row.limit:.3f}",
+            f"{row.over_limit:.2f}", f"{row.against:.2f}",
+            " ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items()),
+        )  # fmt: skip
+    for name, reason in record["left out"].items():
+        shown.add_row(name, "-", "", reason)
+    return shown

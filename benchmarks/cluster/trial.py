@@ -1,0 +1,36 @@
+"""The smallest cluster there is, to see whether this machine can emulate one: 2 nodes of 2 ranks.
+
+Prints what its links carry, beside what they were shaped to; run by `check` and by the tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .bench import built
+from .network import Network, Rates
+
+SIZE = 2**20
+
+
+def main() -> int:
+    from . import measure
+    from .ranks import Ranks
+
+    network = Network(2, 2, Rates.parse("50M/200M"))
+    with built(network), Ranks(network) as ranks:
+        print("namespace", os.readlink("/proc/self/ns/net"), flush=True)
+        for _ in range(2):  # the first one makes the connections
+            before = [network.sent_bytes(rank) for rank in range(network.size)]
+            clocks = ranks.run(measure.transfer, SIZE)
+            after = [network.sent_bytes(rank) for rank in range(network.size)]
+        for link in ("inter", "intra"):
+            ends = [clock[link] for clock in clocks]
+            seconds = max(end for _, end in ends) - min(begin for begin, _ in ends)
+            sent = sum(b[link] - a[link] for a, b in zip(before, after, strict=True))
+            reached, shaped = 8e-6 * SIZE / seconds, network.rates.of(link) / 1e6
+            print(
+                f"{link}: {reached:.1f} of {shaped:.0f} Mbit/s, "
+                f"{sent} bytes by the kernel for {network.size * SIZE} of payload"
+            )
+    return 0

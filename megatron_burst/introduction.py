@@ -1,0 +1,60 @@
+"""What the ranks of a grid tell each other before any process group is made.
+
+Making groups is collective: ranks that mean different grids would wait for each other until the
+timeout. So they first compare, over the group they were given, what they were asked for; whoever
+differs is told so on every rank. Knows no grid and makes no groups.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of its grid before groups are made."""
+
+    rank: int  # global
+    groups: int  # in how many process groups it is
+    asked: str  # its arguments
+
+
+def process_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group`, if it is one that this rank can make a grid of."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "group must be a process group that this rank is in; call torch.distributed."
+            f"init_process_group before, got {group!r}"
+        )
+    return group
+
+
+def introduce(group: dist.ProcessGroup, asked: str) -> list[Said]:
+    """What each rank of `group` says; a collective."""
+    size = process_group(group).size()
+    mine = Said(dist.get_rank(), len(dist.distributed_c10d._world.pg_names), asked)
+    said = [mine] * size
+    dist.all_gather_object(said, mine, group=group)
+    return said
+
+
+def agreed(said: list[Said]) -> list[int]:
+    """The global ranks of a grid; ValueError, on all of them, if they do not mean the same one.
+
+    torch names a locally made group after the number of groups a rank is in; if that number, or
+    the grid, differs between the ranks they would wait for each other until the timeout.
+    """
+    counts = [one.groups for one in said]
+    if len(set(counts)) != 1:
+        raise ValueError(
+            f"the ranks of this grid are in different numbers of process groups ({counts}); "
+            "make mb.Groups before making groups that only some of these ranks belong to"
+        )
+    for rank, one in enumerate(said):
+        if one.asked != said[0].asked:
+            raise ValueError(
+                f"groups: ranks disagree: rank 0 asked for {said[0].asked}, rank {rank} for "
+                f"{one.asked}; every rank must make the same grid"
+            )
+    return [one.rank for one in said]
