@@ -113,9 +113,18 @@ def train_with_wrong_weights(flags):
         return train(flags)
 
 
+def train_with_fused_accumulation(flags):
+    """A run in which the output layer's gradient is announced as Megatron's fused layers do."""
+    from megatron_burst.megatron import lm_head
+    from megatron_burst.megatron.lazy_logits import MainGrad
+
+    with mock.patch.object(lm_head, "MainGrad", lambda weight, fused: MainGrad(weight, True)):
+        return train(flags)
+
+
 def logits_made(flags):
     """How often a model's output layer made logits, with labels and without, and whether the
-    logits without labels are those that the loss stands for."""
+    logits without labels, and those after uninstalling, are those that the loss stands for."""
     import arguments
     import model as example
     import pretrain_gpt
@@ -147,11 +156,16 @@ def logits_made(flags):
         inputs = tokens, torch.arange(32)[None], None
         with mock.patch.object(ColumnParallelLinear, "forward", counting):
             loss = gpt(*inputs, labels=tokens, loss_mask=torch.ones(1, 32))
-            with_labels, made[:] = len(made), []
+            found = {"labels": len(made)}
+            if args.mtp_num_layers:  # needs labels
+                return found
+            made.clear()
             logits = gpt(*inputs)
-        found = {"labels": with_labels, "no labels": len(made)}
+        burst.uninstall()
+        after = gpt(*inputs, labels=tokens)
         again = gpt.compute_language_model_loss(tokens, logits.transpose(0, 1))
-        return found | {"equal": torch.allclose(loss, again, rtol=1e-5)}
+        same = [torch.allclose(loss, other, rtol=1e-5) for other in (again, after)]
+        return found | {"no labels": len(made), "equal": same}
     finally:
         burst.uninstall()
         parallel_state.destroy_model_parallel()

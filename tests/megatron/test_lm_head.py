@@ -5,9 +5,18 @@ Documents are short, so loss masks are uneven; a warning (a second computation o
 any of these runs is an error of the test.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import session
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from test_parity import TOLERANCE, worst
+
+import megatron_burst as mb
+from megatron_burst.megatron import lm_head
+from megatron_burst.megatron.lazy_logits import LazyLogits
 
 MODES = ["single_pass", "recompute"]
 TP = "--tensor-model-parallel-size 2"
@@ -44,6 +53,15 @@ def test_bf16(train, mode):
     assert worst(train(f"--bf16 --burst-lm-head-loss {mode}"), plain) < 0.02
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", ["", UNTIED, MTP])
+def test_fused_gradient_accumulation(four, common, train, model, mode):
+    """Tied and MTP weights have other uses, whose gradients must not get lost or come twice."""
+    flags = [*common, *TP.split(), *model.split(), "--burst-lm-head-loss", mode]
+    fused = four(session.train_with_fused_accumulation, flags)[0]
+    assert worst(fused, train(f"{TP} {model}")) < TOLERANCE
+
+
 def test_the_comparison_notices_a_wrong_mask(four, common, train):
     flags = [*common, "--burst-lm-head-loss", "single_pass"]
     assert worst(four(session.train_with_wrong_weights, flags)[0], train()) > 100 * TOLERANCE
@@ -52,6 +70,60 @@ def test_the_comparison_notices_a_wrong_mask(four, common, train):
 @pytest.mark.parametrize("mode", ["off", *MODES])
 def test_which_logits_exist(four, common, mode):
     """What Megatron's own output layer has made in a forward with labels, and in one without."""
-    flags = [*common, *ALL.split(), *MTP.split(), "--burst-lm-head-loss", mode]
+    flags = [*common, *ALL.split(), "--burst-lm-head-loss", mode]
     for found in four(session.logits_made, flags):
-        assert found == {"labels": 3 if mode == "off" else 0, "no labels": 1, "equal": True}
+        assert found == {"labels": int(mode == "off"), "no labels": 1, "equal": [True, True]}
+    for found in four(session.logits_made, [*flags, *MTP.split()]):
+        assert found == {"labels": 3 * (mode == "off")}
+
+
+def test_right_predictions_of_further_heads_are_counted_without_logits():
+    stock = lambda *given: "stock"  # noqa: E731
+    counts = lm_head._counting(stock)
+    logits = LazyLogits(None, None, None, None)
+    labels, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 1, 1, 0]])
+    assert counts(logits, labels, mask, None, None) == "stock"  # nothing is known yet
+    logits.argmax = torch.tensor([[1], [9], [3], [4]])
+    assert counts(logits, labels, mask, None, None) == (2, 3)
+
+
+REFUSED = {
+    "--cross-entropy-loss-fusion": {"cross_entropy_loss_fusion": True},
+    "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
+    "--fp16": {"fp16": True},
+    "--fp8-output-proj": {"fp8_output_proj": True},
+    "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
+    "full iterations": {"cuda_graph_impl": "full_iteration"},
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_cannot_be_honoured_is_refused(flag):
+    config = SimpleNamespace(**REFUSED[flag])
+    lm_head.check(config, mb.BurstConfig())
+    with pytest.raises(ValueError, match=rf"--burst-lm-head-loss recompute .*{flag}"):
+        lm_head.check(config, mb.BurstConfig(lm_head_loss="recompute"))
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(
+        ValueError, match=r"lm_head_loss \(--burst-lm-head-loss\) must be one of off"
+    ):
+        mb.BurstConfig(lm_head_loss="on")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    {
+        "gathered": "build the model with parallel_output=True",
+        "bias": "needs an output layer that is a ColumnParallelLinear without bias",
+        "model": "knows GPTModel, not SimpleNamespace",
+    }.items(),
+)
+def test_models_it_does_not_know_are_refused(what, message):
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    vars(layer).update(bias="bias" if what == "bias" else None, gather_output=what == "gathered")
+    model = SimpleNamespace() if what == "model" else GPTModel.__new__(GPTModel)
+    vars(model)["output_layer"] = layer
+    with pytest.raises(ValueError, match=message):
+        lm_head._check_model(model, "single_pass")
