@@ -251,7 +251,7 @@ def _passes(
     kept = back.kept_chunks(rank)
     names = "attention forward", f"attention backward, side {back.side}"
     forward, backward = (
-        Pass(name, program, works, kept, plan.program(rank, own_last=True))
+        Pass(name, program, works, kept, own_last=plan.program(rank, own_last=True))
         for name, program, plan in zip(names, programs, (there, back), strict=True)
     )
     return forward, backward

@@ -90,6 +90,6 @@ def plan(
                 if work is not None:
                     works[pair] = work
         indices = store.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
-        run = Pass("attention recompute", program, works, rows=rows)
+        run = Pass("attention recompute", program, works, rows=rows, own_last=program)
         ranks.append(Again(*map(torch.from_numpy, indices), run=run))
     return Recompute(keep, schedule, tuple(ranks), mask, tuple(queries), seq_len)
