@@ -1,16 +1,11 @@
-"""The fused LM head beside what else computes it: time, and memory, of forward and backward.
+"""The fused LM head beside what else computes it: time and memory of forward and backward.
 
-    python benchmarks/lm_head.py time   --dtype float32        # ratios, paired and interleaved
-    python benchmarks/lm_head.py tile   --tile-mib 32 64 128   # extra memory against the tile
-    python benchmarks/lm_head.py tokens --tokens 8192 65536    # extra memory against the tokens
-
-Every figure comes from a process of its own: inputs are made, a small call warms up, then one call
-of forward and backward is measured. Time is wall time and, because other programs may share the
-machine, the processor time of this process too; an implementation's ratio is taken to ours of the
-same round, medians over rounds with the lowest and highest. Memory is the peak (resident set on
-CPU, allocator on CUDA) over what was there before, less the gradients of hidden and weight and a
-float32 gradient of the weight (which, for float32, is the same). What cannot run here is listed
-with its reason. `--device cuda` also prints the three products alone, the roofline of the op.
+Every figure comes from a process of its own (`lm_head_case`), rounds in alternating order. Time is
+wall time and, because other programs may share the machine, processor time; an implementation's
+ratio is taken to ours of the same round, its median and its lowest and highest are shown. Extra
+memory is what a call needs beyond its inputs, their gradients and a float32 gradient of the weight:
+against the tile, which it should follow byte for byte, and against the tokens, which it should not
+follow. What cannot run here is listed with its reason. `--device cuda` measures the same there.
 """
 
 from __future__ import annotations
@@ -21,68 +16,63 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from datetime import date
+from pathlib import Path
+
+from lm_head_case import IMPLEMENTATIONS
+from report import DOCS, human, markdown, progress, provenance, write_section
 
 OURS = "single_pass"
+PARTS = ("time", "tile", "tokens")
+MIB = 2**20
 
 
 def main() -> int:
     args = arguments()
-    if args.child:
-        print(json.dumps(child(json.loads(args.child))))
-        return 0
-    print(f"{sys.argv[0].rsplit('/', 1)[-1]} {' '.join(sys.argv[1:])}: {machine(args)}\n")
-    results = {"time": times, "tile": tiles, "tokens": tokens}[args.what](args)
-    if args.out:
-        with open(args.out, "a") as file:
-            for result in results:
-                file.write(json.dumps(result) + "\n")
+    for part in args.parts:
+        for dtype in args.dtypes:
+            text = {"time": times, "tile": tiles, "tokens": tokens}[part](args, dtype)
+            text = f"{text}\n\nMeasured with {provenance()}"
+            print(text, end="\n\n")
+            if not args.quick:
+                write_section(DOCS / "performance.md", f"LM head, {part}, {dtype}", text)
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("what", choices=["time", "tile", "tokens"])
+    add("--quick", action="store_true", help="seconds, small, no file is written")
+    add("--parts", nargs="+", default=PARTS, choices=PARTS)
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"])
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--tokens", type=int, nargs="+", default=[8192])
+    add("--tokens", type=int, default=8192)
     add("--width", type=int, default=1024)
     add("--vocabulary", type=int, default=32768)
-    add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--tile-mib", type=float, nargs="+", default=[])
+    add("--memory-width", type=int, default=256, help="of the two tables of memory")
+    add("--memory-vocabulary", type=int, default=8192)
+    add("--tiles", type=int, nargs="+", default=[16, 32, 64, 128], help="MiB of logits")
+    add("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     add("--threads", type=int, default=1)
     add("--rounds", type=int, default=5)
     add("--limit", type=float, default=3600, help="seconds for one process")
     add("--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
-    add("--out", metavar="FILE", help="append every figure there, as JSON lines")
-    add("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.quick:
+        args.tokens, args.width, args.vocabulary, args.rounds = 256, 64, 512, 1
+        args.tiles, args.lengths, args.dtypes = [8, 16], [1024, 2048], ["float32"]
+        args.memory_width, args.memory_vocabulary = 16, 4096
+    return args
 
 
-def machine(args: argparse.Namespace) -> str:
-    import torch
-
-    name = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
-    return f"{name}, {args.threads} threads, torch {torch.__version__}, {date.today()}"
-
-
-def cpu_name() -> str:
-    import torch
-
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-    return f"{names[0]} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def ask(args: argparse.Namespace, name: str, **changes: object) -> dict:
+def ask(args: argparse.Namespace, name: str, dtype: str, **changes: object) -> dict:
     """One measurement in a process of its own: {"wall", "cpu", "extra", ...} or {"failed"}."""
     case = {
-        "name": name, "device": args.device, "tokens": args.tokens[0], "width": args.width,
-        "vocabulary": args.vocabulary, "dtype": args.dtype, "threads": args.threads,
+        "name": name, "device": args.device, "tokens": args.tokens, "width": args.width,
+        "vocabulary": args.vocabulary, "dtype": dtype, "threads": args.threads,
         "tile": None, **changes,
     }  # fmt: skip
-    command = [sys.executable, __file__, args.what, "--child", json.dumps(case)]
+    script = Path(__file__).with_name("lm_head_case.py")
+    command = [sys.executable, str(script), json.dumps(case)]
     quiet = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TORCHDYNAMO_DISABLE": "1"}
     try:
         done = subprocess.run(
@@ -92,229 +82,89 @@ def ask(args: argparse.Namespace, name: str, **changes: object) -> dict:
         return case | {"failed": f"took more than {args.limit:.0f} s"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        return case | {"failed": lines[-1][:160]}
+        missing = lines[-1].startswith("ModuleNotFoundError")
+        return case | {"failed": "not installed" if missing else lines[-1][:120]}
     return case | json.loads(done.stdout.splitlines()[-1])
 
 
-def times(args: argparse.Namespace) -> list[dict]:
-    results: list[dict] = []
-    names = list(args.only)
-    for number in range(args.rounds):
-        for name in list(names) if number % 2 else list(reversed(names)):
-            results.append(ask(args, name) | {"round": number})
-            if "failed" in results[-1]:
-                names.remove(name)  # it would fail again
-    print(f"{args.tokens[0]} tokens x width {args.width} x vocabulary {args.vocabulary}, "
-          f"{args.dtype}, {args.rounds} rounds\n")  # fmt: skip
-    print("| | wall s | over ours | processor s | over ours | extra MiB |")
-    print("|-|-|-|-|-|-|")
-    ours = {r["round"]: r for r in results if r["name"] == OURS}
-    for name in args.only:
-        mine = [r for r in results if r["name"] == name]
-        failed = [r["failed"] for r in mine if "failed" in r]
-        if failed:
-            print(f"| {name} | {failed[0]} | | | | |")
-            continue
-        cells = []
-        for key in ("wall", "cpu"):
-            ratios = [r[key] / ours[r["round"]][key] for r in mine]
-            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-            cells.append(f"{statistics.median(r[key] for r in mine):.2f}")
-            cells.append(f"{statistics.median(ratios):.3f} ({spread})")
-        extra = statistics.median(r["extra"] for r in mine) / 2**20
-        print(f"| {name} | {' | '.join(cells)} | {extra:.0f} |")
-    return results
-
-
-def tiles(args: argparse.Namespace) -> list[dict]:
-    results = [ask(args, OURS, tile=int(m * 2**20)) for m in args.tile_mib or (32, 64, 128, 256)]
-    print("| tile MiB | extra MiB |\n|-|-|")
-    for result in results:
-        print(f"| {result['tile'] / 2**20:.0f} | {result['extra'] / 2**20:.1f} |")
-    print(f"\n{slope([r['tile'] for r in results], [r['extra'] for r in results]):.3f} bytes per "
-          "byte of tile (least squares)")  # fmt: skip
-    return results
-
-
-def tokens(args: argparse.Namespace) -> list[dict]:
-    counts = args.tokens if len(args.tokens) > 1 else [8192, 16384, 32768, 65536]
-    results = [ask(args, OURS, tokens=count) for count in counts]
-    print("| tokens | extra MiB |\n|-|-|")
-    for result in results:
-        print(f"| {result['tokens']} | {result['extra'] / 2**20:.1f} |")
-    grows = slope(counts, [r["extra"] for r in results])
-    hidden = args.width * results[0]["itemsize"]
-    print(f"\n{grows:.1f} bytes per token (least squares); a token's logits would be "
-          f"{args.vocabulary * 4} bytes, its hidden state is {hidden}")  # fmt: skip
-    return results
-
-
-def slope(xs: list[float], ys: list[float]) -> float:
-    return statistics.linear_regression(xs, ys).slope
-
-
-# --- in the process that measures ------------------------------------------------------------
-
-
-def eager(hidden, weight, labels, case):
-    import torch.nn.functional as F
-
-    return F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none").sum()
-
-
-def megatron(hidden, weight, labels, case):
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    one_rank(parallel_state)
-    logits = (hidden @ weight.T)[:, None]
-    return vocab_parallel_cross_entropy(logits, labels[:, None]).sum()
-
-
-def megatron_native(hidden, weight, labels, case):
-    from megatron.core import parallel_state
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-
-    one_rank(parallel_state)
-    logits, group = (hidden @ weight.T)[:, None], parallel_state.get_tensor_model_parallel_group()
-    return fused_vocab_parallel_cross_entropy(logits, labels[:, None], group).sum()
-
-
-def one_rank(parallel_state):
-    import torch
-
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-
-
-def torch_chunked(hidden, weight, labels, case):
-    import torch
-    import torch.nn.functional as F
-
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=case.get("chunk"))
-    return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
-
-
-def torch_chunked_1024(hidden, weight, labels, case):
-    """The same in pieces of as many rows as our tiles have, 1024 at the default size."""
-    return torch_chunked(hidden, weight, labels, case | {"chunk": 1024})
-
-
-def cut_cross_entropy(hidden, weight, labels, case):
-    from cut_cross_entropy import linear_cross_entropy
-
-    how = "cce_exact" if hidden.is_cuda else "torch_compile"
-    return linear_cross_entropy(hidden, weight, labels, reduction="sum", impl=how)
-
-
-def liger(hidden, weight, labels, case):
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    return LigerFusedLinearCrossEntropyFunction.apply(
-        hidden, weight, labels, None, None, -100, 0.0, 0.0, "sum"
-    )[0]
-
-
-def single_pass(hidden, weight, labels, case, mode="single_pass"):
-    import megatron_burst as mb
-
-    return mb.linear_cross_entropy(hidden, weight, labels, tile=case["tile"], mode=mode).sum()
-
-
-def recompute(hidden, weight, labels, case):
-    return single_pass(hidden, weight, labels, case, "recompute")
-
-
-def three_products(hidden, weight, labels, case):
-    """The matrix products alone, on tiles of ours: a bound for the time, not a loss."""
-    import torch
-
-    rows = max(1, len(hidden) * len(weight) * hidden.element_size() // 2**30)
-    rows = -(-len(hidden) // rows)
-    z = hidden.new_empty(rows, len(weight))
-    dh, dw = torch.empty_like(hidden), torch.zeros_like(weight)
-    for h, grad in zip(hidden.detach().split(rows), dh.split(rows), strict=True):
-        part = z[: len(h)]
-        torch.mm(h, weight.detach().T, out=part)
-        torch.mm(part, weight.detach(), out=grad)
-        dw.addmm_(part.T, h)
-    return None
-
-
-IMPLEMENTATIONS = {
-    f.__name__: f
-    for f in (
-        single_pass, recompute, eager, megatron, megatron_native, torch_chunked,
-        torch_chunked_1024, cut_cross_entropy, liger, three_products,
+def times(args: argparse.Namespace, dtype: str) -> str:
+    names = list(dict.fromkeys([OURS, *args.only]))
+    found: dict[str, dict[int, dict]] = {name: {} for name in names}
+    failed: dict[str, str] = {}
+    with progress(f"time, {dtype}", args.rounds * len(names)) as step:
+        for number in range(args.rounds):
+            for name in names if number % 2 else reversed(names):
+                step(name)
+                if name in failed:  # it would again
+                    continue
+                result = ask(args, name, dtype)
+                if "failed" in result:
+                    failed[name] = result["failed"]
+                else:
+                    found[name][number] = result
+    rows = [[name, reason, "", "", "", ""] for name, reason in failed.items()]
+    rows = [row(name, found[name], found[OURS]) for name in names if name not in failed] + rows
+    title = (
+        f"{human(args.tokens)} tokens x width {args.width} x vocabulary {human(args.vocabulary)}, "
+        f"{dtype}, {args.threads} thread, {args.rounds} rounds."
     )
-}  # fmt: skip
+    columns = ["", "wall s", "over ours", "processor s", "over ours", "extra MiB"]
+    return f"{title}\n\n{markdown(columns, rows)}"
 
 
-def child(case: dict) -> dict:
-    import torch
-
-    torch.set_num_threads(case["threads"])
-    run, dtype = IMPLEMENTATIONS[case["name"]], getattr(torch, case["dtype"])
-    call(run, *inputs(64, 32, 128, dtype, case["device"]), case)
-    leaves = inputs(case["tokens"], case["width"], case["vocabulary"], dtype, case["device"])
-    before = peak_reset(case["device"])
-    wall, cpu = time.perf_counter(), time.process_time()
-    call(run, *leaves, case)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    hidden, weight, _ = leaves
-    expected = (hidden.numel() + weight.numel()) * dtype.itemsize
-    expected += 0 if dtype == torch.float32 else 4 * weight.numel()
-    extra = peak(case["device"]) - before - expected
-    return {"wall": wall, "cpu": cpu, "extra": extra, "itemsize": dtype.itemsize}
+def row(name: str, mine: dict[int, dict], ours: dict[int, dict]) -> list[str]:
+    cells = [name]
+    for key in ("wall", "cpu"):
+        ratios = [mine[r][key] / ours[r][key] for r in mine if r in ours]
+        cells.append(f"{statistics.median(each[key] for each in mine.values()):.2f}")
+        spread = f"[{min(ratios):.3f}, {max(ratios):.3f}]"
+        cells.append(f"{statistics.median(ratios):.3f} {spread}")
+    extra = statistics.median(each["extra"] for each in mine.values())
+    return [*cells, f"{extra / MIB:.0f}"]
 
 
-def inputs(n, d, v, dtype, device):
-    import torch
-
-    make = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(n, d, generator=make, device=device, dtype=dtype)
-    weight = torch.empty(v, d, device=device, dtype=dtype).normal_(0, 0.02, generator=make)
-    labels = torch.randint(0, v, (n,), generator=make, device=device)
-    return hidden.requires_grad_(), weight.requires_grad_(), labels
+def memory(args: argparse.Namespace) -> dict[str, int]:
+    return {"width": args.memory_width, "vocabulary": args.memory_vocabulary}
 
 
-def call(run, hidden, weight, labels, case):
-    loss = run(hidden, weight, labels, case)
-    if loss is not None:
-        loss.backward()
-        assert hidden.grad is not None
-        assert weight.grad is not None
-    if hidden.is_cuda:
-        import torch
-
-        torch.cuda.synchronize()
-
-
-def peak_reset(device: str) -> int:
-    """Forget the peak so far; bytes in use now."""
-    if device == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return status("VmRSS")
+def tiles(args: argparse.Namespace, dtype: str) -> str:
+    count = args.lengths[0]
+    found = [
+        ask(args, OURS, dtype, tile=tile * MIB, tokens=count, **memory(args))["extra"]
+        for tile in args.tiles
+    ]
+    table = markdown(
+        ["tile MiB", "extra MiB"],
+        [[str(tile), f"{extra / MIB:.1f}"] for tile, extra in zip(args.tiles, found, strict=True)],
+    )
+    follows = slope([tile * MIB for tile in args.tiles], found)
+    return f"{shape(args, dtype)}\n\n{table}\n\n{follows:.3f} bytes per byte of tile."
 
 
-def peak(device: str) -> int:
-    if device == "cuda":
-        import torch
+def tokens(args: argparse.Namespace, dtype: str) -> str:
+    tile = args.tiles[0] * MIB
+    found = [
+        ask(args, OURS, dtype, tokens=count, tile=tile, **memory(args))["extra"]
+        for count in args.lengths
+    ]
+    table = markdown(
+        ["tokens", "extra MiB"],
+        [[human(n), f"{extra / MIB:.1f}"] for n, extra in zip(args.lengths, found, strict=True)],
+    )
+    return (
+        f"{shape(args, dtype)}, tile {args.tiles[0]} MiB\n\n{table}\n\n"
+        f"{slope(args.lengths, found):.0f} bytes per token; in float32 a token's logits would be "
+        f"{4 * args.memory_vocabulary}."
+    )
 
-        return torch.cuda.max_memory_allocated()
-    return status("VmHWM")
+
+def shape(args: argparse.Namespace, dtype: str) -> str:
+    return f"width {args.memory_width} x vocabulary {human(args.memory_vocabulary)}, {dtype}"
 
 
-def status(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+def slope(xs: list[int], ys: list[int]) -> float:
+    """Least squares."""
+    return statistics.linear_regression(xs, ys).slope
 
 
 if __name__ == "__main__":

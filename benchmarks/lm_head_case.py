@@ -1,0 +1,180 @@
+"""One figure of `lm_head.py`, in a process of its own: what computes an LM head and loss, measured.
+
+    python benchmarks/lm_head_case.py '{"name": "single_pass", "device": "cpu", ...}'
+
+Makes the inputs, warms up with a small call, then measures one call of forward and backward: wall
+time, processor time, and the peak of memory over what was there before, less the gradients of
+hidden and weight and a float32 gradient of the weight (for float32 that is the same). Knows
+nothing of tables.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+
+def eager(hidden, weight, labels, case):
+    import torch.nn.functional as F
+
+    return F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none").sum()
+
+
+def megatron(hidden, weight, labels, case):
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    one_rank(parallel_state)
+    logits = (hidden @ weight.T)[:, None]
+    return vocab_parallel_cross_entropy(logits, labels[:, None]).sum()
+
+
+def megatron_native(hidden, weight, labels, case):
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    one_rank(parallel_state)
+    logits, group = (hidden @ weight.T)[:, None], parallel_state.get_tensor_model_parallel_group()
+    return fused_vocab_parallel_cross_entropy(logits, labels[:, None], group).sum()
+
+
+def one_rank(parallel_state):
+    import torch
+
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+
+
+def torch_chunked(hidden, weight, labels, case):
+    import torch
+    import torch.nn.functional as F
+
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=case.get("chunk"))
+    return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+
+
+def torch_chunked_1024(hidden, weight, labels, case):
+    """The same in pieces of as many rows as our tiles have, 1024 at the default size."""
+    return torch_chunked(hidden, weight, labels, case | {"chunk": 1024})
+
+
+def cut_cross_entropy(hidden, weight, labels, case):
+    from cut_cross_entropy import linear_cross_entropy
+
+    how = "cce_exact" if hidden.is_cuda else "torch_compile"
+    return linear_cross_entropy(hidden, weight, labels, reduction="sum", impl=how)
+
+
+def liger(hidden, weight, labels, case):
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    return LigerFusedLinearCrossEntropyFunction.apply(
+        hidden, weight, labels, None, None, -100, 0.0, 0.0, "sum"
+    )[0]
+
+
+def single_pass(hidden, weight, labels, case, mode="single_pass"):
+    import megatron_burst as mb
+
+    return mb.linear_cross_entropy(hidden, weight, labels, tile=case["tile"], mode=mode).sum()
+
+
+def recompute(hidden, weight, labels, case):
+    return single_pass(hidden, weight, labels, case, "recompute")
+
+
+def three_products(hidden, weight, labels, case):
+    """The matrix products alone, on tiles of ours: a bound for the time, not a loss."""
+    import torch
+
+    rows = max(1, len(hidden) * len(weight) * hidden.element_size() // 2**30)
+    rows = -(-len(hidden) // rows)
+    z = hidden.new_empty(rows, len(weight))
+    dh, dw = torch.empty_like(hidden), torch.zeros_like(weight)
+    for h, grad in zip(hidden.detach().split(rows), dh.split(rows), strict=True):
+        part = z[: len(h)]
+        torch.mm(h, weight.detach().T, out=part)
+        torch.mm(part, weight.detach(), out=grad)
+        dw.addmm_(part.T, h)
+    return None
+
+
+IMPLEMENTATIONS = {
+    f.__name__: f
+    for f in (
+        single_pass, recompute, eager, megatron, megatron_native, torch_chunked,
+        torch_chunked_1024, cut_cross_entropy, liger, three_products,
+    )
+}  # fmt: skip
+
+
+def child(case: dict) -> dict:
+    import torch
+
+    torch.set_num_threads(case["threads"])
+    run, dtype = IMPLEMENTATIONS[case["name"]], getattr(torch, case["dtype"])
+    call(run, *inputs(64, 32, 128, dtype, case["device"]), case)
+    leaves = inputs(case["tokens"], case["width"], case["vocabulary"], dtype, case["device"])
+    before = peak_reset(case["device"])
+    wall, cpu = time.perf_counter(), time.process_time()
+    call(run, *leaves, case)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    hidden, weight, _ = leaves
+    expected = (hidden.numel() + weight.numel()) * dtype.itemsize
+    expected += 0 if dtype == torch.float32 else 4 * weight.numel()
+    extra = peak(case["device"]) - before - expected
+    return {"wall": wall, "cpu": cpu, "extra": extra, "itemsize": dtype.itemsize}
+
+
+def inputs(n, d, v, dtype, device):
+    import torch
+
+    make = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(n, d, generator=make, device=device, dtype=dtype)
+    weight = torch.empty(v, d, device=device, dtype=dtype).normal_(0, 0.02, generator=make)
+    labels = torch.randint(0, v, (n,), generator=make, device=device)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def call(run, hidden, weight, labels, case):
+    loss = run(hidden, weight, labels, case)
+    if loss is not None:
+        loss.backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+    if hidden.is_cuda:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def peak_reset(device: str) -> int:
+    """Forget the peak so far; bytes in use now."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return status("VmRSS")
+
+
+def peak(device: str) -> int:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    return status("VmHWM")
+
+
+def status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(json.loads(sys.argv[1]))))
