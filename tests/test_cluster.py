@@ -152,7 +152,7 @@ def test_the_limit_by_hand():
 def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
     path = tmp_path / "doc.md"
     path.write_text(f"before\n{document.BEGIN}old{document.END}\nafter\n")
-    results = {"machine": "a machine", "command": "bench", "cells": [RECORD]}
+    results = {"machine": "a machine", "commands": ["bench"], "cells": [RECORD]}
     for _ in range(2):
         document.write(results, path)
     text = path.read_text()

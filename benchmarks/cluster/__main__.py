@@ -17,7 +17,7 @@ FULL = {
     "grids": "2x2,2x4,4x2",
     "rates": "200M/800M,1G/4G",
     "heads": "MHA,GQA 4:1",
-    "regimes": "communication,balanced,compute,real",
+    "regimes": "communication,balanced,compute,hidden,real",
     "repeats": 7,
 }
 RESULTS = ROOT / "runs" / "cluster"

@@ -19,10 +19,10 @@ def write(results: Record, path: Path) -> None:
     """Put the tables of these results into `path`, and their plot beside it as PNG."""
     plot(results, path.with_suffix(".png"))
     tables = "\n".join(table.markdown(record) for record in results["cells"])
+    commands = "".join(f"    python -m benchmarks.cluster {c}\n" for c in results["commands"])
     made = (
-        f"Measured on {results['machine']}, by `python -m benchmarks.cluster "
-        f"{results['command']}`.\n\n![Medians of every rival beside the limit]"
-        f"({path.with_suffix('.png').name})\n"
+        f"Measured on {results['machine']}, by\n\n{commands}\n"
+        f"![Medians of every rival beside the limit]({path.with_suffix('.png').name})\n"
     )
     body = f"{BEGIN}\n{made}\n{tables}{END}"
     text = path.read_text() if path.exists() else f"{BEGIN}{END}\n"

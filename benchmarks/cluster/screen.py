@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ def show(
         TextColumn("{task.description}"),
     )
     results = _begin(out) if append else {"cells": []}
-    results |= {"command": " ".join(sys.argv[1:]), "machine": machine()}
+    commands = [*results.get("commands", []), shlex.join(sys.argv[1:])]
+    results |= {"commands": commands, "machine": machine()}
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
         steps = len(todo) * len(rivals) * repeats
         task = progress.add_task("starting the ranks", total=steps)
