@@ -214,3 +214,16 @@ def assert_none(faults_by_rank):
     """No rank found a fault; else say the first ten."""
     faults = [fault for faults in faults_by_rank for fault in faults]
     assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:10])
+
+
+class Failing:
+    """A kernel that raises at the `count`-th call of `method`."""
+
+    def __init__(self, kernel, method, count):
+        self.kernel, self.method, self.count = kernel, method, count
+
+    def __getattr__(self, name):
+        self.count -= name == self.method
+        if self.count < 0:
+            raise MemoryError(f"no room for {name}")
+        return getattr(self.kernel, name)

@@ -306,6 +306,39 @@ def test_what_one_rank_cannot_plan_is_told_to_all(ranks, name, words):
     assert re.search(words, messages[0]), messages[0]
 
 
+# --- a rank that fails and goes on ---------------------------------------------------------
+
+
+def after_a_failure(count):
+    """Rank 1 runs out of memory half-way, and every rank goes on; what each is told then."""
+    tensors = [torch.randn(4, 1, 4, 8, requires_grad=True) for _ in range(3)]
+    groups = mb.Groups.flat(dist.group.WORLD)
+    plan = mb.prepare(*tensors, groups=groups, kernel="reference")
+    broken = replace(plan, kernel=cases.Failing(plan.kernel, "forward", count))
+    told = []
+    for each in (broken if groups.rank == 1 else plan, plan, None):
+        try:
+            mb.attention(*tensors, **({"plan": each} if each else {"groups": groups}))
+            told.append("fine")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_ranks_that_may_be_out_of_step_are_told_so():
+    pool = Workers(2, timeout=3)
+    try:
+        told, failed = pool.run(after_a_failure, 0, timeout=30)
+    finally:
+        pool.close()
+    assert failed[0] == "MemoryError: no room for forward"
+    words = "ValueError: groups: an earlier call on them failed half-way .*no room for forward"
+    assert re.match(words, failed[1])
+    assert re.match("RuntimeError: exchange failed|fine", told[0])
+    assert re.match("RuntimeError: exchange failed|ValueError: groups: ", told[1])
+    assert "fine" not in (told[2], failed[2])
+
+
 # --- a rank that dies, and one that never comes --------------------------------------------
 
 LIMIT = 5  # seconds, the process group's own timeout

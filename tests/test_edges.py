@@ -1,7 +1,6 @@
 """Attention where calls are unusual: rows and ranks that see nothing, frozen inputs, several
 backwards, odd strides, low precision, plans used again."""
 
-import re
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,11 +10,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers import Workers
 
 import megatron_burst as mb
 from megatron_burst.masks import Cover, Mask
@@ -178,59 +175,16 @@ def test_autocast_does_not_reach_inside(kernel):
 # --- calls that fail -----------------------------------------------------------------------
 
 
-class Failing:
-    """A kernel that raises at the `count`-th call of `method`."""
-
-    def __init__(self, kernel, method, count):
-        self.kernel, self.method, self.count = kernel, method, count
-
-    def __getattr__(self, name):
-        self.count -= name == self.method
-        if self.count < 0:
-            raise MemoryError(f"no room for {name}")
-        return getattr(self.kernel, name)
-
-
 @pytest.mark.parametrize("count", range(16))
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_call_that_failed_half_way_leaves_nothing_to_the_next(method, count):
     c = call(HERE)
     plan = mb.prepare(*c.tensors, groups=c.groups, side="kv")
     with pytest.raises(MemoryError):
-        grads(mb.attention(*c.tensors, plan=replace(plan, kernel=Failing(plan.kernel, method,
+        grads(mb.attention(*c.tensors, plan=replace(plan, kernel=cases.Failing(plan.kernel, method,
               count))), c)  # fmt: skip
     outs = mb.attention(*c.tensors, plan=plan)
     assert_truth(c, outs, grads(outs, c))
-
-
-def after_a_failure(count):
-    """Rank 1 runs out of memory half-way, and every rank goes on; what each is told then."""
-    tensors = [torch.randn(4, 1, 4, 8, requires_grad=True) for _ in range(3)]
-    groups = mb.Groups.flat(dist.group.WORLD)
-    plan = mb.prepare(*tensors, groups=groups, kernel="reference")
-    broken = replace(plan, kernel=Failing(plan.kernel, "forward", count))
-    told = []
-    for each in (broken if groups.rank == 1 else plan, plan, None):
-        try:
-            mb.attention(*tensors, **({"plan": each} if each else {"groups": groups}))
-            told.append("fine")
-        except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def test_ranks_that_may_be_out_of_step_are_told_so():
-    pool = Workers(2, timeout=3)
-    try:
-        told, failed = pool.run(after_a_failure, 0, timeout=30)
-    finally:
-        pool.close()
-    assert failed[0] == "MemoryError: no room for forward"
-    words = "ValueError: groups: an earlier call on them failed half-way .*no room for forward"
-    assert re.match(words, failed[1])
-    assert re.match("RuntimeError: exchange failed|fine", told[0])
-    assert re.match("RuntimeError: exchange failed|ValueError: groups: ", told[1])
-    assert "fine" not in (told[2], failed[2])
 
 
 # --- autograd ------------------------------------------------------------------------------
