@@ -9,7 +9,7 @@ MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format gallery mutants bench-accuracy bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test lint format gallery mutants bench-accuracy bench-checkpoint bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -42,6 +42,9 @@ mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests 
 
 bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, into docs/accuracy.md and .png
 	@$(PY) benchmarks/accuracy.py $(ARGS)
+
+bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps, into docs/performance.md
+	@$(PY) benchmarks/checkpoint.py $(ARGS)
 
 bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory, into docs/performance.md
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/lm_head.py $(ARGS)

@@ -1,0 +1,180 @@
+"""What the attention store costs and saves: peak memory and time of a step, by fraction kept.
+
+    python benchmarks/checkpoint.py          # 2 ranks, 4K to 16K tokens, into docs/performance.md
+
+A stack of pre-norm attention and MLP layers, its sequence striped over gloo ranks. Every cell is
+measured in processes of its own: the highest resident set over the ranks, less what it was before
+the first step, and the median time of a step. "none" saves every activation, "full" recomputes
+everything, a number is the fraction of attention results in the store. Decides what is compared;
+the layers are the benchmark's own, the checkpoint is `mb.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import report
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import megatron_burst as mb
+
+MODES = ("none", "full", "0.25", "0.5", "1.0")
+# BurstEngine, table 2: (kept, tokens per second and GPU, peak GB per GPU).
+PUBLISHED = (("full", 94.81, 41.45), ("0.5", 108.82, 45.93), ("1.0", 117.83, 53.91))
+
+
+class Layer(nn.Module):
+    """Attention and an MLP four times as wide, each behind a norm and with a residual."""
+
+    def __init__(self, width: int, heads: int, plan: mb.Plan):
+        super().__init__()
+        self.plan, self.heads = plan, heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, 1, width] -> the same"""
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(2, (3 * self.heads, -1)).chunk(3, dim=2)
+        x = x + self.out(mb.attention(q, k, v, plan=self.plan).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+def step(layers: list[Layer], x: torch.Tensor, mode: str) -> None:
+    """Forward and backward of all layers."""
+    for layer in layers:
+        keep = 0.0 if mode == "full" else None if mode == "none" else float(mode)
+        x = layer(x) if keep is None else mb.checkpoint(layer, x, keep=keep)
+    x.square().mean().backward()
+
+
+def rank_main(rank: int, cell: dict[str, Any], results: Any) -> None:
+    """One rank of one cell: (extra peak in MiB, median seconds of a step)."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", cell["port"], cell["ranks"], is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=cell["ranks"])
+    torch.manual_seed(rank)
+    rows, width, heads = cell["tokens"] // cell["ranks"], cell["width"], cell["heads"]
+    q = torch.zeros(rows, 1, heads, width // heads)
+    mode = cell["mode"]
+    plan = mb.prepare(
+        q, q, q, groups=mb.Groups.flat(dist.GroupMember.WORLD), layout="striped",
+        needs_grad=(True,) * 3, store=float(mode) if mode[0].isdigit() else None,
+    )  # fmt: skip
+    layers = [Layer(width, heads, plan) for _ in range(cell["layers"])]
+    x = torch.randn(rows, 1, width, requires_grad=True)
+    mb.checkpoint(torch.sin, x[:1], keep=0.0).sum().backward()  # what torch imports for it
+    before, times = _peak(), []
+    for _ in range(1 + cell["repeats"]):
+        dist.barrier()
+        start = time.perf_counter()
+        step(layers, x, mode)
+        times.append(time.perf_counter() - start)
+        x.grad = None
+    results.put((_peak() - before, statistics.median(times[1:]), plan.store_bytes))
+    dist.destroy_process_group()
+
+
+def _peak() -> float:
+    """MiB; the highest resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(cell: dict[str, Any]) -> tuple[float, float, int]:
+    """The highest extra memory over the ranks, the slowest rank's time, bytes of the store."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    mp.spawn(rank_main, (cell | {"port": port}, results), nprocs=cell["ranks"])
+    found = [results.get() for _ in range(cell["ranks"])]
+    return max(f[0] for f in found), max(f[1] for f in found), found[0][2]
+
+
+def table(cells: dict[tuple[int, str], tuple[float, float, int]], args: argparse.Namespace) -> str:
+    """Ratios to "full", which is what a store is added to."""
+    rows = []
+    for tokens in args.tokens:
+        memory, seconds, _ = cells[tokens, "full"]
+        for mode in args.modes:
+            extra, taken, stored = cells[tokens, mode]
+            rows.append([
+                report.human(tokens), mode, f"{extra:.0f}", f"{extra / memory:.2f}",
+                f"{taken:.2f}", f"{taken / seconds:.2f}", f"{stored * args.layers / 2**20:.1f}",
+            ])  # fmt: skip
+    heads = ["tokens", "kept", "extra peak, MiB", "over full", "step, s", "over full",
+             "store by formula, MiB"]  # fmt: skip
+    return report.markdown(heads, rows)
+
+
+def draw(cells: dict[tuple[int, str], tuple[float, float, int]], path: Path, args: Any) -> None:
+    """Memory against time: what is lower and further left is better."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for tokens in args.tokens:
+        points = [cells[tokens, mode] for mode in args.modes]
+        left.plot([p[1] for p in points], [p[0] for p in points], ".", label=report.human(tokens))
+        for mode, point in zip(args.modes, points, strict=True):
+            left.annotate(mode, (point[1], point[0]), fontsize=8)
+    left.set(xlabel="seconds per step", ylabel="extra peak per rank, MiB",
+             title=f"Measured, {args.ranks} CPU ranks", xscale="log", yscale="log")  # fmt: skip
+    left.legend(title="tokens")
+    for kept, speed, memory in PUBLISHED:
+        right.plot(1e3 / speed, memory, "k.")
+        right.annotate(kept, (1e3 / speed, memory), fontsize=8)
+    right.set(xlabel="ms per token and GPU", ylabel="peak per GPU, GB",
+              title="BurstEngine's table 2: 14B, 1M tokens, 32 x A800")  # fmt: skip
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=report.DOCS)
+    args = parser.parse_args()
+    if "full" not in args.modes:
+        raise ValueError(f"--modes {args.modes}: the others are compared with full; add it")
+    cells = {}
+    common = {name: getattr(args, name) for name in ("ranks", "layers", "width", "heads")}
+    todo = [(tokens, mode) for tokens in args.tokens for mode in args.modes]
+    with report.progress("checkpoint", len(todo)) as begin:
+        for tokens, mode in todo:
+            begin(f"{report.human(tokens)} tokens, {mode}")
+            cell = common | {"tokens": tokens, "mode": mode, "repeats": args.repeats}
+            cells[tokens, mode] = measure(cell)
+    draw(cells, args.output / "checkpoint.png", args)
+    report.write_section(
+        args.output / "performance.md",
+        "checkpoint",
+        f"{args.layers} layers of width {args.width} with {args.heads} heads, striped over "
+        f"{args.ranks} CPU ranks, fp32, causal.\n\n{table(cells, args)}\n\n"
+        f"![Memory against time](checkpoint.png)\n\nMeasured with {report.provenance()}",
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
