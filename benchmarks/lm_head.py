@@ -61,6 +61,7 @@ def arguments() -> argparse.Namespace:
         args.tokens, args.width, args.vocabulary, args.rounds = 256, 64, 512, 1
         args.tiles, args.lengths, args.dtypes = [8, 16], [1024, 2048], ["float32"]
         args.memory_width, args.memory_vocabulary = 16, 4096
+        args.only = ["eager", "torch_chunked"]
     return args
 
 

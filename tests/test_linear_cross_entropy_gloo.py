@@ -83,7 +83,8 @@ def faults(options, mask, upstream, sequence_parallel, mode, rows, dtype=torch.f
 @pytest.mark.parametrize("mode", ["single_pass", "recompute"])
 def test_equals_the_formula(ranks, world, sequence_parallel, mode):
     workers = ranks(world)
-    for options, mask, upstream, rows in product(OPTIONS, MASKS, UPSTREAM, (100, 5)):
+    one_tile = [("all", "ragged", upstream, 100) for upstream in UPSTREAM]
+    for options, mask, upstream, rows in [*product(OPTIONS, MASKS, UPSTREAM, (5,)), *one_tile]:
         case = (options, mask, upstream, sequence_parallel, mode, rows)
         for error, warned in workers.run(faults, *case):
             assert error < TOLERANCE, case
@@ -106,6 +107,18 @@ def same_bits():
 def test_the_loss_has_the_same_bits_on_every_rank(ranks):
     first, *others = ranks(4).run(same_bits)
     assert others == [first] * 3
+
+
+def argmax_of_equal_logits():
+    ones = torch.ones(3, WIDTH)
+    _, found = mb.linear_cross_entropy(
+        ones, ones, torch.zeros(3, dtype=torch.int64), tp_group=dist.group.WORLD, return_argmax=True
+    )
+    return found.tolist()
+
+
+def test_of_equal_logits_on_two_ranks_the_lowest_row_wins(ranks):
+    assert ranks(2).run(argmax_of_equal_logits) == [[0, 0, 0]] * 2
 
 
 def exchanges(sequence_parallel, mode, rows):
