@@ -73,9 +73,9 @@ class BurstConfig:
             )
         for name in ("intra_size", "head_size"):
             size = getattr(self, name)
-            if size is not None and size < 1:
+            if size is not None and (type(size) is not int or size < 1):
                 flag = f"--burst-{name.replace('_', '-')}"
-                raise ValueError(f"{name} ({flag}) must be at least 1, got {size}")
+                raise ValueError(f"{name} ({flag}) must be an integer from 1 on, got {size!r}")
         if not 0.0 <= self.kv_cache <= 1.0:
             raise ValueError(
                 f"kv_cache (--burst-kv-cache) must be a fraction from 0 to 1, got {self.kv_cache}"
