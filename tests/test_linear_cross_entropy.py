@@ -10,6 +10,7 @@ from head_oracle import Options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
+from megatron_burst.linear_cross_entropy import products
 
 TOKENS, WIDTH, VOCABULARY = 11, 8, 13
 TOLERANCE = 1e-10
@@ -179,6 +180,17 @@ def test_shapes_strides_and_no_gradient():
     assert not loss.requires_grad
     assert loss.shape == (5, 2)
     assert worst([loss], [truth]) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["single_pass", "recompute"])
+def test_a_weight_that_is_widened_by_panels(mode, monkeypatch):
+    """bf16 on CPU; a panel of three rows, so that the last one is shorter."""
+    hidden, weight, labels = problem(dtype=torch.bfloat16)
+    whole = ours(hidden, weight, labels % VOCABULARY, mode=mode)
+    monkeypatch.setattr(products, "PANEL_BYTES", 3 * 4 * WIDTH)
+    panels = ours(hidden, weight, labels % VOCABULARY, mode=mode)
+    for one, other in zip(whole, panels, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-6)
 
 
 def test_no_tokens():

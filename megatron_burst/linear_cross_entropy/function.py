@@ -79,7 +79,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: the gradient that arrived is no multiple of loss_mask, so "
                 "the logits are computed a second time; pass the weights of the tokens as "
                 "loss_mask, or mode='recompute' if they are unknown in forward",
-                stacklevel=2,
+                stacklevel=1,  # the caller is torch's engine, whose warnings many leave out
             )
         return *_recomputed(ctx, tokens, dloss, lse), *(None,) * 5
 
