@@ -53,6 +53,7 @@ class Stats(NamedTuple):
     lse: log-sum-exp, -inf over none. target: the label's logit where the label is among them,
     else 0. total: sum of the logits. best, winner: the largest logit and its vocabulary row (as
     a float: exact up to 2^24), the lowest such row. total, and best and winner, only where asked.
+    peak: the rows hold exp(logit - peak) by now instead of the logits; concerns one rank only.
     """
 
     lse: torch.Tensor
@@ -60,6 +61,7 @@ class Stats(NamedTuple):
     total: torch.Tensor | None = None
     best: torch.Tensor | None = None
     winner: torch.Tensor | None = None
+    peak: torch.Tensor | None = None
 
 
 def merge(parts: list[Stats]) -> Stats:

@@ -72,8 +72,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         dloss = torch.where(kept, dloss, 0)
         if ctx.single_pass:
             factor, fits = _factor(dloss, weights)
-            if head.split.everywhere(fits):
-                grads = _scaled(ctx.sink, weight.dtype, dh, dw, factor)
+            fits, unscaled = head.split.everywhere(fits, factor == 1)
+            if fits:
+                grads = _scaled(ctx.sink, weight.dtype, dh, dw, None if unscaled else factor)
                 return *grads, *(None,) * 5
             warnings.warn(
                 "linear_cross_entropy: the gradient that arrived is no multiple of loss_mask, so "
@@ -101,11 +102,13 @@ def _scaled(
     dtype: torch.dtype,
     dh: torch.Tensor | None,
     dw: torch.Tensor | None,
-    factor: torch.Tensor,
+    factor: torch.Tensor | None,
 ) -> Gradients:
     """What forward has made, times the factor; in its own place unless it is needed again."""
-    again = _needed_again()
-    dh, dw = (g if g is None else g.mul(factor) if again else g.mul_(factor) for g in (dh, dw))
+    if _needed_again():
+        dh, dw = (g if g is None else g.mul(1 if factor is None else factor) for g in (dh, dw))
+    elif factor is not None:
+        dh, dw = (g if g is None else g.mul_(factor) for g in (dh, dw))
     if dw is None or sink is None:
         return dh, dw if dw is None else dw.to(dtype)
     sink.target().add_(dw)

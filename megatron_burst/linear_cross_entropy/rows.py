@@ -34,18 +34,23 @@ def row_stats(
     formula: Formula,
     dtype: torch.dtype,
     argmax: bool = False,
+    consume: bool = False,
 ) -> Stats:
-    """Statistics in `dtype` of z [n, v], which holds h.w and is left as it is.
+    """Statistics in `dtype` of z [n, v], which holds h.w.
+
+    z is left as it is, or, where `consume` allows it and something is gained, it becomes
+    exp(x - peak), x the logits and peak [n] in the result: `softmax_gradient_` goes on from there.
 
     labels [n]: vocabulary rows counted over all ranks; anything outside this rank's is nobody's.
     """
     index = labels - columns.first
+    consume = consume and not _has_triton(z) and formula.softcap is None and z.dtype == dtype
     if _has_triton(z):
         from . import triton_rows
 
         found = triton_rows.row_stats(z, index, *columns, formula.scale, formula.softcap, dtype)
     else:
-        found = _row_stats(z, index, columns, formula, dtype, argmax)
+        found = _row_stats(z, index, columns, formula, dtype, argmax, consume)
     lse, target, total, best, winner = found
     return Stats(
         lse,
@@ -53,6 +58,7 @@ def row_stats(
         total if formula.smoothing else None,
         best if argmax else None,
         winner if argmax else None,
+        best if consume and columns.real else None,
     )
 
 
@@ -63,10 +69,12 @@ def softmax_gradient_(
     weights: torch.Tensor,
     columns: Columns,
     formula: Formula,
+    peak: torch.Tensor | None = None,
 ) -> None:
-    """Replace z [n, v], which holds h.w, by weights [n] times the loss's derivative by h.w.
+    """Replace z [n, v] by weights [n] times the loss's derivative by h.w.
 
-    lse [n] is that of whole rows, in the accumulation dtype, like `weights`.
+    z holds h.w, or, with peak [n], what `row_stats` has left. lse [n] is that of whole rows, in
+    the accumulation dtype, like `weights`.
     """
     index = labels - columns.first
     weights = weights * formula.scale
@@ -81,7 +89,12 @@ def softmax_gradient_(
             columns.real, formula.scale, formula.softcap,
         )  # fmt: skip
     else:
-        _softmax_gradient_(z, index, lse, of_softmax, of_label, of_all, columns.real, formula)
+        if peak is not None:
+            of_softmax = of_softmax * (peak - lse).exp_()
+        _softmax_gradient_(
+            z, index, None if peak is not None else lse, of_softmax, of_label, of_all,
+            columns.real, formula,
+        )  # fmt: skip
 
 
 def _row_stats(
@@ -91,6 +104,7 @@ def _row_stats(
     formula: Formula,
     dtype: torch.dtype,
     argmax: bool,
+    consume: bool = False,
 ) -> torch.Tensor:
     """[5, n]: lse, target, total, best, winner; the last three only where they are wanted."""
     lse, target, total, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
@@ -102,23 +116,30 @@ def _row_stats(
     for block in _blocks(z):
         x = z[block, : columns.real].to(dtype)
         if formula.scale != 1.0:
-            x = x * formula.scale
+            x = x.mul_(formula.scale) if consume else x * formula.scale
         if formula.softcap is not None:
             x = (x / formula.softcap).tanh_().mul_(formula.softcap)
-        torch.logsumexp(x, 1, out=lse[block])
         target[block] = x.gather(1, where[block, None])[:, 0] * inside[block]
         if formula.smoothing:
             torch.sum(x, 1, out=total[block])
+        if argmax or consume:
+            torch.amax(x, 1, out=best[block])
         if argmax:
-            best[block] = x.amax(1)
             winner[block] = columns.first + _first_equal(x, best[block])
+        if consume:
+            x.sub_(best[block, None]).exp_()
+            torch.sum(x, 1, out=lse[block])
+        else:
+            torch.logsumexp(x, 1, out=lse[block])
+    if consume:
+        lse.log_().add_(best)
     return out
 
 
 def _softmax_gradient_(
     z: torch.Tensor,
     index: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     of_softmax: torch.Tensor,
     of_label: torch.Tensor,
     of_all: torch.Tensor,
@@ -132,15 +153,17 @@ def _softmax_gradient_(
     of_label = of_label * inside
     for block in _blocks(z):
         place = z[block, :real]
-        x = place.to(lse.dtype)  # z itself, unless its dtype is a low one
+        x = place.to(of_softmax.dtype)  # z itself, unless its dtype is a low one
         slope = None
-        if formula.scale != 1.0:
-            x.mul_(formula.scale)
-        if formula.softcap is not None:
-            x.div_(formula.softcap).tanh_()
-            slope = 1 - x.square()
-            x.mul_(formula.softcap)
-        x.sub_(lse[block, None]).exp_().mul_(of_softmax[block, None])
+        if lse is not None:  # else the exponentials are there
+            if formula.scale != 1.0:
+                x.mul_(formula.scale)
+            if formula.softcap is not None:
+                x.div_(formula.softcap).tanh_()
+                slope = 1 - x.square()
+                x.mul_(formula.softcap)
+            x.sub_(lse[block, None]).exp_()
+        x.mul_(of_softmax[block, None])
         if formula.smoothing:
             x.sub_(of_all[block, None])
         x.scatter_add_(1, where[block, None], of_label[block, None])

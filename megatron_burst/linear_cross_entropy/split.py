@@ -82,21 +82,22 @@ class Split:
         """The statistics over the vocabulary of all ranks; one exchange of a few numbers a row."""
         if self.size == 1:
             return stats
-        names = [name for name, value in stats._asdict().items() if value is not None]
+        known = stats._replace(peak=None)._asdict().items()
+        names = [name for name, value in known if value is not None]
         mine = torch.stack([getattr(stats, name) for name in names])
         all_ranks = mine.new_empty((self.size * len(names), mine.shape[1]))
         InFlight(all_ranks, _start("all_gather", all_ranks, mine, group=self.group)).wait()
         pieces = all_ranks.view(self.size, *mine.shape)
         return merge([Stats(**dict(zip(names, piece, strict=True))) for piece in pieces])
 
-    def everywhere(self, flag: torch.Tensor) -> bool:
-        """Is this 0-d flag true on every rank? Reads it: the device has to catch up."""
+    def everywhere(self, *flags: torch.Tensor) -> list[bool]:
+        """Is each of these 0-d flags true on every rank? Reads them: the device must catch up."""
+        both = torch.stack(flags).to(torch.int32)
         if self.size > 1:
-            flag = flag.to(torch.int32)
             InFlight(
-                flag, _start("all_reduce", flag, op=dist.ReduceOp.MIN, group=self.group)
+                both, _start("all_reduce", both, op=dist.ReduceOp.MIN, group=self.group)
             ).wait()
-        return bool(flag)
+        return [bool(flag) for flag in both.tolist()]
 
     def agree(self, facts: Facts | ValueError, device: torch.device) -> None:
         """Raise the same ValueError on all ranks unless all state the same facts."""

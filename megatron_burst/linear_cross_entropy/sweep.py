@@ -67,7 +67,9 @@ def losses(
     gradients = _Gradients(head, tokens, dh, dw)
     for tile, h, z in _tiles(head, tokens):
         labels = tokens.labels[:, tile].reshape(-1)
-        mine = row_stats(z, labels, head.columns, head.formula, head.dtype, head.argmax)
+        mine = row_stats(
+            z, labels, head.columns, head.formula, head.dtype, head.argmax, gradients.wanted
+        )
         stats = head.split.merge(mine)
         kept = labels != head.ignore_index
         parts = (len(tokens.labels), -1)
@@ -75,7 +77,7 @@ def losses(
         lse[:, tile] = stats.lse.view(parts)
         if argmax is not None and stats.winner is not None:
             argmax[:, tile] = stats.winner.to(argmax.dtype).view(parts)
-        gradients.add(tile, h, z, labels, stats.lse, weights[:, tile].reshape(-1))
+        gradients.add(tile, h, z, labels, stats.lse, weights[:, tile].reshape(-1), mine.peak)
     gradients.finish()
     return Losses(loss, lse, argmax)
 
@@ -125,6 +127,7 @@ class _Gradients:
         self, head: Head, tokens: Tokens, dh: torch.Tensor | None, dw: torch.Tensor | None
     ) -> None:
         self.head, self.weight, self.dh, self.dw = head, tokens.weight, dh, dw
+        self.wanted = dh is not None or dw is not None
         self._travelling: tuple[slice, InFlight] | None = None
 
     def add(
@@ -135,10 +138,11 @@ class _Gradients:
         labels: torch.Tensor,
         lse: torch.Tensor,
         weights: torch.Tensor,
+        peak: torch.Tensor | None = None,
     ) -> None:
-        if self.dh is None and self.dw is None:
+        if not self.wanted:
             return
-        softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula)
+        softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula, peak)
         if self.dh is not None:
             self.finish()
             whole = self.head.split.size == 1 and self.dh.dtype == z.dtype
