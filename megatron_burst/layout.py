@@ -43,7 +43,7 @@ def integer(name: str, value: object) -> int:
 def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
     """int64 [documents + 1], a copy: cumulative lengths from 0 on, or a ValueError."""
     try:
-        given = np.array(cu_seqlens)
+        given = np.asarray(cu_seqlens)
     except (TypeError, ValueError) as error:  # a ragged list, or a tensor on another device
         raise ValueError(f"cu_seqlens must be integers on the host, got {cu_seqlens}") from error
     bounds = given.astype(np.int64) if given.dtype.kind in "iu" else np.array([1])

@@ -120,7 +120,7 @@ def _square(table: np.ndarray) -> np.ndarray:
     """bool [n, n], a copy: True, or 1, where visible. A table to be added to scores, 0 where
     visible and -inf where hidden, would mean the opposite, so only 0 and 1 are taken."""
     try:
-        given = np.array(table)
+        given = np.asarray(table)  # np.array warns of tensors, which have no copy keyword
     except (TypeError, ValueError) as error:  # a ragged list, or a tensor on another device
         raise ValueError(f"table must be square, and on the host, got {table}") from error
     if given.ndim != 2 or given.shape[0] != given.shape[1] or not given.size:
