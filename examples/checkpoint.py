@@ -17,7 +17,7 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 
 def save(root: str, iteration: int, consumed: int, stages: Any, optimizer: Any, schedule: Any):
-    """Write the stages of the model, optimizer, learning-rate schedule, iteration and consumed samples."""
+    """Write the stages of the model, optimizer, schedule, iteration and consumed samples."""
     folder = Path(root) / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     state = _sharded_state(stages, optimizer, schedule, is_loading=False)
@@ -61,7 +61,7 @@ def _check_restorable(optimizer: Any) -> None:
 
 
 def _named(stages: list[Any]) -> dict[str, Any]:
-    """"model", or "model0" and on: Megatron's names for the stages of a rank."""
+    """ "model", or "model0" and on: Megatron's names for the stages of a rank."""
     if len(stages) == 1:
         return {"model": stages[0]}
     return {f"model{i}": stage for i, stage in enumerate(stages)}

@@ -115,9 +115,7 @@ def _stage(
         layers = get_gpt_layer_with_transformer_engine_spec(**kind)
     further = None
     if args.mtp_num_layers:
-        further = get_gpt_mtp_block_spec(
-            config, layers, use_transformer_engine=not local, **which
-        )
+        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=not local, **which)
     multiple = args.make_vocab_size_divisible_by
     gpt = GPTModel(
         config,

@@ -146,8 +146,7 @@ CASES = {
     ),
     "store-vpp2-selective": (
         VPP,
-        "--context-parallel-size 2 --recompute-granularity selective "
-        "--burst-attention-store 1.0",
+        "--context-parallel-size 2 --recompute-granularity selective --burst-attention-store 1.0",
     ),
     "store-packed-sinks": (
         "--packed --softmax-type learnable",
