@@ -47,6 +47,8 @@ ARROWS = {
     "linear_cross_entropy": {"linear_cross_entropy", "agreement", "merge"},
     "show": PLANNING | {"show"},
     "trace": DOOR | {"trace", "comm", "prepare", "attention", "show"},  # of show: its colours
+    "seam": set(),
+    "patch": {"seam"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "__main__": {"cli"},
     "__init__": {
@@ -61,7 +63,7 @@ ARROWS = {
         "linear_cross_entropy",
     },
 }
-NO_TORCH = PLANNING | {"config", "cli", "__main__"}
+NO_TORCH = PLANNING | {"config", "seam", "patch", "cli", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "checkpoint": {"torch"},
