@@ -65,7 +65,7 @@ def run(tree, *command, **environment):
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-9000:]
     return done.stdout
 
 
@@ -236,6 +236,7 @@ from megatron_burst.seam import PLACES, inside
 import megatron_burst.megatron as burst
 from megatron_burst.megatron import cpu
 from megatron_burst.megatron.patched import patched_places
+import megatron.training.arguments, megatron.training.argument_utils
 cpu.enable()
 
 def owners():
@@ -282,18 +283,31 @@ def test_installing_fills_the_seams_and_replaces_nothing(patched):
     assert Path(file).is_relative_to(patched)
 
 
+def write_text(prefix):
+    """A Megatron dataset of 40 documents of 50 tokens each."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    draw = np.random.default_rng(0)
+    for _ in range(40):
+        builder.add_document(torch.from_numpy(draw.integers(0, 60, 50)), [50])
+    builder.finalize(f"{prefix}.idx")
+    prefix.with_suffix(".json").write_text(json.dumps({"vocab_size": 61}))
+
+
 @pytest.mark.slow
 def test_a_patched_megatron_trains_as_an_unpatched_one(patched, tmp_path):
-    from megatron_data import write_text
-
-    prefix = write_text(tmp_path)
+    prefix = tmp_path / "text"
+    write_text(prefix)
     metrics = []
     for tree in (patched, None):
         file = tmp_path / f"metrics-{len(metrics)}"
         flags = (
             f"--data-path {prefix} --seq-length 64 --num-layers 2 --hidden-size 32 "
             "--ffn-hidden-size 48 --num-attention-heads 4 --global-batch-size 2 --train-iters 2 "
-            f"--context-parallel-size 2 --burst-layout striped --recompute-granularity full "
+            "--context-parallel-size 2 --burst-layout striped --recompute-granularity full "
             "--recompute-method uniform --recompute-num-layers 1 --burst-attention-store 0.5 "
             f"--burst-lm-head-loss single_pass --metrics {file}"
         ).split()

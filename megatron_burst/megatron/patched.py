@@ -58,20 +58,17 @@ def _close(found: list[Found], empty: bool) -> None:
 
 
 def _seams() -> list[tuple[Place, Found]]:
-    """The seams of this Megatron. megatron.training is imported only where others were found."""
-    found: list[tuple[Place, Found]] = []
-    for place in sorted(PLACES, key=lambda place: place.module.startswith("megatron.training")):
-        if found or place.module.startswith("megatron.core") or place.module in sys.modules:
-            one = _find(place)
-            found += [(place, one)] if one is not None else []
-    return found
+    """The seams of this Megatron, but for those in parts of megatron.training not imported yet.
+
+    Whoever replaces functions there imports it first. Nobody else should have to: a script on
+    Megatron-Core alone does not need it.
+    """
+    places = [p for p in PLACES if p.module.startswith("megatron.core") or p.module in sys.modules]
+    return [(place, one) for place in places if (one := _find(place)) is not None]
 
 
 def _find(place: Place) -> Found | None:
-    try:
-        owner: Any = importlib.import_module(place.module)
-    except ImportError:  # megatron.training, in a Megatron-Core without it
-        return None
+    owner: Any = importlib.import_module(place.module)
     *classes, name = place.name.split(".")
     for one in classes:
         owner = getattr(owner, one, None)
