@@ -58,7 +58,9 @@ PLACES = (
     ),
     Place("lm-head", f"{_MODELS}.gpt.gpt_model", "GPTModel.forward"),
     Place(
-        "lm-head", "megatron.core.transformer.multi_token_prediction", "_compute_mtp_acceptance_counts"
+        "lm-head",
+        "megatron.core.transformer.multi_token_prediction",
+        "_compute_mtp_acceptance_counts",
     ),
     Place("flags", "megatron.training.arguments", "add_megatron_arguments", "entrance"),
     Place("flags", "megatron.training.argument_utils", "core_transformer_config_from_args"),

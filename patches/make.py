@@ -33,7 +33,9 @@ def with_seams(source: str, places: list[Place]) -> str:
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
         inserted[first] = " " * node.col_offset + f"@{place.decorator}\n"
     outside = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    at = next(n for n in outside if ast.unparse(n).split()[1].split(".")[0] in ("torch", "megatron"))
+    at = next(
+        n for n in outside if ast.unparse(n).split()[1].split(".")[0] in ("torch", "megatron")
+    )
     names = ", ".join(sorted({place.decorator for place in places}))
     inserted[at.lineno - 1] = f"from megatron_burst.seam import {names}\n"
     return "".join(inserted.get(i, "") + line for i, line in enumerate(lines))

@@ -220,7 +220,7 @@ def test_a_flag_of_ours_that_the_doctor_does_not_know():
 
 
 def test_flags_are_read_without_knowing_them():
-    command = Command("train.py --a=3 --b --c 1 2 --window-size 4,0 --d".split())
+    command = Command(["train.py", "--a=3", "--b", "--c", "1", "2", "--window-size", "4,0", "--d"])
     assert command.number("--a", 0) == 3
     assert "--b" in command
     assert command.numbers("--c") == [1, 2]
@@ -318,14 +318,19 @@ def test_report(capsys):
     report.show(findings, {"machine": {}}, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"ok": 1, "note": 1, "problem": 1}
-    assert told["findings"][2] == {"level": "problem", "topic": "c", "what": "bad", "fix": "mend it"}
-    with mock.patch("sys.stdout.isatty", lambda: True):
+    assert told["findings"][2] == {
+        "level": "problem",
+        "topic": "c",
+        "what": "bad",
+        "fix": "mend it",
+    }
+    with mock.patch("sys.stdout.isatty", return_value=True):
         report.show(findings, {}, as_json=False)
     assert "what to do" in capsys.readouterr().out
 
 
 def test_the_command_line(capsys):
-    command = "--tensor-model-parallel-size 2 --gpus-per-node 8 --json -- x.py".split()
+    command = ["--tensor-model-parallel-size", "2", "--gpus-per-node", "8", "--json", "--", "x.py"]
     exit_code = main(["doctor", *command, "--context-parallel-size", "16", "--eod-mask-loss"])
     told = json.loads(capsys.readouterr().out)
     assert exit_code == 1

@@ -158,7 +158,9 @@ def test_the_installed_megatron(capsys):
     else:
         assert status == patch.NEITHER
         assert told.startswith("not patchable: Megatron-Core 0.16")
-        assert "0003-recompute.patch: patch failed: megatron/core/tensor_parallel/random.py:" in told
+        assert (
+            "0003-recompute.patch: patch failed: megatron/core/tensor_parallel/random.py:" in told
+        )
         assert "megatron/training/arguments.py: No such file" in told
 
 

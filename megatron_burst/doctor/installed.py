@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 import torch
+from torch.cuda import nccl
 
 from .. import masks
 from ..attention import attention
@@ -44,7 +45,7 @@ def versions() -> Iterator[Finding]:
     cuda = torch.version.cuda
     if cuda and torch.cuda.is_available():
         yield ok("CUDA", cuda)
-        yield ok("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+        yield ok("NCCL", ".".join(map(str, nccl.version())))
     else:
         built = f"torch is built for CUDA {cuda}" if cuda else "torch is built without CUDA"
         yield note("CUDA", f"{built}, and no GPU is visible: everything runs on the CPU with gloo")
@@ -91,7 +92,7 @@ def _run(name: str, device: torch.device) -> None:
     groups = Groups.in_process(intra=1)
     out = attention([q], [k], [v], groups=groups, mask=masks.Causal(), kernel=name)[0]
     out.sum().backward()
-    if not all(torch.isfinite(x).all() for x in (out, q.grad, k.grad, v.grad)):
+    if not all(x is not None and x.isfinite().all() for x in (out, q.grad, k.grad, v.grad)):
         raise ValueError("it returns values that are not finite")
 
 

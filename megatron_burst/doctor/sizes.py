@@ -26,7 +26,9 @@ class Sizes(NamedTuple):
     @property
     def flags(self) -> str:
         """What to put on the command line; nothing for a flat ring."""
-        return "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
+        return (
+            "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
+        )
 
 
 def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
@@ -43,8 +45,8 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
             raise ValueError(f"{flag} must be at least 1, got {value}")
     if gpus_per_node % tp and tp % gpus_per_node:
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not divide the {gpus_per_node} GPUs of a node: "
-            "tensor-parallel groups would reach over nodes; choose a size that divides it"
+            f"--tensor-model-parallel-size {tp} does not divide the {gpus_per_node} GPUs of a "
+            "node: tensor-parallel groups would reach over nodes; choose a size that divides it"
         )
     if cp == 1:
         return Sizes(1, 1, "no context parallelism")
