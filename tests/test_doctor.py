@@ -1,5 +1,6 @@
 """`megatron-burst doctor`: the sizes it picks, the hazards it names, the groups it checks."""
 
+import ast
 import json
 import math
 import os
@@ -80,6 +81,25 @@ def test_sizes_that_cannot_be(sizes, flag):
 
 def test_the_table_of_the_documentation():
     assert table() in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def constants():
+    """All that string literals of the package say, an f-string's pieces each by itself."""
+    for path in Path(mb.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_the_documentation_are_real():
+    """In the first column of the symptoms, code is what the plugin says."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Symptoms")[1]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
+    theirs = {"CUDA_DEVICE_MAX_CONNECTIONS", "--cp-comm-type a2a+p2p", "doctor --distributed"}
+    quoted = {code for cell in cells for code in cell.split("`")[1::2]} - theirs
+    said = list(constants())
+    assert len(quoted) > 12
+    assert not [code for code in quoted if not any(code in text for text in said)]
 
 
 # --- the user's command --------------------------------------------------------------------
