@@ -49,7 +49,7 @@ ARROWS = {
     "trace": DOOR | {"trace", "comm", "prepare", "attention", "show"},  # of show: its colours
     "seam": set(),
     "patch": {"seam"},
-    "doctor": DOOR | {"doctor", "comm", "attention", "seam", "megatron", "__init__"},
+    "doctor": DOOR | {"doctor", "comm", "attention", "megatron", "__init__"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "__main__": {"cli"},
     "__init__": {

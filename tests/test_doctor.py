@@ -381,6 +381,14 @@ def test_bad_input(words, message, capsys, monkeypatch):
 # --- the real groups -----------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def four(ranks):
+    """`four().run(...)` on four ranks, which end with this module: the groups made in them, each
+    with a thread, would slow whoever comes next."""
+    yield lambda: ranks(4)
+    ranks(4).close()
+
+
 def examine(words, per_node, fault=None):
     """(status, what rank 0 printed) of the check of this process group."""
     import contextlib
@@ -417,8 +425,8 @@ def examine(words, per_node, fault=None):
         ("--context-parallel-size 2", 4, "2 x 1", 7),
     ],
 )
-def test_the_real_groups(ranks, words, per_node, shape, algorithms):
-    results = ranks(4).run(examine, words, per_node)
+def test_the_real_groups(four, words, per_node, shape, algorithms):
+    results = four().run(examine, words, per_node)
     assert [code for code, _ in results] == [0, 0, 0, 0]
     assert [bool(out) for _, out in results] == [True, False, False, False]
     told = {f["topic"]: f for f in json.loads(results[0][1])["findings"]}
@@ -430,8 +438,8 @@ def test_the_real_groups(ranks, words, per_node, shape, algorithms):
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_a_wrong_result_is_a_problem_on_all_ranks(ranks, fault):
-    results = ranks(4).run(examine, "", 2, fault)
+def test_a_wrong_result_is_a_problem_on_all_ranks(four, fault):
+    results = four().run(examine, "", 2, fault)
     assert [code for code, _ in results] == [1, 1, 1, 1]
     told = [f for f in json.loads(results[0][1])["findings"] if f["topic"].startswith("attention")]
     assert {f["level"] for f in told} == {"problem"}
@@ -439,9 +447,9 @@ def test_a_wrong_result_is_a_problem_on_all_ranks(ranks, fault):
     assert all(f"wrong on ranks {bad}" in f["what"] for f in told)
 
 
-def test_sizes_that_do_not_fit_the_processes(ranks):
+def test_sizes_that_do_not_fit_the_processes(four):
     with pytest.raises(Exception, match="does not fit the 4 processes"):
-        ranks(4).run(examine, "--context-parallel-size 3", 4)
+        four().run(examine, "--context-parallel-size 3", 4)
 
 
 @pytest.mark.slow

@@ -103,7 +103,6 @@ def hooks() -> Iterator[Finding]:
             warnings.simplefilter("ignore")
             import megatron_burst.megatron as burst
             from megatron_burst.megatron.patched import patched_places
-            from megatron_burst.seam import PLACES
     except ImportError:
         return  # said among the versions
     try:
@@ -119,5 +118,7 @@ def hooks() -> Iterator[Finding]:
         return
     burst.uninstall()
     seams = len(patched_places())
-    patched = f"; patched in {seams} of {len(PLACES)} places" if seams else ", which is unpatched"
+    patched = (
+        f"; {seams} of its functions have a seam (`patches/`)" if seams else ", which is unpatched"
+    )
     yield ok("Megatron hooks", f"fit this Megatron{patched}")
