@@ -7,6 +7,7 @@ are put into this Megatron and taken out again. Must not know the user's command
 from __future__ import annotations
 
 import platform
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -64,7 +65,7 @@ def _megatron() -> Finding:
     except ImportError as error:
         reason = f"cannot be imported: {error}" if found else "not installed"
         return problem("Megatron-Core", reason, 'pip install "megatron-burst[megatron]"')
-    found = found or "version unknown (imported from a source tree)"
+    found = sys.modules["megatron.core"].__version__  # a source tree may be ahead of the wheel
     if ".".join(found.split(".")[:2]) in TESTED:
         return ok("Megatron-Core", found)
     return note("Megatron-Core", f"{found}; tested are {' and '.join(TESTED)}")
