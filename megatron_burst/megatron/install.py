@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron import lm_head, registry
+from megatron_burst.megatron import lm_head, patched, registry
 from megatron_burst.megatron.checks import check_config, require_parameters
 from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.data import batch_slicer, packed_batch_slicer, packed_rope, rope_slicer
@@ -38,7 +38,7 @@ def install(layout: str = "zigzag") -> None:
                 "has one; call uninstall() first, and build the model anew"
             )
         return
-    with registry.patching(_NAME) as patches:
+    with registry.patching(_NAME) as patches, patched.opened(patches):
         patches.notes["layout"] = layout
         _patch_attention(patches)
         _patch_slicing(patches, layout)
