@@ -109,6 +109,6 @@ def packed_seq_params(batch: Batch) -> PackedSeqParams | None:
 def _on_this_context_parallel_rank(batch: Batch) -> Batch:
     # Looked up at each call: megatron_burst replaces it for layouts that Megatron does not have.
     split = utils.get_batch_on_this_cp_rank
-    needs_flag = "is_hybrid_cp" in inspect.signature(split).parameters  # Megatron-Core >= 0.18
-    group = parallel_state.get_context_parallel_group()
-    return split(batch, **({"is_hybrid_cp": False} if needs_flag else {}), cp_group=group)
+    takes = inspect.signature(split).parameters  # more from version to version
+    asked = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    return split(batch, **{name: asked[name] for name in asked if name in takes})

@@ -21,11 +21,11 @@ _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_siz
 
 
 def batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20).
+    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.15 to 0.20).
 
     Unpacked batches of a zigzag run are left to the original.
     """
-    require_parameters(original, ["batch", "cp_group"], "utils.get_batch_on_this_cp_rank")
+    require_parameters(original, ["batch"], "utils.get_batch_on_this_cp_rank")  # 0.15: no more
     signature = inspect.signature(original)
 
     @functools.wraps(original)
