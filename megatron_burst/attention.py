@@ -18,11 +18,12 @@ from torch.autograd.function import once_differentiable
 from . import head_parallel, ring
 from .arguments import Shards, check_sink, per_rank, signature
 from .checkpoint import Frame, current
-from .head_parallel import Share
 from .kernels import Rows
 from .merge import sink_gradient
-from .prepare import Plan, prepare
+from .plan import Plan
+from .prepare import prepare
 from .recompute import Again
+from .shares import Share
 from .walk import Pass, lockstep, staggered
 
 Tensors = tuple[torch.Tensor, ...]

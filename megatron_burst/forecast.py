@@ -21,9 +21,6 @@ from .hops import Chunk
 from .rates import Rates
 from .schedule import Schedule
 
-BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
-LINKS = ("intra", "inter")
-
 
 class Leg(NamedTuple):
     """Messages that start and land together on one ring: from `src` to `dst`, one per rank."""
@@ -54,6 +51,21 @@ class Wires:
     pairs: bool = False
 
 
+ONE_WAY = Wires()
+
+
+class Pass(NamedTuple):
+    """Seconds of a pass, and for how long the busiest rank's device and links are in use."""
+
+    seconds: float
+    compute: float
+    intra: float
+    inter: float
+
+    def __add__(self, other: Pass) -> Pass:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Pass(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 class _Line:
     """The clocks of all ranks, and until when both ends of their links are taken."""
 
@@ -62,6 +74,7 @@ class _Line:
         self.wires, self.latency = wires, rates.latency
         self.per_byte = np.array([1 / rates.intra, 1 / rates.inter])
         self.leaving, self.arriving = (np.zeros((2, 2, size)) for _ in range(2))
+        self.computing, self.sending = np.zeros(size), np.zeros((2, size))
 
     def send(self, leg: Leg, size: float) -> np.ndarray:
         """When each rank is done with its part of a leg of `size` bytes per message."""
@@ -77,7 +90,9 @@ class _Line:
         begin = np.maximum(self.clock[src], self.clock[dst])
         begin = np.maximum(begin, self.leaving[way, between, src])
         begin = np.maximum(begin, self.arriving[way, between, dst])
-        end = begin + self.latency + size * self.per_byte[between]
+        taken = self.latency + size * self.per_byte[between]
+        self.sending[between, src] += taken
+        end = begin + taken
         self.leaving[way, between, src] = self.arriving[way, between, dst] = end
         done[src] = np.maximum(done[src], end)
         done[dst] = np.maximum(done[dst], end)
@@ -100,6 +115,7 @@ class _Line:
             yield
             land(index)
             self.clock += moment.seconds
+            self.computing += moment.seconds
 
 
 def pass_time(
@@ -108,9 +124,9 @@ def pass_time(
     seconds: np.ndarray,
     rates: Rates,
     head_groups: int = 1,
-    wires: Wires = Wires(),
-) -> float:
-    """Seconds from the common start of all ranks to the end of the last one's pass.
+    wires: Wires = ONE_WAY,
+) -> Pass:
+    """From the common start of all ranks to the end of the last one's pass.
 
     seconds: [G, G], how long a device needs for the pair of query chunk i and key chunk j, all
     heads; with groups of heads each computes its part of it.
@@ -119,13 +135,16 @@ def pass_time(
     each = seconds / head_groups + rates.launch * (seconds > 0)
     legs = _legs(plan)
     late = min(2, head_groups // 2)  # as in `attention`
-    bytes_of = {g: sizes.chunk_bytes(Chunk("d" * g + plan.side, 0)) / head_groups for g in (0, 1)}
+    bytes_of = {
+        g: sizes.chunk_bytes(Chunk("d" * g + plan.side, 0)) / head_groups for g in (False, True)
+    }
     walks = [
         line.walk(_program(plan, legs, each, own_last=group >= head_groups - late), bytes_of)
         for group in range(head_groups)
     ]
     _staggered(walks)
-    return float(line.clock.max())
+    busy = line.computing.max(), *line.sending.max(axis=1)
+    return Pass(float(line.clock.max()), *map(float, busy))
 
 
 def _staggered(walks: Sequence[Generator[None, None, None]]) -> None:

@@ -6,7 +6,12 @@ Plain numbers, for `forecast`; how they are measured is `probe`'s.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+CHOICES_KEPT = 64  # kinds of layers times batches of different documents
+BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,40 @@ class Rates:
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"rates: {name} must be seconds, 0 or more, got {value!r}")
 
+    def describe(self) -> str:
+        """On one line, in the units people compare."""
+        compute = "unknown" if self.compute is None else _short(self.compute, "FLOP/s")
+        links = f"intra {_short(self.intra, 'B/s')}, inter {_short(self.inter, 'B/s')}"
+        return f"{links}, {self.latency * 1e6:.3g} us per message, compute {compute}"
+
+
+@dataclass
+class Known:
+    """What has been found out about one grid, and is the same on all its ranks.
+
+    rates: of its links, without `compute`; speeds: by kernel, (FLOP/s, seconds per call);
+    choices: by call, the last CHOICES_KEPT.
+    """
+
+    rates: Rates | None = None
+    speeds: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    choices: dict[Any, Any] = field(default_factory=dict)
+
+    def choice(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The choice for `key`, made when it is first asked for."""
+        if key not in self.choices:
+            if len(self.choices) >= CHOICES_KEPT:
+                del self.choices[next(iter(self.choices))]
+            self.choices[key] = make()
+        return self.choices[key]
+
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _short(value: float, unit: str) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size or prefix == "M":
+            return f"{value / size:.3g} {prefix * (value < math.inf)}{unit}"
+    raise AssertionError
