@@ -20,6 +20,7 @@ from .cost import Sizes
 from .hops import Chunk
 from .rates import Rates
 from .schedule import Schedule
+from .shares import late_groups
 
 
 class Leg(NamedTuple):
@@ -134,9 +135,10 @@ def pass_time(
     line = _Line(plan.grid.size, rates, wires)
     each = seconds / head_groups + rates.launch * (seconds > 0)
     legs = _legs(plan)
-    late = min(2, head_groups // 2)  # as in `attention`
+    late = late_groups(head_groups)
     bytes_of = {
-        g: sizes.chunk_bytes(Chunk("d" * g + plan.side, 0)) / head_groups for g in (False, True)
+        gradient: sizes.chunk_bytes(Chunk("d" * gradient + plan.side, 0)) / head_groups
+        for gradient in (False, True)
     }
     walks = [
         line.walk(_program(plan, legs, each, own_last=group >= head_groups - late), bytes_of)

@@ -1,7 +1,8 @@
-"""Which heads each rank of a head group takes, and how many ranks may share them.
+"""Which heads each rank of a head group takes, how many ranks may share them, and which of the
+groups of heads of one rank end last.
 
-Plain arithmetic, for `head_parallel`, which moves them, and for `choose`, which asks what is
-possible before there are groups.
+Plain arithmetic, for `head_parallel` and `attention`, which move them, and for `options` and
+`forecast`, which ask what is possible before there are process groups.
 """
 
 from __future__ import annotations
@@ -49,3 +50,8 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
 
 def _largest_divisor(number: int, limit: int) -> int:
     return max(d for d in range(1, limit + 1) if number % d == 0)
+
+
+def late_groups(count: int) -> int:
+    """How many of `count` groups of heads, the last ones, compute their own pair at the end."""
+    return min(2, count // 2)

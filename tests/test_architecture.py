@@ -30,7 +30,7 @@ ARROWS = {
     "area": {"masks", "layout"},
     "shares": set(),
     "rates": set(),
-    "forecast": {"cost", "schedule", "hops", "rates"},
+    "forecast": {"cost", "schedule", "hops", "rates", "shares"},
     "options": {
         "area",
         "cost",
