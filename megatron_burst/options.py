@@ -44,8 +44,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided; None: open."""
+    """What is decided already; None: open. algorithm: of the ring, whoever shares heads."""
 
+    algorithm: str | None = None
     side: str | None = None
     head_groups: int | None = None
 
@@ -91,7 +92,8 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
     kept = round(call.kept * (grid.size - 1))
     there_heads, back_heads = _sharing(topology, sizes, rates)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
-    for algorithm in ["ring"] if alone else RINGS if topology.head == 1 else INSIDE:
+    rings = ["ring"] if alone else RINGS if topology.head == 1 else INSIDE
+    for algorithm in [fixed.algorithm] if fixed.algorithm else rings:
         there = cost.forward_schedule(algorithm, grid, visible, sizes)
         sides = ["kv"] if kept or alone else SIDES
         backs = [

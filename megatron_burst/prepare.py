@@ -118,7 +118,7 @@ def _measured(draft: Draft, groups: Groups, rates: Rates | None) -> Rates:
 def _choice(draft: Draft, groups: Groups, rates: Rates) -> Choice:
     """What is predicted to be fastest on these groups; remembered."""
     side = None if draft.config.side == "auto" else draft.config.side
-    fixed = Fixed(side, draft.head_groups)
+    fixed = Fixed(side=side, head_groups=draft.head_groups)
     call = Call(draft.sizes, draft.mask, draft.layout, draft.kv_cache)
     return groups.known.choice(
         (call, fixed, rates), lambda: best(call, [groups.topology], rates, fixed)
