@@ -98,18 +98,20 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
     slowest rank's. (0, inf) where the grid has no such link."""
     neighbours = _neighbours(groups, name)
 
-    def seconds(size: int) -> float:
+    def seconds(size: int, times: int) -> float:
+        """Each rank's best, because what else a machine does can only slow it."""
         _slowest(groups, 0.0)  # all start together
-        return _slowest(groups, _transfer(groups, neighbours, size))
+        return _slowest(groups, min(_transfer(groups, neighbours, size) for _ in range(times)))
 
-    seconds(SMALL)  # makes the connections
-    latency = min(seconds(SMALL) for _ in range(5))
-    guess = seconds(FIRST)
-    if guess == 0.0:
+    seconds(SMALL, 1)  # makes the connections
+    latency = seconds(SMALL, 20)
+    if latency == 0.0:
         return 0.0, math.inf
-    size = min(LARGEST, max(FIRST, int(FIRST * LONG / guess)))
-    best = min(seconds(size) for _ in range(2))
-    return latency, size / max(best - latency, best / 10)
+    size, took = FIRST, seconds(FIRST, 2)
+    while took < LONG / 2 and size < LARGEST:
+        size = min(LARGEST, max(2 * size, int(size * LONG / took)))
+        took = seconds(size, 3)
+    return latency, size / max(took - latency, took / 2)
 
 
 def _slowest(groups: Groups, value: float) -> float:
