@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,8 @@ class Moment(NamedTuple):
 class Wires:
     """How ranks are joined, to see what two ways round a ring would bring (TokenRing).
 
-    halves: every chunk travels in halves, one each way round. pairs: each neighbour of a rank has
-    links of its own, instead of one NIC for all.
+    halves: every chunk travels in halves, one each way round. pairs: within a node a rank has a
+    link of its own to each neighbour; otherwise, and between nodes, one NIC for all.
     """
 
     halves: bool = False
@@ -84,10 +84,11 @@ class _Line:
             self._one_way(leg.src, leg.dst, leg.between, size, 0, done)
             return done
         self._one_way(leg.src, leg.dst, leg.between, size / 2, 0, done)
-        self._one_way(leg.dst, leg.src, leg.between, size / 2, int(self.wires.pairs), done)
+        own_links = np.where(leg.between == 0, int(self.wires.pairs), 0)
+        self._one_way(leg.dst, leg.src, leg.between, size / 2, own_links, done)
         return done
 
-    def _one_way(self, src, dst, between, size: float, way: int, done: np.ndarray) -> None:
+    def _one_way(self, src, dst, between, size: float, way: Any, done: np.ndarray) -> None:
         begin = np.maximum(self.clock[src], self.clock[dst])
         begin = np.maximum(begin, self.leaving[way, between, src])
         begin = np.maximum(begin, self.arriving[way, between, dst])

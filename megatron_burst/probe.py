@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -27,7 +27,7 @@ from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
 FIRST = 2**16  # bytes of the first guess
-LONG = 0.08  # seconds that a transfer should take, so that bursts and latency do not show
+LONG = 0.06  # seconds that a transfer should take, so that bursts and latency do not show
 LARGEST = 2**27  # bytes
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # of a tile, at least and at most
@@ -73,9 +73,7 @@ def measure_rates(
 def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors = like if isinstance(like, (tuple, list)) else ()
     if len(tensors) != 3 or not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in tensors):
-        raise ValueError(
-            f"like must be tensors (q, k, v), each [s, b, heads, d], got {like!r:.100}"
-        )
+        raise ValueError(f"like must be q, k, v, each [s, b, heads, width], got {like!r:.100}")
     q, k, v = tensors
     return q, k, v
 
@@ -98,19 +96,19 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
     slowest rank's. (0, inf) where the grid has no such link."""
     neighbours = _neighbours(groups, name)
 
-    def seconds(size: int, times: int) -> float:
+    def seconds(size: int, times: int, middle: Callable[[list[float]], float] = min) -> float:
         """Each rank's best, because what else a machine does can only slow it."""
         _slowest(groups, 0.0)  # all start together
-        return _slowest(groups, min(_transfer(groups, neighbours, size) for _ in range(times)))
+        return _slowest(groups, middle([_transfer(groups, neighbours, size) for _ in range(times)]))
 
     seconds(SMALL, 1)  # makes the connections
-    latency = seconds(SMALL, 20)
+    latency = seconds(SMALL, 20, median)  # but messages wait for busy machines all the time
     if latency == 0.0:
         return 0.0, math.inf
     size, took = FIRST, seconds(FIRST, 2)
     while took < LONG / 2 and size < LARGEST:
         size = min(LARGEST, max(2 * size, int(size * LONG / took)))
-        took = seconds(size, 3)
+        took = seconds(size, 2)
     return latency, size / max(took - latency, took / 2)
 
 
