@@ -26,8 +26,8 @@ from .merge import accumulation_dtype
 from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
-FIRST = 2**16  # bytes of the first guess
-LONG = 0.06  # seconds that a transfer should take, so that bursts and latency do not show
+FIRST = 2**18  # bytes of the first guess
+LONG = 0.05  # seconds that a transfer should take, so that bursts and latency do not show
 LARGEST = 2**27  # bytes
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # of a tile, at least and at most
@@ -95,14 +95,18 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
     """(seconds per message, bytes per second) of a link class, all ranks sending at once; the
     slowest rank's. (0, inf) where the grid has no such link."""
     neighbours = _neighbours(groups, name)
+    device = torch.device("cuda" if groups.backend == "nccl" else "cpu")
 
     def seconds(size: int, times: int, middle: Callable[[list[float]], float] = min) -> float:
         """Each rank's best, because what else a machine does can only slow it."""
+        out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         _slowest(groups, 0.0)  # all start together
-        return _slowest(groups, middle([_transfer(groups, neighbours, size) for _ in range(times)]))
+        if neighbours is None:
+            return _slowest(groups, 0.0)
+        return _slowest(groups, middle([_transfer(neighbours, out, into) for _ in range(times)]))
 
     seconds(SMALL, 1)  # makes the connections
-    latency = seconds(SMALL, 20, median)  # but messages wait for busy machines all the time
+    latency = seconds(SMALL, 12, median)  # but messages wait for busy machines all the time
     if latency == 0.0:
         return 0.0, math.inf
     size, took = FIRST, seconds(FIRST, 2)
@@ -137,19 +141,15 @@ def _neighbours(groups: Groups, link: str) -> Neighbours | None:
     return None
 
 
-def _transfer(groups: Groups, neighbours: Neighbours | None, size: int) -> float:
-    """Seconds until `size` bytes have gone to the next rank and come from the last one."""
-    if neighbours is None:
-        return 0.0
+def _transfer(neighbours: Neighbours, out: torch.Tensor, into: torch.Tensor) -> float:
+    """Seconds until `out` has gone to the next rank and `into` come from the last one."""
     endpoint, channel, there, back = neighbours
-    device = torch.device("cuda" if groups.backend == "nccl" else "cpu")
-    out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    _settle(device)
+    _settle(out.device)
     begin = time.perf_counter()
-    link = "intra"  # counted nowhere: the counters are put back
-    sends, receives = [Send(there, link, [out])], [Receive(back, [into])]
+    # "intra" is where the bytes are counted, for a moment: the counters are put back
+    sends, receives = [Send(there, "intra", [out])], [Receive(back, [into])]
     endpoint.exchange(channel, sends, receives, "measuring a link").wait()
-    _settle(device)
+    _settle(out.device)
     return time.perf_counter() - begin
 
 
