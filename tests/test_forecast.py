@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_burst import cost, forecast, hops, layout, masks, schedule
 from megatron_burst.area import pairs_seen
-from megatron_burst.choose import choose
+from megatron_burst.choose import choose, human
 from megatron_burst.cost import Sizes, traffic, visible_pairs
 from megatron_burst.forecast import Pass, Wires, pass_time
 from megatron_burst.hops import Chunk, Grid
@@ -102,6 +102,25 @@ def test_ranks_wait_for_the_busiest():
     pairs = np.array([[1.0, 0.0], [2.0, 1.0]])
     plan = there("ring", (1, 2), visible=pairs > 0)
     assert pass_time(plan, sizes(), pairs, rates(0.5)).seconds == 3.0
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_message_needs_both_its_ends(late):
+    """Three ranks, hops of 2, pairs of 1; rank 1's own takes 4. So from rank 0 to rank 1, and from
+    1 to 2, the second hop runs from 4 to 6: rank 0 waits for what it sends, rank 2 for what it
+    gets, and the last pair of one of them takes 4."""
+    pairs = np.ones((3, 3))
+    pairs[1, 1] = 4
+    pairs[late, (late - 2) % 3] = 4
+    assert pass_time(there("ring", (1, 3)), sizes(), pairs, rates(2)).seconds == 6 + 4
+
+
+def test_four_groups_leave_nothing_exposed_where_compute_is_three_times_the_links():
+    """The own pairs of the last two fill the time in which gradients go home."""
+    back, pairs = schedule.backward("burst", Grid(2, 2), "query"), np.ones((4, 4))
+    got = pass_time(back, sizes(), pairs, rates(0.08, 0.32), 4)
+    assert max(got.intra, got.inter) < 4 / 3
+    assert got.seconds == pytest.approx(got.compute)
 
 
 # --- the same schedules that run -----------------------------------------------------------
@@ -275,6 +294,10 @@ def test_slow_links_between_nodes_are_crossed_once():
     choice = chosen(heads=3)
     assert (choice.taken.algorithm, choice.taken.side) == ("burst", "query")
     assert choice.why.endswith("the link between nodes is the bottleneck")
+    times = [option.seconds for option in choice.others]
+    assert times == sorted(times)
+    rival = next(option for option in choice.others if option.algorithm != "burst")
+    assert f"; {rival.name} {human(rival.seconds)};" in choice.why
 
 
 def test_fewer_key_heads_make_keys_travel():
