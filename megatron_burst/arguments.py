@@ -18,12 +18,14 @@ from . import kernels
 from .agreement import Facts
 from .checkpoint import check_keep
 from .config import NAMES, BurstConfig
+from .cost import Sizes
 from .groups import Groups
-from .head_parallel import Share, check_heads
 from .kernels import Kernel, Scoring
 from .layout import Layout, make
 from .masks import Mask
 from .merge import accumulation_dtype
+from .rates import Rates
+from .shares import Share, check_heads
 
 Shards = torch.Tensor | Sequence[torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,9 +65,10 @@ class Choices:
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
     store: float | None
-    head_groups: int
+    head_groups: int | None
     needs_grad: NeedsGrad | None
     sink: torch.Tensor | None
+    rates: Rates | None
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,26 @@ class Draft:
     wire_dtype: torch.dtype
     kv_cache: float
     store: float | None
-    head_groups: int
+    head_groups: int | None
     needs_grad: NeedsGrad
     facts: Facts
+
+    @property
+    def sizes(self) -> Sizes:
+        """This rank's share, before heads are shared."""
+        q, k, v = self.tensors
+        return Sizes(
+            tokens=q.shape[0],
+            batch=q.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            width=q.shape[3],
+            value_width=v.shape[3],
+            itemsize=q.element_size(),
+            stat_itemsize=accumulation_dtype(q.dtype).itemsize,
+            wire_itemsize=self.wire_dtype.itemsize,
+            needs_grad=self.needs_grad,
+        )
 
 
 def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
@@ -92,7 +112,9 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     _check_shapes(q, k, v)
     _check_device(groups, q)
     _check_algorithm(choices.algorithm, groups, q, k)
-    _check_head_groups(choices.head_groups, groups, k)
+    if choices.head_groups is not None:
+        _check_head_groups(choices.head_groups, groups, k)
+    _check_rates(choices)
     config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
     layout = _layout(choices.layout, groups, q.shape[0])
     if not isinstance(choices.mask, Mask):
@@ -105,6 +127,8 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         raise ValueError(f"grad_wire_dtype must be None or one of {DTYPES}, got {wire_dtype}")
     check_sink(choices.sink, q)
     scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
+    # With algorithm "auto" None is resolved later, like the algorithm.
+    head_groups = choices.head_groups or (None if choices.algorithm == "auto" else 1)
     needs_grad = (q.requires_grad, k.requires_grad, v.requires_grad)
     if choices.needs_grad is not None:
         q_needs, k_needs, v_needs = choices.needs_grad
@@ -127,7 +151,8 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "kv_cache": choices.kv_cache,
         "store": choices.store,
         "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
-        "head_groups": choices.head_groups,
+        "head_groups": head_groups,
+        "rates": choices.rates,
     }
     return Draft(
         tensors=tensors,
@@ -139,7 +164,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         wire_dtype=wire_dtype,
         kv_cache=choices.kv_cache,
         store=choices.store or None,
-        head_groups=choices.head_groups,
+        head_groups=head_groups,
         needs_grad=needs_grad,
         facts=facts,
     )
@@ -182,6 +207,17 @@ def _check_head_groups(head_groups: int, groups: Groups, k: torch.Tensor) -> Non
             f"head_groups must divide the {mine} key/value heads of a rank's ring, "
             f"got {head_groups!r}"
         )
+
+
+def _check_rates(choices: Choices) -> None:
+    if choices.rates is None:
+        return
+    if not isinstance(choices.rates, Rates):
+        raise ValueError(
+            f"rates must be mb.Rates or made by mb.measure_rates, got {choices.rates!r:.100}"
+        )
+    if choices.algorithm != "auto":
+        raise ValueError(f"rates are for algorithm='auto', got {choices.algorithm!r} beside them")
 
 
 def _check_numbers(choices: Choices) -> None:

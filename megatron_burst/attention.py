@@ -18,11 +18,12 @@ from torch.autograd.function import once_differentiable
 from . import head_parallel, ring
 from .arguments import Shards, check_sink, per_rank, signature
 from .checkpoint import Frame, current
-from .head_parallel import Share
 from .kernels import Rows
 from .merge import sink_gradient
-from .prepare import Plan, prepare
+from .plan import Plan
+from .prepare import prepare
 from .recompute import Again
+from .shares import Share, late_groups
 from .walk import Pass, lockstep, staggered
 
 Tensors = tuple[torch.Tensor, ...]
@@ -49,7 +50,9 @@ def attention(
     Either `plan`, or the keywords from which `prepare` makes one (collective, see there):
     groups; layout: a name from `layout.LAYOUTS` or a Layout; mask: from `masks`, default
     Causal(); algorithm: "burst", "double_ring", "ring", "all_gather", and with groups that
-    share heads also "hybrid" (burst inside) and "ulysses"; side: "auto" (fewer bytes), "kv" or
+    share heads also "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted
+    to be fastest, with its side and head_groups, at `rates` (`Rates`; what they do not state is
+    measured, once per groups); side: "auto" (fewer bytes), "kv" or
     "query"; kernel: "auto", "aten", "aten_cudnn" or "reference"; softmax_scale: default
     d ** -0.5; softcap: cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None
     for the accumulation dtype; kv_cache: the fraction of visiting keys that forward keeps for
@@ -260,7 +263,7 @@ def _head_groups(
     have started before them, so that nobody misses it at the beginning.
     """
     count = plan.head_groups
-    late = min(2, count // 2)
+    late = late_groups(count)
     heads, kv_heads = q.shape[2] // count, k.shape[2] // count
     for i in range(count):
         mine, keys = (slice(i * n, (i + 1) * n) for n in (heads, kv_heads))

@@ -12,7 +12,7 @@ from .hops import ALGORITHMS, SIDES
 from .layout import LAYOUTS
 from .topology import PLACEMENTS
 
-NAMES = (*ALGORITHMS, "ulysses", "hybrid")
+NAMES = (*ALGORITHMS, "ulysses", "hybrid", "auto")
 WIRE_DTYPES = ("fp32", "bf16")
 LM_HEAD_LOSSES = ("off", "single_pass", "recompute")
 KERNELS = ("auto", "aten", "aten_cudnn", "reference")
@@ -22,7 +22,9 @@ KERNELS = ("auto", "aten", "aten_cudnn", "reference")
 class BurstConfig:
     """Choices for `mb.megatron.configure`; the flag of each is `--burst-<name>`.
 
-    algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone.
+    algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
+    takes the ring, side and groups of heads that are predicted to be fastest on the groups there
+    are (which are made before shapes are known, so whether ranks share heads stays `head_size`'s).
     layout: which positions each rank holds.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device.

@@ -160,7 +160,7 @@ def cheaper_side(backward: Callable[[str], Schedule], sizes: Sizes) -> str:
     backward: side -> its schedule. On one ring both sides make the same hops, so one side is
     cheaper on both link classes or on neither, and the sum of both decides.
     """
-    return min(SIDES, key=lambda side: _over_all_ranks(backward(side), sizes).total)
+    return min(SIDES, key=lambda side: total_traffic(backward(side), sizes).total)
 
 
 def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str:
@@ -168,13 +168,14 @@ def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str
     within nodes. make_schedule: route -> its schedule."""
 
     def bytes_sent(route: str) -> tuple[int, int]:
-        total = _over_all_ranks(make_schedule(route), sizes)
+        total = total_traffic(make_schedule(route), sizes)
         return total.inter, total.intra
 
     return min(ROUTES, key=bytes_sent)
 
 
-def _over_all_ranks(plan: Schedule, sizes: Sizes) -> Traffic:
+def total_traffic(plan: Schedule, sizes: Sizes) -> Traffic:
+    """The bytes that all ranks of a ring send when a schedule runs once."""
     families = {False: Chunk(plan.side, 0), True: Chunk("d" + plan.side, 0)}
     sent = {"intra": 0, "inter": 0}
     for (gradient, link), hops in plan.hop_counts().items():

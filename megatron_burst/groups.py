@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .comm import Channel, Counters, Endpoint, LocalEndpoint, Mail, ProcessEndpoint
 from .introduction import agreed, introduce, process_group
+from .rates import Known
 from .topology import Topology
 
 
@@ -52,13 +53,15 @@ class Groups:
     hierarchical groups).
 
     Attributes: `topology`; `local_ranks`, the ranks that live in this process (one, or all of
-    them after `in_process`); `backend`; `members`, one per local rank.
+    them after `in_process`); `backend`; `members`, one per local rank; `known`, what was measured
+    on this grid and chosen by it (algorithm "auto").
     """
 
     topology: Topology
     local_ranks: tuple[int, ...]
     backend: str
     members: list[Member]
+    known: Known
     _boxes: dict[tuple[Channel, int, int], deque[Mail]] | None = None  # of `in_process`
     _failure: str | None = None
 
@@ -127,7 +130,7 @@ class Groups:
         self = cls.__new__(cls)
         self.topology = topology = Topology(inter * intra, intra, head, placement)
         self.local_ranks = tuple(range(topology.size))
-        self.backend = "in_process"
+        self.backend, self.known = "in_process", Known()
         self._boxes = boxes = {}
 
         def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
@@ -204,7 +207,7 @@ class Groups:
         self.topology = topology
         rank = ranks.index(dist.get_rank())
         self.local_ranks = (rank,)
-        self.backend = dist.get_backend(parent)
+        self.backend, self.known = dist.get_backend(parent), Known()
         timeout = _timeout(parent)
 
         def new(members: list[int], backend: str) -> dist.ProcessGroup:

@@ -12,44 +12,11 @@ Shape letters: s local rows, b batch, n heads, d width; p ranks of the head grou
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from .comm import Channel, Endpoint, Receive, Send
-
-
-class Share(NamedTuple):
-    """Which of `heads` the ranks of a head group of `size` take."""
-
-    heads: int
-    size: int
-
-    def of(self, peer: int) -> slice:
-        """The heads of `peer`: an equal share, or the one head that it and others need."""
-        if self.heads >= self.size:
-            each = self.heads // self.size
-            return slice(peer * each, (peer + 1) * each)
-        head = peer * self.heads // self.size
-        return slice(head, head + 1)
-
-    @property
-    def each(self) -> int:
-        return max(1, self.heads // self.size)
-
-
-def check_heads(heads: int, kv_heads: int, size: int) -> None:
-    """Raise ValueError unless `size` ranks can share the heads."""
-    if heads % size:
-        raise ValueError(
-            f"groups: {size} head-parallel ranks must divide the {heads} query heads; "
-            f"use head={_largest_divisor(heads, size)}"
-        )
-    if kv_heads % size and size % kv_heads:
-        raise ValueError(
-            f"groups: {size} head-parallel ranks must divide the {kv_heads} key/value heads, or "
-            "be a multiple of them"
-        )
+from .shares import Share
 
 
 def scatter(
@@ -117,7 +84,3 @@ def _exchange(
     pending = endpoint.exchange(Channel("head", False), sends, receives, label)
     yield
     pending.wait()
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, limit + 1) if number % d == 0)

@@ -7,128 +7,28 @@ runs is `ring`'s, what moves when is `schedule`'s, what it costs is `cost`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from . import cost, recompute
+from . import cost, probe, recompute
 from .agreement import agree
-from .arguments import Choices, Draft, NeedsGrad, Shards, Signature, check, per_rank, signature
+from .arguments import Choices, Draft, NeedsGrad, Shards, check, per_rank, signature
+from .choose import Choice, best
 from .groups import Groups
-from .head_parallel import Share
 from .hops import Grid, Pair
-from .kernels import Kernel, Scoring
 from .layout import Layout, Span
 from .masks import Causal, Mask, shards_visible
-from .merge import accumulation_dtype
-from .recompute import Recompute
+from .options import Call, Fixed, shared_sizes
+from .plan import Plan
+from .rates import Rates
 from .schedule import Schedule
 from .walk import Pass
 
 # The ring that head-parallel algorithms run inside their head groups.
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything a call of `attention` needs besides its tensors. Make it with `prepare`."""
-
-    groups: Groups
-    algorithm: str
-    layout: Layout
-    mask: Mask
-    kernel: Kernel
-    scoring: Scoring
-    wire_dtype: torch.dtype
-    needs_grad: NeedsGrad
-    signature: Signature
-    sizes: cost.Sizes
-    schedules: tuple[Schedule, Schedule]  # forward and backward
-    head_groups: int
-    forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
-    backwards: tuple[Pass, ...]
-    recompute: Recompute | None  # if calls may run again, and keep something between
-
-    def matches(self, q: Shards, k: Shards, v: Shards) -> bool:
-        """Do these tensors have the shapes, dtypes and device that the plan was made for, and
-        need no gradient that it did not foresee?"""
-        needed = [torch.is_grad_enabled() and not planned for planned in self.needs_grad]
-        return all(
-            signature(*tensors) == self.signature
-            and not any(t.requires_grad and new for t, new in zip(tensors, needed, strict=True))
-            for tensors in per_rank(self.groups, q, k, v)
-        )
-
-    def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
-        """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
-        there, back = self.schedules
-        if side not in (None, back.side):
-            back = cost.backward_schedule(
-                back.algorithm, back.grid, back.visible, self.sizes, side=side, kept=back.kept
-            )
-        member = self.groups.members[0]
-        heads = cost.head_traffic(member.head_links, member.head.rank, self.sizes)
-        there_bytes, back_bytes = (
-            cost.traffic(s, member.ring.rank, self.sizes) + h
-            for s, h in zip((there, back), heads, strict=True)
-        )
-        return there_bytes, back_bytes
-
-    @property
-    def side(self) -> str:
-        """Which tensors travel in backward."""
-        return self.schedules[1].side
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory that keys kept from forward take on this rank until backward."""
-        return sum(self.sizes.chunk_bytes(chunk) for chunk in self.forwards[0].kept)
-
-    def describe(self) -> str:
-        """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
-        topology = self.groups.topology
-        there, back = self.traffic()
-        other = "kv" if self.side == "query" else "query"
-        heads = f", {topology.head} sharing heads ({topology.placement})"
-        return " | ".join(
-            [
-                f"burst attention: algorithm {self.algorithm}",
-                f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
-                + heads * (topology.head > 1),
-                *(f"{name} sent {s.route}ly" for name, s in zip(("forward", "backward"),
-                  self.schedules, strict=True) if s.route == "direct"),
-                f"side {self.side}",
-                *[f"{self.head_groups} groups of heads"] * (self.head_groups > 1),
-                f"layout {self.layout.name}",
-                f"kernel {self.kernel.name}",
-                f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
-                f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-                f"store {self._describe_store()}, keys kept {_human(self.kept_bytes)}",
-            ]
-        )  # fmt: skip
-
-    def _describe_store(self) -> str:
-        again = self.recompute
-        if again is None:
-            return "none"
-        traffic = again.traffic(self.groups.members[0].ring.rank, self.sizes)
-        imbalance = again.imbalance()
-        unequal = f", its busiest rank {imbalance:.2f} x the mean" * (imbalance > 1.05)
-        return (
-            f"{again.keep:g} ({_human(self.store_bytes)} per layer; recompute sends "
-            f"{_bytes(traffic)}{unequal})"
-        )
-
-    @property
-    def store_bytes(self) -> int:
-        """Memory that results kept for a recompute take on this rank until backward."""
-        if self.recompute is None:
-            return 0
-        sizes = self.sizes
-        each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
-        return len(self.recompute.ranks[0].kept) * sizes.batch * sizes.heads * each
 
 
 def prepare(
@@ -147,14 +47,16 @@ def prepare(
     grad_wire_dtype: torch.dtype | None = None,
     kv_cache: float = 0.0,
     store: float | None = None,
-    head_groups: int = 1,
+    head_groups: int | None = None,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
 
     Collective: every rank of `groups` must call it (one all-gather of 1.2 KB per rank on the
-    host). Make one plan per micro-batch and use it in every layer of the same shapes.
+    host; two with algorithm "auto", which measures, once per `groups` and kernel, what `rates`
+    does not state). Make one plan per micro-batch and use it in every layer of the same shapes.
 
     Of q, k, v only shapes, dtypes, device and `requires_grad` are read; `needs_grad` states the
     latter where the tensors do not (a plan may foresee gradients that a call does not need).
@@ -165,23 +67,71 @@ def prepare(
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
-        softcap, grad_wire_dtype, kv_cache, store, head_groups, needs_grad, sink,
+        softcap, grad_wire_dtype, kv_cache, store, head_groups, needs_grad, sink, rates,
     )  # fmt: skip
     shards = _attempt(lambda: groups.check() or per_rank(groups, q, k, v))
     if isinstance(shards, ValueError):
         drafts: list[Draft | ValueError] = [shards] * len(groups.local_ranks)
     else:
         drafts = [_attempt(partial(check, tensors, groups, choices)) for tensors in shards]
+    choice: Choice | ValueError | None = None
+    if algorithm == "auto":
+        # Before anything is measured: who has bad arguments, or others, must not be waited for.
+        _agree(drafts, groups)
+        draft = drafts[0]
+        assert isinstance(draft, Draft)
+        known = _measured(draft, groups, rates)
+        choice = _attempt(partial(_choice, draft, groups, known))
+        drafts = [_resolved(d, choice) for d in drafts]
     first = drafts[0]
-    plan = first if isinstance(first, ValueError) else _attempt(partial(_plan, first, groups))
+    plan = first
+    if isinstance(first, Draft) and not isinstance(choice, ValueError):
+        plan = _attempt(partial(_plan, first, groups, choice))
     if isinstance(plan, ValueError):
         drafts[0] = plan
+    _agree(drafts, groups)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _agree(drafts: Sequence[Draft | ValueError], groups: Groups) -> None:
+    """Raise the same ValueError on every rank if any has one, or arguments differ."""
     try:
         agree([d if isinstance(d, ValueError) else d.facts for d in drafts], groups.gather)
     except ValueError as error:
         raise error from next((d.__cause__ for d in drafts if isinstance(d, ValueError)), None)
-    assert isinstance(plan, Plan)
-    return plan
+
+
+def _measured(draft: Draft, groups: Groups, rates: Rates | None) -> Rates:
+    """All rates: those given, else those known of these groups, else measured now. Collective."""
+    try:
+        found = rates or groups.known.rates or probe.links(groups)
+        if found.compute is None:
+            kernel = probe.kernel_speed(groups, draft.kernel, draft.scoring, *draft.tensors)
+            found = replace(found, compute=kernel[0], launch=kernel[1])
+        return found
+    except BaseException as error:
+        groups.fail(error)
+        raise
+
+
+def _choice(draft: Draft, groups: Groups, rates: Rates) -> Choice:
+    """What is predicted to be fastest on these groups; remembered."""
+    side = None if draft.config.side == "auto" else draft.config.side
+    fixed = Fixed(side=side, head_groups=draft.head_groups)
+    call = Call(draft.sizes, draft.mask, draft.layout, draft.kv_cache)
+    return groups.known.choice(
+        (call, fixed, rates), lambda: best(call, [groups.topology], rates, fixed)
+    )
+
+
+def _resolved(draft: Draft | ValueError, choice: Choice | ValueError) -> Draft | ValueError:
+    """A draft that says what was chosen, in its facts too."""
+    if isinstance(choice, ValueError) or isinstance(draft, ValueError):
+        return choice if isinstance(choice, ValueError) else draft
+    config = replace(draft.config, algorithm=choice.taken.algorithm, side=choice.taken.side)
+    facts = draft.facts | {"chosen": choice.call}
+    return replace(draft, config=config, head_groups=choice.taken.head_groups, facts=facts)
 
 
 T = TypeVar("T")
@@ -199,8 +149,9 @@ def _attempt(make: Callable[[], T]) -> T | ValueError:
         return told
 
 
-def _plan(draft: Draft, groups: Groups) -> Plan:
-    topology, sizes = groups.topology, _sizes(draft, groups)
+def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
+    topology = groups.topology
+    sizes = shared_sizes(draft.sizes, topology.head)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
     visible = shards_visible(draft.mask, spans, spans)
@@ -229,10 +180,11 @@ def _plan(draft: Draft, groups: Groups) -> Plan:
         signature=signature(*draft.tensors),
         sizes=sizes,
         schedules=(there, back),
-        head_groups=draft.head_groups,
+        head_groups=draft.head_groups or 1,
         forwards=tuple(forward for forward, _ in passes),
         backwards=tuple(backward for _, backward in passes),
         recompute=again,
+        choice=choice,
     )
 
 
@@ -255,32 +207,3 @@ def _passes(
         for name, program, plan in zip(names, programs, (there, back), strict=True)
     )
     return forward, backward
-
-
-def _sizes(draft: Draft, groups: Groups) -> cost.Sizes:
-    q, k, v = draft.tensors
-    head = groups.topology.head
-    return cost.Sizes(
-        tokens=q.shape[0] * head,
-        batch=q.shape[1],
-        heads=Share(q.shape[2], head).each,
-        kv_heads=Share(k.shape[2], head).each,
-        width=q.shape[3],
-        value_width=v.shape[3],
-        itemsize=q.element_size(),
-        stat_itemsize=accumulation_dtype(q.dtype).itemsize,
-        wire_itemsize=draft.wire_dtype.itemsize,
-        needs_grad=draft.needs_grad,
-    )
-
-
-def _bytes(traffic: cost.Traffic) -> str:
-    return f"{_human(traffic.intra)} intra + {_human(traffic.inter)} inter"
-
-
-def _human(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

@@ -23,7 +23,7 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "agreement", "cost", "kernels", "edges",
-    "every",
+    "every", "forecast",
 )  # fmt: skip
 
 
@@ -35,6 +35,33 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    # forecast
+    Mutant("forecast.py", "end = begin + taken", "end = begin + taken - self.latency",
+           "a message costs no latency"),
+    Mutant("forecast.py", "begin = np.maximum(begin, self.leaving[way, between, src])",
+           "begin = begin + 0", "a NIC sends two messages at once"),
+    Mutant("forecast.py", "begin = np.maximum(self.clock[src], self.clock[dst])",
+           "begin = self.clock[src]", "a message starts before its receiver is there"),
+    Mutant("forecast.py", "done[dst] = np.maximum(done[dst], end)", "pass",
+           "nobody waits for what is to arrive"),
+    Mutant("forecast.py", "rates.launch * (seconds > 0)", "rates.launch * 0",
+           "calls of the kernel cost nothing"),
+    Mutant("forecast.py", "own_last=group >= head_groups - late", "own_last=False",
+           "no group computes its own pair last"),
+    Mutant("forecast.py", "size / 2, own_links, done)", "size / 2, 0, done)",
+           "links of one's own are not one's own"),
+    Mutant("shares.py", "return min(2, count // 2)", "return 0",
+           "no group of heads ends late"),
+    Mutant("area.py", "limit + rows) - summed(limit)", "limit + rows)",
+           "a band is counted as if it had no lower edge of columns"),
+    Mutant("options.py", "BACKWARD * seconds, rates", "seconds, rates",
+           "backward computes no more than forward"),
+    Mutant("options.py", "tokens=sizes.tokens * head", "tokens=sizes.tokens",
+           "ranks that share heads keep only their own rows"),
+    Mutant("choose.py", "found.sort(key=lambda option: option.seconds)",
+           "found.sort(key=lambda option: -option.seconds)", "the runner-up is the slowest"),
+    Mutant("choose.py", "key=_simplicity)", "key=lambda option: -option.sent.total)",
+           "of equals the one that sends most is taken"),
     # layout
     Mutant("layout.py", "2 * self.cp_size - 1 - rank\n        return",
            "2 * self.cp_size - rank\n        return", "zigzag takes the wrong back piece"),
@@ -160,7 +187,7 @@ MUTANTS = [
     Mutant("head_parallel.py", "total[:, :, Share(n, size).of(peer)] += theirs[peer]",
            "total[:, :, Share(n, size).of(peer)] = theirs[peer]",
            "copies of a key head overwrite each other's gradient"),
-    Mutant("head_parallel.py", "peer * self.heads // self.size", "peer % self.heads",
+    Mutant("shares.py", "peer * self.heads // self.size", "peer % self.heads",
            "ranks take another key head than their queries need"),
     Mutant("topology.py", "return ring * self.head + head", "return head * self.head + ring",
            "head groups are not where they were said to be"),
@@ -210,9 +237,11 @@ def tests_for(mutant):
         "walk": "edges",
         "attention": "every",
         "head_parallel": "every",
+        "shares": "every",
         "topology": "every",
         "reference": "kernels",
     }
+    near |= dict.fromkeys(["area", "choose", "options", "rates"], "forecast")
     first = near.get(stem, stem)
     return [f"tests/test_{name}.py" for name in sorted(QUICK, key=lambda name: name != first)]
 

@@ -16,6 +16,7 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 # component -> components of the package that it may import; nothing else. `kernels` is one
 # component, so is `megatron`. A new file has to be entered here: that is the point.
 PLANNING = {"layout", "masks", "hops", "schedule", "tiles", "topology", "cost", "store"}
+PLANNING |= {"area", "shares", "rates", "forecast", "options", "choose"}
 DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "walk", "ring"}
 DOOR |= {"head_parallel", "checkpoint"}
 ARROWS = {
@@ -26,6 +27,23 @@ ARROWS = {
     "tiles": {"masks", "layout"},
     "topology": set(),
     "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
+    "area": {"masks", "layout"},
+    "shares": set(),
+    "rates": set(),
+    "forecast": {"cost", "schedule", "hops", "rates", "shares"},
+    "options": {
+        "area",
+        "cost",
+        "forecast",
+        "hops",
+        "layout",
+        "masks",
+        "rates",
+        "schedule",
+        "shares",
+        "topology",
+    },
+    "choose": {"options", "cost", "layout", "masks", "rates", "topology"},
     "config": {"layout", "hops", "topology"},
     "merge": set(),
     "parcels": set(),
@@ -33,20 +51,23 @@ ARROWS = {
     "agreement": set(),
     "sharding": {"layout"},
     "introduction": set(),
-    "groups": {"comm", "topology", "introduction"},
+    "groups": {"comm", "topology", "introduction", "rates"},
     "kernels": {"kernels", "layout", "masks", "tiles"},
     "walk": {"hops", "comm", "parcels", "merge"},
     "ring": {"hops", "comm", "walk", "merge", "kernels"},
-    "head_parallel": {"comm"},
+    "head_parallel": {"comm", "shares"},
     "store": {"cost", "masks", "layout"},
     "checkpoint": set(),
     "recompute": PLANNING | {"kernels", "walk"},
     "arguments": DOOR,
-    "prepare": DOOR | {"arguments", "recompute"},
-    "attention": DOOR | {"arguments", "prepare", "recompute"},
+    "probe": {"agreement", "comm", "groups", "kernels", "layout", "masks", "merge", "rates"},
+    "plan": DOOR | {"arguments", "recompute"},
+    "prepare": DOOR | {"arguments", "recompute", "probe", "plan"},
+    "attention": DOOR | {"arguments", "plan", "prepare", "recompute"},
     "linear_cross_entropy": {"linear_cross_entropy", "agreement", "merge"},
     "show": PLANNING | {"show"},
-    "trace": DOOR | {"trace", "comm", "prepare", "attention", "show"},  # of show: its colours
+    "trace": DOOR
+    | {"trace", "comm", "plan", "prepare", "attention", "show"},  # of show: its colours
     "seam": set(),
     "patch": {"seam"},
     "doctor": DOOR | {"doctor", "comm", "attention", "megatron", "__init__"},
@@ -57,7 +78,11 @@ ARROWS = {
         "masks",
         "attention",
         "checkpoint",
+        "choose",
+        "plan",
         "prepare",
+        "probe",
+        "rates",
         "groups",
         "config",
         "sharding",

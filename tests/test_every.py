@@ -71,20 +71,29 @@ def calls(draw):
     length = size * 2 * draw(st.integers(1, 3))
     mask, seen = draw(rules(length))
     algorithms = ["burst", "double_ring", "ring", "all_gather"]
-    algorithms += ["hybrid"] * (head > 1) + ["ulysses"] * 3 * (head == size)
+    algorithms += ["hybrid"] * (head > 1) + ["ulysses"] * 3 * (head == size) + ["auto"] * 2
     softcap = draw(st.sampled_from([None, None, 0.8]))
     mine = max(1, kv_heads // head)
     side = draw(st.sampled_from(["auto", "kv", "query"]))
+    algorithm = draw(st.sampled_from(algorithms))
+    groups_of_heads = [n for n in (1, 1, 2, 3, 4, 8) if mine % n == 0]
+    speeds = st.sampled_from([1e-3, 1.0, 1e3])  # of links and device: what is chosen varies
     choices = {
-        "algorithm": draw(st.sampled_from(algorithms)),
+        "algorithm": algorithm,
         "layout": draw(st.sampled_from(cases.LAYOUTS)),
         "mask": mask,
         "side": side,
         "kernel": "reference" if softcap else draw(st.sampled_from(["reference", "aten"])),
         "softcap": softcap,
-        "head_groups": draw(st.sampled_from([n for n in (1, 1, 2, 3, 4, 8) if mine % n == 0])),
+        "head_groups": draw(
+            st.sampled_from([*groups_of_heads, *[None] * 8 * (algorithm == "auto")])
+        ),
         "kv_cache": 0.0 if side == "query" else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
     }
+    if algorithm == "auto":
+        links = draw(speeds), draw(speeds)
+        rates = mb.Rates(*links, latency=1e-2 * draw(speeds), compute=1e3 * draw(speeds))
+        choices["rates"] = draw(st.sampled_from([rates, None]))
     shape = (length, draw(st.integers(1, 2)), heads, kv_heads, *draw(st.sampled_from(cases.WIDTHS)))
     placement = draw(st.sampled_from(["head_first", "context_first"]))
     return (nodes, per_node, head, placement), shape, choices, seen, draw(st.booleans())

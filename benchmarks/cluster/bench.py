@@ -6,16 +6,19 @@ what is written down. What a time means is `table`'s.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from megatron_burst.rates import Rates
 from megatron_burst.trace.files import Trace
 
-from . import measure
+from . import measure, predict
 from .cells import REGIMES, Cell, Rival
 from .measure import Run, Work
 from .network import Network
@@ -78,6 +81,8 @@ def _prepared(
         measure.write_problem(problem, ranks.network.size, Path(folder))
         ranks.run(measure.load, problem, Path(folder))
     for rival in rivals:
+        if rival.algorithm == "auto":  # chosen in each cell
+            continue
         say(f"{cell.grid} {cell.heads}: {rival.name}, warming up")
         try:
             works[rival] = ranks.run(measure.prepare, rival)
@@ -102,14 +107,25 @@ def _one_problem(
 
     works = _prepared(ranks, cells[0], rivals, listen)
     works = {rival: some for rival, some in works.items() if some}
+    autos = [rival for rival in rivals if rival.algorithm == "auto"]
     for cell in cells:
-        yield _one_cell(ranks, cell, works, repeats, say) | {"left out": refused}
+        yield _one_cell(ranks, cell, works, autos, repeats, say) | {"left out": refused}
 
 
 def _one_cell(
-    ranks: Ranks, cell: Cell, works: dict[Rival, list[Work]], repeats: int, say: Say
+    ranks: Ranks,
+    cell: Cell,
+    works: dict[Rival, list[Work]],
+    autos: Sequence[Rival],
+    repeats: int,
+    say: Say,
 ) -> Record:
     speed = _speed(cell, works)
+    found = ranks.run(measure.rates, speed)  # all but the oversleeping is the same on all ranks
+    rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
+    for rival in autos:
+        say(f"{cell.grid} {cell.heads} {cell.regime}: {rival.name}, choosing")
+        works = works | {rival: ranks.run(measure.prepare, rival, rates)}
     plain: dict[str, list[float]] = {link: [] for link in LINKS}
     runs: dict[Rival, list[list[Run]]] = {rival: [] for rival in works}
     for repeat in range(repeats):
@@ -122,8 +138,18 @@ def _one_cell(
         "cell": cell._asdict() | {"rates": str(cell.rates)},
         "speed": speed,
         "plain": plain,
-        "rivals": [_rival_record(rival, works[rival], done) for rival, done in runs.items()],
+        "rates": dataclasses.asdict(rates),
+        "rivals": [
+            _rival_record(rival, works[rival], done) | {"forecast": _forecast(cell, rival, rates)}
+            for rival, done in runs.items()
+        ],
     }
+
+
+def _forecast(cell: Cell, rival: Rival, rates: Rates) -> float | None:
+    """Predicted seconds; None of "auto", whose words say it."""
+    found = None if rival.algorithm == "auto" else predict.predict(cell, rival, rates)
+    return found and found.seconds
 
 
 def _transfer(ranks: Ranks) -> dict[str, float]:
@@ -155,6 +181,7 @@ def _rival_record(rival: Rival, works: list[Work], done: list[list[Run]]) -> Rec
         },
         "flops": {name: max(work.flops[name] for work in works) for name in PASSES},
         "bytes": {link: {"formula": wanted[link], "kernel": sent[link]} for link in LINKS},
+        "chosen": works[0].chosen,
         "error": max(run.error for runs in done for run in runs),
     }
 

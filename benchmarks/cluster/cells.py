@@ -27,12 +27,14 @@ class Problem(NamedTuple):
 
 
 class Rival(NamedTuple):
-    """One way of running `mb.attention`. head: how many ranks share heads; 0 means all."""
+    """One way of running `mb.attention`. algorithm "auto": chosen in each cell, from its rates."""
 
     name: str
     algorithm: str
     side: str = "kv"
-    head: str = "none"  # "none", "all", "node" (as many as a node has ranks), "nodes"
+    # how many ranks share heads: "none", "all", "node" (as many as a node has ranks), "nodes",
+    # or "chosen" by `mb.choose`
+    head: str = "none"
     placement: str = "head_first"
     head_groups: int = 1
 
@@ -52,6 +54,8 @@ RIVALS = (
     Rival("ulysses", "ulysses", head="all"),
     Rival("hybrid, heads in the node", "hybrid", "auto", head="node"),
     Rival("hybrid, heads across nodes", "hybrid", "auto", head="nodes", placement="context_first"),
+    Rival("auto", "auto", "auto", head="chosen"),
+    Rival("auto, on one ring", "auto", "auto"),
 )
 
 

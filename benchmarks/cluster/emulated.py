@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -101,6 +102,17 @@ class EmulatedKernel:
             return
         flops = factor * self.flops_per_head * heads * visible(work)
         time.sleep(max(0.0, begin + flops / self.speed - time.perf_counter()))
+
+
+def oversleep() -> float:
+    """Seconds by which this process, on this machine as busy as it is, sleeps longer than asked:
+    what every emulated call takes besides its FLOPs."""
+    extra = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        time.sleep(0.003)
+        extra.append(time.perf_counter() - begin - 0.003)
+    return median(extra)
 
 
 def visible(work: Sequence[Any]) -> int:

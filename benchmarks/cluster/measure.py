@@ -8,6 +8,7 @@ that of one rank for the whole sequence before its times are handed back.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst.trace.record import Event, traced
 
+from . import emulated
 from .cells import Problem, Rival
 from .emulated import BACKWARD, EmulatedKernel, Memory, visible
 from .network import INTERFACES
@@ -28,10 +30,12 @@ State = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass."""
+    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass; and, of
+    "auto", what was chosen and why."""
 
     bytes: dict[str, dict[str, int]]
     flops: dict[str, float]
+    chosen: str
 
 
 class Run(NamedTuple):
@@ -73,13 +77,27 @@ def load(state: State, problem: Problem, folder: Path) -> None:
     state["plans"], state["memory"] = {}, Memory()
 
 
-def prepare(state: State, rival: Rival) -> Work:
-    """Make the plan of a rival, run it once to warm up, and say what it costs. Collective."""
-    plan = _plan(state, rival)
+def rates(state: State, speed: float | None) -> mb.Rates:
+    """What `mb.measure_rates` finds; compute is emulated at `speed` FLOP/s (0.0: no time), or
+    measured where that is None. An emulated call also takes what this rank oversleeps."""
+    like = tuple(state["inputs"][:3]) if speed is None else None
+    found = mb.measure_rates(_groups(state, 1, "head_first"), like=like)
+    if speed is None:
+        return found
+    launch = emulated.oversleep() if speed else 0.0
+    return dataclasses.replace(found, compute=speed or math.inf, launch=launch)
+
+
+def prepare(state: State, rival: Rival, rates: mb.Rates | None = None) -> Work:
+    """Make the plan of a rival, run it once to warm up, and say what it costs. Collective.
+
+    rates: what algorithm "auto" chooses by.
+    """
+    plan = _plan(state, rival, rates)
     state["plans"][rival.name] = plan
-    emulated = dataclasses.replace(plan, kernel=_emulated(state, plan, None))
+    untimed = dataclasses.replace(plan, kernel=_emulated(state, plan, None))
     state["memory"].open = True
-    error = timed(state, rival.name, 0.0, emulated).error
+    error = timed(state, rival.name, 0.0, untimed).error
     state["memory"].open = False
     assert error <= TOLERANCE, f"{rival.name} is off by {error:.3g} of the largest entry"
     there, back = plan.traffic()
@@ -92,6 +110,7 @@ def prepare(state: State, rival: Rival) -> Work:
     return Work(
         {name: {"intra": t.intra, "inter": t.inter} for name, t in passes.items()},
         {"forward": pairs * flops, "backward": back_pairs * flops * BACKWARD},
+        _words(plan) if rival.algorithm == "auto" else "",
     )
 
 
@@ -180,22 +199,41 @@ def _emulated(state: State, plan: mb.Plan, speed: float | None) -> EmulatedKerne
     return EmulatedKernel(plan.kernel, state["memory"], speed, 4 * state["problem"].width)
 
 
-def _plan(state: State, rival: Rival) -> mb.Plan:
-    groups = _groups(state, rival)
+def _plan(state: State, rival: Rival, rates: mb.Rates | None) -> mb.Plan:
     q, k, v = (x.detach().requires_grad_() for x in state["inputs"][:3])
+    network, problem = state["network"], state["problem"]
+    if rival.head == "chosen":
+        assert rates is not None
+        choice = mb.choose(
+            ranks=network.size, intra=network.per_node, rates=rates, tokens=problem.tokens,
+            heads=problem.heads, kv_heads=problem.kv_heads, width=problem.width, itemsize=4,
+        )  # fmt: skip
+        groups = _groups(state, choice.groups["head"], choice.groups["placement"])
+        plan = mb.prepare(q, k, v, groups=groups, kernel="aten", **choice.call)
+        return dataclasses.replace(plan, choice=choice)
+    head = rival.head_size(network.nodes, network.per_node)
     return mb.prepare(
-        q, k, v, groups=groups, layout="zigzag", algorithm=rival.algorithm, side=rival.side,
-        kernel="aten", head_groups=rival.head_groups,
+        q, k, v, groups=_groups(state, head, rival.placement), algorithm=rival.algorithm,
+        side=rival.side, kernel="aten", rates=rates,
+        head_groups=None if rival.algorithm == "auto" else rival.head_groups,
     )  # fmt: skip
 
 
-def _groups(state: State, rival: Rival) -> mb.Groups:
-    """The grid of a rival, made once per rank's life and in the same order everywhere."""
+def _words(plan: mb.Plan) -> str:
+    """ "burst, side query, 4 groups of heads (predicted: ...)"."""
+    assert plan.choice is not None
+    taken = plan.choice.taken
+    groups = f", {taken.head_groups} groups of heads" * (taken.head_groups > 1)
+    side = f", side {taken.side}" * (taken.algorithm != "ulysses")
+    return f"{taken.name}{side}{groups} (predicted: {plan.choice.why})"
+
+
+def _groups(state: State, head: int, placement: str) -> mb.Groups:
+    """A grid, made once per rank's life and in the same order everywhere."""
     network, made = state["network"], state.setdefault("groups", {})
-    head = rival.head_size(network.nodes, network.per_node)
-    key = head, rival.placement
+    key = head, placement
     if key not in made:
         made[key] = mb.Groups.from_topology(
-            dist.group.WORLD, intra=network.per_node, head=head, placement=rival.placement
+            dist.group.WORLD, intra=network.per_node, head=head, placement=placement
         )
     return made[key]

@@ -22,6 +22,7 @@ from rich.table import Table
 from . import table
 from .bench import run_cells
 from .cells import Cell, Rival
+from .predict import estimate
 from .ranks import RankError
 
 
@@ -29,7 +30,7 @@ def show(
     todo: Sequence[Cell], rivals: Sequence[Rival], repeats: int, out: Path, append: bool
 ) -> int:
     """Run the cells and print their tables; exit code 1 if a run was wrong."""
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = Console() if sys.stdout.isatty() else Console(width=170)
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -38,6 +39,9 @@ def show(
     )
     results = _begin(out) if append else {"cells": []}
     commands = [*results.get("commands", []), shlex.join(sys.argv[1:])]
+    hours = estimate(todo, rivals, repeats) / 3600
+    console.print(f"{len(todo)} cells; about {hours:.1f} h" if hours > 1 else
+                  f"{len(todo)} cells; about {60 * hours:.0f} min")  # fmt: skip
     results |= {"commands": commands, "machine": machine()}
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
         steps = len(todo) * len(rivals) * repeats
@@ -77,15 +81,27 @@ def _begin(out: Path) -> dict:
 
 def _table(record: dict) -> Table:
     shown = Table(title=table.headline(record), title_justify="left", title_style="bold")
-    for name in ("", "median s", "quartiles", "fwd + bwd", "limit", "/limit", "/burst", "bytes"):
+    for name in (
+        "",
+        "median s",
+        "quartiles",
+        "fwd + bwd",
+        "limit",
+        "/limit",
+        "/burst",
+        "/fixed",
+        "forecast",
+        "bytes",
+    ):
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in table.rows(record):
         shown.add_row(
             row.name, f"{row.middle:.3f}", f"{row.low:.3f}-{row.high:.3f}",
             f"{row.forward:.3f} + {row.backward:.3f}", f"{row.limit:.3f}",
-            f"{row.over_limit:.2f}", f"{row.against:.2f}",
+            f"{row.over_limit:.2f}", f"{row.against:.2f}", f"{row.fixed:.2f}",
+            "" if row.forecast is None else f"{row.forecast:.3f}",
             " ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items()),
         )  # fmt: skip
-    if record["left out"]:
-        shown.caption = "\n".join(record["left out"])
+    chosen = [f"{r['name']}: {r['chosen']}" for r in record["rivals"] if r.get("chosen")]
+    shown.caption = "\n".join(record["left out"] + chosen) or None
     return shown

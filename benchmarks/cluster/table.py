@@ -26,7 +26,9 @@ class Row(NamedTuple):
     limit: float
     over_limit: float
     sent: dict[str, float]  # link class -> kernel bytes over the formula's, less one
-    against: float  # median over repeats of this time over that of the first burst rival
+    against: float  # median over repeats of this time over that of the best burst
+    fixed: float  # the same, over that of the best rival that is not "auto"
+    forecast: float | None
 
 
 def rows(record: Record) -> list[Row]:
@@ -37,6 +39,8 @@ def rows(record: Record) -> list[Row]:
         key=lambda name: median(totals[name]),
         default=next(iter(totals)),
     )
+    given = {name: times for name, times in totals.items() if not name.startswith("auto")}
+    fixed = min(given or totals, key=lambda name: median(totals[name]))
     found = []
     for rival in record["rivals"]:
         times = totals[rival["name"]]
@@ -50,7 +54,11 @@ def rows(record: Record) -> list[Row]:
                 *(median(run[name] for run in rival["seconds"]) for name in PASSES),
                 bound, middle / bound,
                 _extra(rival["bytes"]),
-                median(a / b for a, b in zip(times, totals[best], strict=True)),
+                *(
+                    median(a / b for a, b in zip(times, totals[name], strict=True))
+                    for name in (best, fixed)
+                ),
+                rival.get("forecast"),
             )
         )  # fmt: skip
     return found
@@ -95,8 +103,8 @@ def markdown(record: Record) -> str:
         f"**{headline(record)}**",
         "",
         "| | seconds: median (quartiles) | forward + backward | limit | over the limit | "
-        "over the best burst | kernel bytes over formula |",
-        "|-|-|-|-|-|-|-|",
+        "over the best burst | over the best fixed | forecast | kernel bytes over formula |",
+        "|-|-|-|-|-|-|-|-|-|",
     ]
     for row in rows(record):
         bytes_ = ", ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items())
@@ -104,7 +112,11 @@ def markdown(record: Record) -> str:
         lines.append(
             f"| {row.name} | {row.middle:.3f} ({row.low:.3f} to {row.high:.3f}) | "
             f"{row.forward:.3f} + {row.backward:.3f} | {row.limit:.3f}{' (links)' * no_limit} | "
-            f"{row.over_limit:.2f} | {row.against:.2f} | {bytes_} |"
+            f"{row.over_limit:.2f} | {row.against:.2f} | {row.fixed:.2f} | "
+            f"{'' if row.forecast is None else f'{row.forecast:.3f}'} | {bytes_} |"
         )
+    lines += [
+        f"\n{rival['name']}: {rival['chosen']}" for rival in record["rivals"] if rival.get("chosen")
+    ]
     lines += [f"\n{text}" for text in record["left out"]]
     return "\n".join(lines) + "\n"

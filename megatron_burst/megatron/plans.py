@@ -8,7 +8,9 @@ before, so that ranks that were called differently all get the same ValueError. 
 look up what a leader has made. This holds with several micro-batches in flight and with
 recomputation, where layers run again in another order: plans are made as if everything needed a
 gradient, so one plan serves both passes. Packed batches have a plan for each pack; the last
-`PLANS_KEPT` are kept, by order of use, which is the same on all ranks.
+`PLANS_KEPT` are kept, by order of use, which is the same on all ranks. What algorithm "auto" chose
+for the first plan of a kind of layer and its shapes holds for all later ones, whatever documents
+they hold: the groups, and whether ranks share heads, were settled before any shape was known.
 Must not know: Megatron configurations.
 """
 
@@ -57,6 +59,7 @@ class PlanBook:
     startup: str | None = None
     _lowest: dict[Signature, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
+    _chosen: dict[tuple, dict[str, Any]] = field(default_factory=dict)
     _packs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def join(self, signature: Signature, layer_number: int) -> bool:
@@ -105,6 +108,8 @@ class PlanBook:
 
     def _prepare(self, signature: Signature, q, k, v, pack: Pack | None) -> mb.Plan:
         burst, layout = signature.burst, signature.burst.layout
+        kind = signature, *(t.shape for t in (q, k, v))
+        call = self._chosen.get(kind, {"algorithm": burst.algorithm, "side": burst.side})
         plan = mb.prepare(
             q,
             k,
@@ -112,8 +117,7 @@ class PlanBook:
             groups=self.groups,
             layout=layout if pack is None else pack.layout(layout, self.groups.size),
             mask=signature.mask(pack),
-            algorithm=burst.algorithm,
-            side=burst.side,
+            **call,
             kernel=burst.kernel,
             softmax_scale=signature.softmax_scale,
             grad_wire_dtype=_WIRE[burst.wire_dtype],
@@ -121,6 +125,8 @@ class PlanBook:
             store=burst.store,
             needs_grad=(True, True, True),
         )
+        if plan.choice is not None:
+            self._chosen[kind] = plan.choice.call
         if self.startup is None:
             self.startup = plan.describe()
             if torch.distributed.get_rank() == 0:

@@ -22,7 +22,7 @@ import torch
 from ..comm import Channel, Counters, Endpoint, Pending, Receive, Send
 from ..groups import Groups, Member
 from ..kernels import Kernel, Rows, Scoring
-from ..prepare import Plan
+from ..plan import Plan
 from ..topology import Topology
 
 STREAMS = ("compute", "intra", "inter", "wait")

@@ -153,6 +153,16 @@ CASES = {
         f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --burst-attention-store 0.5",
     ),
+    "auto": ("", f"{TWO_BY_TWO} --context-parallel-algo auto"),
+    "auto-packed-heads": (
+        f"--packed {GQA}",
+        f"{TWO_BY_TWO} --context-parallel-algo auto --burst-head-size 2 --burst-side kv",
+    ),
+    "auto-store": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2 --burst-attention-store 0.5 --context-parallel-algo auto",
+    ),
     "kv-cache": ("", f"{TWO_BY_TWO} --burst-kv-cache 0.5"),
     # Stages draw their weights from seeds of their own: compared with two stages, unsplit.
     "pp2": (PP, "--context-parallel-size 2"),

@@ -1,0 +1,74 @@
+"""What the forecast of `megatron_burst` says of a cell: to be set beside what was measured, and to
+know beforehand how long a benchmark takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron_burst.cost import Sizes
+from megatron_burst.layout import make
+from megatron_burst.masks import Causal
+from megatron_burst.options import Call, Fixed, Option, on_grid
+from megatron_burst.rates import Rates
+from megatron_burst.topology import Topology
+
+from .cells import REGIMES, Cell, Rival
+
+RINGS = {"ulysses": "ring", "hybrid": "burst"}
+REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
+# Seconds beside the runs themselves, on 2 cores: for each rival of a problem its plan and the one
+# time that it computes for real, and for each run its check and the ranks' waiting for each other.
+PER_RIVAL, PER_RUN = 4.0, 0.35
+
+
+def predict(cell: Cell, rival: Rival, rates: Rates) -> Option | None:
+    """What a rival is predicted to take at these rates; None if its ranks cannot share heads."""
+    problem, size = cell.problem(), cell.nodes * cell.per_node
+    head = rival.head_size(cell.nodes, cell.per_node)
+    topology = Topology(size, cell.per_node, head, rival.placement)
+    sizes = Sizes(
+        problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4, 4,
+        (True, True, True),
+    )  # fmt: skip
+    call = Call(sizes, Causal(), make("zigzag", cp_size=size))
+    fixed = Fixed(
+        RINGS.get(rival.algorithm, rival.algorithm),
+        None if rival.side == "auto" else rival.side,
+        rival.head_groups,
+    )
+    try:
+        found = list(on_grid(call, topology, rates, fixed))
+    except ValueError:
+        return None
+    return min(found, key=lambda option: option.sent.total)
+
+
+def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> float:
+    """Seconds that a benchmark will take, roughly."""
+    problems = {cell._replace(regime="") for cell in cells}
+    total = PER_RIVAL * len(problems) * len(rivals)
+    for cell in cells:
+        times = list(_seconds(cell, rivals))
+        autos = len(rivals) - len(times)
+        total += repeats * (sum(times) + autos * min(times, default=0) + PER_RUN * len(rivals))
+    return total
+
+
+def _seconds(cell: Cell, rivals: Iterable[Rival]) -> Iterable[float]:
+    """Of one run of each rival, at nominal rates."""
+    links = Rates(*(REACHED * cell.rates.of(link) / 8 for link in ("intra", "inter")),
+                  compute=math.inf)  # fmt: skip
+    busy = 0.0
+    for side in ("kv", "query"):
+        found = predict(cell, Rival("burst", "burst", side), links)
+        if found is not None:
+            used = sum(max(p.intra, p.inter) for p in (found.forward, found.backward))
+            busy = min(busy or used, used)
+    for rival in rivals:
+        if rival.algorithm == "auto":
+            continue
+        found = predict(cell, rival, links)
+        if found is not None:
+            # overlapped or not, compute makes no run longer than both one after the other
+            yield max(found.seconds, REGIMES.get(cell.regime, 1.0) * busy)

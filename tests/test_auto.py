@@ -1,0 +1,201 @@
+"""Algorithm "auto" where groups exist: measured or given rates, one choice on all ranks, why."""
+
+import re
+
+import cases
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
+
+
+def tensors(heads=8, kv_heads=8, rows=16, d=16, count=4):
+    q = [torch.zeros(rows, 1, heads, d, requires_grad=True) for _ in range(count)]
+    k = [torch.zeros(rows, 1, kv_heads, d, requires_grad=True) for _ in range(count)]
+    return q, k, k
+
+
+def planned(*shape, rates=SLOW, nodes=2, head=1, **choices):
+    groups = mb.Groups.in_process(inter=nodes, intra=4 // nodes, head=head)
+    return mb.prepare(*tensors(*shape), groups=groups, algorithm="auto", rates=rates, **choices)
+
+
+def test_the_start_up_line_says_what_was_chosen_and_why():
+    plan = planned()
+    line = plan.describe()
+    assert plan.algorithm == "burst"
+    found = re.search(
+        r"algorithm burst \(auto: ([\d.]+) ms; (ring|all_gather) ([\d.]+) ms; the link between "
+        r"nodes is the bottleneck; intra 50 MB/s, inter 12.5 MB/s, 100 us per message, compute "
+        r"1 GFLOP/s\) \| 2 nodes x 2 ranks \| side query",
+        line,
+    )
+    assert found, line
+    assert float(found[1]) < float(found[3])
+
+
+def test_given_rates_are_not_measured_and_measured_ones_are_kept():
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    mb.prepare(*tensors(), groups=groups, algorithm="auto", rates=SLOW)
+    assert groups.known.rates is None
+    mb.prepare(*tensors(), groups=groups, algorithm="auto")
+    found, speeds = groups.known.rates, dict(groups.known.speeds)
+    assert found is not None
+    assert len(speeds) == 1
+    mb.prepare(*tensors(), groups=groups, algorithm="auto")
+    assert groups.known.rates is found
+    assert groups.known.speeds == speeds
+    assert mb.prepare(*tensors(), groups=groups).choice is None
+
+
+def test_few_key_heads_make_keys_travel_and_one_node_has_one_ring():
+    assert planned(8, 2).side == "kv"
+    assert planned(8, 8).side == "query"
+    assert planned(8, 8, nodes=1).algorithm == "ring"
+    assert planned(8, 8, side="kv").side == "kv"
+    assert planned(8, 8, kv_cache=0.5).side == "kv"
+    assert planned(8, 8, head_groups=8).head_groups == 8
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (6, 3), (9, 9), (12, 6)])
+def test_groups_of_heads_divide_whatever_heads_there_are(heads, kv_heads):
+    assert kv_heads % planned(heads, kv_heads).head_groups == 0
+
+
+def test_on_groups_that_share_heads_the_ring_inside_is_chosen():
+    assert planned(head=4).algorithm == "ulysses"
+    assert planned(head=2).algorithm in ("ring", "hybrid")
+
+
+def test_without_gradients_only_forward_counts():
+    plan = planned(needs_grad=(False, False, False))
+    assert plan.choice.taken.backward.seconds == 0.0
+
+
+def test_a_choice_is_a_choice_of_before_there_were_groups():
+    choice = mb.choose(ranks=4, intra=2, rates=SLOW, tokens=16, heads=8, width=16, itemsize=4)
+    groups = mb.Groups.in_process(inter=2, intra=2, head=choice.taken.head)
+    plan = mb.prepare(*tensors(), groups=groups, **choice.call)
+    assert plan.algorithm == choice.taken.algorithm
+    assert choice.groups == {"intra": 2, "head": groups.topology.head, "placement": "head_first"}
+
+
+REFUSED = [
+    ({"rates": "fast", "algorithm": "auto"}, "rates must be mb.Rates .* got 'fast'"),
+    ({"rates": SLOW}, "rates are for algorithm='auto', got 'burst' beside them"),
+    ({"algorithm": "auto", "head_groups": 3}, "head_groups must divide the 8 key/value heads"),
+    ({"algorithm": "auto", "side": "both"}, "side .*both"),
+    ({"algorithm": "automatic"}, "algorithm must be one of .*, auto, got 'automatic'"),
+]
+
+
+@pytest.mark.parametrize(("choices", "words"), REFUSED)
+def test_what_cannot_be_is_refused(choices, words):
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    with pytest.raises(ValueError, match=words):
+        mb.prepare(*tensors(), groups=groups, **choices)
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="groups: make them with"):
+        mb.measure_rates(4)
+    groups = mb.Groups.in_process(intra=2)
+    with pytest.raises(ValueError, match=r"like must be q, k, v, each \[s, b, heads, width\]"):
+        mb.measure_rates(groups, like=(torch.zeros(3), torch.zeros(3), torch.zeros(3)))
+
+
+# --- between processes ---------------------------------------------------------------------
+
+
+def one_call(head, placement, kv_heads):
+    """On every rank: (what was chosen, rates, error against the oracle, bytes off the plan's)."""
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head, placement=placement)
+    problem = cases.Problem("causal", (4, kv_heads), 1, (4, 4), 32)
+    inputs, truths = cases.solve(problem)
+    rows = oracle.permutation("zigzag", groups.size, 32)[groups.rank]
+    q, k, v, dout = (x[rows].clone() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    plan = mb.prepare(*leaves, groups=groups, algorithm="auto")
+    out = mb.attention(*leaves, plan=plan)
+    grads = torch.autograd.grad(out, leaves, dout)
+    error = max(oracle.worst(x, y[rows]) for x, y in zip((out, *grads), truths, strict=True))
+    there, back = plan.traffic()
+    sent = groups.counters
+    off = sent.intra - there.intra - back.intra, sent.inter - there.inter - back.inter
+    return plan.choice.call, plan.choice.rates, error, off
+
+
+@pytest.mark.parametrize(
+    ("head", "placement"),
+    [(1, "head_first"), (2, "head_first"), (2, "context_first"), (4, "head_first")],
+)
+def test_all_ranks_measure_and_choose_the_same(ranks, head, placement):
+    answers = ranks(4).run(one_call, head, placement, 2)
+    for call, rates, error, off in answers:
+        assert (call, rates) == answers[0][:2]
+        assert error < cases.TOLERANCE
+        assert off == (0, 0)
+        assert 1e6 < rates.intra < 1e12
+        assert 1e6 < rates.inter < 1e12
+        assert rates.latency > 0
+
+
+def disagreeing(how):
+    """On every rank: the words it is refused with. None of them may wait for another."""
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    q = torch.zeros(16, 1, 8, 16)
+    first = groups.rank == 0
+    choices = {"algorithm": "auto"}
+    if how == "rates":
+        choices["rates"] = SLOW if first else mb.Rates(1e6, 1e6, compute=1e9)
+    elif how == "rates on one":
+        choices |= {"rates": SLOW} if first else {}
+    elif how == "algorithm":
+        choices["algorithm"] = "auto" if first else "burst"
+    elif how == "shape" and first:
+        q = torch.zeros(16, 1, 8)
+    try:
+        mb.prepare(q, q, q, groups=groups, **choices)
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("rates", "ranks disagree: rank 0 has rates Rates"),
+        ("rates on one", "ranks disagree: rank 0 has rates Rates"),
+        ("algorithm", "ranks disagree: rank 0 has algorithm 'auto'"),
+        ("shape", r"rank 0: q must be \[s, b, heads, width\]"),
+    ],
+)
+def test_ranks_that_mean_different_things_are_told_so_before_anything_is_measured(
+    ranks, how, words
+):
+    for answer in ranks(4).run(disagreeing, how):
+        assert re.match(words, answer)
+
+
+def measured_like(bad):
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    q = torch.zeros(16, 1, 8, 16)
+    like = (q, q) if bad and groups.rank == 1 else (q, q, q)
+    try:
+        found = mb.measure_rates(groups, like=like)
+    except ValueError as error:
+        return str(error)
+    assert groups.known.rates.compute is None
+    return found
+
+
+def test_measuring_is_the_same_on_all_ranks_and_refused_on_all(ranks):
+    found = ranks(4).run(measured_like, False)
+    assert len(set(found)) == 1
+    assert found[0].compute > 1e6
+    for words in ranks(4).run(measured_like, True):
+        assert re.match(r"rank 1: like must be q, k, v", words)

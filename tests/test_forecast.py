@@ -1,0 +1,399 @@
+"""Predicted times, by hand where a schedule is small enough, and what is chosen by them."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst import cost, forecast, hops, layout, masks, schedule
+from megatron_burst.area import pairs_seen
+from megatron_burst.choose import choose, human
+from megatron_burst.cost import Sizes, traffic, visible_pairs
+from megatron_burst.forecast import Pass, Wires, pass_time
+from megatron_burst.hops import Chunk, Grid
+from megatron_burst.rates import Rates
+from megatron_burst.topology import Topology
+
+YES = (True, True, True)
+FREE = np.zeros((4, 4))
+
+
+def sizes(heads=8, kv_heads=8, tokens=16, width=16):
+    return Sizes(tokens, 1, heads, kv_heads, width, width, 4, 4, 4, YES)
+
+
+# K and V of 16 rows, 8 heads of 16 in fp32: 16384 bytes; as many of dK and dV.
+KV = 16384
+
+
+def rates(intra=1.0, inter=1.0, **more):
+    """Seconds that a chunk of keys and values takes on each link: powers of two, so exact."""
+    return Rates(KV / intra, KV / inter, **({"compute": math.inf} | more))
+
+
+def there(algorithm, grid, **more):
+    return schedule.forward(algorithm, Grid(*grid), **more)
+
+
+# --- by hand -------------------------------------------------------------------------------
+
+
+def test_a_flat_ring_over_two_nodes_pays_the_slow_link_at_every_step():
+    """0 -> 1 | 2 -> 3 |: each rank takes part in one slow hop per step, and waits for it."""
+    got = pass_time(there("ring", (2, 2)), sizes(), FREE, rates(intra=1, inter=8))
+    assert got == Pass(seconds=3 * 8, compute=0, intra=3, inter=24)
+
+
+def test_two_levels_cross_once_and_then_turn_once_more():
+    """The slow hop of 8 starts first and lands before step 2; the fast ones take 1, before step 1
+    and, exposed, before step 3."""
+    got = pass_time(there("burst", (2, 2)), sizes(), FREE, rates(intra=1, inter=8))
+    assert got == Pass(seconds=8 + 1, compute=0, intra=2, inter=8)
+
+
+def test_gradients_follow_and_their_last_hops_are_exposed():
+    """Keys cross (8) and turn (1), behind them on the same link the gradient of step 1 (1); that
+    of step 3 (1) goes to its node's rank, and the node's sum crosses home (8)."""
+    back = schedule.backward("burst", Grid(2, 2), "kv")
+    got = pass_time(back, sizes(), FREE, rates(intra=1, inter=8))
+    assert got.seconds == 8 + 1 + 1 + 1 + 8
+    waiting = schedule.backward("double_ring", Grid(2, 2), "kv")
+    assert pass_time(waiting, sizes(), FREE, rates(intra=1, inter=8)).seconds >= got.seconds
+
+
+@pytest.mark.parametrize(("hop", "work"), [(4, 1), (1, 4), (2, 2)])
+def test_compute_hides_hops_or_hops_hide_compute(hop, work):
+    """Two ranks: the hop runs beside the first pair, the second pair follows both."""
+    pairs = np.full((2, 2), float(work))
+    got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(intra=hop))
+    assert got == Pass(max(hop, work) + work, 2 * work, hop, 0)
+
+
+def test_latency_and_launches_are_paid_per_message_and_per_pair():
+    pairs = np.ones((2, 2))
+    got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, latency=2.0, launch=0.5))
+    assert got.seconds == (4 + 2) + 1.5
+
+
+def test_a_second_group_of_heads_computes_while_the_first_waits():
+    """Halves: hop 2, pair 1. Group 0 sends at 0, computes until 1, waits until 2; group 1 sends at
+    2; group 0 computes until 3, group 1 until 4, when its hop lands, and then until 5."""
+    pairs = np.full((2, 2), 2.0)
+    assert pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4)).seconds == 4 + 2
+    assert pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4), 2).seconds == 5
+
+
+def test_the_own_pair_is_computed_last_by_the_last_groups():
+    """One group: hop 4 beside the own pair (2), the other pair (2), the gradient home (4): 10.
+    Two, in halves: group 1's own pair runs while its gradient is on its way."""
+    back, pairs = schedule.backward("ring", Grid(1, 2), "kv"), np.full((2, 2), 2.0)
+    assert pass_time(back, sizes(), pairs, rates(4)).seconds == 4 + 2 + 4
+    # Group 0's keys go from 0 to 2, group 1's, sent when group 0 has waited for its own, from 2 to
+    # 4. Group 0 is done computing at 3, but its gradient goes from 4 to 6, and is waited for. So
+    # group 1 computes until 7; its gradient goes from 7 to 9, its own pair from 7 to 8.
+    assert pass_time(back, sizes(), pairs, rates(4), 2).seconds == 9
+
+
+def test_ranks_wait_for_the_busiest():
+    """Contiguous causal on two ranks: rank 1 has both its pairs, rank 0 only its own."""
+    pairs = np.array([[1.0, 0.0], [2.0, 1.0]])
+    plan = there("ring", (1, 2), visible=pairs > 0)
+    assert pass_time(plan, sizes(), pairs, rates(0.5)).seconds == 3.0
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_message_needs_both_its_ends(late):
+    """Three ranks, hops of 2, pairs of 1; rank 1's own takes 4. So from rank 0 to rank 1, and from
+    1 to 2, the second hop runs from 4 to 6: rank 0 waits for what it sends, rank 2 for what it
+    gets, and the last pair of one of them takes 4."""
+    pairs = np.ones((3, 3))
+    pairs[1, 1] = 4
+    pairs[late, (late - 2) % 3] = 4
+    assert pass_time(there("ring", (1, 3)), sizes(), pairs, rates(2)).seconds == 6 + 4
+
+
+def test_four_groups_leave_nothing_exposed_where_compute_is_three_times_the_links():
+    """The own pairs of the last two fill the time in which gradients go home."""
+    back, pairs = schedule.backward("burst", Grid(2, 2), "query"), np.ones((4, 4))
+    got = pass_time(back, sizes(), pairs, rates(0.08, 0.32), 4)
+    assert max(got.intra, got.inter) < 4 / 3
+    assert got.seconds == pytest.approx(got.compute)
+
+
+# --- the same schedules that run -----------------------------------------------------------
+
+tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+grids = st.sampled_from([(1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (2, 3), (2, 4), (4, 2)])
+
+
+@st.composite
+def passes(draw):
+    """(schedule, seconds per pair): any algorithm, side, route, mask."""
+    grid = Grid(*draw(grids))
+    random = draw(tables)
+    density = draw(st.sampled_from([0.3, 0.8, 1.0]))
+    visible = random.random((grid.size, grid.size)) < density
+    algorithm = draw(st.sampled_from(hops.ALGORITHMS))
+    plan = schedule.backward(
+        algorithm, grid, draw(st.sampled_from(hops.SIDES)), visible=visible,
+        gradients=draw(st.booleans()), route=draw(st.sampled_from(hops.ROUTES)),
+    )  # fmt: skip
+    return plan, np.where(visible, random.integers(1, 9, visible.shape), 0).astype(float)
+
+
+@given(passes(), st.booleans())
+def test_it_runs_the_schedule_that_runs(made, own_last):
+    """Every message of every rank's schedule at its boundaries, and every pair at its own."""
+    plan, seconds = made
+    legs = forecast._legs(plan)
+    got = {
+        (post, int(src), int(dst), leg.gradient, leg.land, int(between))
+        for post, some in legs.items()
+        for leg in some
+        for src, dst, between in zip(leg.src, leg.dst, leg.between, strict=True)
+    }
+    ranks = range(plan.grid.size)
+    assert got == {
+        (hop.post, hop.src, hop.dst, hop.chunk.gradient, hop.land, int(hop.link == "inter"))
+        for rank in ranks
+        for hop in plan.sends(rank)
+    }
+    program = forecast._program(plan, legs, seconds, own_last)
+    for rank in ranks:
+        for boundary in plan.program(rank, own_last):
+            worth = 0.0 if boundary.pair is None else seconds[boundary.pair]
+            assert program[boundary.index].seconds[rank] == worth
+        assert sum(moment.seconds[rank] for moment in program) == sum(
+            seconds[plan.pair(rank, step)] for step in ranks
+        )
+
+
+@given(passes(), st.sampled_from([1, 2, 4]))
+def test_links_are_in_use_for_the_bytes_of_the_schedule(made, groups):
+    plan, seconds = made
+    have = sizes(kv_heads=4)
+    got = pass_time(plan, have, seconds, Rates(1.0, 1.0), groups)
+    sent = [traffic(plan, rank, have) for rank in range(plan.grid.size)]
+    assert got.intra == max(t.intra for t in sent)
+    assert got.inter == max(t.inter for t in sent)
+    assert got.seconds >= max(got.compute, got.intra, got.inter)
+
+
+speeds = st.sampled_from([0.25, 1.0, 3.0])
+
+
+@given(passes(), st.sampled_from([1, 2, 4]), speeds, speeds, st.sampled_from([0.0, 1.0, 2.0]))
+def test_nothing_gets_slower_by_faster_links_or_less_work(made, groups, intra, inter, latency):
+    plan, seconds = made
+    have = sizes(kv_heads=4)
+    base = pass_time(plan, have, seconds, rates(intra, inter, latency=latency), groups).seconds
+    faster = [rates(intra / 2, inter), rates(intra, inter / 2), rates(intra, inter)]
+    for better in faster:
+        assert pass_time(plan, have, seconds, better, groups).seconds <= base * (1 + 1e-12)
+    less = pass_time(plan, have, seconds / 2, rates(intra, inter, latency=latency), groups)
+    assert less.seconds <= base * (1 + 1e-12)
+
+
+@given(
+    st.sampled_from(
+        [masks.Causal(), masks.Full(), masks.Window(5, 0), masks.Window(9, 3), masks.Prefix(7),
+         masks.Dilated(3), masks.Causal() & masks.Documents([0, 9, 48])]
+    ),
+    st.sampled_from(["zigzag", "striped", "contiguous"]), st.sampled_from([1, 2, 4, 6]),
+)  # fmt: skip
+def test_pairs_of_all_shards_are_those_of_each(mask, name, size):
+    spans = cost.ring_spans(layout.make(name, cp_size=size), Topology(size, size), 48)
+    wanted = [[visible_pairs(mask, q, k) for k in spans] for q in spans]
+    assert pairs_seen(mask, spans).tolist() == wanted
+
+
+def test_large_rectangles_that_only_a_table_describes_are_sampled():
+    table = np.random.default_rng(0).random((8, 8)) < 0.5
+    mask = masks.BlockSparse(table, 64)
+    spans = cost.ring_spans(layout.make("striped", cp_size=2), Topology(2, 2), 512)
+    wanted = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
+    assert np.abs(pairs_seen(mask, spans) - wanted).max() < 0.05 * wanted.max()
+
+
+# --- beside what was measured --------------------------------------------------------------
+
+# docs/cluster.md, 2026-11-21: 2 x 4, 50M/200M, MHA, 256 tokens; plain transfers reached 182 and 48
+# Mbit/s. (algorithm, side, groups of heads) -> median seconds, communication-bound and balanced.
+MEASURED = {
+    ("ring", "kv", 1): (7.389, 7.455),
+    ("ring", "kv", 4): (7.384, 7.410),
+    ("double_ring", "kv", 1): (2.136, 2.817),
+    ("burst", "kv", 1): (2.115, 2.317),
+    ("burst", "query", 1): (1.681, 1.918),
+    ("burst", "kv", 4): (1.924, 1.826),
+    ("burst", "query", 4): (1.477, 1.639),
+    ("all_gather", "kv", 1): (7.458, 7.239),
+}
+
+
+@pytest.mark.parametrize(("column", "speed"), [(0, math.inf), (1, 3.0e9)])
+def test_it_orders_the_rivals_as_they_were_measured(column, speed):
+    grid, have = Grid(2, 4), sizes(16, 16, 256, 64)
+    spans = cost.ring_spans(layout.make("zigzag", cp_size=8), Topology(8, 4), 2048)
+    seconds = pairs_seen(masks.Causal(), spans) * (4 * 16 * 64 / speed)
+    given_rates = Rates(182e6 / 8, 48e6 / 8, latency=3e-4)
+    predicted = {}
+    for (algorithm, side, groups), times in MEASURED.items():
+        forward = there(algorithm, grid)
+        back = schedule.backward(algorithm, grid, side)
+        total = (
+            pass_time(forward, have, seconds, given_rates, groups)
+            + pass_time(back, have, 2.5 * seconds, given_rates, groups)
+        ).seconds
+        predicted[algorithm, side, groups] = total
+        assert 0.92 < total / times[column] < 1.05, (algorithm, side, groups)
+    for one, first in predicted.items():
+        for other, second in predicted.items():
+            if MEASURED[one][column] > 1.05 * MEASURED[other][column]:
+                assert first > second, (one, other)
+
+
+# --- two ways round ------------------------------------------------------------------------
+
+
+def test_halves_both_ways_help_where_neighbours_have_links_of_their_own():
+    """One NIC sends the same bytes either way; a pair of links half of them each."""
+    plan = there("ring", (1, 4))
+
+    def time(wires):
+        return Fraction(pass_time(plan, sizes(), FREE, rates(2), wires=wires).seconds)
+
+    assert time(Wires()) == 3 * 2
+    assert time(Wires(halves=True)) == 3 * 2
+    assert time(Wires(halves=True, pairs=True)) == 3
+    between = pass_time(there("burst", (4, 1)), sizes(), FREE, rates(inter=2),
+                        wires=Wires(halves=True, pairs=True))  # fmt: skip
+    assert between.seconds == 3 * 2
+
+
+# --- what is chosen ------------------------------------------------------------------------
+
+LIKE = {"tokens": 512, "heads": 16, "width": 64, "itemsize": 4}
+SLOW = Rates(400e6 / 8, 100e6 / 8, compute=9e9)
+
+
+def chosen(ranks=4, intra=2, given_rates=SLOW, **more):
+    return choose(ranks=ranks, intra=intra, rates=given_rates, **(LIKE | more))
+
+
+def test_one_node_has_one_ring():
+    quick = Rates(1e12, 1e12, compute=1e9)
+    taken = chosen(intra=4, given_rates=quick).taken
+    assert (taken.algorithm, taken.head) == ("ring", 1)
+
+
+def test_slow_links_between_nodes_are_crossed_once():
+    choice = chosen(heads=3)
+    assert (choice.taken.algorithm, choice.taken.side) == ("burst", "query")
+    assert choice.why.endswith("the link between nodes is the bottleneck")
+    times = [option.seconds for option in choice.others]
+    assert times == sorted(times)
+    rival = next(option for option in choice.others if option.algorithm != "burst")
+    assert f"; {rival.name} {human(rival.seconds)};" in choice.why
+
+
+def test_fewer_key_heads_make_keys_travel():
+    assert chosen(kv_heads=4).taken.side == "kv"
+    assert chosen(kv_heads=1).taken.side == "kv"
+    assert chosen(kv_heads=16).taken.side == "query"
+
+
+def test_heads_are_shared_where_links_are_all_there_is():
+    choice = chosen(given_rates=Rates(50e6, 12.5e6, compute=math.inf))
+    assert choice.taken.algorithm == "ulysses"
+    assert choice.groups == {"intra": 2, "head": 4, "placement": "head_first"}
+    # 3 heads cannot be shared by 2 or 4 ranks
+    assert chosen(given_rates=Rates(50e6, 12.5e6, compute=math.inf), heads=3).taken.head == 1
+
+
+def test_one_rank_needs_no_ring():
+    choice = chosen(ranks=1, intra=1)
+    assert choice.call == {"algorithm": "ring", "side": "kv", "head_groups": 1}
+    # 512 * 513 / 2 pairs, 4 * 64 * 16 FLOPs each, and 2.5 times as many in backward
+    assert choice.seconds == pytest.approx(512 * 513 / 2 * 4 * 64 * 16 * 3.5 / 9e9)
+    assert choice.why == "209 ms; compute is the bottleneck"
+    assert chosen(ranks=1, intra=1, given_rates=Rates(1, 1, compute=math.inf)).why == "0 us"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_groups_of_heads_divide_the_key_heads(kv_heads):
+    choice = chosen(heads=6, kv_heads=kv_heads)
+    for option in (choice.taken, *choice.others):
+        assert (max(1, kv_heads // option.head)) % option.head_groups == 0
+
+
+def test_masks_and_layouts_are_counted():
+    """Of four contiguous shards the last sees three and a half, of zigzag ones each sees two; a
+    window leaves few pairs; and ranks that share heads are always even."""
+    quick = Rates(1e12, 1e12, compute=1e9)
+    odd = {"given_rates": quick, "heads": 3}  # which 2 or 4 ranks cannot share
+    even, skew, narrow = (
+        chosen(**odd, **more).seconds
+        for more in (
+            {},
+            {"layout": "contiguous"},
+            {"mask": masks.Window(15, 0), "layout": "contiguous"},
+        )
+    )
+    assert skew / even == pytest.approx(3.5 / 2, rel=0.01)
+    assert narrow < even / 20
+    assert chosen(given_rates=quick, layout="contiguous").taken.algorithm == "ulysses"
+
+
+def test_messages_that_cost_much_are_few():
+    dear = Rates(50e6, 12.5e6, latency=0.2, compute=9e9)
+    assert chosen(given_rates=dear).taken.head_groups == 1
+
+
+BAD = [
+    ({"ranks": 0}, "at least one rank, got 0"),
+    ({"intra": 3}, "intra: 4 ranks cannot be cut into nodes of 3"),
+    ({"tokens": 0}, "tokens must be a positive integer, got 0"),
+    ({"width": 1.5}, "width must be a positive integer, got 1.5"),
+    ({"heads": 6, "kv_heads": 4}, "kv_heads must divide the 6 heads, got 4"),
+    ({"mask": "causal"}, "mask must be one of mb.masks, got 'causal'"),
+    ({"layout": 3}, "layout must be a name or a Layout of 4 ranks, got 3"),
+    ({"layout": layout.make("zigzag", cp_size=2)}, "layout must be a name or a Layout of 4"),
+    ({"tokens": 3}, "zigzag"),
+    ({"given_rates": None}, "rates must be mb.Rates"),
+    ({"given_rates": Rates(1, 1)}, "rates: compute is None"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), BAD)
+def test_what_cannot_be_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        chosen(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"intra": 0}, "rates: intra must be a positive number, got 0"),
+        ({"inter": "fast"}, "rates: inter must be a positive number, got 'fast'"),
+        ({"compute": -1.0}, "rates: compute must be a positive number, got -1.0"),
+        ({"latency": -1}, "rates: latency must be seconds, 0 or more, got -1"),
+        ({"launch": math.inf}, "rates: launch must be seconds, 0 or more, got inf"),
+        ({"intra": math.nan}, "rates: intra must be a positive number, got nan"),
+    ],
+)
+def test_rates_that_mean_nothing_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Rates(**({"intra": 1.0, "inter": 1.0} | wrong))
+
+
+def test_a_chunk_of_queries_has_its_own_size():
+    """Of 8 and 4 heads: queries and dO, twice those of K and V, with lse and delta."""
+    have = sizes(8, 4)
+    assert have.chunk_bytes(Chunk("kv", 0)) == KV // 2
+    got = pass_time(schedule.backward("ring", Grid(1, 2), "query", gradients=False), have,
+                    np.zeros((2, 2)), rates(1))  # fmt: skip
+    assert got.seconds == (KV + 16 * 8 * 8) / KV
