@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("pretrain", "megatron_burst.pretrain", "run a Megatron-LM script with our flags added"),
     Command("show", "megatron_burst.show", "draw masks, layouts and schedules"),
     Command("trace", "megatron_burst.trace", "what each rank computes, sends and waits for, when"),
 )

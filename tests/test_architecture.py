@@ -27,6 +27,7 @@ ARROWS = {
     "topology": set(),
     "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
     "config": {"layout", "hops", "topology"},
+    "flags": {"config", "layout", "hops", "topology"},
     "merge": set(),
     "parcels": set(),
     "comm": {"parcels"},
@@ -48,6 +49,7 @@ ARROWS = {
     "show": PLANNING | {"show"},
     "trace": DOOR | {"trace", "comm", "prepare", "attention", "show"},  # of show: its colours
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
+    "pretrain": set(),  # imports megatron when it runs, after the script's own is in the path
     "__main__": {"cli"},
     "__init__": {
         "layout",
@@ -61,7 +63,7 @@ ARROWS = {
         "linear_cross_entropy",
     },
 }
-NO_TORCH = PLANNING | {"config", "cli", "__main__"}
+NO_TORCH = PLANNING | {"config", "flags", "cli", "pretrain", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "checkpoint": {"torch"},

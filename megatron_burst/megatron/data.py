@@ -20,6 +20,33 @@ from megatron_burst.megatron.packed import pack_of
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
 
+def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
+    """(module, function, replacement) of all that cuts sequences in a run of that layout.
+
+    Raises ``RuntimeError`` when one of them is not the function the replacement was written for.
+    """
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import (  # noqa: F401  from-import what we replace
+        rope_utils,
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
+
+    name = "get_batch_on_this_cp_rank"
+    found = [(utils, name, batch_slicer(getattr(utils, name), layout))]
+    name = "get_thd_batch_on_this_cp_rank"
+    if hasattr(utils, name):  # until 0.17; later versions have one function for both
+        found.append((utils, name, packed_batch_slicer(getattr(utils, name), layout)))
+    name = "_apply_rotary_pos_emb_thd"
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+    found.append((rope_utils, name, packed_rope(getattr(rope_utils, name), rotate, layout)))
+    name = "get_pos_emb_on_this_cp_rank"
+    rope = rope_slicer(getattr(rope_utils, name), layout)
+    if layout != "zigzag":  # Megatron's own
+        found.append((rope_utils, name, rope))
+    return found
+
+
 def batch_slicer(original: Callable, layout: str) -> Callable:
     """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20).
 
