@@ -10,6 +10,7 @@ not matter as long as `install` runs before the script parses its arguments.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import importlib.util
@@ -67,9 +68,19 @@ def _with_flags(original: Callable, patches: PatchSet) -> Callable:
     def add_megatron_arguments(parser: Any) -> Any:
         parser = original(parser)
         flags.add_flags(parser, algorithm=flags.OFF)
+        _mend_help(parser)
         return parser
 
     return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron-LM 0.19 ends --help in an error: it has help texts with a bare percent sign."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _validating(original: Callable, patches: PatchSet) -> Callable:

@@ -69,7 +69,8 @@ def loss_function(loss_mask, losses, model=None):
 def forward_step(data_iterator, model):
     batch = dict(next(data_iterator))
     lengths = batch.get("cu_seqlens")
-    batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group())
+    group = mpu.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
     params = None
     if lengths is not None:
         ends, longest = lengths[0], int(lengths[0].diff().max())
