@@ -165,6 +165,7 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
 def _patch_megatron(patches: registry.PatchSet) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: F401
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
@@ -173,6 +174,12 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
 
     if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance(x, TELinear)
         patches.replace(multi_latent_attention, "TELinear", _NoTransformerEngine)
+
+    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """How many tokens each expert gets: Megatron makes numbers only of CUDA tensors."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    patches.replace_function(moe_utils, "maybe_move_tensor_to_cpu", counts)
 
     original = WrappedTorchNorm.__new__
 

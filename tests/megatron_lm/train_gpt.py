@@ -67,12 +67,18 @@ def loss_function(loss_mask, losses, model=None):
 
 
 def forward_step(data_iterator, model):
+    args = get_args()
     batch = dict(next(data_iterator))
     lengths = batch.get("cu_seqlens")
     group = mpu.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-    params = None
-    if lengths is not None:
+    mask = params = None
+    if lengths is not None and group.size() == 1:  # Megatron's local attention knows no packs
+        places = torch.arange(args.seq_length)
+        document = torch.bucketize(places, lengths[0], right=True)
+        hidden = (document[:, None] != document) | (places[:, None] < places)
+        mask = hidden[None, None]
+    elif lengths is not None:
         ends, longest = lengths[0], int(lengths[0].diff().max())
         params = PackedSeqParams(
             qkv_format="thd",
@@ -84,7 +90,7 @@ def forward_step(data_iterator, model):
     losses = model(
         batch["tokens"],
         batch["position_ids"],
-        None,
+        mask,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
         packed_seq_params=params,
