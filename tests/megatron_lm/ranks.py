@@ -69,10 +69,11 @@ class Ranks:
 
     def __init__(self, folder):
         self.folder, self.count = folder, 0
-        self.server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=(folder / "server.log").open("w"), env=os.environ | ENVIRONMENT,
-        )  # fmt: skip
+        with (folder / "server.log").open("w") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, text=True, env=os.environ | ENVIRONMENT,
+            )  # fmt: skip
 
     def run(self, world, flags, odd=None):
         """`flags` on every rank, and on rank 1 those of `odd` besides."""
@@ -85,8 +86,8 @@ class Ranks:
         return Run(json.loads(answer), [Path(path).read_text() for path in outputs])
 
     def close(self):
-        self.server.stdin.close()
-        self.server.wait(timeout=LIMIT)
+        with self.server:  # closes its pipes and waits
+            pass
 
 
 def under_torchrun(world, flags):

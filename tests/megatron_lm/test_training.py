@@ -63,6 +63,13 @@ def test_the_start_up_line_and_the_flags_are_in_the_log(saved):
     assert flag.endswith(" burst")
 
 
+def test_chosen_by_a_spec_alone(train):
+    spec = "--spec megatron_burst.megatron.specs burst_layer_spec"
+    run = train(2, f"--context-parallel-size 2 {spec}")
+    same(run, train(1))
+    assert run.lines("algorithm burst")
+
+
 def test_four_ranks_on_two_nodes_under_torchrun(train):
     extra = f"{CP4} {RECOMPUTE} --burst-attention-store 0.5 --burst-lm-head-loss single_pass"
     run = under_torchrun(4, [*COMMON, *extra.split()])
