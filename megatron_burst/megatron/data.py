@@ -134,6 +134,7 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         original, ["t", "cu_seqlens", "freqs", "cp_group"], "rope_utils._apply_rotary_pos_emb_thd"
     )
     signature = inspect.signature(original)
+    of_rotate = inspect.signature(rotate).parameters
 
     @functools.wraps(original)
     def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,7 +151,9 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         # Angles of the whole pack, or of its longest document (padding at its end has none).
         places = in_pack if freqs.shape[0] == pack.total else in_document
         index = torch.from_numpy(places).clamp_max(freqs.shape[0] - 1).to(freqs.device)
-        return rotate(t.unsqueeze(1), freqs[index], **bound.arguments).squeeze(1)
+        # Newer versions take max_seqlen besides, which only their own search needs.
+        named = {k: x for k, x in bound.arguments.items() if k in of_rotate}
+        return rotate(t.unsqueeze(1), freqs[index], **named).squeeze(1)
 
     return _apply_rotary_pos_emb_thd
 

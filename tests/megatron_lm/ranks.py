@@ -8,6 +8,7 @@ lets every rank come to its own end, so that tests see whether all of them do.
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -75,12 +76,17 @@ class Ranks:
                 stderr=log, text=True, env=os.environ | ENVIRONMENT,
             )  # fmt: skip
 
-    def run(self, world, flags, odd=None):
-        """`flags` on every rank, and on rank 1 those of `odd` besides."""
+    def run(self, world, flags, odd=None, script=None):
+        """`flags` on every rank, and on rank 1 those of `odd` besides; `script` runs by itself,
+        with nothing of ours but the CPU's stand-ins."""
         self.count += 1
         outputs = [str(self.folder / f"{self.count}-{rank}.log") for rank in range(world)]
         argv = [[*flags, *(odd or [])] if rank == 1 else flags for rank in range(world)]
-        print(json.dumps({"outputs": outputs, "argv": argv}), file=self.server.stdin, flush=True)
+        print(
+            json.dumps({"outputs": outputs, "argv": argv, "script": script and str(script)}),
+            file=self.server.stdin,
+            flush=True,
+        )
         answer = self.server.stdout.readline()
         assert answer, (self.folder / "server.log").read_text()
         return Run(json.loads(answer), [Path(path).read_text() for path in outputs])
@@ -102,10 +108,6 @@ def under_torchrun(world, flags):
 
 
 def serve():
-    import megatron.training.training  # noqa: F401
-
-    import megatron_burst.megatron  # noqa: F401
-
     sys.stdout.flush()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -115,13 +117,13 @@ def serve():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         children = [
-            fork(rank, len(asked["argv"]), port, argv, output)
-            for rank, (argv, output) in enumerate(zip(asked["argv"], asked["outputs"], strict=True))
+            fork(rank, len(asked["argv"]), port, argv, asked["outputs"][rank], asked["script"])
+            for rank, argv in enumerate(asked["argv"])
         ]
         print(json.dumps(wait(children)), file=answers, flush=True)
 
 
-def fork(rank, world, port, argv, output):
+def fork(rank, world, port, argv, output, script):
     child = os.fork()
     if child:
         return child
@@ -130,17 +132,24 @@ def fork(rank, world, port, argv, output):
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from megatron_burst.cli import main
-
     code = 1
     try:
-        code = main(["pretrain", "--cpu", str(SCRIPT), *argv])
+        code = (
+            run_alone(script, argv) if script else main(["pretrain", "--cpu", str(SCRIPT), *argv])
+        )
     except SystemExit as end:
         code = end.code or 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_alone(script, argv):
+    cpu.enable()
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")
+    return 0
 
 
 def wait(children):
@@ -158,4 +167,9 @@ def wait(children):
 
 
 if __name__ == "__main__":
+    import megatron.training.training  # noqa: F401  the slow import, once
+
+    from megatron_burst.cli import main
+    from megatron_burst.megatron import cpu
+
     serve()

@@ -4,7 +4,7 @@ Losses are compared as Megatron prints them, to seven digits, and gradient norms
 """
 
 import pytest
-from ranks import COMMON, under_torchrun
+from ranks import COMMON, SCRIPT, under_torchrun
 
 pytest.importorskip(
     "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
@@ -70,15 +70,30 @@ def test_chosen_by_a_spec_alone(train):
     assert run.lines("algorithm burst")
 
 
-def test_four_ranks_on_two_nodes_under_torchrun(train):
-    extra = f"{CP4} {RECOMPUTE} --burst-attention-store 0.5 --burst-lm-head-loss single_pass"
-    run = under_torchrun(4, [*COMMON, *extra.split()])
-    assert run.codes == [0], run.texts[0][-3000:]
+def test_four_ranks_on_two_nodes(train):
+    flags = f"{CP4} {RECOMPUTE} --burst-attention-store 0.5 --burst-lm-head-loss single_pass"
+    run = train(4, flags)
     same(run, train(1))
     (line,) = run.lines("burst attention:")
     assert "2 nodes x 2 ranks" in line
     assert "layout striped" in line
     assert run.lines("> megatron_burst: LM head loss: single_pass")
+
+
+def test_under_torchrun(train):
+    run = under_torchrun(2, [*COMMON, *CP2.split()])
+    assert run.codes == [0], run.texts[0][-3000:]
+    same(run, train(1))
+
+
+def test_two_lines_in_a_script_do_the_same(train, ranks, tmp_path):
+    script = tmp_path / "train.py"
+    lines = "import megatron_burst.megatron\nmegatron_burst.megatron.install()\n"
+    script.write_text(lines + SCRIPT.read_text())
+    run = ranks.run(2, [*COMMON, *CP2.split()], script=script)
+    assert run.codes == [0, 0], run.texts[0][-3000:]
+    same(run, train(1))
+    assert run.lines("> megatron_burst: burst attention:")
 
 
 def test_resumes_on_four_ranks_and_says_what_changed(train, saved):
