@@ -39,6 +39,12 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     )
     add("--tensor-model-parallel-size", type=int, default=1)
     add("--pipeline-model-parallel-size", type=int, default=1)
+    add(
+        "--num-virtual-stages-per-pipeline-rank",
+        type=int,
+        metavar="N",
+        help="chunks of the model per pipeline rank, interleaved",
+    )
     add("--sequence-parallel", action="store_true")
     add("--use-distributed-optimizer", action="store_true")
     add("--transformer-impl", choices=["local", "transformer_engine"], default="local")
@@ -155,10 +161,33 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             f"--global-batch-size {args.global_batch_size} is not a multiple of "
             f"--micro-batch-size x data-parallel size ({step})"
         )
+    _check_virtual_stages(args, args.global_batch_size // step)
     args.num_query_groups = args.num_query_groups or args.num_attention_heads
     args.vocab_size = args.vocab_size or _vocab_size(args.data_path)
     args.lr_warmup_iters = min(args.lr_warmup_iters, args.train_iters - 1)
     args.exit_interval = min(args.exit_interval or args.train_iters, args.train_iters)
+
+
+def _check_virtual_stages(args: argparse.Namespace, micro_batches: int) -> None:
+    virtual, pp = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
+    if virtual is None:
+        return
+    flag = f"--num-virtual-stages-per-pipeline-rank {virtual}"
+    if virtual < 2 or pp < 2:
+        raise ValueError(
+            f"{flag} with --pipeline-model-parallel-size {pp}: an interleaved pipeline has at "
+            "least two of both; leave the flag out"
+        )
+    if args.num_layers % (virtual * pp):
+        raise ValueError(
+            f"{flag} x --pipeline-model-parallel-size {pp} does not divide --num-layers "
+            f"{args.num_layers}"
+        )
+    if micro_batches % pp:
+        raise ValueError(
+            f"{flag}: {micro_batches} micro-batches per step are not a multiple of "
+            f"--pipeline-model-parallel-size {pp}; change --global-batch-size"
+        )
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -16,11 +16,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 _LATEST = "latest_checkpointed_iteration.txt"
 
 
-def save(root: str, iteration: int, consumed: int, model: Any, optimizer: Any, schedule: Any):
-    """Write model, optimizer, learning-rate schedule, iteration and consumed samples."""
+def save(root: str, iteration: int, consumed: int, stages: Any, optimizer: Any, schedule: Any):
+    """Write the stages of the model, optimizer, schedule, iteration and consumed samples."""
     folder = Path(root) / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
-    state = _sharded_state(model, optimizer, schedule, is_loading=False)
+    state = _sharded_state(stages, optimizer, schedule, is_loading=False)
     state |= {"iteration": iteration, "consumed_samples": consumed}
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(folder))
@@ -30,7 +30,7 @@ def save(root: str, iteration: int, consumed: int, model: Any, optimizer: Any, s
 
 
 def load(
-    root: str, iteration: int | None, model: Any, optimizer: Any, schedule: Any
+    root: str, iteration: int | None, stages: Any, optimizer: Any, schedule: Any
 ) -> tuple[int, int]:
     """Restore everything that ``save`` wrote, of the latest iteration unless one is named;
     returns (iteration, consumed samples)."""
@@ -41,9 +41,10 @@ def load(
     folder = Path(root) / f"iter_{iteration or int(latest.read_text()):07d}"
     if not folder.exists():
         raise ValueError(f"--load {root} --ckpt-step {iteration}: {folder} does not exist")
-    wanted = _sharded_state(model, optimizer, schedule, is_loading=True)
+    wanted = _sharded_state(stages, optimizer, schedule, is_loading=True)
     state = dist_checkpointing.load(wanted, str(folder))
-    model.load_state_dict(state["model"])
+    for name, stage in _named(stages).items():
+        stage.module.load_state_dict(state[name])
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     return state["iteration"], state["consumed_samples"]
@@ -59,16 +60,25 @@ def _check_restorable(optimizer: Any) -> None:
             )
 
 
-def _sharded_state(model: Any, optimizer: Any, schedule: Any, is_loading: bool) -> dict[str, Any]:
+def _named(stages: list[Any]) -> dict[str, Any]:
+    """ "model", or "model0" and on: Megatron's names for the stages of a rank."""
+    if len(stages) == 1:
+        return {"model": stages[0]}
+    return {f"model{i}": stage for i, stage in enumerate(stages)}
+
+
+def _sharded_state(stages: Any, optimizer: Any, schedule: Any, is_loading: bool) -> dict[str, Any]:
     metadata = {
         # The only optimizer format that survives another number of data-parallel ranks, and to
         # the distributed optimizer context-parallel ranks are data-parallel ranks.
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = model.sharded_state_dict(metadata=metadata)
-    return {
-        "model": weights,
+    weights = {
+        name: stage.module.sharded_state_dict(metadata=metadata)
+        for name, stage in _named(stages).items()
+    }
+    return weights | {
         "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),
         "schedule": schedule.state_dict(),
     }

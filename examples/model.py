@@ -54,6 +54,11 @@ def model_config(args: Namespace) -> TransformerConfig:
         init_method_std=args.init_method_std,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+        microbatch_group_size_per_vp_stage=args.pipeline_model_parallel_size,
+        # Batched, two interleaved stages would take each other's gradients for activations.
+        batch_p2p_comm=args.num_virtual_stages_per_pipeline_rank is None,
+        overlap_p2p_comm=args.num_virtual_stages_per_pipeline_rank is not None,
         context_parallel_size=args.context_parallel_size,
         hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         sequence_parallel=args.sequence_parallel,
@@ -88,8 +93,17 @@ def _latent_fields(args: Namespace) -> dict[str, Any]:
     }
 
 
-def build_model(args: Namespace, config: TransformerConfig) -> DistributedDataParallel:
-    """This rank's stage of the model, wrapped in Megatron's data parallelism."""
+def build_model(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """This rank's stages of the model, each wrapped in Megatron's data parallelism: one, or as
+    many as an interleaved pipeline has per rank."""
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    return [_stage(args, config, i) for i in (range(virtual) if virtual else [None])]
+
+
+def _stage(
+    args: Namespace, config: TransformerConfig, virtual: int | None
+) -> DistributedDataParallel:
+    which: dict[str, Any] = {"vp_stage": virtual}
     local = args.transformer_impl == "local"
     kind = {
         "qk_layernorm": args.qk_layernorm,
@@ -101,19 +115,20 @@ def build_model(args: Namespace, config: TransformerConfig) -> DistributedDataPa
         layers = get_gpt_layer_with_transformer_engine_spec(**kind)
     further = None
     if args.mtp_num_layers:
-        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=not local)
+        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=not local, **which)
     multiple = args.make_vocab_size_divisible_by
     gpt = GPTModel(
         config,
         layers,
         vocab_size=-(-args.vocab_size // multiple) * multiple,
         max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **which),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **which),
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=args.rotary_base,
         mtp_block_spec=further,
+        **which,
     ).cuda(torch.cuda.current_device())
     if args.bf16:
         gpt = Float16Module(config, gpt)
@@ -123,7 +138,9 @@ def build_model(args: Namespace, config: TransformerConfig) -> DistributedDataPa
     return DistributedDataParallel(config, data_parallel, gpt)
 
 
-def build_optimizer(args: Namespace, config: TransformerConfig, model: DistributedDataParallel):
+def build_optimizer(
+    args: Namespace, config: TransformerConfig, stages: list[DistributedDataParallel]
+):
     """AdamW with warm-up and cosine decay over the whole run."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -137,7 +154,7 @@ def build_optimizer(args: Namespace, config: TransformerConfig, model: Distribut
             params_dtype=config.params_dtype,
             use_distributed_optimizer=args.use_distributed_optimizer,
         ),
-        [model],
+        stages,
     )
     schedule = OptimizerParamScheduler(
         optimizer,

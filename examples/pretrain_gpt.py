@@ -49,14 +49,14 @@ def run(args: Namespace) -> list[dict[str, float]]:
     burst.configure(config, choice, seq_length=args.seq_length)
 
     make_groups(args)
-    model = build_model(args, config)
-    optimizer, schedule = build_optimizer(args, config, model)
+    stages = build_model(args, config)
+    optimizer, schedule = build_optimizer(args, config, stages)
     iteration, consumed = 0, 0
     if args.load:
         iteration, consumed = checkpoint.load(
-            args.load, args.ckpt_step, model.module, optimizer, schedule
+            args.load, args.ckpt_step, stages, optimizer, schedule
         )
-    return train(args, model, optimizer, schedule, iteration, consumed)
+    return train(args, stages, optimizer, schedule, iteration, consumed)
 
 
 def join_processes(args: Namespace) -> None:
@@ -76,6 +76,7 @@ def make_groups(args: Namespace) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=args.context_parallel_size,
         hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
@@ -119,7 +120,7 @@ def mean_over_all_tokens(reports: list[torch.Tensor]) -> float:
     return (pair[0] / pair[1]).item()
 
 
-def train(args, model, optimizer, schedule, iteration: int, consumed: int):
+def train(args, stages, optimizer, schedule, iteration: int, consumed: int):
     """Step until --exit-interval; global rank 0 reports, all ranks save."""
     samples = dataset.build(args)
     run_schedule = get_forward_backward_func()
@@ -127,12 +128,14 @@ def train(args, model, optimizer, schedule, iteration: int, consumed: int):
     with Reporter(rank == 0, args.metrics, args.log_interval, args.exit_interval) as reporter:
         for step in range(iteration + 1, args.exit_interval + 1):
             start = time.perf_counter()
-            model.zero_grad_buffer()
+            for stage in stages:
+                stage.zero_grad_buffer()
             optimizer.zero_grad()
             reports = run_schedule(
                 forward_step_func=forward_step,
-                data_iterator=dataset.micro_batches(samples, args, consumed),
-                model=[model],
+                # every stage reads the batches for itself
+                data_iterator=[dataset.micro_batches(samples, args, consumed) for _ in stages],
+                model=stages,
                 num_microbatches=args.global_batch_size
                 // (args.micro_batch_size * args.data_parallel_size),
                 seq_length=args.seq_length,
@@ -152,7 +155,7 @@ def train(args, model, optimizer, schedule, iteration: int, consumed: int):
             reporter.step(step, loss, float(grad_norm), lr, speed)
             due = args.save_interval and step % args.save_interval == 0
             if args.save and (due or step == args.exit_interval):
-                checkpoint.save(args.save, step, consumed, model.module, optimizer, schedule)
+                checkpoint.save(args.save, step, consumed, stages, optimizer, schedule)
     return reporter.history
 
 

@@ -151,7 +151,7 @@ def logits_made(flags):
         config = example.model_config(args)
         burst.configure(config, mb.BurstConfig(lm_head_loss=args.burst_lm_head_loss))
         pretrain_gpt.make_groups(args)
-        gpt = example.build_model(args, config).module
+        gpt = example.build_model(args, config)[0].module
         tokens = torch.arange(32)[None] % 61
         inputs = tokens, torch.arange(32)[None], None
         with mock.patch.object(ColumnParallelLinear, "forward", counting):

@@ -29,6 +29,12 @@ BAD_FLAGS = {
     f"{CP4} --context-parallel-algo megatron": "--context-parallel-algo megatron",
     "--context-parallel-size 3": "does not divide the 4 processes",
     "--global-batch-size 6": "--global-batch-size 6",
+    "--num-virtual-stages-per-pipeline-rank 2": "--pipeline-model-parallel-size 1: an interleaved",
+    "--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2 --num-layers 4": (
+        "does not divide --num-layers 4"
+    ),
+    "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--global-batch-size 2": "1 micro-batches per step",
     "--seq-length 65536": "too few for one sequence",
     "--load nowhere --use-distributed-optimizer": "Apex or Transformer Engine",
     "--load nowhere": "--load nowhere holds no checkpoint",

@@ -14,6 +14,7 @@ MTP_TOLERANCE = 1e-3 if LOCAL_WEIGHTS else TOLERANCE
 GQA = "--num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"
 DEEP = "--num-layers 4"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
+VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4"  # 4 micro-batches
 WINDOW = "--window-size 12,0"
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
@@ -131,6 +132,21 @@ CASES = {
         PP,
         "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --burst-attention-store 0.75",
+    ),
+    "vpp2": (VPP, "--context-parallel-size 2"),
+    "store-vpp2": (
+        VPP,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --burst-attention-store 0.5",
+    ),
+    "store-vpp2-block": (
+        VPP,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1 --burst-attention-store 0.25",
+    ),
+    "store-vpp2-selective": (
+        VPP,
+        "--context-parallel-size 2 --recompute-granularity selective --burst-attention-store 1.0",
     ),
     "store-packed-sinks": (
         "--packed --softmax-type learnable",
