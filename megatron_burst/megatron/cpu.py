@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -198,8 +199,8 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
 def _patch_training(patches: registry.PatchSet) -> None:
     """What the training loop of Megatron-LM needs besides."""
     from megatron.core.datasets import utils
-    from megatron.training import initialize
 
+    initialize = importlib.import_module("megatron.training.initialize")
     start = initialize.initialize_megatron
 
     @functools.wraps(start)

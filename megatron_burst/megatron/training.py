@@ -78,7 +78,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     """Megatron-LM 0.19 ends --help in an error: it has help texts with a bare percent sign."""
     for action in parser._actions:
         try:
-            (action.help or "") % {**vars(action), "prog": parser.prog}
+            str(action.help or "").__mod__({**vars(action), "prog": parser.prog})
         except (ValueError, TypeError, KeyError):
             action.help = str(action.help).replace("%", "%%")
 
