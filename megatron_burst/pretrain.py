@@ -57,7 +57,7 @@ def _install(cpu: bool) -> None:
     try:
         megatron = importlib.import_module("megatron_burst.megatron")
     except ImportError as error:
-        raise ValueError(f"Megatron-Core cannot be imported: {error}") from error
+        raise ValueError(f"{_version()} cannot be used: {error}") from error
     if not megatron.training_available():
         raise ValueError(
             "there is no megatron.training to import: SCRIPT must lie in a checkout of Megatron-LM,"
@@ -69,6 +69,14 @@ def _install(cpu: bool) -> None:
         megatron.install()
     except (ImportError, RuntimeError) as error:
         raise ValueError(str(error)) from error
+
+
+def _version() -> str:
+    try:
+        info = importlib.import_module("megatron.core.package_info")
+    except ImportError:
+        return "Megatron-Core (which is not installed, nor beside SCRIPT)"
+    return f"Megatron-Core {info.__version__}"
 
 
 def _raised_here(frames: TracebackType | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 
-OLDEST = (0, 14)  # of Megatron-Core
+OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 

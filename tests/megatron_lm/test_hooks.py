@@ -103,8 +103,8 @@ def test_a_function_that_is_gone_is_named_with_the_version(monkeypatch):
 def test_too_old_a_megatron_is_refused(monkeypatch):
     import megatron.core
 
-    monkeypatch.setattr(megatron.core, "__version__", "0.13.1")
-    with pytest.raises(RuntimeError, match=r"Megatron-Core 0\.13\.1 is older than 0\.14"):
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.1")
+    with pytest.raises(RuntimeError, match=r"Megatron-Core 0\.15\.1 is older than 0\.16"):
         checks.check_version()
 
 
