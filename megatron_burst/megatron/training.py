@@ -3,8 +3,8 @@
 Owns: which functions of `megatron.training` are wrapped, and what of the flags is checked before
 anything is built. Must not know: attention, plans, or what a configuration is used for.
 
-The wrapped functions have had the same names and parameters from Megatron-Core 0.16 to 0.20. Where a
-module holds one under `from ... import`, it is replaced there too; so the order of imports does
+The wrapped functions have had the same names and parameters from Megatron-Core 0.16 to 0.20. Where
+a module holds one under `from ... import`, it is replaced there too; so the order of imports does
 not matter as long as `install` runs before the script parses its arguments.
 """
 
