@@ -4,9 +4,11 @@
 
 A stack of pre-norm attention and MLP layers, its sequence striped over gloo ranks. Every cell is
 measured in processes of its own: the highest resident set over the ranks, less what it was before
-the first step, and the median time of a step. "none" saves every activation, "full" recomputes
-everything, a number is the fraction of attention results in the store. Decides what is compared;
-the layers are the benchmark's own, the checkpoint is `mb.checkpoint`.
+the first step, and the median of a step's wall time and, because other programs may share the
+machine, of its processor time on the slowest rank, of which the ratios are. "none" saves every
+activation, "full" recomputes everything, a number is the fraction of attention results in the
+store. Decides what is compared; the layers are the benchmark's own, the checkpoint is
+`mb.checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import report
@@ -31,6 +33,15 @@ import megatron_burst as mb
 MODES = ("none", "full", "0.25", "0.5", "1.0")
 # BurstEngine, table 2: (kept, tokens per second and GPU, peak GB per GPU).
 PUBLISHED = (("full", 94.81, 41.45), ("0.5", 108.82, 45.93), ("1.0", 117.83, 53.91))
+
+
+class Found(NamedTuple):
+    """What a cell measured: extra peak in MiB, seconds and processor seconds of a step, bytes."""
+
+    extra: float
+    wall: float
+    processor: float
+    stored: int
 
 
 class Layer(nn.Module):
@@ -64,7 +75,8 @@ def step(layers: list[Layer], x: torch.Tensor, mode: str) -> None:
 
 
 def rank_main(rank: int, cell: dict[str, Any], results: Any) -> None:
-    """One rank of one cell: (extra peak in MiB, median seconds of a step)."""
+    """One rank of one cell: extra peak in MiB, median seconds and processor seconds of a step,
+    bytes of the store."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", cell["port"], cell["ranks"], is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=cell["ranks"])
@@ -79,14 +91,16 @@ def rank_main(rank: int, cell: dict[str, Any], results: Any) -> None:
     layers = [Layer(width, heads, plan) for _ in range(cell["layers"])]
     x = torch.randn(rows, 1, width, requires_grad=True)
     mb.checkpoint(torch.sin, x[:1], keep=0.0).sum().backward()  # what torch imports for it
-    before, times = _peak(), []
+    before, wall, processor = _peak(), [], []
     for _ in range(1 + cell["repeats"]):
         dist.barrier()
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), time.process_time()
         step(layers, x, mode)
-        times.append(time.perf_counter() - start)
+        wall.append(time.perf_counter() - start)
+        processor.append(time.process_time() - begun)
         x.grad = None
-    results.put((_peak() - before, statistics.median(times[1:]), plan.store_bytes))
+    times = [statistics.median(each[1:]) for each in (wall, processor)]
+    results.put((_peak() - before, *times, plan.store_bytes))
     dist.destroy_process_group()
 
 
@@ -95,45 +109,52 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(cell: dict[str, Any]) -> tuple[float, float, int]:
-    """The highest extra memory over the ranks, the slowest rank's time, bytes of the store."""
+def measure(cell: dict[str, Any]) -> Found:
+    """The highest of the ranks in each of what they measured."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
     mp.spawn(rank_main, (cell | {"port": port}, results), nprocs=cell["ranks"])
     found = [results.get() for _ in range(cell["ranks"])]
-    return max(f[0] for f in found), max(f[1] for f in found), found[0][2]
+    return Found(*(max(each) for each in zip(*found, strict=True)))
 
 
-def table(cells: dict[tuple[int, str], tuple[float, float, int]], args: argparse.Namespace) -> str:
+def table(cells: dict[tuple[int, str], Found], args: argparse.Namespace) -> str:
     """Ratios to "full", which is what a store is added to."""
     rows = []
     for tokens in args.tokens:
-        memory, seconds, _ = cells[tokens, "full"]
+        full = cells[tokens, "full"]
         for mode in args.modes:
-            extra, taken, stored = cells[tokens, mode]
+            cell = cells[tokens, mode]
             rows.append([
-                report.human(tokens), mode, f"{extra:.0f}", f"{extra / memory:.2f}",
-                f"{taken:.2f}", f"{taken / seconds:.2f}", f"{stored * args.layers / 2**20:.1f}",
+                report.human(tokens), mode, f"{cell.extra:.0f}", f"{cell.extra / full.extra:.2f}",
+                f"{cell.wall:.2f}", f"{cell.processor:.2f}",
+                f"{cell.processor / full.processor:.2f}",
+                f"{cell.stored * args.layers / 2**20:.1f}",
             ])  # fmt: skip
-    heads = ["tokens", "kept", "extra peak, MiB", "over full", "step, s", "over full",
-             "store by formula, MiB"]  # fmt: skip
+    heads = ["tokens", "kept", "extra peak, MiB", "over full", "step, wall s", "processor s",
+             "over full", "store by formula, MiB"]  # fmt: skip
     return report.markdown(heads, rows)
 
 
-def draw(cells: dict[tuple[int, str], tuple[float, float, int]], path: Path, args: Any) -> None:
+def draw(cells: dict[tuple[int, str], Found], path: Path, args: Any) -> None:
     """Memory against time: what is lower and further left is better."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for tokens in args.tokens:
-        points = [cells[tokens, mode] for mode in args.modes]
-        left.plot([p[1] for p in points], [p[0] for p in points], ".", label=report.human(tokens))
+        full = cells[tokens, "full"]
+        points = [
+            (cells[tokens, mode].processor / full.processor, cells[tokens, mode].extra / full.extra)
+            for mode in args.modes
+        ]
+        left.plot(*zip(*sorted(points), strict=True), ".-", lw=0.6, label=report.human(tokens))
         for mode, point in zip(args.modes, points, strict=True):
-            left.annotate(mode, (point[1], point[0]), fontsize=8)
-    left.set(xlabel="seconds per step", ylabel="extra peak per rank, MiB",
-             title=f"Measured, {args.ranks} CPU ranks", xscale="log", yscale="log")  # fmt: skip
+            left.annotate(mode, point, fontsize=8)
+    left.set(xlabel="processor time of a step / that of full recompute",
+             ylabel="extra peak / that of full recompute",
+             title=f"Measured, {args.ranks} CPU ranks")  # fmt: skip
     left.legend(title="tokens")
     for kept, speed, memory in PUBLISHED:
         right.plot(1e3 / speed, memory, "k.")

@@ -2,7 +2,8 @@
 
 Owns how a command is found and how its failures reach the terminal: bad input is one plain line
 and exit code 2, never a traceback. Knows nothing of what the commands do. A command's module has
-`add_arguments(parser)` and `run(arguments)`, which raises ValueError for what a user got wrong.
+`add_arguments(parser)` and `run(arguments)`, which raises ValueError for what a user got wrong,
+and returns an exit code where there is more to say than that it ran.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("pretrain", "megatron_burst.pretrain", "run a Megatron-LM script with our flags added"),
     Command("show", "megatron_burst.show", "draw masks, layouts and schedules"),
+    Command("doctor", "megatron_burst.doctor", "what is installed, what would go wrong, the fix"),
+    Command("patch", "megatron_burst.patch", "can this Megatron tree be patched?"),
     Command("trace", "megatron_burst.trace", "what each rank computes, sends and waits for, when"),
 )
 
@@ -38,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code: 0, or 2 for bad input."""
+    """Run one command; its exit code: its own, 0 if it has none, or 2 for bad input."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="megatron-burst", description="BurstAttention for Megatron.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     assert run is not None  # anything else has ended in the parser
     try:
-        run(arguments)
+        status = run(arguments)
         sys.stdout.flush()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `megatron-burst show ... | head`
@@ -60,4 +63,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(f"megatron-burst {named}: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status or 0

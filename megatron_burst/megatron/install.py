@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron import lm_head, registry, training
+from megatron_burst.megatron import lm_head, patched, registry, training
 from megatron_burst.megatron.checks import check_config, check_version, require_parameters
 from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.data import slicing_patches
@@ -39,12 +39,15 @@ def install(layout: str | None = None) -> None:
     check_version()
     present = registry.installed(_NAME)
     if present is None:
-        with registry.patching(_NAME) as patches:
+        for_scripts = layout is None and training.available()
+        if for_scripts:
+            training.load()  # before seams are looked for
+        with registry.patching(_NAME) as patches, patched.opened(patches):
             _patch_attention(patches)
             slicing_patches(layout or "striped")  # checks signatures while all can be undone
             _patch_recompute(patches)
             lm_head.patch(patches)
-            if layout is None and training.available():
+            if for_scripts:
                 training.patch(patches, configure)
             if layout is not None:
                 _settle(patches, layout)
@@ -61,8 +64,9 @@ def _settle(patches: registry.PatchSet, layout: str) -> None:
             "layout; call uninstall() first, and build the model anew"
         )
     if "sliced" not in patches.notes:
-        for home, name, replacement in slicing_patches(layout):
-            patches.replace_function(home, name, replacement)
+        with patched.opened(patches, "slicing"):
+            for home, name, replacement in slicing_patches(layout):
+                patches.replace_function(home, name, replacement)
         patches.notes["sliced"] = True
 
 

@@ -42,8 +42,8 @@ class PatchSet:
         every loaded module again.
         """
         original = getattr(home, name)
-        _rename_everywhere(name, original, value)
-        self._undo.append(lambda: _rename_everywhere(name, value, original))
+        rename_everywhere(name, original, value)
+        self._undo.append(lambda: rename_everywhere(name, value, original))
 
     def on_undo(self, action: Callable[[], object]) -> None:
         """Run ``action`` when the set is removed."""
@@ -55,7 +55,8 @@ class PatchSet:
             self._undo.pop()()
 
 
-def _rename_everywhere(name: str, old: object, new: object) -> None:
+def rename_everywhere(name: str, old: object, new: object) -> None:
+    """Make ``name`` mean ``new`` in every loaded module where it means ``old``."""
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         # Read the dict, not the attribute: lazy modules import things when asked for a name.

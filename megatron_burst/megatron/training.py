@@ -40,6 +40,12 @@ def available() -> bool:
     return importlib.util.find_spec("megatron.training") is not None
 
 
+def load() -> None:
+    """Import what `patch` wraps."""
+    for name in ("arguments", "yaml_arguments", "checkpointing"):
+        importlib.import_module(f"megatron.training.{name}")
+
+
 def patch(patches: PatchSet, configure: Configure) -> None:
     """Add to a set of patches what a Megatron-LM script needs; imports `megatron.training`.
 

@@ -1,0 +1,85 @@
+"""What this machine has: GPUs, network interfaces, and the environment variables that matter.
+
+Reads what Linux shows under /sys/class and what torch says of CUDA; nothing else is asked, so a
+container shows what the container sees. The only module that reads the environment: the doctor
+reports it, nothing here or elsewhere decides by it. Must not judge.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SYS = Path("/sys/class")
+VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+)
+
+
+def describe(sys_class: Path = SYS) -> dict[str, Any]:
+    """host; gpus, their names; nics, name -> speed; variables that are set."""
+    return {"host": socket.gethostname(), "gpus": gpus(), "nics": nics(sys_class)} | {
+        "variables": variables()
+    }
+
+
+def gpus() -> list[str]:
+    """Name, memory and compute capability of each GPU."""
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in found]
+
+
+def nics(sys_class: Path = SYS) -> dict[str, str]:
+    """Network interfaces that are up, and InfiniBand or RoCE adapters: name -> speed.
+
+    The loopback and what has no hardware below it (bridges, veth) are left out where the kernel
+    says so.
+    """
+    found = {}
+    for path in _children(sys_class / "infiniband"):
+        rates = [_text(port / "rate") for port in _children(path / "ports")]
+        found[path.name] = "RDMA, " + (", ".join(filter(None, rates)) or "rate unknown")
+    for path in _children(sys_class / "net"):
+        if (path / "device").exists() and _text(path / "operstate") in ("up", "unknown"):
+            speed = _text(path / "speed")
+            known = speed.isdigit() and int(speed) > 0
+            found[path.name] = f"{int(speed) / 1000:g} Gb/s" if known else "speed unknown"
+    return found
+
+
+def variables() -> dict[str, str]:
+    """Those of `VARIABLES` that are set."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def launched() -> bool:
+    """Did torchrun (or something like it) start this process as one of several?"""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+
+
+def local_rank() -> int:
+    """Which GPU of its node is this process's."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the kernel refuses to read the speed of some interfaces
+        return ""

@@ -1,0 +1,82 @@
+"""Which hierarchical sizes fit a cluster: the one rule that the doctor and the documentation use.
+
+Megatron numbers ranks tensor-parallel first, context-parallel next: with T tensor-parallel ranks, a
+node of G GPUs holds G / T consecutive context-parallel ranks. Owns that arithmetic; must not know
+flags' spelling in a command line, devices or processes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Sizes(NamedTuple):
+    """Context-parallel ranks per node and nodes, and why these."""
+
+    intra: int
+    inter: int
+    reason: str
+
+    @property
+    def flat(self) -> bool:
+        """Is there one ring only?"""
+        return 1 in (self.intra, self.inter)
+
+    @property
+    def flags(self) -> str:
+        """What to put on the command line; nothing for a flat ring."""
+        return (
+            "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
+        )
+
+
+def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
+    """The sizes for `--tensor-model-parallel-size` tp and `--context-parallel-size` cp.
+
+    Raises ValueError where tensor-parallel groups and nodes do not divide each other.
+    """
+    for flag, value in (
+        ("--tensor-model-parallel-size", tp),
+        ("--context-parallel-size", cp),
+        ("--gpus-per-node", gpus_per_node),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+    if gpus_per_node % tp and tp % gpus_per_node:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not divide the {gpus_per_node} GPUs of a "
+            "node: tensor-parallel groups would reach over nodes; choose a size that divides it"
+        )
+    if cp == 1:
+        return Sizes(1, 1, "no context parallelism")
+    per_node = max(1, gpus_per_node // tp)
+    # Context-parallel groups start at multiples of cp, nodes at multiples of per_node: runs of
+    # their greatest common divisor lie in one node, longer ones would not.
+    intra = math.gcd(cp, per_node)
+    if per_node == 1:
+        why = "tensor parallelism takes the whole node, so there is no ring within nodes: flat"
+    elif intra == cp:
+        why = "a context-parallel group lies in one node: flat"
+    elif intra == 1:
+        why = f"{cp} ranks on nodes that hold {per_node} have no common divisor: flat"
+    elif intra < per_node:
+        why = f"a node holds {per_node} ranks, but groups of {cp} share nodes in runs of {intra}"
+    else:
+        why = f"a node holds {per_node} consecutive context-parallel ranks"
+    return Sizes(intra, cp // intra, why)
+
+
+def table(gpus_per_node: int = 8, tps: tuple[int, ...] = (1, 2, 4, 8)) -> str:
+    """The sizes for some clusters, as Markdown."""
+    cps = (2, 4, 8, 16, 32, 64)
+    lines = [
+        "| TP \\ CP | " + " | ".join(map(str, cps)) + " |",
+        "|-|" + "-|" * len(cps),
+    ]
+    for tp in tps:
+        found = [hierarchical_sizes(tp, cp, gpus_per_node) for cp in cps]
+        cells = [f"flat, {s.inter} nodes" if s.intra == 1 else "flat" if s.flat
+                 else f"`{s.intra} {s.inter}`" for s in found]  # fmt: skip
+        lines.append(f"| {tp} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,469 @@
+"""`megatron-burst doctor`: the sizes it picks, the hazards it names, the groups it checks."""
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_burst as mb
+from megatron_burst.cli import main
+from megatron_burst.doctor import installed, machine, report, rings
+from megatron_burst.doctor.command import Command, hazards
+from megatron_burst.doctor.finding import Finding, note, ok, problem, status
+from megatron_burst.doctor.sizes import hierarchical_sizes, table
+
+ROOT = Path(__file__).parents[1]
+NOWHERE = {"host": "here", "gpus": [], "nics": {}, "variables": {}}
+GOOD = (
+    "--context-parallel-algo burst --context-parallel-size 16 --seq-length 131072 "
+    "--hierarchical-context-parallel-sizes 8 2 --attention-dropout 0 --transformer-impl local "
+    "--num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--calculate-per-token-loss --no-create-attention-mask-in-dataloader"
+)
+
+
+# --- sizes ---------------------------------------------------------------------------------
+
+
+def runs(tp, cp, per_node, world=3840):
+    """By enumeration: the longest runs of neighbours, all alike, that never leave a node."""
+    node_of = [rank // per_node for rank in range(world)]
+    groups = [
+        [node_of[block * tp * cp + i * tp + t] for i in range(cp)]
+        for block in range(world // (tp * cp))
+        for t in range(tp)
+    ]
+    fits = [
+        n
+        for n in range(1, cp + 1)
+        if cp % n == 0 and all(len(set(g[i : i + n])) == 1 for g in groups for i in range(0, cp, n))
+    ]
+    return max(fits)
+
+
+@pytest.mark.parametrize("per_node", [4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("cp", [2, 3, 4, 6, 8, 12, 16, 32])
+def test_sizes_are_the_longest_runs_that_stay_in_a_node(tp, cp, per_node):
+    sizes = hierarchical_sizes(tp, cp, per_node)
+    assert sizes.intra * sizes.inter == cp
+    assert sizes.intra == runs(tp, cp, per_node)
+    assert sizes.flat == (sizes.flags == "") == (1 in sizes[:2])
+
+
+def test_a_node_full_of_tensor_parallelism_has_no_ring_of_its_own():
+    sizes = hierarchical_sizes(8, 4, 8)
+    assert sizes[:2] == (1, 4)
+    assert "flat" in sizes.reason
+    assert "whole node" in sizes.reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flag"),
+    [
+        ((3, 2, 8), "--tensor-model-parallel-size 3 does not divide the 8 GPUs"),
+        ((0, 2, 8), "--tensor-model-parallel-size must be at least 1"),
+        ((1, 0, 8), "--context-parallel-size must be at least 1"),
+        ((1, 2, -1), "--gpus-per-node must be at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes, flag):
+    with pytest.raises(ValueError, match=flag):
+        hierarchical_sizes(*sizes)
+
+
+def test_the_table_of_the_documentation():
+    assert table() in (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def constants():
+    """All that string literals of the package say, an f-string's pieces each by itself."""
+    for path in Path(mb.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_the_documentation_are_real():
+    """In the first column of the symptoms, code is what the plugin says."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Symptoms")[1]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
+    theirs = {"CUDA_DEVICE_MAX_CONNECTIONS", "--cp-comm-type a2a+p2p", "doctor --distributed"}
+    quoted = {code for cell in cells for code in cell.split("`")[1::2]} - theirs
+    said = list(constants())
+    assert len(quoted) > 12
+    assert not [code for code in quoted if not any(code in text for text in said)]
+
+
+# --- the user's command --------------------------------------------------------------------
+
+
+def found(words, *, environment=None, gpus=(), te=None, per_node=8):
+    here = NOWHERE | {"variables": environment or {}, "gpus": list(gpus)}
+    return list(hazards(Command(words.split()), per_node, here, te))
+
+
+def worst(findings, topic):
+    levels = [f.level for f in findings if f.topic == topic]
+    return max(levels, key=("ok", "note", "problem").index, default=None)
+
+
+def without(flag, count=1):
+    words = GOOD.split()
+    at = words.index(flag)
+    return " ".join(words[:at] + words[at + count :])
+
+
+def test_a_good_command_has_no_problem():
+    pytest.importorskip("megatron.core")
+    findings = found(GOOD, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert {f.level for f in findings} == {"ok"}
+    assert "BurstAttention" in {f.topic for f in findings}
+
+
+HOPPER = ["NVIDIA H100, 80 GiB, sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("words", "topic", "level", "fix"),
+    [
+        (without("--calculate-per-token-loss"), "loss mean", "note", "--calculate-per-token-loss"),
+        (
+            without("--calculate-per-token-loss") + " --eod-mask-loss",
+            "loss mean",
+            "problem",
+            "--calculate-per-token-loss",
+        ),
+        (
+            without("--no-create-attention-mask-in-dataloader"),
+            "attention mask",
+            "problem",
+            "--no-create-attention-mask-in-dataloader",
+        ),
+        (
+            "--context-parallel-size 2 --seq-length 32768",
+            "attention mask",
+            "problem",
+            "--no-create-attention-mask-in-dataloader",
+        ),
+        (
+            "--context-parallel-size 2 --seq-length 4096",
+            "attention mask",
+            "note",
+            "--no-create-attention-mask-in-dataloader",
+        ),
+        (GOOD + " --cp-comm-type p2p", "--cp-comm-type", "problem", "remove --cp-comm-type"),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
+            "--cp-comm-type",
+            "problem",
+            "--hierarchical-context-parallel-sizes",
+        ),
+        (
+            "--context-parallel-algo burst",
+            "--context-parallel-algo",
+            "note",
+            "",
+        ),
+        ("--context-parallel-size 2", "--context-parallel-algo", "note", "burst"),
+        (
+            GOOD.replace("8 2", "4 2"),
+            "--hierarchical-context-parallel-sizes",
+            "problem",
+            "--hierarchical-context-parallel-sizes 8 2",
+        ),
+        (
+            GOOD.replace("8 2", "4 4"),
+            "--hierarchical-context-parallel-sizes",
+            "note",
+            "--hierarchical-context-parallel-sizes 8 2",
+        ),
+        (
+            without("--hierarchical-context-parallel-sizes", 3),
+            "--hierarchical-context-parallel-sizes",
+            "note",
+            "--hierarchical-context-parallel-sizes 8 2",
+        ),
+        (GOOD + " --tensor-model-parallel-size 3", "nodes", "problem", "--gpus-per-node"),
+        (GOOD, "CUDA_DEVICE_MAX_CONNECTIONS", "problem", "export CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        (without("--transformer-impl", 2), "--transformer-impl", "problem", "local"),
+    ],
+)
+def test_hazards(words, topic, level, fix):
+    findings = found(words, gpus=HOPPER)
+    assert worst(findings, topic) == level
+    assert any(fix in f.fix for f in findings if f.topic == topic)
+
+
+def test_environment_hazards_depend_on_the_gpu_and_fsdp():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert worst(found(GOOD, gpus=["B200, 180 GiB, sm_100"]), name) == "note"
+    assert worst(found(GOOD, gpus=HOPPER, environment={name: "1"}), name) == "ok"
+    fsdp = GOOD + " --use-megatron-fsdp"
+    assert worst(found(fsdp, gpus=HOPPER, environment={name: "1"}), name) == "problem"
+    assert worst(found(fsdp, gpus=HOPPER), name) is None
+    assert worst(found(""), name) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (without("--attention-dropout", 2), "--attention-dropout 0"),
+        (GOOD.replace("131072", "131080"), "--seq-length 131080"),
+        (GOOD + " --burst-layout zagzig", "--burst-layout"),
+        (GOOD + " --burst-head-size 3", "--burst-head-size 3"),
+        (GOOD + " --burst-kv-cache 2", "--burst-kv-cache"),
+        (GOOD + " --burst-attention-store 0.5", "--recompute-granularity"),
+        (GOOD.replace("algo burst", "algo brust"), "--context-parallel-algo"),
+        (GOOD + " --burst-layout striped --mtp-num-layers 1", "--mtp-num-layers"),
+        (GOOD + " --burst-lm-head-loss single_pass --fp16", "--fp16"),
+    ],
+)
+def test_what_the_plugin_would_refuse(words, says):
+    pytest.importorskip("megatron.core")
+    (refused,) = [f for f in found(words) if f.topic == "refused at start"]
+    assert refused.level == "problem"
+    assert says in refused.what
+
+
+def test_a_flag_of_ours_that_the_doctor_does_not_know():
+    pytest.importorskip("megatron.core")
+    (told,) = [f for f in found(GOOD + " --burst-cheese 1") if f.topic == "flags"]
+    assert "--burst-cheese" in told.what
+
+
+def test_flags_are_read_without_knowing_them():
+    command = Command(["train.py", "--a=3", "--b", "--c", "1", "2", "--window-size", "4,0", "--d"])
+    assert command.number("--a", 0) == 3
+    assert "--b" in command
+    assert command.numbers("--c") == [1, 2]
+    assert command.numbers("--window-size") == [4, 0]
+    assert command.text("--e", "x") == "x"
+    for flag, message in (("--b", "--b has no value"), ("--d", "--d has no value")):
+        with pytest.raises(ValueError, match=message):
+            command.number(flag, 0)
+    with pytest.raises(ValueError, match="--window-size must be a number, got '4,0'"):
+        command.number("--window-size", 0)
+
+
+# --- this machine --------------------------------------------------------------------------
+
+
+def test_network_interfaces(tmp_path):
+    for name, files in {
+        "net/eth0": {"operstate": "up", "speed": "100000", "device/vendor": ""},
+        "net/eth1": {"operstate": "down", "speed": "100000", "device/vendor": ""},
+        "net/eth2": {"operstate": "unknown", "speed": "-1", "device/vendor": ""},
+        "net/docker0": {"operstate": "up", "speed": "10000"},
+        "infiniband/mlx5_0/ports/1": {"rate": "400 Gb/sec (4X NDR)"},
+    }.items():
+        for file, text in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+    assert machine.nics(tmp_path) == {
+        "mlx5_0": "RDMA, 400 Gb/sec (4X NDR)",
+        "eth0": "100 Gb/s",
+        "eth2": "speed unknown",
+    }
+    assert machine.nics(tmp_path / "nothing") == {}
+
+
+def test_kernels_are_run_not_asked():
+    kernels = {f.topic: f for f in installed.kernels()}
+    assert set(kernels) == {f"kernel {name}" for name in installed.TABLE}
+    if not torch.cuda.is_available():
+        assert kernels["kernel aten"] == ok("kernel aten", "runs on cpu")
+        assert kernels["kernel aten_cudnn"].level == "note"
+        assert "cuda" in kernels["kernel aten_cudnn"].what
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * math.nan
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout
+
+    real = installed.attention
+    broken = lambda *a, **k: [Broken.apply(x) for x in real(*a, **k)]  # noqa: E731
+    with mock.patch.object(installed, "attention", broken):
+        assert all("not usable" in f.what for f in installed.kernels())
+
+
+@pytest.mark.megatron
+def test_hooks_that_do_not_fit_are_a_problem():
+    burst = pytest.importorskip("megatron_burst.megatron")
+    assert [f.level for f in installed.hooks()] == ["ok"]
+    assert burst.installed_layout() is None
+    wrong = RuntimeError("Megatron-Core 0.99: utils.x takes [], without ['batch']")
+    with mock.patch.object(burst, "install", side_effect=wrong):
+        (told,) = installed.hooks()
+    assert told.level == "problem"
+    assert "Megatron-Core 0.99: utils.x" in told.what
+
+
+def test_versions():
+    told = {f.topic: f for f in installed.versions()}
+    assert told["torch"].what == torch.__version__
+    with mock.patch.object(installed, "TESTED", ("9.9",)):
+        again = {f.topic: f for f in installed.versions()}
+    if told["Megatron-Core"].level != "problem":
+        assert (told["Megatron-Core"].level, again["Megatron-Core"].level) == ("ok", "note")
+
+
+# --- the report ----------------------------------------------------------------------------
+
+
+def test_exit_status():
+    assert status([ok("a", "b"), note("c", "d")]) == 0
+    assert status([ok("a", "b"), problem("c", "d", "e")]) == 1
+    assert isinstance(ok("a", "b"), Finding)
+
+
+def test_report(capsys):
+    findings = [ok("a", "fine"), note("b", "so so"), problem("c", "bad", "mend it")]
+    report.show(findings, {"machine": {}}, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "1 problem, 1 note"
+    assert [line.split()[0] for line in lines[:4]] == ["ok", "note", "problem", "->"]
+    report.show(findings, {"machine": {}}, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"] == {"ok": 1, "note": 1, "problem": 1}
+    assert told["findings"][2] == {
+        "level": "problem",
+        "topic": "c",
+        "what": "bad",
+        "fix": "mend it",
+    }
+    with mock.patch("sys.stdout.isatty", return_value=True):
+        report.show(findings, {}, as_json=False)
+    assert "what to do" in capsys.readouterr().out
+
+
+def test_the_command_line(capsys):
+    command = ["--tensor-model-parallel-size", "2", "--gpus-per-node", "8", "--json", "--", "x.py"]
+    exit_code = main(["doctor", *command, "--context-parallel-size", "16", "--eod-mask-loss"])
+    told = json.loads(capsys.readouterr().out)
+    assert exit_code == 1
+    (sizes,) = [f for f in told["findings"] if f["topic"] == "sizes"]
+    assert "--hierarchical-context-parallel-sizes 4 4" in sizes["what"]
+    assert set(told["machine"]) == {"host", "gpus", "nics", "variables"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-model-parallel-size 3 --gpus-per-node 8", "does not divide the 8 GPUs"),
+        ("--tensor-model-parallel-size x", "invalid int value"),
+        ("--distributed", "torchrun --nproc-per-node"),
+        ("-- --context-parallel-size", "--context-parallel-size has no value"),
+        ("-- --context-parallel-size 2 --seq-length long", "--seq-length must be a number"),
+    ],
+)
+def test_bad_input(words, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    try:
+        assert main(["doctor", *words.split()]) == 2
+    except SystemExit as caught:
+        assert caught.code == 2  # noqa: PT017  the parser's own way out
+    assert message in capsys.readouterr().err
+
+
+# --- the real groups -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four(ranks):
+    """`four().run(...)` on four ranks, which end with this module: the groups made in them, each
+    with a thread, would slow whoever comes next."""
+    yield lambda: ranks(4)
+    ranks(4).close()
+
+
+def examine(words, per_node, fault=None):
+    """(status, what rank 0 printed) of the check of this process group."""
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    real = mb.attention
+
+    def wrong_on_rank_1(q, *rest, **choices):
+        out = real(q, *rest, **choices)
+        return out + 1e-6 * (dist.get_rank() == 1)
+
+    def raises_on_all(q, *rest, **choices):
+        raise RuntimeError("exchange failed")
+
+    faults = {None: real, "wrong": wrong_on_rank_1, "raises": raises_on_all}
+    printed = io.StringIO()
+    with (
+        mock.patch("megatron_burst.attention", faults[fault]),
+        mock.patch.object(rings, "SECONDS", 0.05),
+        contextlib.redirect_stdout(printed),
+    ):
+        code = rings.examine(Command(words.split()), per_node, as_json=True)
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "per_node", "shape", "algorithms"),
+    [
+        ("", 2, "2 x 2", 10),
+        ("", 4, "4 x 1", 7),
+        ("--tensor-model-parallel-size 2", 2, "1 x 2", 7),
+        ("--context-parallel-size 2", 4, "2 x 1", 7),
+    ],
+)
+def test_the_real_groups(four, words, per_node, shape, algorithms):
+    results = four().run(examine, words, per_node)
+    assert [code for code, _ in results] == [0, 0, 0, 0]
+    assert [bool(out) for _, out in results] == [True, False, False, False]
+    told = {f["topic"]: f for f in json.loads(results[0][1])["findings"]}
+    assert told["sizes"]["what"].startswith(shape)
+    assert sum(topic.startswith("attention") for topic in told) == algorithms
+    there = {k for k in ("intra", "inter") if "GB/s" in told[f"bandwidth {k}"]["what"]}
+    intra, inter = map(int, shape.split(" x "))
+    assert there == {k for k, n in (("intra", intra), ("inter", inter)) if n > 1}
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_wrong_result_is_a_problem_on_all_ranks(four, fault):
+    results = four().run(examine, "", 2, fault)
+    assert [code for code, _ in results] == [1, 1, 1, 1]
+    told = [f for f in json.loads(results[0][1])["findings"] if f["topic"].startswith("attention")]
+    assert {f["level"] for f in told} == {"problem"}
+    bad = "[1]" if fault == "wrong" else "[0, 1, 2, 3]"
+    assert all(f"wrong on ranks {bad}" in f["what"] for f in told)
+
+
+def test_sizes_that_do_not_fit_the_processes(four):
+    with pytest.raises(Exception, match="does not fit the 4 processes"):
+        four().run(examine, "--context-parallel-size 3", 4)
+
+
+@pytest.mark.slow
+def test_under_torchrun():
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_burst doctor"
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--distributed", "--gpus-per-node", "1"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attention burst, side query" in done.stdout
+    assert "bandwidth inter" in done.stdout
+    assert "0 problems" in done.stdout
