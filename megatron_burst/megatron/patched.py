@@ -36,7 +36,8 @@ def patched_places() -> list[Place]:
 def opened(patches: registry.PatchSet, purpose: str | None = None) -> Iterator[None]:
     """Inside, functions with a seam stand bare; what is then in their place goes into the seam.
 
-    purpose: only of that patch of the series; None for all. Removing ``patches`` empties the seams. Nothing happens in a tree without any.
+    purpose: only of that patch of the series; None for all. Removing ``patches`` empties the
+    seams. Nothing happens in a tree without any.
     """
     found = [one for place, one in _seams() if purpose in (None, place.purpose)]
     patches.on_undo(lambda: _close(found, empty=True))
