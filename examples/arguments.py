@@ -1,7 +1,7 @@
 """Command line of `pretrain_gpt.py`: Megatron's own flag names, plus the burst ones.
 
-Owns: flag names, defaults, and the checks that need only flags and the number of processes.
-Must not know: torch or Megatron, so that a wrong flag is reported at once.
+Owns: names and defaults of Megatron's flags as far as they are used here, and the checks that need
+only flags and the number of processes. Must not know: Megatron, or what the burst flags are.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import math
 import os
 from pathlib import Path
 
+from megatron_burst import flags
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line. Raises ``ValueError`` naming the flag and the fix."""
     parser = argparse.ArgumentParser(description="Train a Llama-style GPT on Megatron-Core.")
+    flags.add_flags(parser, algorithm="burst")
     _add_parallel_flags(parser.add_argument_group("parallelism"))
     _add_model_flags(parser.add_argument_group("model"))
     _add_training_flags(parser.add_argument_group("training"))
@@ -26,12 +29,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--context-parallel-algo",
-        default="burst",
-        metavar="{burst,ring,double_ring,all_gather,ulysses,hybrid,megatron}",
-        help="attention across context-parallel ranks; megatron leaves Megatron's own alone",
-    )
     add("--context-parallel-size", type=int, default=1)
     add(
         "--hierarchical-context-parallel-sizes",
@@ -39,30 +36,6 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         metavar="N",
         help="ranks per node and nodes, innermost first, e.g. 2 2",
-    )
-    add(
-        "--burst-layout",
-        help="zigzag (default), striped or contiguous; with part of attention "
-        "in the store striped is the default: it alone balances the recompute",
-    )
-    add("--burst-side", default="auto", help="what travels in backward: query, kv or auto")
-    add("--burst-kernel", default="auto", help="local attention: auto, aten or reference")
-    add("--burst-intra-size", type=int, help="ranks per node; default: ranks sharing a host name")
-    add("--burst-head-size", type=int, help="ranks that share heads, around any ring")
-    add("--burst-placement", default="head_first", help="head_first or context_first")
-    add("--burst-kv-cache", type=float, default=0.0, help="fraction of keys kept for backward")
-    add(
-        "--burst-attention-store",
-        type=float,
-        metavar="F",
-        help="of attention results, what recompute keeps: 1.0 all, 0.5 the dearer half",
-    )
-    add("--burst-wire-dtype", help="of travelling gradients: fp32 or bf16; default: fp32")
-    add(
-        "--burst-lm-head-loss",
-        choices=["off", "single_pass", "recompute"],
-        default="off",
-        help="the LM head and its loss as one operation, whose logits never all exist",
     )
     add("--tensor-model-parallel-size", type=int, default=1)
     add("--pipeline-model-parallel-size", type=int, default=1)
@@ -179,8 +152,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             "documents of sliding-window layers; use --context-parallel-size 2 or more, or "
             "--transformer-impl transformer_engine"
         )
-    partial = args.burst_attention_store is not None and 0 < args.burst_attention_store < 1
-    args.burst_layout = args.burst_layout or ("striped" if partial else "zigzag")
+    flags.settle(args)
     args.data_parallel_size = world_size // (tp * pp * cp)
     step = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or step

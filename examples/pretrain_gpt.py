@@ -28,8 +28,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from model import build_model, build_optimizer, model_config
 
-import megatron_burst as mb
 import megatron_burst.megatron as burst
+from megatron_burst import flags
 
 
 def main() -> None:
@@ -45,19 +45,7 @@ def run(args: Namespace) -> list[dict[str, float]]:
     """Build the model that the flags describe and train it; what was reported of each step."""
     burst.install(layout=args.burst_layout)
     config = model_config(args)
-    choice = mb.BurstConfig(
-        algorithm=args.context_parallel_algo,
-        layout=args.burst_layout,
-        side=args.burst_side,
-        kernel=args.burst_kernel,
-        intra_size=args.burst_intra_size,
-        head_size=args.burst_head_size,
-        placement=args.burst_placement,
-        kv_cache=args.burst_kv_cache,
-        wire_dtype=args.burst_wire_dtype,
-        store=args.burst_attention_store,
-        lm_head_loss=args.burst_lm_head_loss,
-    )
+    choice = flags.burst_config(args)
     burst.configure(config, choice, seq_length=args.seq_length)
 
     make_groups(args)

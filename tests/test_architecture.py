@@ -45,6 +45,7 @@ ARROWS = {
     },
     "choose": {"options", "cost", "layout", "masks", "rates", "topology"},
     "config": {"layout", "hops", "topology"},
+    "flags": {"config", "layout", "hops", "topology"},
     "merge": set(),
     "parcels": set(),
     "comm": {"parcels"},
@@ -72,6 +73,7 @@ ARROWS = {
     "patch": {"seam"},
     "doctor": DOOR | {"doctor", "comm", "attention", "megatron", "__init__"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
+    "pretrain": set(),  # imports megatron when it runs, after the script's own is in the path
     "__main__": {"cli"},
     "__init__": {
         "layout",
@@ -89,7 +91,7 @@ ARROWS = {
         "linear_cross_entropy",
     },
 }
-NO_TORCH = PLANNING | {"config", "seam", "patch", "cli", "__main__"}
+NO_TORCH = PLANNING | {"config", "flags", "seam", "patch", "cli", "pretrain", "__main__"}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "checkpoint": {"torch"},

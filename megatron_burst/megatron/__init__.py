@@ -1,4 +1,11 @@
-"""BurstAttention for Megatron-Core: install once, configure each model.
+"""BurstAttention for Megatron: install once, and let flags or `configure` choose it.
+
+In a script of Megatron-LM, whose command line then has our flags, first of all:
+
+    import megatron_burst.megatron
+    megatron_burst.megatron.install()
+
+In a script of one's own on Megatron-Core:
 
     import megatron_burst as mb, megatron_burst.megatron as burst
     burst.install(layout="zigzag")                       # before the model is built
@@ -15,6 +22,7 @@ from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.install import configure, install, installed_layout, uninstall
 from megatron_burst.megatron.lm_head import startup_line as lm_head_line
 from megatron_burst.megatron.plans import startup_line
+from megatron_burst.megatron.training import available as training_available
 
 __all__ = [
     "BurstCoreAttention",
@@ -24,5 +32,6 @@ __all__ = [
     "installed_layout",
     "lm_head_line",
     "startup_line",
+    "training_available",
     "uninstall",
 ]

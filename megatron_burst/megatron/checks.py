@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 
+OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -26,7 +27,15 @@ def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None)
             f"--hierarchical-context-parallel-sizes {list(sizes)} multiply to {math.prod(sizes)}, "
             f"which is not --context-parallel-size {cp}"
         )
-    if burst.algorithm == "megatron" or cp == 1:
+    if cp == 1:
+        return
+    if burst.algorithm == "megatron":
+        if burst.layout != "zigzag":
+            raise ValueError(
+                f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
+                "own attention knows only zigzag; leave the layout out, or take "
+                "--context-parallel-algo burst"
+            )
         return
     check_topology(cp, sizes, burst.intra_size)
     if seq_length is not None and seq_length % (2 * cp):
@@ -174,6 +183,21 @@ def _refused(config: Any, layout: str) -> Iterator[str]:
         yield "fused MLA rope works only with --burst-layout zigzag: add --no-rope-fusion"
 
 
+def check_version() -> None:
+    """Raise ``RuntimeError`` for a Megatron-Core that lacks what every patch stands on.
+
+    There is no newest version: what a patch needs of a function is checked by its signature.
+    """
+    import megatron.core
+
+    version = megatron.core.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise RuntimeError(
+            f"Megatron-Core {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that "
+            "megatron_burst works with; upgrade megatron-core"
+        )
+
+
 def require_parameters(function: Callable, names: Sequence[str], symbol: str) -> None:
     """Raise ``RuntimeError`` unless ``function`` takes (at least) the parameters ``names``."""
     import megatron.core
@@ -185,3 +209,21 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
             f"Megatron-Core {megatron.core.__version__}: {symbol} takes {found}, without "
             f"{missing}; this version of megatron_burst does not know it"
         )
+
+
+def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callable:
+    """The function ``name`` of a module of Megatron, if it takes ``parameters``.
+
+    Raises ``RuntimeError`` naming Megatron's version and the symbol otherwise.
+    """
+    import megatron.core
+
+    symbol = f"{home.__name__.removeprefix('megatron.')}.{name}"
+    found = getattr(home, name, None)
+    if found is None:
+        raise RuntimeError(
+            f"Megatron-Core {megatron.core.__version__} has no {symbol}; this version of "
+            "megatron_burst does not know it"
+        )
+    require_parameters(found, parameters, symbol)
+    return found

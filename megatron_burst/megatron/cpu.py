@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
-from megatron_burst.megatron import registry
+from megatron_burst.megatron import registry, training
 
 _NAME = "cpu"
 
@@ -51,6 +55,8 @@ def enable() -> None:
         torch.compiler.set_stance("force_eager")
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
         _patch_megatron(patches)
+        if training.available():
+            _patch_training(patches)
 
 
 def disable() -> None:
@@ -129,6 +135,7 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
     get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
     stand_ins = {
         "current_device": lambda: "cpu",
+        "device_count": lambda: 1,  # of this process: Megatron-LM makes no groups without one
         "set_device": _nothing,
         "synchronize": _nothing,
         "empty_cache": _nothing,
@@ -141,8 +148,15 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
         "manual_seed_all": _nothing,
         "get_rng_state": lambda *a, **k: get_state(),
         "set_rng_state": lambda state, *a, **k: set_state(state),
+        # As of a Hopper: Megatron-LM asks before it checks CUDA_DEVICE_MAX_CONNECTIONS.
+        "get_device_capability": lambda *a, **k: (9, 0),
+        "get_device_properties": lambda *a, **k: SimpleNamespace(major=9, minor=0, name="CPU"),
+        "get_device_name": lambda *a, **k: "CPU",
         "max_memory_allocated": lambda *a, **k: 0,
+        "max_memory_reserved": lambda *a, **k: 0,
         "memory_allocated": lambda *a, **k: 0,
+        "memory_reserved": lambda *a, **k: 0,
+        "memory_stats": lambda *a, **k: {},
         "reset_peak_memory_stats": _nothing,
     }
     for name, value in stand_ins.items():
@@ -152,6 +166,7 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
 def _patch_megatron(patches: registry.PatchSet) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: F401
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
@@ -160,6 +175,12 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
 
     if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance(x, TELinear)
         patches.replace(multi_latent_attention, "TELinear", _NoTransformerEngine)
+
+    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """How many tokens each expert gets: Megatron makes numbers only of CUDA tensors."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    patches.replace_function(moe_utils, "maybe_move_tensor_to_cpu", counts)
 
     original = WrappedTorchNorm.__new__
 
@@ -173,3 +194,23 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
         return norm
 
     patches.replace(WrappedTorchNorm, "__new__", staticmethod(norm_with_sequence_parallel))
+
+
+def _patch_training(patches: registry.PatchSet) -> None:
+    """What the training loop of Megatron-LM needs besides."""
+    from megatron.core.datasets import utils
+
+    initialize = importlib.import_module("megatron.training.initialize")
+    start = initialize.initialize_megatron
+
+    @functools.wraps(start)
+    def initialize_megatron(*args: Any, **named: Any) -> Any:
+        return start(*args, **named | {"allow_no_cuda": True})
+
+    patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
+    # It warms CUDA kernels up on random inputs whose shapes depend on the context-parallel size:
+    # with one generator for all devices, weights would depend on it too.
+    patches.replace_function(initialize, "_warmup_jit_function", _nothing)
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        # A wheel has them compiled, and no makefile to compile them with.
+        patches.replace_function(utils, "compile_helpers", _nothing)

@@ -20,6 +20,33 @@ from megatron_burst.megatron.packed import pack_of
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
 
+def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
+    """(module, function, replacement) of all that cuts sequences in a run of that layout.
+
+    Raises ``RuntimeError`` when one of them is not the function the replacement was written for.
+    """
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import (  # noqa: F401  from-import what we replace
+        rope_utils,
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
+
+    name = "get_batch_on_this_cp_rank"
+    found = [(utils, name, batch_slicer(getattr(utils, name), layout))]
+    name = "get_thd_batch_on_this_cp_rank"
+    if hasattr(utils, name):  # until 0.17; later versions have one function for both
+        found.append((utils, name, packed_batch_slicer(getattr(utils, name), layout)))
+    name = "_apply_rotary_pos_emb_thd"
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+    found.append((rope_utils, name, packed_rope(getattr(rope_utils, name), rotate, layout)))
+    name = "get_pos_emb_on_this_cp_rank"
+    rope = rope_slicer(getattr(rope_utils, name), layout)
+    if layout != "zigzag":  # Megatron's own
+        found.append((rope_utils, name, rope))
+    return found
+
+
 def batch_slicer(original: Callable, layout: str) -> Callable:
     """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.15 to 0.20).
 
@@ -107,6 +134,7 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         original, ["t", "cu_seqlens", "freqs", "cp_group"], "rope_utils._apply_rotary_pos_emb_thd"
     )
     signature = inspect.signature(original)
+    of_rotate = inspect.signature(rotate).parameters
 
     @functools.wraps(original)
     def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -123,7 +151,9 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         # Angles of the whole pack, or of its longest document (padding at its end has none).
         places = in_pack if freqs.shape[0] == pack.total else in_document
         index = torch.from_numpy(places).clamp_max(freqs.shape[0] - 1).to(freqs.device)
-        return rotate(t.unsqueeze(1), freqs[index], **bound.arguments).squeeze(1)
+        # Newer versions take max_seqlen besides, which only their own search needs.
+        named = {k: x for k, x in bound.arguments.items() if k in of_rotate}
+        return rotate(t.unsqueeze(1), freqs[index], **named).squeeze(1)
 
     return _apply_rotary_pos_emb_thd
 

@@ -5,8 +5,10 @@ Owns: which ranks count as one node. Must not know: what the groups are used for
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 import megatron_burst as mb
@@ -17,8 +19,19 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
     """The grid of this rank's context-parallel group; collective over that group.
 
     Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), else runs of
-    ``burst.intra_size`` ranks, else ranks that share a host name.
+    ``burst.intra_size`` ranks, else ranks that share a host name. Nodes of one rank are no error,
+    and are said to be none: all of its GPUs are a node's tensor-parallel ranks.
     """
+    groups = _grid(pg_collection, sizes, burst)
+    if groups.topology.per_node == 1 < groups.size and torch.distributed.get_rank() == 0:
+        logging.getLogger("megatron_burst").info(
+            f"one context-parallel rank per node: no ring within nodes, a flat one over all "
+            f"{groups.size} ranks; fewer --tensor-model-parallel-size would leave it faster links"
+        )
+    return groups
+
+
+def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
     cp = pg_collection.cp
     check_topology(cp.size(), sizes, burst.intra_size)
     heads = {"head": head_size(burst, cp.size()), "placement": burst.placement}

@@ -14,36 +14,60 @@ from typing import Any
 
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron import lm_head, patched, registry
-from megatron_burst.megatron.checks import check_config, require_parameters
+from megatron_burst.megatron import lm_head, patched, registry, training
+from megatron_burst.megatron.checks import check_config, check_version, require_parameters
 from megatron_burst.megatron.core_attention import BurstCoreAttention
-from megatron_burst.megatron.data import batch_slicer, packed_batch_slicer, packed_rope, rope_slicer
+from megatron_burst.megatron.data import slicing_patches
 
 _NAME = "burst"
 
 
-def install(layout: str = "zigzag") -> None:
-    """Teach Megatron-Core BurstAttention. Nothing changes until a configuration asks for it.
+def install(layout: str | None = None) -> None:
+    """Teach Megatron BurstAttention. Nothing changes until a configuration asks for it.
 
-    Call before models are built and batches are cut. Idempotent; the layout of a run cannot be
-    changed, so another layout is a ``ValueError`` until `uninstall`. Raises ``RuntimeError`` when
-    this Megatron's functions are not those the patches were written for.
+    Without ``layout``, which is what a script of Megatron-LM wants: where `megatron.training` can
+    be imported, its command line gets our flags, and its configurations follow them; the layout is
+    that of the first configuration. With ``layout`` the script calls `configure` by itself, and
+    only Megatron-Core is touched.
+
+    Call before arguments are parsed, models are built and batches are cut. Idempotent; the layout
+    of a run cannot be changed, so another layout is a ``ValueError`` until `uninstall`. Raises
+    ``RuntimeError`` when this Megatron's functions are not those the patches were written for.
     """
-    BurstConfig(layout=layout)
+    if layout is not None:
+        BurstConfig(layout=layout)
+    check_version()
     present = registry.installed(_NAME)
-    if present is not None:
-        if present.notes["layout"] != layout:
-            raise ValueError(
-                f"layout {layout!r}: layout {present.notes['layout']!r} is installed, and a run "
-                "has one; call uninstall() first, and build the model anew"
-            )
-        return
-    with registry.patching(_NAME) as patches, patched.opened(patches):
-        patches.notes["layout"] = layout
-        _patch_attention(patches)
-        _patch_slicing(patches, layout)
-        _patch_recompute(patches)
-        lm_head.patch(patches)
+    if present is None:
+        for_scripts = layout is None and training.available()
+        if for_scripts:
+            training.load()  # before seams are looked for
+        with registry.patching(_NAME) as patches, patched.opened(patches):
+            _patch_attention(patches)
+            slicing_patches(layout or "striped")  # checks signatures while all can be undone
+            _patch_recompute(patches)
+            lm_head.patch(patches)
+            if for_scripts:
+                training.patch(patches, configure)
+            if layout is not None:
+                _settle(patches, layout)
+    elif layout is not None:
+        _settle(present, layout)
+
+
+def _settle(patches: registry.PatchSet, layout: str) -> None:
+    """Make ``layout`` that of the run, whose batches and rotary embeddings are cut by it."""
+    settled = patches.notes.setdefault("layout", layout)
+    if settled != layout:
+        raise ValueError(
+            f"--burst-layout {layout}: layout {settled!r} is installed, and a run has one "
+            "layout; call uninstall() first, and build the model anew"
+        )
+    if "sliced" not in patches.notes:
+        with patched.opened(patches, "slicing"):
+            for home, name, replacement in slicing_patches(layout):
+                patches.replace_function(home, name, replacement)
+        patches.notes["sliced"] = True
 
 
 def uninstall() -> bool:
@@ -55,9 +79,9 @@ def uninstall() -> bool:
 
 
 def installed_layout() -> str | None:
-    """The layout given to `install`, or None."""
+    """The layout of this run: that given to `install`, or of the first `configure`; or None."""
     patches = registry.installed(_NAME)
-    return patches.notes["layout"] if patches else None
+    return patches.notes.get("layout") if patches else None
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
@@ -68,16 +92,13 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     for everything BurstAttention would not honour; ``seq_length`` (global, tokens) is checked if
     given.
     """
-    layout = installed_layout()
-    if layout is None:
+    patches = registry.installed(_NAME)
+    if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
-    if burst.layout != layout:
-        raise ValueError(
-            f"--burst-layout {burst.layout}: install(layout={layout!r}) was called, and a run has "
-            "one layout"
-        )
     check_config(config, burst, seq_length)
     lm_head.check(config, burst)
+    if burst.algorithm != "megatron" or "layout" in patches.notes:
+        _settle(patches, burst.layout)
     config.burst = burst
     return config
 
@@ -150,26 +171,3 @@ def _patch_recompute(patches: registry.PatchSet) -> None:
         return original(*bound.args, **bound.kwargs)
 
     patches.replace_function(random, "checkpoint", checkpoint)
-
-
-def _patch_slicing(patches: registry.PatchSet, layout: str) -> None:
-    from megatron.core import utils
-    from megatron.core.models.common.embeddings import (  # noqa: F401  from-import what we replace
-        rope_utils,
-        rotary_pos_embedding,
-        yarn_rotary_pos_embedding,
-    )
-
-    batch = batch_slicer(utils.get_batch_on_this_cp_rank, layout)
-    patches.replace_function(utils, "get_batch_on_this_cp_rank", batch)
-    of_packed = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
-    if of_packed is not None:  # until 0.17; later versions have one function for both
-        packed_batch = packed_batch_slicer(of_packed, layout)
-        patches.replace_function(utils, "get_thd_batch_on_this_cp_rank", packed_batch)
-    packed = packed_rope(
-        rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd, layout
-    )
-    patches.replace_function(rope_utils, "_apply_rotary_pos_emb_thd", packed)
-    if layout != "zigzag":  # Megatron's own
-        rope = rope_slicer(rope_utils.get_pos_emb_on_this_cp_rank, layout)
-        patches.replace_function(rope_utils, "get_pos_emb_on_this_cp_rank", rope)

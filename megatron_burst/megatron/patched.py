@@ -33,12 +33,13 @@ def patched_places() -> list[Place]:
 
 
 @contextmanager
-def opened(patches: registry.PatchSet) -> Iterator[None]:
+def opened(patches: registry.PatchSet, purpose: str | None = None) -> Iterator[None]:
     """Inside, functions with a seam stand bare; what is then in their place goes into the seam.
 
-    Removing ``patches`` empties the seams. Nothing happens in a tree without any.
+    purpose: only of that patch of the series; None for all. Removing ``patches`` empties the
+    seams. Nothing happens in a tree without any.
     """
-    found = [one for _, one in _seams()]
+    found = [one for place, one in _seams() if purpose in (None, place.purpose)]
     patches.on_undo(lambda: _close(found, empty=True))
     for one in found:
         setattr(one.owner, one.name, one.seam.bare)

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron import plans
+from megatron_burst.megatron import data, plans
 from megatron_burst.megatron.packed import pack_of
 
 
@@ -192,3 +192,14 @@ def test_old_plans_are_dropped():
     assert book.plan(kind, False, q, k, v, packs[1]) is not None
     with pytest.raises(ValueError, match=f"last {plans.PLANS_KEPT} calls"):
         book.plan(kind, False, q, k, v, packs[0])
+
+
+def test_rope_of_newer_versions_is_told_the_longest_document_besides():
+    def theirs(t, cu_seqlens, freqs, max_seqlen=None, cp_group=None):
+        raise AssertionError("documents of uneven lengths are not laid out by themselves")
+
+    rope = data.packed_rope(theirs, lambda t, freqs: t * freqs, "zigzag")
+    freqs = torch.arange(8.0).view(8, 1, 1, 1)  # of the whole pack
+    ends = torch.tensor([0, 3, 8])
+    turned = rope(torch.ones(4, 1, 1), ends, freqs, max_seqlen=5, cp_group=Group(1, 2))
+    assert turned.flatten().tolist() == [2, 3, 4, 5]  # the zigzag share of rank 1 of 2

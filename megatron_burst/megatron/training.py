@@ -1,0 +1,238 @@
+"""Our flags in Megatron-LM: from its command line to the configuration of every model.
+
+Owns: which functions of `megatron.training` are wrapped, and what of the flags is checked before
+anything is built. Must not know: attention, plans, or what a configuration is used for.
+
+The wrapped functions have had the same names and parameters from Megatron-Core 0.16 to 0.20. Where
+a module holds one under `from ... import`, it is replaced there too; so the order of imports does
+not matter as long as `install` runs before the script parses its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import logging
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_burst import flags
+from megatron_burst.agreement import agree
+from megatron_burst.megatron.checks import require_function
+from megatron_burst.megatron.registry import PatchSet
+
+_ASKED = "flags"  # what this process was asked for, from the end of parsing on
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "hierarchical_context_parallel_sizes", "seq_length", "micro_batch_size",
+)  # fmt: skip
+Configure = Callable[..., Any]
+
+
+def available() -> bool:
+    """Is there a Megatron-LM (`megatron.training`) to import?"""
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def load() -> None:
+    """Import what `patch` wraps."""
+    for name in ("arguments", "yaml_arguments", "checkpointing"):
+        importlib.import_module(f"megatron.training.{name}")
+
+
+def patch(patches: PatchSet, configure: Configure) -> None:
+    """Add to a set of patches what a Megatron-LM script needs; imports `megatron.training`.
+
+    configure: called as ``configure(transformer_config, burst_config, seq_length=...)``.
+    """
+    for module, name, parameters, wrap in (
+        ("arguments", "add_megatron_arguments", ["parser"], _with_flags),
+        ("arguments", "validate_args", ["args", "defaults"], _validating),
+        ("yaml_arguments", "validate_yaml", ["args", "defaults"], _validating),
+        ("arguments", "core_transformer_config_from_args", ["args"], _configuring(configure)),
+        ("yaml_arguments", "core_transformer_config_from_yaml", ["args"], _configuring(configure)),
+        ("checkpointing", "check_checkpoint_args", ["checkpoint_args"], _comparing),
+    ):
+        home = importlib.import_module(f"megatron.training.{module}")
+        original = require_function(home, name, parameters)
+        patches.replace_function(home, name, wrap(original, patches))
+    from megatron.core import parallel_state
+
+    name = "initialize_model_parallel"
+    original = require_function(parallel_state, name, ["context_parallel_size"])
+    patches.replace_function(parallel_state, name, _agreeing(original, patches))
+
+
+def _with_flags(original: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = original(parser)
+        flags.add_flags(parser, algorithm=flags.OFF)
+        _mend_help(parser)
+        return parser
+
+    return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron-LM 0.19 ends --help in an error: it has help texts with a bare percent sign."""
+    for action in parser._actions:
+        try:
+            str(action.help or "").__mod__({**vars(action), "prog": parser.prog})
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
+def _validating(original: Callable, patches: PatchSet) -> Callable:
+    """Check our flags before Megatron checks its own: its assertions seldom name a flag."""
+
+    @functools.wraps(original)
+    def validate(args: Any, *others: Any, **named: Any) -> Any:
+        _speak(patches)
+        flags.settle(args)
+        check_flags(args, sys.argv[1:])
+        patches.notes[_ASKED] = _facts(args)
+        return original(args, *others, **named)
+
+    return validate
+
+
+def check_flags(args: Any, argv: list[str]) -> None:
+    """Raise ``ValueError`` for flags that contradict each other, Megatron's included; say on
+    rank 0 when they ask for nothing."""
+    yaml = getattr(args, "yaml_cfg", None)
+    for name in flags.given(argv) if yaml else ():
+        raise ValueError(
+            f"{name} with --yaml-cfg {yaml}: Megatron reads nothing but that file; write "
+            f"{name.removeprefix('--').replace('-', '_')} into it, at the top level"
+        )
+    burst = flags.burst_config(args)
+    cp = _of(args, "context_parallel_size")
+    sizes = _of(args, "hierarchical_context_parallel_sizes")
+    if sizes and math.prod(sizes) != cp:
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} multiply to "
+            f"{math.prod(sizes)}, which is not --context-parallel-size {cp}"
+        )
+    if burst.algorithm == flags.OFF:
+        return
+    asked = f"--context-parallel-algo {burst.algorithm}"
+    for name in flags.given(argv, "--cp-comm-type"):
+        raise ValueError(
+            f"{name} chooses how Megatron's own attention exchanges keys and values, and {asked} "
+            f"replaces that attention: drop {name} (or {asked})"
+        )
+    if getattr(args, "transformer_impl", None) == "transformer_engine" and not _has_engine():
+        raise ValueError(
+            "--transformer-impl transformer_engine, and Transformer Engine is not installed: "
+            "install it, or pass --transformer-impl local"
+        )
+    if cp == 1 and getattr(args, "rank", 0) == 0:
+        _log(f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs")
+
+
+def _has_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _of(args: Any, name: str) -> Any:
+    """A setting of Megatron, which a yaml file keeps in a section."""
+    return getattr(args, name, getattr(getattr(args, "model_parallel", None), name, None))
+
+
+def _facts(args: Any) -> dict[str, Any]:
+    sizes = {f"--{name.replace('_', '-')}": _of(args, name) for name in _SIZES}
+    return flags.stated(args) | sizes
+
+
+def _agreeing(original: Callable, patches: PatchSet) -> Callable:
+    """Making groups is collective: first hear whether all ranks were started alike."""
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **named: Any) -> Any:
+        if _ASKED in patches.notes:
+            agree([patches.notes[_ASKED]], _gather)
+        return original(*args, **named)
+
+    return initialize_model_parallel
+
+
+def _gather(headers: Any) -> list[torch.Tensor]:
+    heard = [headers[0]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(heard, headers[0])
+    return heard
+
+
+def _configuring(configure: Configure) -> Callable[[Callable, PatchSet], Callable]:
+    def wrap(original: Callable, patches: PatchSet) -> Callable:
+        @functools.wraps(original)
+        def config_from(args: Any, *others: Any, **named: Any) -> Any:
+            config = original(args, *others, **named)
+            flags.settle(args)
+            length = getattr(args, "seq_length", None)
+            return configure(config, flags.burst_config(args), seq_length=length)
+
+        return config_from
+
+    return wrap
+
+
+def _comparing(original: Callable, patches: PatchSet) -> Callable:
+    """Say on rank 0 which of our flags, and sizes, differ from those of a checkpoint's run."""
+
+    @functools.wraps(original)
+    def check_checkpoint_args(checkpoint_args: Any, *others: Any, **named: Any) -> Any:
+        result = original(checkpoint_args, *others, **named)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        now = patches.notes.get(_ASKED)
+        if rank == 0 and now is not None:
+            for line in changes(checkpoint_args, now):
+                _log(line)
+        return result
+
+    return check_checkpoint_args
+
+
+def changes(saved: Any, now: dict[str, Any]) -> list[str]:
+    """One line per flag whose value in a checkpoint's arguments is not that of this run."""
+    names = {flag.name: flag for flag in flags.FLAGS}
+    lines = []
+    for name, value in now.items():
+        missing = None
+        if name in names:
+            field = names[name].field
+            missing = {"algorithm": flags.OFF, "layout": "zigzag"}.get(field, flags.default(field))
+        before = getattr(saved, name.removeprefix("--").replace("-", "_"), missing)
+        if before != value:
+            lines.append(f"the checkpoint was made with {name} {before}, this run has {value}")
+    return lines
+
+
+def _log(line: str) -> None:
+    logging.getLogger("megatron_burst").info(line)
+
+
+def _speak(patches: PatchSet) -> None:
+    """Show our own lines in Megatron-LM's log, whatever --logging-level hides of others'."""
+    logger = logging.getLogger("megatron_burst")
+    if "handler" in patches.notes:
+        return
+    handler = patches.notes["handler"] = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("> megatron_burst: %(message)s"))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+    def restore() -> None:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+    patches.on_undo(restore)

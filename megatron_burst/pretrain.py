@@ -1,0 +1,85 @@
+"""`megatron-burst pretrain SCRIPT ...`: an unmodified Megatron-LM script, with our flags added.
+
+Owns how the script is run: as `python SCRIPT ...` would, after `install`; and how an error of ours
+reaches the terminal: one line and exit code 2, on every rank that has it. Everything after SCRIPT
+is the script's. Imports Megatron only once the script's folder is where Python looks first, so
+that a checkout's own `megatron` is the one that is used. Must not know: flags or models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+PACKAGE = Path(__file__).parent
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """SCRIPT, what belongs to it, and the one option that is not the script's."""
+    parser.epilog = (
+        "On several ranks: torchrun --nproc-per-node N -m megatron_burst pretrain SCRIPT ... "
+        "The flags that are added: megatron-burst pretrain SCRIPT --help, group megatron-burst."
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="without GPUs, for tests and debugging: maps CUDA to the CPU (slow; not for training)",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="such as Megatron-LM's pretrain_gpt.py")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="flags of the script, and ours"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Install, then run the script; ``ValueError`` for what the user of a flag got wrong."""
+    script = Path(arguments.script)
+    if not script.is_file():
+        raise ValueError(f"SCRIPT {script}: there is no such file")
+    sys.argv = [str(script), *arguments.arguments]
+    sys.path[0] = str(script.resolve().parent)
+    _install(arguments.cpu)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except (ValueError, RuntimeError) as error:
+        if _raised_here(error.__traceback__):
+            raise ValueError(str(error)) from error
+        traceback.print_exc()
+        raise SystemExit(1) from error
+
+
+def _install(cpu: bool) -> None:
+    try:
+        megatron = importlib.import_module("megatron_burst.megatron")
+    except ImportError as error:
+        raise ValueError(f"{_version()} cannot be used: {error}") from error
+    if not megatron.training_available():
+        raise ValueError(
+            "there is no megatron.training to import: SCRIPT must lie in a checkout of Megatron-LM,"
+            " or PYTHONPATH must name one"
+        )
+    try:
+        if cpu:
+            megatron.cpu.enable()
+        megatron.install()
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _version() -> str:
+    try:
+        info = importlib.import_module("megatron.core.package_info")
+    except ImportError:
+        return "Megatron-Core (which is not installed, nor beside SCRIPT)"
+    return f"Megatron-Core {info.__version__}"
+
+
+def _raised_here(frames: TracebackType | None) -> bool:
+    """Was an error raised by this package, not by what it called or by the script?"""
+    last = [frame for frame, _ in traceback.walk_tb(frames)][-1]
+    return PACKAGE in Path(last.f_code.co_filename).parents

@@ -1,0 +1,26 @@
+"""Runs of a Megatron-LM script on the CPU; only where `megatron.training` is installed."""
+
+import pytest
+from ranks import COMMON, Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    server = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def train(ranks):
+    """`train(world, "--flag value ...")` -> a `Run`, remembered; every rank came to a good end."""
+    known = {}
+
+    def run(world, flags=""):
+        if (world, flags) not in known:
+            done = ranks.run(world, [*COMMON, *flags.split()])
+            assert done.codes == [0] * world, "\n".join(done.texts)[-3000:]
+            known[world, flags] = done
+        return known[world, flags]
+
+    return run

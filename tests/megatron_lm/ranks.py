@@ -1,0 +1,175 @@
+"""`megatron-burst pretrain --cpu train_gpt.py ...` on forked ranks, as torchrun starts them.
+
+Run as a script it is a server: it imports Megatron once, which takes longer than a run, and forks
+the ranks of each run that it reads from its input (JSON lines, one answer each). Unlike torchrun it
+lets every rank come to its own end, so that tests see whether all of them do.
+"""
+
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("train_gpt.py")
+ROOT = Path(__file__).parents[2]
+LIMIT = 100  # seconds of a run
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+
+# Of every run: two layers, ten steps on four short sequences each.
+COMMON = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --position-embedding-type rope --swiglu --normalization RMSNorm
+    --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
+    --global-batch-size 4 --train-iters 10 --eval-interval 5 --eval-iters 2 --lr 3e-3
+    --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 61
+    --make-vocab-size-divisible-by 4 --transformer-impl local --distributed-backend gloo
+    --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+    --num-workers 0 --calculate-per-token-loss --no-create-attention-mask-in-dataloader
+    --distributed-timeout-minutes 1
+""".split()  # noqa: SIM905
+
+
+@dataclass
+class Run:
+    """How each rank ended, and what it wrote."""
+
+    codes: list[int]
+    texts: list[str]
+
+    @cached_property
+    def steps(self):
+        """iteration -> (loss, gradient norm); the last rank reports them."""
+        pattern = r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+) .*?grad norm: ([\d.]+)"
+        found = re.findall(pattern, "\n".join(self.texts))
+        return {int(step): (float(loss), float(norm)) for step, loss, norm in found}
+
+    @cached_property
+    def evaluations(self):
+        """Validation and test losses in the order of their lines."""
+        return [float(x) for x in re.findall(r"lm loss value: ([\d.E+-]+)", "\n".join(self.texts))]
+
+    def lines(self, word):
+        """Lines with `word` in them, of all ranks."""
+        return [line for text in self.texts for line in text.splitlines() if word in line]
+
+
+class Ranks:
+    """The server, from outside: `run(world, flags)`."""
+
+    def __init__(self, folder):
+        self.folder, self.count = folder, 0
+        with (folder / "server.log").open("w") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, text=True, env=os.environ | ENVIRONMENT,
+            )  # fmt: skip
+
+    def run(self, world, flags, odd=None, script=None):
+        """`flags` on every rank, and on rank 1 those of `odd` besides; `script` runs by itself,
+        with nothing of ours but the CPU's stand-ins."""
+        self.count += 1
+        outputs = [str(self.folder / f"{self.count}-{rank}.log") for rank in range(world)]
+        argv = [[*flags, *(odd or [])] if rank == 1 else flags for rank in range(world)]
+        print(
+            json.dumps({"outputs": outputs, "argv": argv, "script": script and str(script)}),
+            file=self.server.stdin,
+            flush=True,
+        )
+        answer = self.server.stdout.readline()
+        assert answer, (self.folder / "server.log").read_text()
+        return Run(json.loads(answer), [Path(path).read_text() for path in outputs])
+
+    def close(self):
+        with self.server:  # closes its pipes and waits
+            pass
+
+
+def under_torchrun(world, flags):
+    """The same with torchrun itself; its ranks share one output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
+    command += ["127.0.0.1", "--nproc-per-node", str(world), "-m", "megatron_burst", "pretrain"]
+    done = subprocess.run(
+        [*command, "--cpu", str(SCRIPT), *flags], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, timeout=LIMIT,
+    )  # fmt: skip
+    return Run([done.returncode], [done.stdout])
+
+
+def serve():
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = [
+            fork(rank, len(asked["argv"]), port, argv, asked["outputs"][rank], asked["script"])
+            for rank, argv in enumerate(asked["argv"])
+        ]
+        print(json.dumps(wait(children)), file=answers, flush=True)
+
+
+def fork(rank, world, port, argv, output, script):
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = 1
+    try:
+        code = (
+            run_alone(script, argv) if script else main(["pretrain", "--cpu", str(SCRIPT), *argv])
+        )
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_alone(script, argv):
+    cpu.enable()
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def wait(children):
+    """Exit codes; whoever takes too long is killed (-9)."""
+    codes, end = dict.fromkeys(children), time.monotonic() + LIMIT
+    while None in codes.values():
+        for child in [child for child, code in codes.items() if code is None]:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.05)
+    return list(codes.values())
+
+
+if __name__ == "__main__":
+    import megatron.training.training  # noqa: F401  the slow import, once
+
+    from megatron_burst.cli import main
+    from megatron_burst.megatron import cpu
+
+    serve()

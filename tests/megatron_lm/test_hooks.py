@@ -1,0 +1,189 @@
+"""The hooks into `megatron.training`, in this process and without ranks."""
+
+import argparse
+import dataclasses
+import inspect
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import arguments, checkpointing, yaml_arguments
+
+import megatron_burst as mb
+import megatron_burst.megatron as burst
+from megatron_burst import flags
+from megatron_burst.megatron import checks, training
+
+WRAPPED = [
+    (arguments, "add_megatron_arguments"),
+    (arguments, "validate_args"),
+    (arguments, "core_transformer_config_from_args"),
+    (yaml_arguments, "validate_yaml"),
+    (yaml_arguments, "core_transformer_config_from_yaml"),
+    (checkpointing, "check_checkpoint_args"),
+    (parallel_state, "initialize_model_parallel"),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    burst.uninstall()
+    yield
+    burst.uninstall()
+
+
+def state():
+    return [inspect.getattr_static(owner, name) for owner, name in WRAPPED]
+
+
+def asked(**changes):
+    args = SimpleNamespace(context_parallel_size=2, context_parallel_algo="burst", **changes)
+    flags.settle(args)
+    return args
+
+
+def test_uninstall_restores_what_install_wrapped():
+    before = state()
+    burst.install()
+    assert all(new is not old for new, old in zip(state(), before, strict=True))
+    assert burst.installed_layout() is None
+    burst.install()
+    assert burst.uninstall()
+    assert state() == before
+
+
+def test_with_a_layout_only_megatron_core_is_touched():
+    before = state()
+    burst.install("striped")
+    assert state() == before
+    assert burst.installed_layout() == "striped"
+
+
+def test_from_imports_made_before_and_after_see_the_wrapped_function():
+    from megatron.training import argument_utils
+
+    burst.install()
+    name = "core_transformer_config_from_args"
+    assert getattr(argument_utils, name) is getattr(arguments, name)
+
+
+@pytest.mark.filterwarnings("ignore:'type' is deprecated")  # Megatron's, in its own arguments
+def test_flags_are_off_unless_asked_for():
+    burst.install()
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args([])
+    assert args.context_parallel_algo == "megatron"
+    assert "\nmegatron-burst:" in parser.format_help()
+
+
+def test_a_function_with_other_parameters_is_named_with_the_version(monkeypatch):
+    before = state()
+    monkeypatch.setattr(checkpointing, "check_checkpoint_args", lambda: None)
+    with pytest.raises(
+        RuntimeError, match=r"Megatron-Core \d.*training.checkpointing.check_checkpoint_args takes"
+    ):
+        burst.install()
+    monkeypatch.undo()
+    assert state() == before
+
+
+def test_a_function_that_is_gone_is_named_with_the_version(monkeypatch):
+    monkeypatch.delattr(arguments, "validate_args")
+    with pytest.raises(RuntimeError, match=r"has no training.arguments.validate_args"):
+        burst.install()
+
+
+def test_too_old_a_megatron_is_refused(monkeypatch):
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.1")
+    with pytest.raises(RuntimeError, match=r"Megatron-Core 0\.15\.1 is older than 0\.16"):
+        checks.check_version()
+
+
+@pytest.mark.parametrize("given", ["--cp-comm-type p2p", "--cp-comm-type=a2a"])
+def test_the_type_of_communication_is_refused_only_where_given(given):
+    with pytest.raises(ValueError, match="drop --cp-comm-type"):
+        training.check_flags(asked(cp_comm_type=["p2p"]), given.split())
+    training.check_flags(asked(cp_comm_type=["p2p"]), [])
+    off = asked(cp_comm_type=["p2p"])
+    off.context_parallel_algo = "megatron"
+    training.check_flags(off, given.split())
+
+
+def test_flags_beside_a_yaml_file_are_refused():
+    with pytest.raises(
+        ValueError, match=r"--burst-side with --yaml-cfg run.yaml.*write burst_side"
+    ):
+        training.check_flags(asked(yaml_cfg="run.yaml"), ["--burst-side", "kv"])
+
+
+def yaml_settings(**changes):
+    """What load_yaml makes of a file that names every field of a TransformerConfig."""
+    fields = {
+        field.name: field.default
+        for field in dataclasses.fields(TransformerConfig)
+        if field.default is not dataclasses.MISSING
+    }
+    fields |= {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0,
+        "activation_func": "swiglu", "bias_swiglu_fusion": False, "init_method": None,
+        "embedding_init_method": None, "recompute_modules": None, "cuda_graph_modules": [],
+        "add_bias_linear": False,
+    } | changes  # fmt: skip
+    parallel = {"context_parallel_size": 2, "overlap_p2p_comm": False}
+    for name in parallel:
+        fields.pop(name, None)
+    missing = {
+        field.name
+        for field in dataclasses.fields(TransformerConfig)
+        if field.name not in fields | parallel
+    }
+    fields |= dict.fromkeys(missing)
+    return SimpleNamespace(
+        language_model=SimpleNamespace(**fields),
+        model_parallel=SimpleNamespace(**parallel),
+        seq_length=64,
+        context_parallel_algo="ring",
+        burst_side="kv",
+    )
+
+
+def test_a_yaml_file_reaches_the_configuration():
+    burst.install()
+    config = yaml_arguments.core_transformer_config_from_yaml(yaml_settings(), "language_model")
+    assert config.burst == mb.BurstConfig(algorithm="ring", side="kv")
+    assert burst.installed_layout() == "zigzag"
+    wrong = yaml_settings()
+    wrong.seq_length = 66
+    with pytest.raises(ValueError, match="--seq-length 66"):
+        yaml_arguments.core_transformer_config_from_yaml(wrong, "language_model")
+
+
+def test_changes_since_a_checkpoint():
+    now = flags.stated(asked(burst_side="kv")) | {"--context-parallel-size": 2}
+    assert training.changes(SimpleNamespace(context_parallel_size=2), now) == [
+        "the checkpoint was made with --context-parallel-algo megatron, this run has burst",
+        "the checkpoint was made with --burst-side auto, this run has kv",
+    ]
+    assert training.changes(asked(burst_side="kv"), now) == []
+
+
+def test_our_lines_are_shown_once_and_no_longer_after_uninstall(capsys):
+    burst.install()
+    logger = logging.getLogger("megatron_burst")
+    before = logger.level, list(logger.handlers)
+    args = SimpleNamespace()
+    with pytest.raises(AttributeError):  # Megatron's own check: these are no arguments
+        arguments.validate_args(args)
+    logger.info("a line")
+    assert capsys.readouterr().out.count("> megatron_burst: a line\n") == 1
+    burst.uninstall()
+    assert (logger.level, list(logger.handlers)) == before

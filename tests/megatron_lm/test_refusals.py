@@ -1,0 +1,71 @@
+"""What cannot be honoured ends every rank by itself, with the same line and no traceback."""
+
+import pytest
+from ranks import COMMON
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+
+
+BURST = "--context-parallel-algo burst"
+CP2 = f"{BURST} --context-parallel-size 2"
+BAD = {
+    f"{CP2} --cp-comm-type p2p": "drop --cp-comm-type",
+    f"{CP2} --hierarchical-context-parallel-sizes 2 2": "2 2 multiply to 4, which is not",
+    f"{CP2} --transformer-impl transformer_engine": "Transformer Engine is not installed",
+    f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
+    f"{CP2} --attention-dropout 0.1": "set --attention-dropout 0",
+    f"{CP2} --burst-attention-store 0.5": "nothing recomputes it",
+    "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
+}
+
+
+def messages(run):
+    """The line that each rank ended with; no rank may have a traceback."""
+    assert all(code == 2 for code in run.codes), (run.codes, "\n".join(run.texts)[-3000:])
+    assert not run.lines("Traceback")
+    found = run.lines("megatron-burst pretrain: error: ")
+    assert len(found) == len(run.codes)
+    return found
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags(ranks, flags):
+    lines = messages(ranks.run(2, [*COMMON, *flags.split()]))
+    assert lines[0] == lines[1]
+    assert BAD[flags] in lines[0]
+
+
+def test_a_rank_with_other_flags_than_the_rest(ranks):
+    run = ranks.run(2, [*COMMON, *CP2.split()], odd=["--burst-side", "query"])
+    lines = messages(run)
+    assert lines[0] == lines[1]
+    assert "rank 0 has --burst-side 'auto', rank 1 has --burst-side 'query'" in lines[0]
+
+
+def test_one_rank_works_and_is_told_that_the_flag_does_nothing(train):
+    run = train(1, BURST)
+    assert run.steps == train(1).steps
+    (line,) = run.lines("does nothing")
+    assert f"{BURST} does nothing at --context-parallel-size 1" in line
+
+
+def test_one_rank_per_node_is_flat_and_says_so(train):
+    run = train(2, f"{CP2} --burst-intra-size 1 --train-iters 1")
+    assert run.lines("no ring within nodes, a flat one over all 2 ranks")
+
+
+def test_help_shows_the_group(ranks):
+    run = ranks.run(1, ["--help"])
+    assert run.codes == [0]
+    group = run.texts[0].split("\nmegatron-burst:\n")[1]
+    assert "--context-parallel-algo {burst," in group
+    assert "--burst-lm-head-loss" in group
+
+
+def test_errors_of_the_script_keep_their_traceback(ranks):
+    run = ranks.run(1, [*COMMON, "--seed", "-1"])  # a ValueError of Megatron's
+    assert run.codes == [1]
+    assert run.lines("Traceback")
+    assert not run.lines("megatron-burst pretrain: error")

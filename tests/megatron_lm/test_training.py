@@ -1,0 +1,130 @@
+"""Ten iterations of Megatron-LM's own loop: with our flags as without.
+
+Losses are compared as Megatron prints them, to seven digits, and gradient norms, to three decimals.
+"""
+
+import pytest
+from ranks import COMMON, SCRIPT, under_torchrun
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+
+
+CP2 = "--context-parallel-algo burst --context-parallel-size 2"
+CP4 = (
+    "--context-parallel-algo burst --context-parallel-size 4 "
+    "--hierarchical-context-parallel-sizes 2 2"
+)
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 1e-2 "
+    "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2"
+)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+INTERLEAVED = (
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    f"{RECOMPUTE}"
+)
+
+
+def same(ours, stock, steps=range(1, 11)):
+    for step in steps:
+        (loss, norm), (expected, stock_norm) = ours.steps[step], stock.steps[step]
+        assert loss == pytest.approx(expected, rel=1e-6), step
+        assert norm == pytest.approx(stock_norm, abs=1.1e-3), step
+    assert len(stock.evaluations) == 4
+    count = len(ours.evaluations)
+    assert ours.evaluations == pytest.approx(stock.evaluations[-count:], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, train):
+    """A run on two ranks that saved its iterations 5 and 10, and where."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return train(2, f"{CP2} --save {folder} --save-interval 5"), folder
+
+
+def test_two_ranks_train_like_one(train, saved):
+    same(saved[0], train(1))
+
+
+def test_the_loss_falls_so_the_comparison_means_something(train):
+    losses = [loss for loss, _ in train(1).steps.values()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_start_up_line_and_the_flags_are_in_the_log(saved):
+    (line,) = saved[0].lines("burst attention:")
+    assert line.startswith("> megatron_burst: ")
+    assert "algorithm burst | 1 nodes x 2 ranks" in line
+    (flag,) = saved[0].lines("context_parallel_algo ..")
+    assert flag.endswith(" burst")
+
+
+def test_chosen_by_a_spec_alone(train):
+    spec = "--spec megatron_burst.megatron.specs burst_layer_spec"
+    run = train(2, f"--context-parallel-size 2 {spec}")
+    same(run, train(1))
+    assert run.lines("algorithm burst")
+
+
+def test_four_ranks_on_two_nodes(train):
+    flags = f"{CP4} {RECOMPUTE} --burst-attention-store 0.5 --burst-lm-head-loss single_pass"
+    run = train(4, flags)
+    same(run, train(1))
+    (line,) = run.lines("burst attention:")
+    assert "2 nodes x 2 ranks" in line
+    assert "layout striped" in line
+    assert run.lines("> megatron_burst: LM head loss: single_pass")
+
+
+def test_under_torchrun(train):
+    run = under_torchrun(2, [*COMMON, *CP2.split()])
+    assert run.codes == [0], run.texts[0][-3000:]
+    same(run, train(1))
+
+
+def test_two_lines_in_a_script_do_the_same(train, ranks, tmp_path):
+    script = tmp_path / "train.py"
+    lines = "import megatron_burst.megatron\nmegatron_burst.megatron.install()\n"
+    script.write_text(lines + SCRIPT.read_text())
+    run = ranks.run(2, [*COMMON, *CP2.split()], script=script)
+    assert run.codes == [0, 0], run.texts[0][-3000:]
+    same(run, train(1))
+    assert run.lines("> megatron_burst: burst attention:")
+
+
+def test_resumes_on_four_ranks_and_says_what_changed(train, saved):
+    other = CP4.replace("burst", "double_ring")
+    run = train(4, f"{other} --burst-layout striped --load {saved[1]} --ckpt-step 5")
+    assert min(run.steps) == 6
+    # Megatron's line of the second iteration after a start is an average over two.
+    same(run, saved[0], [6, 8, 9, 10])
+    changed = [line.split("made with ")[1] for line in run.lines("the checkpoint was made with")]
+    assert changed == [
+        "--context-parallel-algo burst, this run has double_ring",
+        "--burst-layout zigzag, this run has striped",
+        "--context-parallel-size 2, this run has 4",
+        "--hierarchical-context-parallel-sizes None, this run has [2, 2]",
+    ]
+
+
+def test_experts_on_two_ranks(train):
+    same(train(2, f"{MOE} {CP2}"), train(2, MOE))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_documents_of_any_length(train, size):
+    asked = f"--packed --context-parallel-algo burst --context-parallel-size {size}"
+    same(train(size, asked), train(1, "--packed"))
+
+
+def test_packed_is_not_the_same_as_not_packed(train):
+    assert abs(train(1, "--packed").steps[10][0] - train(1).steps[10][0]) > 1e-3
+
+
+def test_interleaved_pipeline_with_attention_kept(train):
+    """Four micro-batches in flight over two stages of two chunks each."""
+    same(train(4, f"{INTERLEAVED} {CP2} --burst-attention-store 0.5"), train(2, INTERLEAVED))

@@ -1,0 +1,109 @@
+"""A user's training script on Megatron-LM: it knows nothing of this project.
+
+As short as one can be: a GPT from Megatron-LM's flags, trained by its `pretrain` on counting
+sequences of documents with uneven lengths. `--packed` keeps the documents from seeing each other.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+VOCABULARY = 61
+
+
+class Counting(torch.utils.data.Dataset):
+    """Documents of 5 to 40 tokens that count up in steps of 1 to 3; the last token is not
+    predicted."""
+
+    def __init__(self, samples, seed, args):
+        self.samples, self.seed, self.length, self.packed = (
+            samples, seed, args.seq_length, args.packed,
+        )  # fmt: skip
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        draw = np.random.default_rng([self.seed, index])
+        ends, tokens, places = [0], [], []
+        while ends[-1] < self.length + 1:
+            size = int(draw.integers(5, 40))
+            tokens += list((draw.integers(1, 4, size).cumsum()) % VOCABULARY)
+            places += range(size)
+            ends.append(ends[-1] + size)
+        bounds = np.array([*[end for end in ends if end < self.length], self.length])
+        text = np.array(tokens[: self.length + 1])
+        mask = np.ones(self.length, np.float32)
+        mask[bounds[1:] - 1] = 0
+        sample = {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": mask,
+            "position_ids": np.array(places[: self.length] if self.packed else range(self.length)),
+        }
+        return sample | ({"cu_seqlens": bounds.astype(np.int32)} if self.packed else {})
+
+
+def datasets(sizes, vp_stage=None):
+    args = get_args()
+    return [Counting(size or 0, seed, args) if size else None for seed, size in enumerate(sizes)]
+
+
+datasets.is_distributed = True  # every rank reads for itself
+
+
+def loss_function(loss_mask, losses, model=None):
+    mask = loss_mask.view(-1).float()
+    total, count = (losses.view(-1).float() * mask).sum(), mask.sum()
+    return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count])}
+
+
+def forward_step(data_iterator, model):
+    args = get_args()
+    batch = dict(next(data_iterator))
+    lengths = batch.get("cu_seqlens")
+    group = mpu.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    mask = params = None
+    if lengths is not None and group.size() == 1:  # Megatron's local attention knows no packs
+        places = torch.arange(args.seq_length)
+        document = torch.bucketize(places, lengths[0], right=True)
+        hidden = (document[:, None] != document) | (places[:, None] < places)
+        mask = hidden[None, None]
+    elif lengths is not None:
+        ends, longest = lengths[0], int(lengths[0].diff().max())
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        mask,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=params,
+    )
+    return losses, partial(loss_function, batch["loss_mask"])
+
+
+def add_own_flags(parser):
+    parser.add_argument("--packed", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(extra_args_provider=add_own_flags)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,0 +1,69 @@
+"""The flags: one definition, whose defaults are those of BurstConfig."""
+
+import argparse
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_burst import BurstConfig, flags
+
+
+def parsed(line="", algorithm="burst"):
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, algorithm=algorithm)
+    args = parser.parse_args(line.split())
+    flags.settle(args)
+    return args
+
+
+def test_every_choice_has_a_flag_and_the_same_default():
+    assert {flag.field for flag in flags.FLAGS} == {
+        field.name for field in dataclasses.fields(BurstConfig)
+    }
+    assert flags.burst_config(parsed()) == BurstConfig()
+
+
+def test_all_flags_reach_the_configuration():
+    args = parsed(
+        "--context-parallel-algo hybrid --burst-layout contiguous --burst-side kv "
+        "--burst-kernel aten --burst-intra-size 2 --burst-head-size 4 --burst-kv-cache 0.5 "
+        "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
+        "--burst-lm-head-loss recompute"
+    )
+    assert flags.burst_config(args) == BurstConfig(
+        "hybrid", "contiguous", "kv", "aten", 2, 4, "context_first", 0.5, "bf16", 0.0, "recompute"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "layout"),
+    [
+        ("", "zigzag"),
+        ("--burst-attention-store 0.5", "striped"),
+        ("--burst-attention-store 1", "zigzag"),
+        ("--burst-attention-store 0.5 --burst-layout zigzag", "zigzag"),
+        ("--burst-attention-store 0.5 --context-parallel-algo megatron", "zigzag"),
+    ],
+)
+def test_the_layout_follows_from_the_store(line, layout):
+    assert parsed(line).burst_layout == layout
+
+
+def test_arguments_without_our_flags_leave_the_attention_alone():
+    args = SimpleNamespace(burst_attention_store=0.5)
+    flags.settle(args)
+    assert flags.burst_config(args) == BurstConfig(algorithm="megatron", store=0.5)
+
+
+def test_a_program_that_has_such_a_flag_is_refused():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--burst-side")
+    with pytest.raises(ValueError, match="--burst-side is a flag of this program already"):
+        flags.add_flags(parser, algorithm="burst")
+
+
+def test_which_flags_a_command_line_has():
+    argv = ["--burst-side=kv", "--lr", "1", "--context-parallel-algo", "burst", "--burst-sides"]
+    assert list(flags.given(argv)) == ["--context-parallel-algo", "--burst-side"]
+    assert list(flags.given(argv, "--lr", "--wd")) == ["--lr"]
