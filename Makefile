@@ -9,7 +9,7 @@ MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format gallery mutants bench-accuracy bench-checkpoint bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test lint format gallery mutants compatibility bench-accuracy bench-checkpoint bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -39,6 +39,9 @@ gallery: $(VENV)/.ready-test ## draw docs/gallery.md and its pictures again
 
 mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests catch each
 	@$(PY) tests/mutants.py $(ARGS) < /dev/null
+
+compatibility: $(VENV)/.ready-test ## which features work with which Megatron, into README.md (Python 3.12, half an hour)
+	@$(PY) tests/compatibility.py $(ARGS) < /dev/null
 
 bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, into docs/accuracy.md and .png
 	@$(PY) benchmarks/accuracy.py $(ARGS)

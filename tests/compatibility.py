@@ -1,0 +1,215 @@
+"""What works with which Megatron: the tests of the Megatron folders, version by version.
+
+    make compatibility                            # releases of megatron-core, from the registry
+    make compatibility ARGS='--tree main=PATH'    # and a checkout of Megatron-LM
+
+Each version is put before the installed one on the path of a pytest process of its own, which runs
+the tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they
+passed and assert a refusal, "fails" if any did not pass, and "-" if none ran. Owns which tests
+stand for which feature; the tables in docs/compatibility.md and README.md are written from what
+ran, never by hand. Knows nothing of what a feature is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from report import markdown, progress, write_section  # noqa: E402
+
+PARITY = "tests/megatron/test_parity.py::test_split_run_equals_one_rank"
+HEAD = "tests/megatron/test_lm_head.py::test_the_fused_loss_changes_nothing"
+BAD = "tests/megatron/test_bad_input.py::test_a_bad_flag_is_named_on_every_rank"
+LOOP = "tests/megatron_lm/test_training.py::"
+RELEASES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+
+class Feature(NamedTuple):
+    """A row: its name, the tests that stand for it, and what they show when they pass."""
+
+    name: str
+    tests: tuple[str, ...]
+    shows: str = "works"
+
+
+def _parity(name: str, *cases: str) -> Feature:
+    return Feature(name, tuple(f"{PARITY}[{case}]" for case in cases))
+
+
+def _refused(name: str, flags: str) -> Feature:
+    return Feature(name, (f"{BAD}[--context-parallel-size 4 {flags}]",), "refused")
+
+
+FEATURES = (
+    _parity("CP 2 x DP 2", "cp2"),
+    _parity("CP 4, flat and 2 x 2", "cp4", "cp2x2"),
+    _parity("distributed optimizer", "distributed-optimizer"),
+    _parity("TP", "tp2"),
+    _parity("TP x SP", "sequence-parallel"),
+    _parity("PP", "pp2"),
+    _parity("VPP", "vpp2"),
+    _parity("GQA, qk-norm, untied", "gqa-qknorm-untied", "gqa-qknorm-untied-striped"),
+    _parity("MQA x TP", "mqa", "tp2-mqa"),
+    _parity("MLA", "latent", "latent-striped"),
+    _parity("MLA x TP", "latent-tp2"),
+    _parity("MTP", "mtp"),
+    _parity("sliding windows", "window", "window-striped-skip"),
+    _parity("softmax sinks", "sink-learnable", "sink-learnable-tp2", "sink-off-by-one"),
+    _parity("packed", "packed", "packed-striped", "packed-contiguous"),
+    _parity("packed x TP x GQA", "packed-gqa-tp2"),
+    _parity("packed x PP", "packed-pp2"),
+    _parity("packed x MLA", "packed-latent"),
+    _parity("recompute: uniform, block, selective", "recompute-uniform", "recompute-block",
+            "recompute-selective"),
+    _parity("recompute x PP", "pp2-recompute"),
+    _parity("attention store", "store-half-uniform", "store-all-block"),
+    _parity("attention store x VPP", "store-vpp2", "store-vpp2-block"),
+    _parity("ulysses, hybrid", "ulysses", "hybrid"),
+    Feature("fused LM head: TP x SP, PP, MTP",
+            tuple(f"{HEAD}[{case}-single_pass]" for case in ("tp2-cp2-sp", "pp2", "mtp"))),
+    Feature("bf16", ("tests/megatron/test_parity.py::"
+                     "test_in_bf16_splitting_costs_less_than_the_format",)),
+    Feature("checkpoint at another CP size", (
+        "tests/megatron/test_checkpoint.py::"
+        "test_a_resumed_run_repeats_the_rest[another cp size and layout]",)),
+    Feature("Megatron-LM's loop: evaluation, CP 2, CP 2 x 2",
+            (f"{LOOP}test_two_ranks_train_like_one", f"{LOOP}test_four_ranks_on_two_nodes")),
+    Feature("Megatron-LM's loop: save, resume at another CP size",
+            (f"{LOOP}test_resumes_on_four_ranks_and_says_what_changed",)),
+    Feature("MoE x EP, in Megatron-LM's loop", (f"{LOOP}test_experts_on_two_ranks",)),
+    Feature("packed, in Megatron-LM's loop",
+            tuple(f"{LOOP}test_packed_documents_of_any_length[{n}]" for n in (2, 4))),
+    Feature("PP x VPP x attention store, in Megatron-LM's loop",
+            (f"{LOOP}test_interleaved_pipeline_with_attention_kept",)),
+    Feature("`--spec`", (f"{LOOP}test_chosen_by_a_spec_alone",)),
+    _refused("packed x MTP", "--packed --mtp-num-layers 1"),
+    _refused("MTP x layouts other than zigzag", "--mtp-num-layers 1 --burst-layout striped"),
+    _refused("attention dropout", "--attention-dropout 0.1"),
+)  # fmt: skip
+UNTESTED = (
+    "Transformer Engine's specs", "fp8", "fp16", "Megatron-FSDP", "Mamba and hybrid stacks",
+    "heterogeneous layers",
+)  # fmt: skip
+
+
+def main() -> int:
+    args = arguments()
+    columns = {}
+    with tempfile.TemporaryDirectory() as scratch, progress("versions", len(args.versions)) as step:
+        for version in args.versions:
+            step(version)
+            tree = args.trees.get(version) or release(version, Path(scratch) / version)
+            columns[version] = outcomes(tree, args.limit)
+    table = markdown(
+        ["", *columns],
+        [[f.name, *(cell(f, ran) for ran in columns.values())] for f in FEATURES],
+    )
+    text = f"{table}\n\nUntested: {', '.join(UNTESTED)}.\n\nRun {provenance(args)}"
+    print(text)
+    if not args.dry:
+        write_section(ROOT / "README.md", "compatibility", text)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--releases", nargs="*", default=list(RELEASES), metavar="VERSION")
+    parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH",
+                        help="a checkout of Megatron-LM")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for one version")
+    parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
+    args = parser.parse_args()
+    args.trees = {}
+    for named in args.tree:
+        name, _, path = named.partition("=")
+        if not (Path(path) / "megatron" / "core").is_dir():
+            raise SystemExit(f"--tree {named}: {path or 'nothing'} holds no megatron/core")
+        args.trees[name] = Path(path)
+    args.versions = [*args.releases, *args.trees]
+    return args
+
+
+def release(version: str, folder: Path) -> Path:
+    """A release of megatron-core by itself: what it needs is installed already."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    wanted = ["--no-deps", "--target", str(folder), f"megatron-core=={version}"]
+    subprocess.run(pip + wanted, check=True)
+    return folder
+
+
+def outcomes(tree: Path, limit: float) -> dict[str, str]:
+    """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
+    tests = [test for feature in FEATURES for test in feature.tests]
+    if not (
+        tree / "megatron" / "training"
+    ).is_dir():  # that of the installed version would be found
+        tests = [test for test in tests if not test.startswith(LOOP)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = [_with_helpers(tree, Path(folder)), ROOT]
+        found = Path(folder) / "junit.xml"
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # main compiles functions that the CPU stand-ins replace
+            "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles for CUDA when it is imported
+        }
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={found}", *tests],
+            cwd=ROOT, env=environment, timeout=limit, check=False, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        return _parsed(found) if found.exists() else {}
+
+
+def _with_helpers(tree: Path, folder: Path) -> Path:
+    """``tree``, or a copy of its packages with the installed compiled dataset helpers."""
+    if list((tree / "megatron/core/datasets").glob("helpers_cpp*.so")):
+        return tree
+    shutil.copytree(tree / "megatron", folder / "megatron")
+    for helper in metadata.files("megatron-core") or []:
+        if helper.match("helpers_cpp*.so"):
+            shutil.copy(str(helper.locate()), folder / "megatron/core/datasets")
+    return folder
+
+
+def _parsed(junit: Path) -> dict[str, str]:
+    found = {}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        module = (case.get("classname") or "").replace(".", "/")
+        kinds = {child.tag for child in case}
+        bad = kinds & {"failure", "error"}
+        outcome = "failed" if bad else "skipped" if "skipped" in kinds else "passed"
+        found[f"{module}.py::{case.get('name')}"] = outcome
+    return found
+
+
+def cell(feature: Feature, ran: dict[str, str]) -> str:
+    """What the tests of a feature say."""
+    outcomes = {ran.get(test, "skipped") for test in feature.tests}
+    if "failed" in outcomes:
+        return "fails"
+    return feature.shows if outcomes == {"passed"} else "-"
+
+
+def provenance(args: argparse.Namespace) -> str:
+    words = ["--releases", *args.releases]
+    words += [word for name in args.trees for word in ("--tree", f"{name}=...")]
+    python = ".".join(map(str, sys.version_info[:3]))
+    return (
+        f"with `python tests/compatibility.py {' '.join(words)}`, {date.today()}, on the CPU with "
+        f"gloo, Python {python}, torch {metadata.version('torch')}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
