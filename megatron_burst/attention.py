@@ -104,14 +104,14 @@ class _Attention(torch.autograd.Function):
         ctx: Any, plan: Plan, sink: torch.Tensor | None, frame: Frame | None, *flat: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         shards = [tuple(t.contiguous() for t in flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        kept = iter(frame.get(plan.signature)) if frame is not None and frame.filled else None
+        kept = iter(frame.get(plan.call)) if frame is not None and frame.filled else None
         walks = [
             _forward(plan, i, shard, sink, None if kept is None else (next(kept), next(kept)))
             for i, shard in enumerate(shards)
         ]
         results = _run(plan, walks)
         if frame is not None and not frame.filled:
-            frame.put(plan.signature, _to_keep(plan, [saved for _, saved in results]))
+            frame.put(plan.call, _to_keep(plan, [saved for _, saved in results]))
         ctx.plan, ctx.lengths = plan, [len(saved) for _, saved in results]
         ctx.dtype = flat[0].dtype
         ctx.save_for_backward(sink, *(t for _, saved in results for t in saved))
@@ -212,7 +212,7 @@ def _compute(
 def _woven(again: Again, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The rows that were kept and those computed again, each in its place."""
     if not len(again.rest):
-        return stored
+        return stored.detach()  # as a result it gets a history of its own
     whole = new.new_empty((len(again.kept) + len(again.rest), *new.shape[1:]))
     whole[again.kept.to(new.device)] = stored
     whole[again.rest.to(new.device)] = new

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 T = TypeVar("T")
 Entry = tuple[torch.Tensor, ...]
+Kept = tuple[object, Entry, tuple[int, ...]]  # what for, and the tensors with their versions
 
 _current: ContextVar[Frame | None] = ContextVar("megatron_burst_frame", default=None)
 
@@ -30,7 +31,7 @@ class Frame:
     """What the attention calls of one checkpointed call keep: for each, tensors of some rows."""
 
     keep: float | None  # None: as the plan of each call says
-    entries: list[tuple[object, Entry]] = field(default_factory=list)
+    entries: list[Kept] = field(default_factory=list)
     filled: bool = False  # the function has run once to its end
     position: int = 0
 
@@ -42,22 +43,29 @@ class Frame:
 
     def put(self, what: object, entry: Entry) -> None:
         """Keep the tensors of the next attention call; `what` identifies it."""
-        self.entries.append((what, entry))
+        self.entries.append((what, entry, _versions(entry)))
 
     def get(self, what: object) -> Entry:
-        """What the next attention call kept. ValueError if it was another call."""
+        """What the next attention call kept. ValueError if it was another call, RuntimeError if
+        its result was changed in place since: where all rows are kept it is what is kept."""
         index, self.position = self.position, self.position + 1
         if index >= len(self.entries) or self.entries[index][0] != what:
             raise ValueError(
                 f"checkpoint: attention call {index} of the recompute is not the one of the first "
                 "run; the checkpointed function must do the same each time"
             )
-        return self.entries[index][1]
+        _, entry, versions = self.entries[index]
+        if _versions(entry) != versions:
+            raise RuntimeError(
+                "checkpoint: the result of attention was changed in place between forward and "
+                "recompute, and with it what was kept; make a new tensor (out * 2, not out.mul_(2))"
+            )
+        return entry
 
     @property
     def bytes(self) -> int:
         """Memory of what is kept."""
-        return sum(t.numel() * t.element_size() for _, entry in self.entries for t in entry)
+        return sum(t.numel() * t.element_size() for _, entry, _ in self.entries for t in entry)
 
 
 class Framed:
@@ -76,6 +84,10 @@ class Framed:
         finally:
             _current.reset(token)
         return result
+
+
+def _versions(entry: Entry) -> tuple[int, ...]:
+    return tuple(t._version for t in entry)
 
 
 def current() -> Frame | None:

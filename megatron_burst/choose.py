@@ -6,6 +6,7 @@ Takes one of `options` and says why. `choose` is for use before there are groups
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,13 +102,13 @@ def choose(
     _check_rates(rates)
     kv_heads = heads if kv_heads is None else kv_heads
     value_width = width if value_width is None else value_width
-    wire = max(4, itemsize) if wire_itemsize is None else wire_itemsize
     numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "width": width,
                "value_width": value_width, "batch": batch, "itemsize": itemsize,
-               "wire_itemsize": wire}  # fmt: skip
+               "wire_itemsize": 4 if wire_itemsize is None else wire_itemsize}  # fmt: skip
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    wire = max(4, itemsize) if wire_itemsize is None else wire_itemsize
     if heads % kv_heads:
         raise ValueError(f"kv_heads must divide the {heads} heads, got {kv_heads}")
     Topology(ranks, intra)
@@ -129,6 +130,8 @@ def best(call: Call, topologies: Sequence[Topology], rates: Rates, fixed: Fixed 
     """The option that is predicted to be fastest; of those within TIE of it the simplest."""
     found = [o for topology in topologies for o in on_grid(call, topology, rates, fixed)]
     found.sort(key=lambda option: option.seconds)
+    if not all(math.isfinite(option.seconds) for option in found):
+        raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
     limit = min(_weighed(option) for option in found) * (1 + TIE)
     taken = min((o for o in found if _weighed(o) <= limit), key=_simplicity)
     others = tuple(option for option in found if option is not taken)

@@ -64,9 +64,13 @@ class BurstConfig:
         _one_of("placement (--burst-placement)", self.placement, PLACEMENTS)
         _one_of("wire_dtype (--burst-wire-dtype)", self.wire_dtype, (None, *WIRE_DTYPES))
         _one_of("lm_head_loss (--burst-lm-head-loss)", self.lm_head_loss, LM_HEAD_LOSSES)
-        if self.store is not None and not 0.0 <= self.store <= 1.0:
+        if self.store is not None:
+            _fraction("store (--burst-attention-store)", self.store)
+        _fraction("kv_cache (--burst-kv-cache)", self.kv_cache)
+        if self.kv_cache and self.side == "query":
             raise ValueError(
-                f"store (--burst-attention-store) must be a fraction from 0 to 1, got {self.store}"
+                f"--burst-kv-cache {self.kv_cache} keeps keys, which --burst-side query does not "
+                "send; use --burst-side kv or auto"
             )
         if self.store and self.kv_cache:
             raise ValueError(
@@ -78,10 +82,12 @@ class BurstConfig:
             if size is not None and (type(size) is not int or size < 1):
                 flag = f"--burst-{name.replace('_', '-')}"
                 raise ValueError(f"{name} ({flag}) must be an integer from 1 on, got {size!r}")
-        if not 0.0 <= self.kv_cache <= 1.0:
-            raise ValueError(
-                f"kv_cache (--burst-kv-cache) must be a fraction from 0 to 1, got {self.kv_cache}"
-            )
+
+
+def _fraction(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0.0 <= value <= 1.0:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"{name} must be a fraction from 0 to 1, got {value!r}")
 
 
 def _one_of(name: str, value: object, names: tuple[str | None, ...]) -> None:

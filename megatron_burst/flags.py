@@ -18,6 +18,7 @@ from .layout import LAYOUTS
 from .topology import PLACEMENTS
 
 GROUP = "megatron-burst"
+ALONE = ("--context-parallel-algo", "--burst-lm-head-loss")  # count without any other
 OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 
 
@@ -106,7 +107,8 @@ def settle(args: Any) -> None:
         store = args.burst_attention_store
         partial = isinstance(store, (int, float)) and 0 < store < 1
         ours = args.context_parallel_algo != OFF
-        args.burst_layout = "striped" if partial and ours else "zigzag"
+        bound = bool(getattr(args, "mtp_num_layers", None))  # to zigzag
+        args.burst_layout = "striped" if partial and ours and not bound else "zigzag"
 
 
 def burst_config(args: Any) -> BurstConfig:

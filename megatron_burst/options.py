@@ -95,7 +95,7 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
     rings = ["ring"] if alone else RINGS if topology.head == 1 else INSIDE
     for algorithm in [fixed.algorithm] if fixed.algorithm else rings:
         there = cost.forward_schedule(algorithm, grid, visible, sizes)
-        sides = ["kv"] if kept or alone else SIDES
+        sides = ["kv"] if call.kept or alone else SIDES
         backs = [
             cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
             for side in ([fixed.side] if fixed.side else sides)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -64,11 +65,12 @@ def check(tree: Path) -> tuple[int, list[str]]:
         lines = [f"not patchable: Megatron-Core {version} at {tree}, tried series {name}, because"]
         lines += [f"  {one.patch.name}: {one.refusal}" for one in refused]
         return NEITHER, [*lines, "run-time hooks (megatron_burst.megatron.install) need no patch"]
-    missing = [str(one.patch.resolve()) for one in best if not one.there]
+    missing = [shlex.quote(str(one.patch.resolve())) for one in best if not one.there]
     if len(missing) == len(best):
-        missing = [str(best[0].patch.parent.resolve() / "*.patch")]
+        missing = [shlex.quote(str(best[0].patch.parent.resolve())) + "/*.patch"]
+    shown = " ".join(missing)
     lines = [f"patchable: Megatron-Core {version} at {tree} with series {name}; apply it with"]
-    return PATCHABLE, [*lines, f"  cd {tree} && git apply " + " ".join(missing)]
+    return PATCHABLE, [*lines, f"  cd {shlex.quote(str(tree))} && git apply " + shown]
 
 
 def _rank(tried: list[Tried], version: str) -> tuple[int, bool]:
@@ -115,12 +117,14 @@ def _apply(patch: Path, folder: Path) -> str | None:
 
 
 def _without_seam(tree: Path, places: list[Place]) -> list[Place]:
-    return [
-        place
-        for place in places
-        if not (tree / place.file).is_file()
-        or not marked((tree / place.file).read_text(encoding="utf-8"), place)
-    ]
+    return [place for place in places if not _has_seam(tree / place.file, place)]
+
+
+def _has_seam(file: Path, place: Place) -> bool:
+    try:
+        return file.is_file() and marked(file.read_text(encoding="utf-8"), place)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not Python that can be read: {error}") from error
 
 
 def version_of(tree: Path) -> str:

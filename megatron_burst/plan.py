@@ -68,6 +68,11 @@ class Plan:
         return there_bytes, back_bytes
 
     @property
+    def call(self) -> tuple[object, ...]:
+        """What tells one attention call from another: tensors, mask and layout."""
+        return self.signature, self.mask, self.layout
+
+    @property
     def side(self) -> str:
         """Which tensors travel in backward."""
         return self.schedules[1].side

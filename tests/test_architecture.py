@@ -71,7 +71,7 @@ ARROWS = {
     | {"trace", "comm", "plan", "prepare", "attention", "show"},  # of show: its colours
     "seam": set(),
     "patch": {"seam"},
-    "doctor": DOOR | {"doctor", "comm", "attention", "megatron", "__init__"},
+    "doctor": DOOR | {"doctor", "comm", "attention", "flags", "megatron", "__init__"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "pretrain": set(),  # imports megatron when it runs, after the script's own is in the path
     "__main__": {"cli"},

@@ -7,17 +7,17 @@ plugin (`megatron.checks`), not said again. Must not know processes.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..config import BurstConfig
+from .. import flags
 from .finding import Finding, note, ok, problem
 from .sizes import hierarchical_sizes
 
 ALGORITHM = "--context-parallel-algo"
+FLAGS = {flag.name: flag for flag in flags.FLAGS}
 SIZES = "--hierarchical-context-parallel-sizes"
 # Megatron's loss masks may hold back unequally many tokens on different ranks with these.
 UNEVEN = ("--eod-mask-loss", "--sft", "--dataloader-inter-document-masking")
@@ -93,7 +93,7 @@ def hazards(
             "Transformer Engine is Megatron's default, and it is not installed here",
             "install transformer-engine, or --transformer-impl local",
         )
-    if command.ours:
+    if any(flag in command for flag in FLAGS):
         yield from _refused(command)
 
 
@@ -199,34 +199,29 @@ def _refused(command: Command) -> Iterator[Finding]:
         from megatron_burst.megatron import checks, lm_head
     except ImportError:
         return  # without Megatron there is nothing to ask
-    names = {_flag(f.name): f for f in dataclasses.fields(BurstConfig) if f.name != "algorithm"}
-    unknown = [f for f in command.given if f.startswith("--burst-") and f not in names]
+    unknown = [f for f in command.given if f.startswith("--burst-") and f not in FLAGS]
     if unknown:
-        yield note("flags", f"{', '.join(unknown)}: not known to the doctor, not checked")
+        yield problem("flags", f"{', '.join(unknown)}: there is no such flag", "see --help")
     try:
-        choices = {field.name: _value(command, flag, field) for flag, field in names.items()
-                   if flag in command}  # fmt: skip
-        burst = BurstConfig(algorithm=command.text(ALGORITHM) or "burst", **choices)
         config = _config(command)
+        args = SimpleNamespace(mtp_num_layers=config.mtp_num_layers)
+        for name, flag in FLAGS.items():
+            if name in command:
+                text = flag.type is str
+                setattr(args, flag.dest, command.text(name) if text else
+                        command.number(name, None, flag.type))  # fmt: skip
+        flags.settle(args)
+        burst = flags.burst_config(args)
         checks.check_config(config, burst, command.number("--seq-length", None))
         lm_head.check(config, burst)
     except ValueError as error:
         yield problem("refused at start", str(error), "as it says")
-    else:
+        return
+    idle = [name for name in FLAGS if name in command and name not in flags.ALONE]
+    if burst.algorithm == flags.OFF and idle:
+        yield problem("flags", f"{', '.join(idle)}: nothing follows them", f"{ALGORITHM} burst")
+    elif command.ours:
         yield ok("BurstAttention", "takes these settings")
-
-
-def _flag(field: str) -> str:
-    return "--burst-" + {"store": "attention-store"}.get(field, field.replace("_", "-"))
-
-
-def _value(command: Command, flag: str, field: dataclasses.Field) -> Any:
-    kind = str(field.type)
-    if kind.startswith("int"):
-        return command.number(flag, None)
-    if kind.startswith("float"):
-        return command.number(flag, None, float)
-    return command.text(flag)
 
 
 def _config(command: Command) -> SimpleNamespace:
@@ -242,7 +237,9 @@ def _config(command: Command) -> SimpleNamespace:
         "attention_dropout": command.number("--attention-dropout", 0.1, float),
         "window_size": command.numbers("--window-size"),
         "softmax_type": command.text("--softmax-type", "vanilla"),
-        "recompute_granularity": command.text("--recompute-granularity"),
+        "recompute_granularity": "selective"
+        if "--recompute-activations" in command
+        else command.text("--recompute-granularity"),
         "recompute_modules": command.given.get("--recompute-modules", ["core_attn"]),
         "fp8": command.text("--fp8-format"),
         "fp16": "--fp16" in command,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.topology import Topology
 
 OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -38,16 +39,36 @@ def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None)
             )
         return
     check_topology(cp, sizes, burst.intra_size)
-    if seq_length is not None and seq_length % (2 * cp):
-        raise ValueError(
-            f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
-            f"({2 * cp}); pad the sequences or change one of the two"
-        )
+    if seq_length is not None:
+        check_length(seq_length, cp)
     check_heads(config, head_size(burst, cp))
+    _check_placement(cp, sizes[0] if sizes else burst.intra_size, burst)
     if burst.store:
         _check_store(config, burst.store)
     for problem in _refused(config, burst.layout):
         raise ValueError(f"{problem} (or --context-parallel-algo megatron)")
+
+
+def check_length(seq_length: int, cp: int) -> None:
+    """Raise ``ValueError`` unless ``cp`` ranks can hold two equal pieces of a sequence each."""
+    if seq_length % (2 * cp):
+        raise ValueError(
+            f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
+            f"({2 * cp}); pad the sequences or change one of the two"
+        )
+
+
+def _check_placement(cp: int, intra: int | None, burst: BurstConfig) -> None:
+    """Raise ``ValueError`` unless ranks that share heads leave rings of equal nodes."""
+    size = head_size(burst, cp)
+    if size == 1 or intra is None:
+        return
+    try:
+        Topology(cp, intra, size, burst.placement)
+    except ValueError as error:
+        raise ValueError(
+            f"--burst-head-size {size} --burst-placement {burst.placement}: {error}"
+        ) from error
 
 
 def _check_store(config: Any, store: float) -> None:
@@ -61,7 +82,7 @@ def _check_store(config: Any, store: float) -> None:
     if granularity != "full" and not (granularity == "selective" and "core_attn" in modules):
         raise ValueError(
             f"{flag} keeps attention between forward and recompute, and nothing recomputes it: "
-            "add --recompute-granularity full, or leave the flag out"
+            "add --recompute-granularity full or --recompute-activations, or leave the flag out"
         )
     if get("fp8") or get("fp4"):
         raise ValueError(f"{flag}: recompute in fp8 goes another way; remove --fp8-format")

@@ -47,12 +47,18 @@ def install(layout: str | None = None) -> None:
             slicing_patches(layout or "striped")  # checks signatures while all can be undone
             _patch_recompute(patches)
             lm_head.patch(patches)
+            patches.notes["scripts"] = for_scripts
             if for_scripts:
                 training.patch(patches, configure)
             if layout is not None:
                 _settle(patches, layout)
     elif layout is not None:
         _settle(present, layout)
+    elif training.available() and not present.notes["scripts"]:
+        raise ValueError(
+            "install(layout=...) was called, and added no flags to Megatron-LM's command line; "
+            "call uninstall() before install()"
+        )
 
 
 def _settle(patches: registry.PatchSet, layout: str) -> None:

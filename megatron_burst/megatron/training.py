@@ -24,7 +24,7 @@ import torch
 
 from megatron_burst import flags
 from megatron_burst.agreement import agree
-from megatron_burst.megatron.checks import require_function
+from megatron_burst.megatron.checks import check_length, require_function
 from megatron_burst.megatron.registry import PatchSet
 
 _ASKED = "flags"  # what this process was asked for, from the end of parsing on
@@ -121,7 +121,13 @@ def check_flags(args: Any, argv: list[str]) -> None:
             f"{math.prod(sizes)}, which is not --context-parallel-size {cp}"
         )
     if burst.algorithm == flags.OFF:
+        idle = [name for name in flags.given(argv) if name not in flags.ALONE]
+        if idle and getattr(args, "rank", 0) == 0:
+            _log(f"{', '.join(idle)} without --context-parallel-algo burst: nothing follows them")
         return
+    length = _of(args, "seq_length")
+    if cp > 1 and length is not None:
+        check_length(length, cp)
     asked = f"--context-parallel-algo {burst.algorithm}"
     for name in flags.given(argv, "--cp-comm-type"):
         raise ValueError(
