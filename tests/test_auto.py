@@ -58,6 +58,9 @@ def test_few_key_heads_make_keys_travel_and_one_node_has_one_ring():
     assert planned(8, 8, nodes=1).algorithm == "ring"
     assert planned(8, 8, side="kv").side == "kv"
     assert planned(8, 8, kv_cache=0.5).side == "kv"
+    few = planned(8, 8, kv_cache=0.1)  # less than a chunk
+    again = mb.prepare(*tensors(8, 8), groups=few.groups, kv_cache=0.1, **few.choice.call)
+    assert again.side == few.side == "kv"
     assert planned(8, 8, head_groups=8).head_groups == 8
 
 

@@ -224,6 +224,15 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (GOOD.replace("algo burst", "algo brust"), "--context-parallel-algo"),
         (GOOD + " --burst-layout striped --mtp-num-layers 1", "--mtp-num-layers"),
         (GOOD + " --burst-lm-head-loss single_pass --fp16", "--fp16"),
+        (GOOD + " --burst-kv-cache 0.5 --burst-side query", "--burst-side query"),
+        (
+            GOOD + " --burst-head-size 2 --num-attention-heads 12 --context-parallel-size 12 "
+            "--hierarchical-context-parallel-sizes 3 4 --seq-length 2400",
+            "--burst-placement head_first",
+        ),
+        ("--context-parallel-size 2 --burst-layout striped", "--burst-layout striped"),
+        ("--context-parallel-algo brust", "--context-parallel-algo"),
+        ("--burst-lm-head-loss nonsense", "--burst-lm-head-loss"),
     ],
 )
 def test_what_the_plugin_would_refuse(words, says):
@@ -237,6 +246,26 @@ def test_a_flag_of_ours_that_the_doctor_does_not_know():
     pytest.importorskip("megatron.core")
     (told,) = [f for f in found(GOOD + " --burst-cheese 1") if f.topic == "flags"]
     assert "--burst-cheese" in told.what
+
+
+def test_flags_that_nothing_follows():
+    pytest.importorskip("megatron.core")
+    (told,) = [f for f in found("--context-parallel-size 2 --burst-kv-cache 0.5")
+               if f.topic == "flags"]  # fmt: skip
+    assert (told.level, told.fix) == ("problem", "--context-parallel-algo burst")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # part of attention in the store takes the striped layout, but not where MTP needs zigzag
+        " --recompute-granularity full --burst-attention-store 0.5 --mtp-num-layers 1",
+        " --recompute-activations --burst-attention-store 0.5",
+    ],
+)
+def test_the_doctor_settles_flags_as_a_run_does(words):
+    pytest.importorskip("megatron.core")
+    assert worst(found(GOOD + words), "BurstAttention") == "ok"
 
 
 def test_flags_are_read_without_knowing_them():

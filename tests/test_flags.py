@@ -67,3 +67,15 @@ def test_which_flags_a_command_line_has():
     argv = ["--burst-side=kv", "--lr", "1", "--context-parallel-algo", "burst", "--burst-sides"]
     assert list(flags.given(argv)) == ["--context-parallel-algo", "--burst-side"]
     assert list(flags.given(argv, "--lr", "--wd")) == ["--lr"]
+
+
+def test_fractions_are_numbers_from_0_to_1():
+    for field in ("store", "kv_cache"):
+        for bad in ("x", True, -0.1, 2):
+            with pytest.raises(ValueError, match="must be a fraction from 0 to 1"):
+                BurstConfig(**{field: bad})
+
+
+def test_keys_are_not_kept_for_a_side_that_sends_none():
+    with pytest.raises(ValueError, match=r"--burst-kv-cache 0\.5 .* --burst-side query"):
+        BurstConfig(kv_cache=0.5, side="query")

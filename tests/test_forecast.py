@@ -397,3 +397,11 @@ def test_a_chunk_of_queries_has_its_own_size():
     got = pass_time(schedule.backward("ring", Grid(1, 2), "query", gradients=False), have,
                     np.zeros((2, 2)), rates(1))  # fmt: skip
     assert got.seconds == (KV + 16 * 8 * 8) / KV
+
+
+def test_what_cannot_be_chosen_is_a_value_error():
+    shape = {"ranks": 4, "intra": 2, "tokens": 64, "heads": 4, "width": 8}
+    with pytest.raises(ValueError, match="itemsize must be a positive integer, got '2'"):
+        choose(rates=Rates(1e9, 1e9, compute=1e12), itemsize="2", **shape)
+    with pytest.raises(ValueError, match="too small for calls of this size"):
+        choose(rates=Rates(1e-320, 1e-320, compute=1e-320), **shape)

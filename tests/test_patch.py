@@ -278,6 +278,16 @@ print(json.dumps(importlib.import_module("megatron.core").__file__))
 """
 
 
+def test_a_file_that_is_not_python_is_named(tmp_path):
+    core = tmp_path / "a b" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 2\n")
+    for broken in (b"def f(:", b"x = '\xff'"):
+        (core / "utils.py").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"megatron/core/utils\.py is not Python"):
+            patch.check(tmp_path / "a b")
+
+
 @pytest.mark.slow
 def test_installing_fills_the_seams_and_replaces_nothing(patched):
     assert patch.check(patched)[0] == patch.PATCHED

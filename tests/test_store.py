@@ -259,6 +259,35 @@ def test_a_function_that_does_something_else_the_second_time_is_told():
         out.sum().backward()
 
 
+def test_a_function_with_another_mask_the_second_time_is_told():
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    _, inputs = layers(groups, None, {})
+    seen = iter([masks.Causal(), masks.Full()])
+    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+    out = mb.checkpoint(lambda *_: torch.stack(mb.attention(q, k, v, groups=groups,
+                        mask=next(seen), layout="striped")), *inputs, keep=0.5)  # fmt: skip
+    with pytest.raises(ValueError, match="must do the same each time"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(("layout", "keep"), [("zigzag", 1.0), ("contiguous", 0.5)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_result_changed_in_place_is_noticed_where_it_is_what_was_kept(layout, keep, inside):
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    _, inputs = layers(groups, None, {})
+    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+
+    def run(*_):
+        outs = mb.attention(q, k, v, groups=groups, layout=layout)
+        return [out.mul_(2) for out in outs] if inside else outs
+
+    outs = mb.checkpoint(run, *inputs, keep=keep)
+    if not inside:
+        outs = [out.mul_(2) for out in outs]
+    with pytest.raises(RuntimeError, match=r"in place|inplace"):
+        sum(out.pow(3).sum() for out in outs).backward()
+
+
 def test_what_cannot_be_is_refused():
     groups = mb.Groups.in_process(inter=1, intra=2)
     run, inputs = layers(groups, None, {})

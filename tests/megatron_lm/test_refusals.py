@@ -17,6 +17,8 @@ BAD = {
     f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
     f"{CP2} --attention-dropout 0.1": "set --attention-dropout 0",
     f"{CP2} --burst-attention-store 0.5": "nothing recomputes it",
+    f"{CP2} --seq-length 66": "--seq-length 66 is not divisible by 2 x",
+    f"{CP2} --burst-kv-cache 0.5 --burst-side query": "--burst-side query",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
 }
 
