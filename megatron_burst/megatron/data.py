@@ -48,11 +48,11 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
 
 
 def batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.15 to 0.20).
+    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20).
 
     Unpacked batches of a zigzag run are left to the original.
     """
-    require_parameters(original, ["batch"], "utils.get_batch_on_this_cp_rank")  # 0.15: no more
+    require_parameters(original, ["batch"], "utils.get_batch_on_this_cp_rank")
     signature = inspect.signature(original)
 
     @functools.wraps(original)
