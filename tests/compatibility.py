@@ -132,7 +132,8 @@ def main() -> int:
         ["", *columns],
         [[f.name, *(cell(f, ran) for ran in columns.values())] for f in FEATURES],
     )
-    text = f"{table}\n\nRefused: releases before 0.16. Untested: {', '.join(UNTESTED)}.\n\nRun {provenance(args)}"
+    rest = f"Refused: releases before 0.16. Untested: {', '.join(UNTESTED)}."
+    text = f"{table}\n\n{rest}\n\nRun {provenance(args)}"
     print(text)
     if not args.dry:
         write_section(ROOT / "README.md", "compatibility", text)

@@ -22,7 +22,8 @@ SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
 LIMIT = 100  # seconds of a run
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 
