@@ -5,7 +5,8 @@
 
 Each version takes the place of the installed one in a pytest process of its own, which runs the
 tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they
-passed and assert a refusal, "fails" if any did not pass, and "-" if none ran. Owns which tests
+passed and assert a refusal, "fails" if any did not pass, and "-" if one did not run. What ran is kept
+in docs/compatibility.json, so that a version can be run by itself. Owns which tests
 stand for which feature; the tables in docs/compatibility.md and README.md are written from what
 ran, never by hand. Knows nothing of what a feature is.
 """
@@ -13,6 +14,7 @@ ran, never by hand. Knows nothing of what a feature is.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -22,9 +24,10 @@ import xml.etree.ElementTree as ElementTree
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "docs" / "compatibility.json"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from report import markdown, progress, write_section  # noqa: E402
 
@@ -88,6 +91,9 @@ FEATURES = (
     Feature("Megatron-LM's loop: save, resume at another CP size",
             (f"{LOOP}test_resumes_on_four_ranks_and_says_what_changed",)),
     Feature("MoE x EP, in Megatron-LM's loop", (f"{LOOP}test_experts_on_two_ranks",)),
+    Feature("bf16 and fp16, in Megatron-LM's loop", tuple(
+        f"{LOOP}test_in_half_precision_two_ranks_train_like_one_within_its_rounding[{dtype}]"
+        for dtype in ("bf16", "fp16 --initial-loss-scale 1024"))),
     Feature("packed, in Megatron-LM's loop",
             tuple(f"{LOOP}test_packed_documents_of_any_length[{n}]" for n in (2, 4))),
     Feature("PP x VPP x attention store, in Megatron-LM's loop",
@@ -98,7 +104,7 @@ FEATURES = (
     _refused("attention dropout", "--attention-dropout 0.1"),
 )  # fmt: skip
 UNTESTED = (
-    "Transformer Engine's specs", "fp8", "fp16", "Megatron-FSDP", "Mamba and hybrid stacks",
+    "Transformer Engine's specs", "fp8", "Megatron-FSDP", "Mamba and hybrid stacks",
     "heterogeneous layers",
 )  # fmt: skip
 
@@ -122,22 +128,34 @@ sys.meta_path.insert(0, Only)
 
 def main() -> int:
     args = arguments()
-    columns = {}
+    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     with tempfile.TemporaryDirectory() as scratch, progress("versions", len(args.versions)) as step:
         for version in args.versions:
             step(version)
             tree = args.trees.get(version) or release(version, Path(scratch) / version)
-            columns[version] = outcomes(tree, args.limit)
-    table = markdown(
-        ["", *columns],
-        [[f.name, *(cell(f, ran) for ran in columns.values())] for f in FEATURES],
-    )
-    rest = f"Refused: releases before 0.16. Untested: {', '.join(UNTESTED)}."
-    text = f"{table}\n\n{rest}\n\nRun {provenance(args)}"
-    print(text)
-    if not args.dry:
-        write_section(ROOT / "README.md", "compatibility", text)
+            known[version] = {
+                "date": str(date.today()),
+                "python": ".".join(map(str, sys.version_info[:3])),
+                "torch": metadata.version("torch"),
+                "tests": outcomes(tree, args.limit),
+            }
+            RECORD.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    write_section(ROOT / "README.md", "compatibility", table(known))
     return 0
+
+
+def table(known: dict[str, dict[str, Any]]) -> str:
+    """All versions on record, oldest first."""
+    versions = sorted(known)
+    rows = [[f.name, *(cell(f, known[v]["tests"]) for v in versions)] for f in FEATURES]
+    when = [["run on", *(known[v]["date"] for v in versions)]]
+    first = known[versions[0]]
+    return (
+        f"{markdown(['', *versions], rows + when)}\n\n"
+        f"Refused: releases before 0.16. Untested: {', '.join(UNTESTED)}. Written by "
+        f"`make compatibility` from what ran (`docs/compatibility.json`), on the CPU with gloo, "
+        f'Python {first["python"]}, torch {first["torch"]}; "-" did not run.'
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -146,7 +164,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH",
                         help="a checkout of Megatron-LM")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one version")
-    parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
     args = parser.parse_args()
     args.trees = {}
     for named in args.tree:
@@ -213,16 +230,6 @@ def cell(feature: Feature, ran: dict[str, str]) -> str:
     if "failed" in outcomes:
         return "fails"
     return feature.shows if outcomes == {"passed"} else "-"
-
-
-def provenance(args: argparse.Namespace) -> str:
-    words = ["--releases", *args.releases]
-    words += [word for name in args.trees for word in ("--tree", f"{name}=...")]
-    python = ".".join(map(str, sys.version_info[:3]))
-    return (
-        f"with `python tests/compatibility.py {' '.join(words)}`, {date.today()}, on the CPU with "
-        f"gloo, Python {python}, torch {metadata.version('torch')}."
-    )
 
 
 if __name__ == "__main__":

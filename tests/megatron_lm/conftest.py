@@ -1,11 +1,15 @@
 """Runs of a Megatron-LM script on the CPU; only where `megatron.training` is installed."""
 
+import importlib.util
+
 import pytest
 from ranks import COMMON, Ranks
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
+    if importlib.util.find_spec("megatron.training.models") is None:
+        pytest.skip("train_gpt.py is written for the interface that Megatron-LM has from 0.19 on")
     server = Ranks(tmp_path_factory.mktemp("ranks"))
     yield server
     server.close()

@@ -115,6 +115,16 @@ def test_experts_on_two_ranks(train):
     same(train(2, f"{MOE} {CP2}"), train(2, MOE))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16 --initial-loss-scale 1024"])
+def test_in_half_precision_two_ranks_train_like_one_within_its_rounding(train, dtype):
+    stock, ours = train(1, f"--{dtype}"), train(2, f"--{dtype} {CP2}")
+    for step in range(1, 11):
+        (loss, norm), (expected, stock_norm) = ours.steps[step], stock.steps[step]
+        assert loss == pytest.approx(expected, rel=2e-4), step
+        assert norm == pytest.approx(stock_norm, rel=5e-3), step
+    assert ours.steps[10][0] != train(2, CP2).steps[10][0]  # it did run in half precision
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_packed_documents_of_any_length(train, size):
     asked = f"--packed --context-parallel-algo burst --context-parallel-size {size}"
