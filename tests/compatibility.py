@@ -4,11 +4,11 @@
     make compatibility ARGS='--tree main=PATH'    # and a checkout of Megatron-LM
 
 Each version takes the place of the installed one in a pytest process of its own, which runs the
-tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they
-passed and assert a refusal, "fails" if any did not pass, and "-" if one did not run. What ran is kept
-in docs/compatibility.json, so that a version can be run by itself. Owns which tests
-stand for which feature; the tables in docs/compatibility.md and README.md are written from what
-ran, never by hand. Knows nothing of what a feature is.
+tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they passed
+and assert a refusal, "fails" if any did not pass, and "-" if one did not run. What ran is kept in
+docs/compatibility.json, so that a version can be run by itself. Owns which tests stand for which
+feature; the table in README.md is written from what ran, never by hand. Knows nothing of what a
+feature is.
 """
 
 from __future__ import annotations
