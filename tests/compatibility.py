@@ -128,19 +128,20 @@ sys.meta_path.insert(0, Only)
 
 def main() -> int:
     args = arguments()
-    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     with tempfile.TemporaryDirectory() as scratch, progress("versions", len(args.versions)) as step:
         for version in args.versions:
             step(version)
             tree = args.trees.get(version) or release(version, Path(scratch) / version)
-            known[version] = {
+            found = {
                 "date": str(date.today()),
                 "python": ".".join(map(str, sys.version_info[:3])),
                 "torch": metadata.version("torch"),
                 "tests": outcomes(tree, args.limit),
             }
+            known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            known[version] = found
             RECORD.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    write_section(ROOT / "README.md", "compatibility", table(known))
+            write_section(ROOT / "README.md", "compatibility", table(known))
     return 0
 
 
@@ -186,7 +187,9 @@ def release(version: str, folder: Path) -> Path:
 def outcomes(tree: Path, limit: float) -> dict[str, str]:
     """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
     tests = [test for feature in FEATURES for test in feature.tests]
-    if not (tree / "megatron" / "training" / "models").is_dir():  # the script is for 0.19 and on
+    if not (
+        tree / "megatron" / "training" / "models" / "gpt.py"
+    ).is_file():  # the script is for 0.19 and on
         tests = [test for test in tests if not test.startswith(LOOP)]
     with tempfile.TemporaryDirectory() as folder:
         tree = _with_helpers(tree, Path(folder))

@@ -176,6 +176,12 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
     if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance(x, TELinear)
         patches.replace(multi_latent_attention, "TELinear", _NoTransformerEngine)
 
+    layers = importlib.util.find_spec("megatron.core.tensor_parallel.inference_layers")
+    layers = layers and importlib.import_module(layers.name)
+    if hasattr(layers, "is_inference_column_parallel_linear"):  # main asks isinstance(x, None)
+        name = "is_inference_column_parallel_linear"
+        patches.replace_function(layers, name, lambda module: False)
+
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """How many tokens each expert gets: Megatron makes numbers only of CUDA tensors."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -229,6 +229,7 @@ def _run(flags):
     import arguments
     import pretrain_gpt
     from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     import megatron_burst.megatron as burst
 
@@ -236,6 +237,7 @@ def _run(flags):
     try:
         return pretrain_gpt.run(arguments.parse_args(flags))
     finally:
+        MTPLossLoggingHelper.tracker.clear()  # as long as the first run's --mtp-num-layers
         burst.uninstall()
         parallel_state.destroy_model_parallel()
         gc.collect()

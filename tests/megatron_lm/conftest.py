@@ -8,7 +8,8 @@ from ranks import COMMON, Ranks
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    if importlib.util.find_spec("megatron.training.models") is None:
+    models = importlib.util.find_spec("megatron.training.models")
+    if models is None or importlib.util.find_spec(f"{models.name}.gpt") is None:
         pytest.skip("train_gpt.py is written for the interface that Megatron-LM has from 0.19 on")
     server = Ranks(tmp_path_factory.mktemp("ranks"))
     yield server
