@@ -187,9 +187,8 @@ def release(version: str, folder: Path) -> Path:
 def outcomes(tree: Path, limit: float) -> dict[str, str]:
     """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
     tests = [test for feature in FEATURES for test in feature.tests]
-    if not (
-        tree / "megatron" / "training" / "models" / "gpt.py"
-    ).is_file():  # the script is for 0.19 and on
+    interface = tree / "megatron" / "training" / "models" / "gpt.py"  # from 0.19 on
+    if not interface.is_file():  # that the script of these tests is written for
         tests = [test for test in tests if not test.startswith(LOOP)]
     with tempfile.TemporaryDirectory() as folder:
         tree = _with_helpers(tree, Path(folder))
