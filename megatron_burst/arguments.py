@@ -16,15 +16,14 @@ import torch
 
 from . import kernels
 from .agreement import Facts
-from .checkpoint import check_keep
 from .config import NAMES, BurstConfig
 from .cost import Sizes
 from .groups import Groups
 from .kernels import Kernel, Scoring
-from .layout import Layout, make
+from .layout import Layout, check_fraction, make
 from .masks import Mask
 from .merge import accumulation_dtype
-from .rates import Rates
+from .rates import Rates, check_rates
 from .shares import Share, check_heads
 
 Shards = torch.Tensor | Sequence[torch.Tensor]
@@ -212,10 +211,7 @@ def _check_head_groups(head_groups: int, groups: Groups, k: torch.Tensor) -> Non
 def _check_rates(choices: Choices) -> None:
     if choices.rates is None:
         return
-    if not isinstance(choices.rates, Rates):
-        raise ValueError(
-            f"rates must be mb.Rates or made by mb.measure_rates, got {choices.rates!r:.100}"
-        )
+    check_rates(choices.rates)
     if choices.algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {choices.algorithm!r} beside them")
 
@@ -232,7 +228,7 @@ def _check_numbers(choices: Choices) -> None:
             f"kv_cache keeps keys for side kv, got side='query' with kv_cache={choices.kv_cache}"
         )
     if choices.store is not None:
-        check_keep("store", choices.store)
+        check_fraction("store", choices.store)
     if choices.store and choices.kv_cache:
         raise ValueError(
             f"kv_cache={choices.kv_cache} keeps keys of a forward that store={choices.store} does "

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from .layout import check_fraction
+
 T = TypeVar("T")
 Entry = tuple[torch.Tensor, ...]
 Kept = tuple[object, Entry, tuple[int, ...]]  # what for, and the tensors with their versions
@@ -102,7 +104,7 @@ def framed(function: Callable[..., T], keep: float | None = None) -> Callable[..
     The function itself where there is nothing to keep: no backward will come, or keep is 0.
     """
     if keep is not None:
-        check_keep("keep", keep)
+        check_fraction("keep", keep)
     if keep == 0 or not torch.is_grad_enabled():
         return function
     return Framed(function, keep)
@@ -117,10 +119,3 @@ def checkpoint(fn: Callable[..., T], *args: Any, keep: float = 0.5) -> T:
     plans used in it are made by `mb.prepare(..., store=keep)`. Gradients are those of `fn`.
     """
     return torch_checkpoint(framed(fn, keep), *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
-
-def check_keep(name: str, keep: object) -> None:
-    """Raise ValueError unless it is a fraction."""
-    number = isinstance(keep, (int, float)) and not isinstance(keep, bool)
-    if not number or not 0.0 <= keep <= 1.0:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{name} must be a fraction from 0 to 1, got {keep!r}")

@@ -15,7 +15,7 @@ from .cost import Sizes
 from .layout import Layout, make
 from .masks import Causal, Mask
 from .options import Call, Fixed, Option, grids, on_grid
-from .rates import Rates
+from .rates import Rates, check_rates
 from .topology import Topology
 
 OPEN = Fixed()
@@ -99,7 +99,7 @@ def choose(
 
     Raises ValueError naming the argument that cannot be.
     """
-    _check_rates(rates)
+    _check_stated(rates)
     kv_heads = heads if kv_heads is None else kv_heads
     value_width = width if value_width is None else value_width
     numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "width": width,
@@ -149,9 +149,8 @@ def _simplicity(option: Option) -> tuple[Any, ...]:
     return option.head > 1, option.head_groups, sent.inter, sent.total, name, option.seconds
 
 
-def _check_rates(rates: object) -> None:
-    if not isinstance(rates, Rates):
-        raise ValueError(f"rates must be mb.Rates or made by mb.measure_rates, got {rates!r:.100}")
+def _check_stated(rates: Rates) -> None:
+    check_rates(rates)
     if rates.compute is None:
         raise ValueError(
             "rates: compute is None, and there are no tensors to measure it with; state it, or "

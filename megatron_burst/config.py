@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .hops import ALGORITHMS, SIDES
-from .layout import LAYOUTS
+from .layout import LAYOUTS, check_fraction
 from .topology import PLACEMENTS
 
 NAMES = (*ALGORITHMS, "ulysses", "hybrid", "auto")
@@ -65,8 +65,8 @@ class BurstConfig:
         _one_of("wire_dtype (--burst-wire-dtype)", self.wire_dtype, (None, *WIRE_DTYPES))
         _one_of("lm_head_loss (--burst-lm-head-loss)", self.lm_head_loss, LM_HEAD_LOSSES)
         if self.store is not None:
-            _fraction("store (--burst-attention-store)", self.store)
-        _fraction("kv_cache (--burst-kv-cache)", self.kv_cache)
+            check_fraction("store (--burst-attention-store)", self.store)
+        check_fraction("kv_cache (--burst-kv-cache)", self.kv_cache)
         if self.kv_cache and self.side == "query":
             raise ValueError(
                 f"--burst-kv-cache {self.kv_cache} keeps keys, which --burst-side query does not "
@@ -82,12 +82,6 @@ class BurstConfig:
             if size is not None and (type(size) is not int or size < 1):
                 flag = f"--burst-{name.replace('_', '-')}"
                 raise ValueError(f"{name} ({flag}) must be an integer from 1 on, got {size!r}")
-
-
-def _fraction(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0.0 <= value <= 1.0:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{name} must be a fraction from 0 to 1, got {value!r}")
 
 
 def _one_of(name: str, value: object, names: tuple[str | None, ...]) -> None:

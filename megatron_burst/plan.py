@@ -101,7 +101,7 @@ class Plan:
                 f"kernel {self.kernel.name}",
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-                f"store {self._describe_store()}, keys kept {_human(self.kept_bytes)}",
+                f"store {self._describe_store()}, keys kept {cost.human_bytes(self.kept_bytes)}",
             ]
         )  # fmt: skip
 
@@ -118,7 +118,7 @@ class Plan:
         imbalance = again.imbalance()
         unequal = f", its busiest rank {imbalance:.2f} x the mean" * (imbalance > 1.05)
         return (
-            f"{again.keep:g} ({_human(self.store_bytes)} per layer; recompute sends "
+            f"{again.keep:g} ({cost.human_bytes(self.store_bytes)} per layer; recompute sends "
             f"{_bytes(traffic)}{unequal})"
         )
 
@@ -133,12 +133,4 @@ class Plan:
 
 
 def _bytes(traffic: cost.Traffic) -> str:
-    return f"{_human(traffic.intra)} intra + {_human(traffic.inter)} inter"
-
-
-def _human(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return f"{cost.human_bytes(traffic.intra)} intra + {cost.human_bytes(traffic.inter)} inter"

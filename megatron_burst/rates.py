@@ -52,6 +52,12 @@ class Rates:
         return f"{links}, {self.latency * 1e6:.3g} us per message, compute {compute}"
 
 
+def check_rates(rates: object) -> None:
+    """Raise ValueError unless these are `Rates`."""
+    if not isinstance(rates, Rates):
+        raise ValueError(f"rates must be mb.Rates or made by mb.measure_rates, got {rates!r:.100}")
+
+
 @dataclass
 class Known:
     """What has been found out about one grid, and is the same on all its ranks.

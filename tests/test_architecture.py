@@ -58,7 +58,7 @@ ARROWS = {
     "ring": {"hops", "comm", "walk", "merge", "kernels"},
     "head_parallel": {"comm", "shares"},
     "store": {"cost", "masks", "layout"},
-    "checkpoint": set(),
+    "checkpoint": {"layout"},
     "recompute": PLANNING | {"kernels", "walk"},
     "arguments": DOOR,
     "probe": {"agreement", "comm", "groups", "kernels", "layout", "masks", "merge", "rates"},

@@ -176,11 +176,11 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
     if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance(x, TELinear)
         patches.replace(multi_latent_attention, "TELinear", _NoTransformerEngine)
 
-    layers = importlib.util.find_spec("megatron.core.tensor_parallel.inference_layers")
-    layers = layers and importlib.import_module(layers.name)
-    if hasattr(layers, "is_inference_column_parallel_linear"):  # main asks isinstance(x, None)
-        name = "is_inference_column_parallel_linear"
-        patches.replace_function(layers, name, lambda module: False)
+    home = "megatron.core.tensor_parallel.inference_layers"  # main asks isinstance(x, None)
+    if importlib.util.find_spec(home) is not None:
+        layers, name = importlib.import_module(home), "is_inference_column_parallel_linear"
+        if hasattr(layers, name):
+            patches.replace_function(layers, name, lambda module: False)
 
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """How many tokens each expert gets: Megatron makes numbers only of CUDA tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cost import human_bytes
 from .scene import LayoutScene, MaskScene, ScheduleScene, Shards
 
 Scene = MaskScene | LayoutScene | ScheduleScene
@@ -93,13 +94,4 @@ def _totals(scene: ScheduleScene) -> list[str]:
 
 
 def _sent(hops: int, bytes_: int) -> str:
-    return f"{hops} ({human(bytes_)})" if hops else "none"
-
-
-def human(count: float) -> str:
-    """Bytes in the unit that keeps them short."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return f"{hops} ({human_bytes(bytes_)})" if hops else "none"
