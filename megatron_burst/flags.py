@@ -104,11 +104,17 @@ def settle(args: Any) -> None:
         if not hasattr(args, flag.dest):
             setattr(args, flag.dest, OFF if flag.field == "algorithm" else default(flag.field))
     if args.burst_layout is None:
-        store = args.burst_attention_store
-        partial = isinstance(store, (int, float)) and 0 < store < 1
-        ours = args.context_parallel_algo != OFF
-        bound = bool(getattr(args, "mtp_num_layers", None))  # to zigzag
-        args.burst_layout = "striped" if partial and ours and not bound else "zigzag"
+        mtp = getattr(args, "mtp_num_layers", None)
+        args.burst_layout = layout_for(args.context_parallel_algo, args.burst_attention_store, mtp)
+
+
+def layout_for(algorithm: Any, store: Any, mtp_num_layers: int | None) -> str:
+    """The layout that follows from other choices: striped where it alone balances the recompute.
+
+    Further heads (``mtp_num_layers``) bind a run to zigzag.
+    """
+    partial = isinstance(store, (int, float)) and 0 < store < 1
+    return "striped" if partial and algorithm != OFF and not mtp_num_layers else "zigzag"
 
 
 def burst_config(args: Any) -> BurstConfig:

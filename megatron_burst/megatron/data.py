@@ -69,7 +69,7 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
             return original(*args, **kwargs)
         if packed:
             documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
-            return _take(batch, documents, layout, group.size(), group.rank())
+            return take(batch, documents, layout, group.size(), group.rank())
         for key, value in _sequences(batch):
             # An attention mask is [batch, 1, queries, keys]: ranks share the queries.
             batch[key] = _shard(value, layout, group, 2 if key == "attention_mask" else 1)
@@ -92,7 +92,7 @@ def packed_batch_slicer(original: Callable, layout: str) -> Callable:
         rank = _group(None).rank() if rank is None else rank
         batch, params = original(**asked, cp_size=1, cp_rank=0)
         documents = asked["cu_seqlens"], asked["cu_seqlens_padded"]
-        return (batch if size == 1 else _take(batch, documents, layout, size, rank)), params
+        return (batch if size == 1 else take(batch, documents, layout, size, rank)), params
 
     return get_thd_batch_on_this_cp_rank
 
@@ -101,7 +101,7 @@ def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(k, x) for k, x in batch.items() if x is not None and k not in _NOT_SEQUENCES]
 
 
-def _take(
+def take(
     batch: dict[str, Any], documents: tuple[Any, Any], layout: str, size: int, rank: int
 ) -> dict[str, Any]:
     """Cut a packed batch [1, tokens] down to what ``rank`` of ``size`` holds of it."""

@@ -1,14 +1,20 @@
-"""`--spec megatron_burst.megatron.specs burst_layer_spec`: BurstAttention by Megatron's own flag.
+"""The layer spec of a GPT model with BurstAttention, for whoever takes a function that makes one.
 
-Owns: the layer spec of a GPT model for scripts that know nothing of this package. Megatron-LM
-calls functions named by `--spec` from 0.19 on; before, it takes only specs that are already made,
-and those cannot look at the configuration. Must not know: attention.
+Owns: the one function that Megatron-LM calls by `--spec megatron_burst.megatron.specs
+burst_layer_spec` (from 0.19 on; before, it takes only specs that are already made, and those cannot
+look at the configuration), and that recipes hold as ``functools.partial(burst_layer_spec,
+base=..., ...)``. Must not know: attention, recipes.
+
+A spec is asked for when a model is built, which is after every override of a configuration; so
+choices are settled and checked here and not when they are stated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from megatron_burst import flags
@@ -17,19 +23,62 @@ from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.install import configure, install
 
 
-def burst_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The layers that Megatron would build by default, with our attention between ranks.
+def burst_layer_spec(
+    config: Any, vp_stage: int | None = None, *, base: Any = None, **choices: Any
+) -> Any:
+    """The layers that the model would have without us, with our attention between ranks.
 
-    config: Megatron-LM's ``GPTModelConfig``. Where our flags were added they count, but for the
-    algorithm "megatron"; otherwise it is `BurstConfig` as it stands, in Megatron's own layout.
-    Raises ``ValueError`` for what cannot be honoured.
+    config: a ``TransformerConfig``, or a model configuration that holds one as ``.transformer``.
+    base: what makes those layers: a ``ModuleSpec``, a function of (config) or (config, vp_stage),
+    or None for Megatron-LM's default. choices: fields of `BurstConfig`. With none, our flags count
+    where they were added, but for the algorithm "megatron"; otherwise it is `BurstConfig` as it
+    stands. Raises ``ValueError`` for what cannot be honoured.
     """
-    gpt = importlib.import_module("megatron.training.models.gpt")
-    chosen = getattr(config.transformer, "burst", None)
+    transformer = transformer_of(config)
+    chosen = None if choices else getattr(transformer, "burst", None)
     if chosen is None:
-        chosen = BurstConfig()
+        chosen = settled(choices, transformer)
         install(chosen.layout)
-    if chosen.algorithm == flags.OFF:  # without --context-parallel-algo; this flag asks for it
+    if chosen.algorithm == flags.OFF and not choices:  # no flag asks for it; this spec does
         chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
-    configure(config.transformer, chosen)
-    return require_function(gpt, "default_layer_spec", ["config", "vp_stage"])(config, vp_stage)
+    check_backend(transformer, chosen)
+    configure(transformer, chosen, seq_length=getattr(config, "seq_length", None))
+    return _layers(base, config, vp_stage)
+
+
+def transformer_of(config: Any) -> Any:
+    """The ``TransformerConfig`` in a model configuration, which may be one itself."""
+    return getattr(config, "transformer", config)
+
+
+def check_backend(transformer: Any, chosen: BurstConfig) -> None:
+    """Raise ``ValueError`` for the backend that stands for another core attention.
+
+    Builders put Megatron's own unfused attention over whatever a spec names where they see it.
+    """
+    backend = getattr(transformer, "attention_backend", None)
+    split = transformer.context_parallel_size > 1 and chosen.algorithm != flags.OFF
+    if split and getattr(backend, "name", backend) == "local":
+        raise ValueError(
+            "--attention-backend local asks for Megatron's own unfused attention, which "
+            "BurstAttention replaces: leave it unset, or take --context-parallel-algo megatron"
+        )
+
+
+def settled(choices: dict[str, Any], transformer: Any) -> BurstConfig:
+    """The choices of one configuration, with the layout that follows from them."""
+    config = BurstConfig(**choices)
+    if "layout" in choices:
+        return config
+    layout = flags.layout_for(config.algorithm, config.store, transformer.mtp_num_layers)
+    return dataclasses.replace(config, layout=layout)
+
+
+def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
+    if base is None:
+        gpt = importlib.import_module("megatron.training.models.gpt")
+        base = require_function(gpt, "default_layer_spec", ["config", "vp_stage"])
+    if not isinstance(base, Callable) or dataclasses.is_dataclass(base):
+        return base
+    staged = "vp_stage" in inspect.signature(base).parameters
+    return base(config, vp_stage=vp_stage) if staged else base(config)

@@ -14,7 +14,6 @@ import argparse
 import functools
 import importlib
 import importlib.util
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 from megatron_burst import flags
 from megatron_burst.agreement import agree
 from megatron_burst.megatron.checks import check_length, require_function
+from megatron_burst.megatron.log import log, speak
 from megatron_burst.megatron.registry import PatchSet
 
 _ASKED = "flags"  # what this process was asked for, from the end of parsing on
@@ -94,7 +94,7 @@ def _validating(original: Callable, patches: PatchSet) -> Callable:
 
     @functools.wraps(original)
     def validate(args: Any, *others: Any, **named: Any) -> Any:
-        _speak(patches)
+        speak(patches)
         flags.settle(args)
         check_flags(args, sys.argv[1:])
         patches.notes[_ASKED] = _facts(args)
@@ -123,7 +123,7 @@ def check_flags(args: Any, argv: list[str]) -> None:
     if burst.algorithm == flags.OFF:
         idle = [name for name in flags.given(argv) if name not in flags.ALONE]
         if idle and getattr(args, "rank", 0) == 0:
-            _log(f"{', '.join(idle)} without --context-parallel-algo burst: nothing follows them")
+            log(f"{', '.join(idle)} without --context-parallel-algo burst: nothing follows them")
         return
     length = _of(args, "seq_length")
     if cp > 1 and length is not None:
@@ -140,7 +140,7 @@ def check_flags(args: Any, argv: list[str]) -> None:
             "install it, or pass --transformer-impl local"
         )
     if cp == 1 and getattr(args, "rank", 0) == 0:
-        _log(f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs")
+        log(f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs")
 
 
 def _has_engine() -> bool:
@@ -199,7 +199,7 @@ def _comparing(original: Callable, patches: PatchSet) -> Callable:
         now = patches.notes.get(_ASKED)
         if rank == 0 and now is not None:
             for line in changes(checkpoint_args, now):
-                _log(line)
+                log(line)
         return result
 
     return check_checkpoint_args
@@ -218,27 +218,3 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
         if before != value:
             lines.append(f"the checkpoint was made with {name} {before}, this run has {value}")
     return lines
-
-
-def _log(line: str) -> None:
-    logging.getLogger("megatron_burst").info(line)
-
-
-def _speak(patches: PatchSet) -> None:
-    """Show our own lines in Megatron-LM's log, whatever --logging-level hides of others'."""
-    logger = logging.getLogger("megatron_burst")
-    if "handler" in patches.notes:
-        return
-    handler = patches.notes["handler"] = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("> megatron_burst: %(message)s"))
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-    def restore() -> None:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-
-    patches.on_undo(restore)

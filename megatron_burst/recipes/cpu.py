@@ -1,0 +1,118 @@
+"""Lets Megatron-Bridge train a recipe without a GPU, with gloo: for tests and debugging.
+
+Owns: what Bridge assumes beyond Megatron-Core (`megatron_burst.megatron.cpu`), and the settings of
+a recipe that only a GPU can follow. Must not know: attention.
+
+Bridge imports Transformer Engine for adapters that this does not run, and there is none for CPUs;
+it is given an empty stand-in for as long as that import takes. All else it needs is a package:
+`docs/nemo.md` lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_burst.megatron import cpu, registry
+from megatron_burst.recipes.layers import is_ours
+
+_NAME = "recipes on the cpu"
+# Whether there is a Transformer Engine is asked when these are imported, so before the stand-in.
+_ASK_FOR_ENGINE = (
+    "megatron.core.models.gpt", "megatron.core.transformer.transformer_block",
+    "megatron.core.optimizer", "megatron.core.transformer.moe.router",
+)  # fmt: skip
+
+
+def enable() -> None:
+    """Map CUDA to the CPU in this process, and import Megatron-Bridge. Safe to call twice.
+
+    Raises ``RuntimeError`` when CUDA is available.
+    """
+    if registry.installed(_NAME) is not None:
+        return
+    cpu.enable()
+    for name in _ASK_FOR_ENGINE:
+        importlib.import_module(name)
+    with _stand_in():
+        importlib.import_module("megatron.bridge.peft.lora")
+    setup = importlib.import_module("megatron.bridge.training.setup")
+    initialize = importlib.import_module("megatron.bridge.training.initialize")
+    start = setup.initialize_megatron
+
+    @functools.wraps(start)
+    def initialize_megatron(*args: Any, **named: Any) -> Any:
+        return start(*args, **named | {"allow_no_cuda": True})
+
+    with registry.patching(_NAME) as patches:
+        patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
+        # It runs CUDA kernels on random inputs whose shapes depend on the context-parallel size:
+        # with one generator for all devices, weights would depend on it too.
+        patches.replace_function(initialize, "_warmup_jit_function", _nothing)
+        # A wheel of megatron-core has them compiled, and no makefile to compile them with.
+        patches.replace_function(initialize, "compile_helpers", _nothing)
+
+
+def settle(recipe: Any) -> None:
+    """Change a recipe of Bridge so that a CPU can follow it: fp32, gloo, no fused kernels."""
+    provider = importlib.import_module("megatron.bridge.models.gpt_provider")
+    recipe.mixed_precision = None
+    recipe.dist.distributed_backend = "gloo"
+    recipe.dataset.num_workers = 0
+    spec, local = recipe.model.transformer_layer_spec, provider.local_layer_spec
+    recipe.model.transformer_layer_spec = (
+        functools.partial(spec, base=local) if is_ours(spec) else local
+    )
+    for name, value in {
+        "use_cpu_initialization": True,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "cross_entropy_loss_fusion": False,
+    }.items():
+        setattr(recipe.model, name, value)
+    recipe.optimizer.bf16 = False
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _Nowhere:
+    """Whatever is asked of it is a class that nothing is an instance of."""
+
+    def __getattr__(self, name: str) -> type:
+        return type(name, (), {})
+
+
+@contextmanager
+def _stand_in() -> Iterator[None]:
+    """Inside, `import transformer_engine.pytorch` finds names and nothing behind them."""
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    if importlib.util.find_spec(names[0]) is not None:
+        yield
+        return
+    package, module = (ModuleType(name) for name in names)
+    module.Linear = type("Linear", (torch.nn.Module,), {})  # pyright: ignore[reportAttributeAccessIssue]
+    module.ops = _Nowhere()  # pyright: ignore[reportAttributeAccessIssue]
+    package.pytorch = module  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules |= dict(zip(names, (package, module), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]

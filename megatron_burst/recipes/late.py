@@ -1,0 +1,64 @@
+"""What a recipe of Megatron-Bridge asks for, once all overrides are in.
+
+Owns: the check that runs when Bridge validates a configuration, which is before it makes process
+groups: sizes that do not fit would end there in an assertion that names nothing. All ranks read
+the same configuration, so all raise the same ``ValueError``. Must not know: attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from megatron_burst.megatron import lm_head, registry, specs
+from megatron_burst.megatron.checks import check_config, check_version, require_parameters
+from megatron_burst.megatron.log import speak
+from megatron_burst.recipes.forms import in_words_of
+from megatron_burst.recipes.layers import is_ours
+
+_NAME = "recipes"
+
+
+def watch() -> None:
+    """Let Bridge's own validation check our recipes too. Idempotent."""
+    if registry.installed(_NAME) is not None:
+        return
+    check_version()
+    container = importlib.import_module("megatron.bridge.training.config").ConfigContainer
+    original = container.validate
+    require_parameters(original, ["self"], "ConfigContainer.validate")
+
+    @functools.wraps(original)
+    def validate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self)
+        return original(self, *args, **kwargs)
+
+    with registry.patching(_NAME) as patches:
+        patches.replace(container, "validate", validate)
+        speak(patches)
+
+
+def check(recipe: Any) -> None:
+    """Raise ``ValueError`` naming the setting of a ``ConfigContainer`` that cannot be honoured."""
+    model = recipe.model
+    spec: Any = getattr(model, "transformer_layer_spec", None)
+    if not is_ours(spec):
+        return
+    transformer = specs.transformer_of(model)
+    choices = {name: value for name, value in spec.keywords.items() if name != "base"}
+    with in_words_of(model):
+        burst = specs.settled(choices, transformer)
+        if burst.algorithm != "megatron" and transformer.context_parallel_size > 1:
+            _check_groups(recipe)
+        specs.check_backend(transformer, burst)
+        check_config(transformer, burst, getattr(model, "seq_length", None))
+        lm_head.check(transformer, burst)
+
+
+def _check_groups(recipe: Any) -> None:
+    if getattr(recipe.dist, "use_decentralized_pg", False):
+        raise ValueError(
+            "dist.use_decentralized_pg=True: those groups have no hierarchy of context-parallel "
+            "ranks, and were never run with BurstAttention; set dist.use_decentralized_pg=False"
+        )

@@ -1,0 +1,39 @@
+"""What a recipe holds in place of its layer spec.
+
+Owns: the function that a recipe's ``transformer_layer_spec`` is a partial of. It is public, of this
+module, and takes plain values, so that a YAML file can name it. Must not know: attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_burst.megatron import specs
+from megatron_burst.recipes import packed
+from megatron_burst.recipes.forms import in_words_of
+
+
+def burst_layer_spec(
+    config: Any, vp_stage: int | None = None, *, base: Any = None, **choices: Any
+) -> Any:
+    """`megatron_burst.megatron.specs.burst_layer_spec`, with errors in the words of a recipe.
+
+    ``choices`` are fields of `BurstConfig`, and win over whatever flags there are.
+    """
+    with in_words_of(config):
+        layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
+    packed.serve()
+    return layers
+
+
+def is_ours(spec: Any) -> bool:
+    """Is a layer spec what `apply_burst` makes?"""
+    return isinstance(spec, functools.partial) and spec.func is burst_layer_spec
+
+
+def choices_of(spec: functools.partial) -> dict[str, Any]:
+    """What `apply_burst` was given, as it takes it."""
+    choices = {name: value for name, value in spec.keywords.items() if name != "base"}
+    intra = choices.pop("intra_size", None)
+    return choices if intra is None else choices | {"intra": intra}

@@ -1,0 +1,101 @@
+"""`apply_burst`: one line that gives a recipe BurstAttention.
+
+Owns: which fields of a recipe change, for each kind of recipe. A recipe states what is wanted, and
+launchers override it afterwards; so what depends on its sizes is checked when it is used
+(`late`), and only names and values are checked here. Must not know: attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.log import log
+from megatron_burst.recipes import late
+from megatron_burst.recipes.layers import burst_layer_spec, is_ours
+
+_NAMES = tuple(f.name for f in dataclasses.fields(BurstConfig) if f.name != "intra_size")
+
+
+def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
+    """Let a recipe train with BurstAttention; returns the recipe, changed.
+
+    recipe: a ``ConfigContainer`` of Megatron-Bridge, or a ``run.Partial`` of NeMo 2.
+    intra: context-parallel ranks per node, where host names do not say it (`BurstConfig`'s
+    ``intra_size``); choices: its other fields. A second call replaces the first.
+
+    Besides the layer spec two settings change where a choice needs it, and are named in the log:
+    a fused ``lm_head_loss`` turns ``cross_entropy_loss_fusion`` off, and ``store`` turns full
+    recompute on where the recipe recomputes nothing. Overrides may come after; what is then asked
+    for is checked before the first process group is made (in NeMo 2: when the model is built).
+
+    Raises ``ValueError`` for an unknown choice or value, and for what is not such a recipe.
+    """
+    unknown = sorted(set(choices) - set(_NAMES))
+    if unknown:
+        raise ValueError(f"{unknown[0]}: apply_burst knows intra, {', '.join(_NAMES)}")
+    if intra is not None:
+        choices["intra_size"] = intra
+    BurstConfig(**choices)
+    if _is_nemo(recipe):
+        return _apply_nemo(recipe, choices)
+    model: Any = getattr(recipe, "model", None)
+    if not hasattr(model, "transformer_layer_spec"):
+        what = type(recipe if model is None else model).__name__
+        raise ValueError(
+            "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
+            f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
+        )
+    base = bare(model.transformer_layer_spec)
+    model.transformer_layer_spec = functools.partial(burst_layer_spec, base=base, **choices)
+    late.watch()
+    _follow(model, choices)
+    return recipe
+
+
+def bare(spec: Any) -> Any:
+    """A layer spec without ours around it."""
+    return spec.keywords["base"] if is_ours(spec) else spec
+
+
+def _follow(model: Any, choices: dict[str, Any]) -> None:
+    """Change what a choice cannot live with, or is nothing without."""
+    changed = {}
+    if choices.get("lm_head_loss", "off") != "off" and _get(model, "cross_entropy_loss_fusion"):
+        changed["cross_entropy_loss_fusion"] = False
+    if choices.get("store") and not _get(model, "recompute_granularity"):
+        changed |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    for name, value in changed.items():
+        setattr(model, name, value)
+    if changed:
+        said = ", ".join(f"{name}={value}" for name, value in changed.items())
+        log(f"the recipe's model now has {said}")
+
+
+def _get(model: Any, name: str) -> Any:
+    return getattr(model, name, None)
+
+
+def _is_nemo(recipe: Any) -> bool:
+    """Is it a configuration of fiddle, which is what ``run.Partial`` and ``run.Config`` are?"""
+    return any(cls.__module__.startswith("fiddle.") for cls in type(recipe).__mro__)
+
+
+def _apply_nemo(recipe: Any, choices: dict[str, Any]) -> Any:
+    run = importlib.import_module("nemo_run")
+    config = getattr(getattr(recipe, "model", None), "config", None)
+    if config is None:
+        raise ValueError("recipe: this run.Partial has no model.config, as NeMo's GPT recipes have")
+    before = _get(config, "transformer_layer_spec")
+    if _is_nemo(before) and before.__fn_or_cls__ is burst_layer_spec:
+        before = before.base
+    config.transformer_layer_spec = run.Partial(burst_layer_spec, base=before, **choices)
+    _follow(config, choices)
+    return recipe

@@ -1,0 +1,81 @@
+"""Packed batches of Megatron-Bridge, cut as the attention expects them.
+
+Owns: the replacement of the one function with which Bridge's training step cuts a packed batch. Its
+own asks Transformer Engine, which knows one layout and documents padded to it. Must not know: how
+positions are shared (`megatron.packed`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_burst.megatron import registry
+from megatron_burst.megatron.checks import require_function
+from megatron_burst.megatron.data import take
+from megatron_burst.megatron.install import installed_layout
+from megatron_burst.megatron.log import speak
+
+_NAME = "recipes, packed"
+_STEP = "megatron.bridge.training.gpt_step"
+_CUT = "_partition_packed_batch_for_cp"
+
+
+def serve() -> None:
+    """Cut Bridge's packed batches by the layout of the run, if Bridge's step is there. Idempotent.
+
+    Raises ``RuntimeError`` when its function is not the one this was written for.
+    """
+    step = sys.modules.get(_STEP)
+    if step is None or registry.installed(_NAME) is not None:
+        return
+    original = require_function(step, _CUT, ["batch"])
+    with registry.patching(_NAME) as patches:
+        patches.replace_function(step, _CUT, _cutting(original))
+        speak(patches)  # of a recipe that came from a file, this is the first we see
+
+
+def _cutting(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def partition_packed_batch_for_cp(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        layout = installed_layout()
+        if layout is None:  # no model of this process asked for us
+            return original(*args, **kwargs)
+        from megatron.core import parallel_state
+
+        batch = signature.bind(*args, **kwargs).arguments["batch"]
+        group: Any = parallel_state.get_context_parallel_group()
+        rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
+        bounds = _trimmed(batch, "cu_seqlens")
+        ends = _trimmed(batch, "cu_seqlens_unpadded")
+        documents = (bounds, None) if ends is None else (ends, bounds)
+        cut = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
+        return batch | take(cut, documents, layout, group.size(), group.rank())
+
+    return partition_packed_batch_for_cp
+
+
+def _spans(x: torch.Tensor, rows: list[torch.Tensor]) -> bool:
+    """Is it an entry of one value per token?"""
+    return bool(rows) and x.shape == rows[0].shape
+
+
+def _trimmed(batch: dict[str, Any], name: str) -> torch.Tensor | None:
+    """Cumulative lengths [1, n] without what fills them up to the longest of a batch: -1."""
+    lengths = batch.get(name)
+    if lengths is None:
+        return None
+    if lengths.dim() > 1 and lengths.shape[0] != 1:
+        raise ValueError(
+            f"packed sequences need train.micro_batch_size=1, got {name} of shape "
+            f"{tuple(lengths.shape)}"
+        )
+    lengths = lengths.reshape(-1)
+    return lengths[lengths >= 0]
