@@ -1,0 +1,106 @@
+"""Runs of Megatron-Bridge on the CPU; only where it is installed (`make test-recipes`)."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240  # seconds of a run
+# What the hub has of the model: its sizes are public, its weights are not needed.
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": None, "vocab_size": 128256,
+    "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+# The recipe shrunk until a CPU can train it; as its user would write it.
+SMALL = """
+    model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=128 model.num_attention_heads=4
+    model.num_query_groups=2 model.kv_channels=16 model.vocab_size=512 tokenizer.vocab_size=512
+    model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=1
+    model.sequence_parallel=False model.seq_length=256
+    train.train_iters=3 train.global_batch_size=4 train.eval_iters=0 train.eval_interval=100
+    logger.log_interval=1 logger.tensorboard_dir=null scheduler.lr_warmup_iters=1
+    checkpoint.save=null checkpoint.load=null
+""".split()  # noqa: SIM905
+PRETRAIN = [*SMALL, "dataset.sequence_length=256"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bridge():
+    if importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip("megatron-bridge is not installed here; make test-recipes installs it")
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Of a machine without a network: the hub's cache holds the model's sizes."""
+    home = tmp_path_factory.mktemp("hub")
+    for model in ("meta-llama--Meta-Llama-3-8B", "meta-llama--Llama-2-7b-hf"):
+        folder = home / "hub" / f"models--{model}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("0")
+        (folder / "snapshots" / "0").mkdir(parents=True)
+        (folder / "snapshots" / "0" / "config.json").write_text(json.dumps(LLAMA3))
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    return os.environ | {
+        "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory, environment):
+    """`train(world, recipe=..., overrides=..., choices=..., ...)` -> [(loss, norm) of a step], and
+    what was printed; remembered."""
+    known, folder = {}, tmp_path_factory.mktemp("runs")
+
+    def run(world, recipe="llama3_8b_64k_pretrain_config", overrides=(), small=PRETRAIN, **more):
+        sizes = [f"model.context_parallel_size={world}"]
+        work = {"world": world, "recipe": recipe, "overrides": [*small, *sizes, *overrides], **more}
+        name = json.dumps(work, sort_keys=True)
+        if name not in known:
+            output = folder / f"{len(known)}.json"
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                work |= {"output": str(output), "port": free.getsockname()[1]}
+            job = folder / f"{len(known)}.job"
+            job.write_text(json.dumps(work))
+            done = subprocess.run(
+                [sys.executable, str(Path(__file__).with_name("train.py")), str(job)],
+                env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, timeout=LIMIT,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-3000:]
+            known[name] = json.loads(output.read_text()), done.stdout
+        return known[name]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def recipe(environment, tmp_path_factory):
+    """`recipe("NAME ...", ranks)` -> exit code and output of `megatron-burst recipe --cpu NAME`."""
+    folder = tmp_path_factory.mktemp("launched")
+
+    def launch(words, ranks=None):
+        command = [sys.executable]
+        if ranks:
+            command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+            command += ["--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [*command, "-m", "megatron_burst", "recipe", "--cpu", *words.split()],
+            env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=LIMIT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return launch

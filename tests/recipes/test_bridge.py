@@ -1,0 +1,71 @@
+"""Megatron-Bridge's own recipe, overrides and `pretrain()`, on one rank and on several."""
+
+import re
+
+import numpy as np
+import pytest
+from conftest import PRETRAIN
+
+NODES = "model.hierarchical_context_parallel_sizes=[2,2]"
+ALL = {"intra": 2, "lm_head_loss": "single_pass", "store": 0.5}
+
+
+@pytest.fixture(scope="module")
+def stock(train):
+    """Three steps of the recipe as it is, on one rank."""
+    steps, _ = train(1)
+    return np.array(steps)
+
+
+def close(steps, reference):
+    """fp32: sums over tokens in another order."""
+    np.testing.assert_allclose(np.array(steps), reference, rtol=3e-6)
+
+
+def test_the_losses_are_those_of_training(stock):
+    assert stock.shape == (3, 2)
+    assert stock[0, 0] == pytest.approx(np.log(512), rel=0.02)  # nothing is learned yet
+    assert (stock[:, 1] > 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("world", "choices", "overrides"),
+    [
+        (1, {"lm_head_loss": "single_pass"}, ()),
+        (2, {}, ()),
+        (4, {}, (NODES,)),
+        (4, ALL, ()),
+    ],
+    ids=["cp1-fused", "cp2", "cp2x2", "cp2x2-fused-store"],
+)
+def test_a_split_recipe_trains_like_one_rank(train, stock, world, choices, overrides):
+    steps, log = train(world, choices=choices, overrides=overrides)
+    close(steps, stock)
+    if world == 4:
+        assert log.count("burst attention: algorithm burst | 2 nodes x 2 ranks") == 1
+    assert ("LM head loss: single_pass" in log) == ("lm_head_loss" in choices)
+
+
+def test_an_attention_that_ignores_the_other_ranks_trains_differently(train, stock):
+    """So the comparison above can fail."""
+    steps, _ = train(2, attention="blind")
+    assert abs(np.array(steps)[0] / stock[0] - 1).max() > 1e-4
+
+
+def test_a_recipe_survives_its_yaml_file(train, stock):
+    steps, log = train(2, choices=ALL, reload=True)
+    close(steps, stock)
+    assert "layout striped" in log
+    assert "store 0.5" in log
+    assert "LM head loss: single_pass" in log
+
+
+def test_the_launcher_trains_a_ready_recipe(recipe, stock):
+    small = " ".join(PRETRAIN)
+    words = f"llama3_8b_pretrain_32gpu_h100_1m {small} model.context_parallel_size=2"
+    code, text = recipe(words, ranks=2)
+    assert code == 0, text[-3000:]
+    steps = re.findall(r"lm loss: ([\d.E+-]+) .*?grad norm: ([\d.]+)", text)
+    np.testing.assert_allclose(np.array(steps, float), stock, rtol=2e-3)  # as they are printed
+    assert "the recipe's model now has cross_entropy_loss_fusion=False, recompute_gran" in text
+    assert "store 0.5" in text

@@ -1,0 +1,130 @@
+"""A recipe of Megatron-Bridge as a user trains it, on forked ranks: `python train.py JOB.json`.
+
+Imports Bridge once, which takes longer than three steps, and forks the ranks of one job. Rank 0
+writes loss and gradient norm of every step, unrounded, to the file the job names.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def job(work):
+    """Run one rank of a job, in its process."""
+    from megatron.bridge.training.callbacks import CallbackManager
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    from megatron_burst.recipes import apply_burst
+
+    recipe = built(work)
+    if work.get("attention") == "blind":
+        recipe.model.transformer_layer_spec = blind_layers
+    elif work.get("choices") is not None:
+        recipe = apply_burst(recipe, **work["choices"])
+    recipe = process_config_with_overrides(recipe, cli_overrides=work["overrides"])
+    if work.get("reload"):
+        file = f"{work['output']}.{os.environ['RANK']}.yaml"
+        recipe.to_yaml(file)
+        recipe = ConfigContainer.from_yaml(file)
+    steps = []
+
+    def remember(context):
+        total, tokens = as_pair(context.loss_dict["lm loss"])
+        steps.append((total / tokens, float(context.grad_norm)))
+
+    callbacks = CallbackManager()
+    callbacks.register("on_train_step_end", remember)
+    pretrain(recipe, forward_step, callbacks=callbacks)
+    if os.environ["RANK"] == "0":
+        Path(work["output"]).write_text(json.dumps(steps))
+
+
+def as_pair(loss):
+    """Bridge gives the mean, or a sum and what to divide it by."""
+    return (float(loss[0]), float(loss[1])) if loss.numel() == 2 else (float(loss), 1.0)
+
+
+def built(work):
+    """The real recipe, with what only a CPU needs."""
+    from megatron.bridge.recipes.llama import llama3
+
+    from megatron_burst.recipes import cpu
+
+    recipe = getattr(llama3, work["recipe"])()
+    cpu.settle(recipe)
+    if work.get("packed"):
+        from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
+        from megatron.bridge.training.config import FinetuningDatasetConfig
+
+        size = work["packed_size"]
+        recipe.dataset = FinetuningDatasetConfig(
+            dataset_root=Path(work["packed"]).parent, seq_length=size, num_workers=0,
+            dataloader_type="batch", do_validation=False, do_test=False,
+            dataset_kwargs={"pad_to_max_length": True, "pack_metadata_file_path": None},
+            packed_sequence_specs=PackedSequenceSpecs(
+                packed_sequence_size=size, packed_train_data_path=work["packed"],
+            ),
+        )  # fmt: skip
+    return recipe
+
+
+def blind_layers(config):
+    """Megatron's local layers whose attention believes its share to be the whole sequence."""
+    import copy
+
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Blind(DotProductAttention):
+        def __init__(self, config, *args, **kwargs):
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            super().__init__(alone, *args, **kwargs)
+
+    layers = copy.deepcopy(local_layer_spec(config))
+    layers.submodules.self_attention.submodules.core_attention = Blind
+    return layers
+
+
+def main():
+    work = json.loads(Path(sys.argv[1]).read_text())
+    from megatron_burst.recipes import cpu
+
+    cpu.enable()
+    torch.set_num_threads(1)
+    children = [fork(functools.partial(job, work), rank, work) for rank in range(work["world"])]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(max(map(abs, codes)))
+
+
+def fork(function, rank, work):
+    child = os.fork()
+    if child:
+        return child
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work["world"]}
+    here |= {"LOCAL_WORLD_SIZE": work["world"], "MASTER_PORT": work["port"]}
+    os.environ |= {name: str(value) for name, value in here.items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    code = 1
+    try:
+        function()
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
