@@ -4,6 +4,7 @@ Imports Bridge once, which takes longer than three steps, and forks the ranks of
 writes loss and gradient norm of every step, unrounded, to the file the job names.
 """
 
+import copy
 import functools
 import json
 import os
@@ -24,8 +25,8 @@ def job(work):
     from megatron_burst.recipes import apply_burst
 
     recipe = built(work)
-    if work.get("attention") == "blind":
-        recipe.model.transformer_layer_spec = blind_layers
+    if work.get("attention"):
+        recipe.model.transformer_layer_spec = {"blind": blind, "dense": dense}[work["attention"]]
     elif work.get("choices") is not None:
         recipe = apply_burst(recipe, **work["choices"])
     recipe = process_config_with_overrides(recipe, cli_overrides=work["overrides"])
@@ -67,19 +68,17 @@ def built(work):
         recipe.dataset = FinetuningDatasetConfig(
             dataset_root=Path(work["packed"]).parent, seq_length=size, num_workers=0,
             dataloader_type="batch", do_validation=False, do_test=False,
-            dataset_kwargs={"pad_to_max_length": True, "pack_metadata_file_path": None},
+            dataset_kwargs={"pad_to_max_length": True},
             packed_sequence_specs=PackedSequenceSpecs(
                 packed_sequence_size=size, packed_train_data_path=work["packed"],
+                packed_metadata_path=work["packed_metadata"], pad_seq_to_mult=work["pad"],
             ),
         )  # fmt: skip
     return recipe
 
 
-def blind_layers(config):
+def blind(config):
     """Megatron's local layers whose attention believes its share to be the whole sequence."""
-    import copy
-
-    from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Blind(DotProductAttention):
@@ -88,8 +87,31 @@ def blind_layers(config):
             alone.context_parallel_size = 1
             super().__init__(alone, *args, **kwargs)
 
+    return local_layers(config, Blind)
+
+
+def dense(config):
+    """Megatron's local layers, on one rank, with the whole mask of a packed batch."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Dense(DotProductAttention):
+        def forward(self, query, key, value, *args, packed_seq_params, **kwargs):
+            padded = packed_seq_params.cu_seqlens_q_padded
+            ends = packed_seq_params.cu_seqlens_q if padded is None else padded
+            places = torch.arange(len(query))
+            document = torch.bucketize(places, ends, right=True)
+            hidden = (document[:, None] != document) | (places[:, None] < places)
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            return super().forward(query, key, value, hidden[None, None]).squeeze(1)
+
+    return local_layers(config, Dense)
+
+
+def local_layers(config, attention):
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
     layers = copy.deepcopy(local_layer_spec(config))
-    layers.submodules.self_attention.submodules.core_attention = Blind
+    layers.submodules.self_attention.submodules.core_attention = attention
     return layers
 
 
