@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("pretrain", "megatron_burst.pretrain", "run a Megatron-LM script with our flags added"),
-    Command("recipe", "megatron_burst.recipes.command", "train a Megatron-Bridge recipe"),
+    Command("recipe", "megatron_burst.recipe", "train a Megatron-Bridge recipe"),
     Command("show", "megatron_burst.show", "draw masks, layouts and schedules"),
     Command("doctor", "megatron_burst.doctor", "what is installed, what would go wrong, the fix"),
     Command("patch", "megatron_burst.patch", "can this Megatron tree be patched?"),

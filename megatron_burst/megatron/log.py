@@ -24,8 +24,8 @@ def log(line: str) -> None:
         logging.getLogger(_NAME).info(line)
 
 
-def speak(patches: PatchSet) -> None:
-    """Show our lines on standard output until ``patches`` are removed. Idempotent."""
+def speak(patches: PatchSet | None = None) -> None:
+    """Show our lines on standard output, until ``patches`` are removed if given. Idempotent."""
     logger = logging.getLogger(_NAME)
     if any(isinstance(handler, _Handler) for handler in logger.handlers):
         return
@@ -41,4 +41,5 @@ def speak(patches: PatchSet) -> None:
         logger.setLevel(before[0])
         logger.propagate = before[1]
 
-    patches.on_undo(restore)
+    if patches is not None:
+        patches.on_undo(restore)

@@ -3,8 +3,8 @@
 Owns: what Bridge assumes beyond Megatron-Core (`megatron_burst.megatron.cpu`), and the settings of
 a recipe that only a GPU can follow. Must not know: attention.
 
-Bridge imports Transformer Engine for adapters that this does not run, and there is none for CPUs;
-it is given an empty stand-in for as long as that import takes. All else it needs is a package:
+Bridge 0.3 imports Transformer Engine for adapters that this does not run, and there is none for
+CPUs: an empty stand-in is there for as long as that import takes. All else it needs is a package:
 `docs/nemo.md` lists them.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from megatron_burst.megatron import cpu, registry
 from megatron_burst.recipes.layers import is_ours
 
 _NAME = "recipes on the cpu"
+_ENGINE = ("transformer_engine", "transformer_engine.pytorch")
+_ADAPTERS = "megatron.bridge.peft.lora"
 # Whether there is a Transformer Engine is asked when these are imported, so before the stand-in.
 _ASK_FOR_ENGINE = (
     "megatron.core.models.gpt", "megatron.core.transformer.transformer_block",
@@ -42,8 +43,13 @@ def enable() -> None:
     cpu.enable()
     for name in _ASK_FOR_ENGINE:
         importlib.import_module(name)
-    with _stand_in():
-        importlib.import_module("megatron.bridge.peft.lora")
+    try:
+        importlib.import_module(_ADAPTERS)
+    except ModuleNotFoundError as error:
+        if error.name not in _ENGINE:
+            raise
+        with _stand_in():
+            importlib.import_module(_ADAPTERS)
     setup = importlib.import_module("megatron.bridge.training.setup")
     initialize = importlib.import_module("megatron.bridge.training.initialize")
     start = setup.initialize_megatron
@@ -59,6 +65,12 @@ def enable() -> None:
         patches.replace_function(initialize, "_warmup_jit_function", _nothing)
         # A wheel of megatron-core has them compiled, and no makefile to compile them with.
         patches.replace_function(initialize, "compile_helpers", _nothing)
+
+
+def disable() -> None:
+    """Undo ``enable()``; nothing happens if it was not called."""
+    registry.remove(_NAME)
+    cpu.disable()
 
 
 def settle(recipe: Any) -> None:
@@ -102,17 +114,13 @@ class _Nowhere:
 @contextmanager
 def _stand_in() -> Iterator[None]:
     """Inside, `import transformer_engine.pytorch` finds names and nothing behind them."""
-    names = ("transformer_engine", "transformer_engine.pytorch")
-    if importlib.util.find_spec(names[0]) is not None:
-        yield
-        return
-    package, module = (ModuleType(name) for name in names)
+    package, module = (ModuleType(name) for name in _ENGINE)
     module.Linear = type("Linear", (torch.nn.Module,), {})  # pyright: ignore[reportAttributeAccessIssue]
     module.ops = _Nowhere()  # pyright: ignore[reportAttributeAccessIssue]
     package.pytorch = module  # pyright: ignore[reportAttributeAccessIssue]
-    sys.modules |= dict(zip(names, (package, module), strict=True))
+    sys.modules |= dict(zip(_ENGINE, (package, module), strict=True))
     try:
         yield
     finally:
-        for name in names:
+        for name in _ENGINE:
             del sys.modules[name]

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_burst.megatron import lm_head, registry, specs
 from megatron_burst.megatron.checks import check_config, check_version, require_parameters
-from megatron_burst.megatron.log import speak
 from megatron_burst.recipes.forms import in_words_of
 from megatron_burst.recipes.layers import is_ours
 
@@ -36,7 +35,6 @@ def watch() -> None:
 
     with registry.patching(_NAME) as patches:
         patches.replace(container, "validate", validate)
-        speak(patches)
 
 
 def check(recipe: Any) -> None:

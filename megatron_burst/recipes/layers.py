@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from megatron_burst.megatron import specs
+from megatron_burst.megatron.log import speak
 from megatron_burst.recipes import packed
 from megatron_burst.recipes.forms import in_words_of
 
@@ -21,6 +22,7 @@ def burst_layer_spec(
 
     ``choices`` are fields of `BurstConfig`, and win over whatever flags there are.
     """
+    speak()
     with in_words_of(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
     packed.serve()

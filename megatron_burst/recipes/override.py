@@ -13,7 +13,7 @@ import importlib
 from typing import Any
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.log import log
+from megatron_burst.megatron.log import log, speak
 from megatron_burst.recipes import late
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 
@@ -49,6 +49,11 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
             "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
             f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
         )
+    if any(name.startswith("vision") for name in vars(model)):
+        raise ValueError(
+            f"recipe: {type(model).__name__} is a vision-language model, which shares sequences "
+            "between ranks in its own way; apply_burst knows models of text"
+        )
     base = bare(model.transformer_layer_spec)
     model.transformer_layer_spec = functools.partial(burst_layer_spec, base=base, **choices)
     late.watch()
@@ -75,6 +80,7 @@ def _follow(model: Any, choices: dict[str, Any]) -> None:
     for name, value in changed.items():
         setattr(model, name, value)
     if changed:
+        speak()
         said = ", ".join(f"{name}={value}" for name, value in changed.items())
         log(f"the recipe's model now has {said}")
 

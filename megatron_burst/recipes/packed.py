@@ -19,7 +19,6 @@ from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.data import take
 from megatron_burst.megatron.install import installed_layout
-from megatron_burst.megatron.log import speak
 
 _NAME = "recipes, packed"
 _STEP = "megatron.bridge.training.gpt_step"
@@ -37,7 +36,6 @@ def serve() -> None:
     original = require_function(step, _CUT, ["batch"])
     with registry.patching(_NAME) as patches:
         patches.replace_function(step, _CUT, _cutting(original))
-        speak(patches)  # of a recipe that came from a file, this is the first we see
 
 
 def _cutting(original: Callable) -> Callable:

@@ -2,7 +2,8 @@
 
 Owns the order: recipe, `apply_burst`, overrides, check, Bridge's own `pretrain` (`finetune` for
 a recipe that finetunes). Overrides are Bridge's, in Hydra's words (`train.train_iters=100`), and
-`burst.X=VALUE` for what `apply_burst` takes. Must not know: what a recipe holds.
+`burst.X=VALUE` for what `apply_burst` takes. Imports Megatron when it runs. Must not know: what a
+recipe holds.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+from types import ModuleType
 from typing import Any
-
-from megatron_burst.recipes import cpu, late, ready
-from megatron_burst.recipes.layers import choices_of
-from megatron_burst.recipes.override import apply_burst
 
 _OURS = "burst."
 
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train; ``ValueError`` for a name, a setting or a value that cannot be."""
     if arguments.list:
-        for name, recipe in ready.RECIPES.items():
+        for name, recipe in _module("recipes.ready").RECIPES.items():
             print(f"{name:36} {(recipe.__doc__ or '').splitlines()[0]}")
         return
     if arguments.name is None:
@@ -52,11 +50,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.print:
         recipe.print_yaml()
         return
-    step = importlib.import_module("megatron.bridge.training.gpt_step").forward_step
+    step = _module("training.gpt_step", "megatron.bridge").forward_step
     finetunes = hasattr(recipe.dataset, "packed_sequence_specs")
     name = "finetune" if finetunes else "pretrain"
-    train = getattr(importlib.import_module(f"megatron.bridge.training.{name}"), name)
-    train(recipe, step)
+    getattr(_module(f"training.{name}", "megatron.bridge"), name)(recipe, step)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
@@ -69,24 +66,35 @@ def _recipe(arguments: argparse.Namespace) -> Any:
                 f"override {text}: write setting=value with a setting that the recipe has; what is "
                 "added to it with + nobody reads"
             )
+    cpu, override = _module("recipes.cpu"), _module("recipes.override")
+    layers, ready = _module("recipes.layers"), _module("recipes.ready")
     try:
         if arguments.cpu:
             cpu.enable()
         recipe = ready.find(arguments.name)()
     except ImportError as error:
-        raise ValueError(f"Megatron-Bridge cannot be used: {error}") from error
+        raise ValueError(f"recipes need Megatron-Bridge: {error}") from error
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     if arguments.cpu:
         cpu.settle(recipe)
-    apply_burst(recipe, **choices_of(recipe.model.transformer_layer_spec) | _parsed(ours))
-    omegaconf = importlib.import_module("megatron.bridge.training.utils.omegaconf_utils")
+    choices = layers.choices_of(recipe.model.transformer_layer_spec) | _parsed(ours)
+    override.apply_burst(recipe, **choices)
+    omegaconf = _module("training.utils.omegaconf_utils", "megatron.bridge")
     try:
         recipe = omegaconf.process_config_with_overrides(recipe, cli_overrides=theirs)
     except omegaconf.OverridesError as error:
         raise ValueError(f"override: {str(error).splitlines()[0]}") from error
-    late.check(recipe)
+    _module("recipes.late").check(recipe)
     return recipe
+
+
+def _module(name: str, package: str = "megatron_burst") -> ModuleType:
+    """``ValueError`` if it cannot be imported: something that a recipe needs is not installed."""
+    try:
+        return importlib.import_module(f"{package}.{name}")
+    except ImportError as error:
+        raise ValueError(f"recipes need Megatron-Bridge: {error}") from error
 
 
 def _parsed(overrides: list[str]) -> dict[str, Any]:
