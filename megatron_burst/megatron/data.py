@@ -64,7 +64,7 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
             raise ValueError(
                 f"hybrid context parallelism needs --burst-layout zigzag, this run has {layout}"
             )
-        group = _group(group)
+        group = context_group(group)
         if group.size() == 1 or hybrid or (not packed and layout == "zigzag"):
             return original(*args, **kwargs)
         if packed:
@@ -88,8 +88,8 @@ def packed_batch_slicer(original: Callable, layout: str) -> Callable:
     def get_thd_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         asked = signature.bind(*args, **kwargs).arguments
         size, rank = asked.pop("cp_size", None), asked.pop("cp_rank", None)
-        size = _group(None).size() if size is None else size
-        rank = _group(None).rank() if rank is None else rank
+        size = context_group(None).size() if size is None else size
+        rank = context_group(None).rank() if rank is None else rank
         batch, params = original(**asked, cp_size=1, cp_rank=0)
         documents = asked["cu_seqlens"], asked["cu_seqlens_padded"]
         return (batch if size == 1 else take(batch, documents, layout, size, rank)), params
@@ -185,7 +185,8 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
     return mb.shard(x, mb.layout.make(layout, cp_size=size), group.rank(), dim=dim)
 
 
-def _group(group: Any) -> Any:
+def context_group(group: Any = None) -> Any:
+    """``group``, or the context-parallel group of this process."""
     if group is not None:
         return group
     from megatron.core import parallel_state

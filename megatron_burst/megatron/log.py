@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 
 from megatron_burst.megatron.registry import PatchSet
 
 _NAME = "megatron_burst"
 
 
-class _Handler(logging.StreamHandler):
-    """Ours, to be recognised."""
+class _Handler(logging.Handler):
+    """To whatever is standard output when a line is said."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
 
 
 def log(line: str) -> None:
@@ -29,7 +31,7 @@ def speak(patches: PatchSet | None = None) -> None:
     logger = logging.getLogger(_NAME)
     if any(isinstance(handler, _Handler) for handler in logger.handlers):
         return
-    handler = _Handler(sys.stdout)
+    handler = _Handler()
     handler.setFormatter(logging.Formatter("> megatron_burst: %(message)s"))
     before = logger.level, logger.propagate
     logger.addHandler(handler)

@@ -17,7 +17,7 @@ import torch
 
 from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_function
-from megatron_burst.megatron.data import take
+from megatron_burst.megatron.data import context_group, take
 from megatron_burst.megatron.install import installed_layout
 
 _NAME = "recipes, packed"
@@ -46,10 +46,8 @@ def _cutting(original: Callable) -> Callable:
         layout = installed_layout()
         if layout is None:  # no model of this process asked for us
             return original(*args, **kwargs)
-        from megatron.core import parallel_state
-
         batch = signature.bind(*args, **kwargs).arguments["batch"]
-        group: Any = parallel_state.get_context_parallel_group()
+        group = context_group()
         rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
         bounds = _trimmed(batch, "cu_seqlens")
         ends = _trimmed(batch, "cu_seqlens_unpadded")

@@ -1,0 +1,180 @@
+"""What `apply_burst` changes in Bridge's recipe, and what is refused once all overrides are in."""
+
+import copy
+import functools
+
+import pytest
+from conftest import PRETRAIN
+
+
+@pytest.fixture(scope="module")
+def llama(environment):
+    """A fresh copy of Bridge's recipe for 64K tokens, each time it is called."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HOME", "HF_HUB_OFFLINE"):
+            patch.setenv(name, environment[name])
+        patch.setenv("WORLD_SIZE", "32")  # of the recipe: TP 4 x PP 2 x CP 4
+
+        from megatron_burst.megatron import registry
+        from megatron_burst.recipes import cpu
+
+        cpu.enable()
+        from megatron.bridge.recipes.llama.llama3 import llama3_8b_64k_pretrain_config
+
+        recipe = llama3_8b_64k_pretrain_config()
+        yield lambda: copy.deepcopy(recipe)
+        registry.remove("recipes")
+        cpu.disable()
+
+
+def overridden(recipe, *overrides):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    return process_config_with_overrides(recipe, cli_overrides=list(overrides))
+
+
+def test_only_the_layer_spec_changes_without_choices(llama):
+    from megatron.bridge.training.utils.omegaconf_utils import create_omegaconf_dict_config
+
+    from megatron_burst.recipes import apply_burst, burst_layer_spec
+
+    before, recipe = llama(), llama()
+    default = before.model.transformer_layer_spec
+    assert apply_burst(recipe) is recipe
+    spec = recipe.model.transformer_layer_spec
+    assert isinstance(spec, functools.partial)
+    assert (spec.func, spec.keywords) == (burst_layer_spec, {"base": default})
+    plain = [create_omegaconf_dict_config(one)[0] for one in (before, recipe)]
+    assert plain[0] == plain[1]  # everything else, as Bridge itself reads it
+
+
+def test_a_choice_changes_what_it_cannot_live_with(llama, capfd):
+    from megatron_burst.recipes import apply_burst
+
+    recipe = apply_burst(llama(), lm_head_loss="single_pass", store=0.5)
+    model = recipe.model
+    assert model.cross_entropy_loss_fusion is False
+    assert (model.recompute_granularity, model.recompute_num_layers) == ("full", 1)
+    assert "now has cross_entropy_loss_fusion=False, recompute_granularity=full" in (
+        capfd.readouterr().out
+    )
+    recipe = llama()
+    recipe.model.recompute_granularity = "selective"
+    recipe.model.recompute_modules = ["core_attn"]
+    apply_burst(recipe, store=0.5)
+    assert recipe.model.recompute_granularity == "selective"  # the recipe recomputes as it is
+    assert capfd.readouterr().out == ""
+
+
+def test_a_second_call_replaces_the_first(llama):
+    from megatron_burst.recipes import apply_burst
+
+    recipe = apply_burst(llama(), intra=2, side="kv")
+    default = recipe.model.transformer_layer_spec.keywords["base"]
+    apply_burst(recipe, layout="striped")
+    keywords = recipe.model.transformer_layer_spec.keywords
+    assert keywords == {"base": default, "layout": "striped"}
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"intra_size": 2}, "intra_size: apply_burst knows intra, algorithm"),
+        ({"stores": 0.5}, "stores: apply_burst knows intra, algorithm"),
+        ({"store": 1.5}, "store .* must be a fraction from 0 to 1, got 1.5"),
+        ({"layout": "diagonal"}, "layout .* must be one of"),
+    ],
+)
+def test_unknown_choices_are_named_at_once(llama, choices, message):
+    from megatron_burst.recipes import apply_burst
+
+    with pytest.raises(ValueError, match=message):
+        apply_burst(llama(), **choices)
+
+
+@pytest.mark.parametrize("recipe", [None, {"model": 1}, "llama3_8b_64k_pretrain_config"])
+def test_what_is_no_recipe_is_named(recipe):
+    from megatron_burst.recipes import apply_burst
+
+    with pytest.raises(
+        ValueError, match=r"recipe must be a ConfigContainer .*; got (None|dict|str)"
+    ):
+        apply_burst(recipe)
+
+
+def test_a_model_of_images_is_refused(llama):
+    from megatron_burst.recipes import apply_burst
+
+    recipe = llama()
+    recipe.model.vision_config = object()
+    with pytest.raises(ValueError, match="is a vision-language model"):
+        apply_burst(recipe)
+
+
+@pytest.mark.parametrize(
+    ("choices", "overrides", "message"),
+    [
+        ({}, ["model.hierarchical_context_parallel_sizes=[2,3]"],
+         r"^model.hierarchical_context_parallel_sizes \[2, 3\] multiply to 6, which is not "
+         "model.context_parallel_size 4"),
+        ({"intra": 3}, [], "^intra 3 does not divide model.context_parallel_size 4"),
+        ({}, ["model.seq_length=65540", "dataset.sequence_length=65540"],
+         "^model.seq_length 65540 is not divisible by 2 x model.context_parallel_size"),
+        ({}, ["model.attention_backend=local"], "^model.attention_backend local asks for"),
+        ({}, ["model.attention_dropout=0.1"], "set model.attention_dropout 0"),
+        ({}, ["dist.use_decentralized_pg=true"], "^dist.use_decentralized_pg=True: "),
+        ({"lm_head_loss": "single_pass"}, ["model.cross_entropy_loss_fusion=true"],
+         "^lm_head_loss single_pass .* remove model.cross_entropy_loss_fusion"),
+        ({"store": 0.5}, ["model.recompute_granularity=null"],
+         "^store 0.5 .* add model.recompute_granularity full"),
+        ({"algorithm": "hybrid"}, [], "^algorithm hybrid needs head_size"),
+        ({"layout": "striped"}, ["model.mtp_num_layers=1"],
+         "^model.mtp_num_layers works only with layout zigzag, not striped"),
+    ],
+)  # fmt: skip
+def test_bridges_own_validation_names_what_does_not_fit(llama, choices, overrides, message):
+    from megatron_burst.recipes import apply_burst
+
+    recipe = overridden(apply_burst(llama(), **choices), *overrides)
+    with pytest.raises(ValueError, match=message):
+        recipe.validate()
+
+
+def test_what_fits_is_validated(llama):
+    from megatron_burst.recipes import apply_burst, cpu
+
+    ours, theirs = llama(), llama()
+    for recipe in (ours, theirs):
+        cpu.settle(recipe)  # or Bridge refuses fused kernels that are not installed
+    sizes = ["model.hierarchical_context_parallel_sizes=[2,2]"]
+    overridden(apply_burst(ours, store=0.5), *sizes).validate()
+    overridden(theirs, "model.attention_backend=local").validate()  # not ours to check
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nonsense", "NAME nonsense: neither a ready recipe (llama3_8b_pretrain_8gpu_h100_256k"),
+        ("llama3_8b_64k_pretrain_config +model.x=1", "override +model.x=1: write setting=value"),
+        ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
+        ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst knows intra, algorithm"),
+        ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
+        ("", "NAME is missing"),
+    ],
+)
+def test_the_launcher_ends_in_one_line(recipe, words, message):
+    code, text = recipe(words)
+    assert code == 2, text
+    assert message in text.splitlines()[-1]
+
+
+def test_the_launcher_shows_without_training(recipe):
+    words = f"--print llama2_7b_pretrain_32gpu_a800_2m {' '.join(PRETRAIN)} burst.kernel=reference"
+    code, text = recipe(words)
+    assert code == 0, text[-2000:]
+    for line in ("_target_: megatron_burst.recipes.layers.burst_layer_spec", "side: query",
+                 "kernel: reference", "store: 0.5", "context_parallel_size: 16"):  # fmt: skip
+        assert line in text
+    code, text = recipe("--list")
+    assert code == 0
+    assert "llama2_7b_pretrain_32gpu_a800_2m" in text
