@@ -9,7 +9,7 @@ MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format gallery mutants compatibility bench-accuracy bench-checkpoint bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test test-recipes lint format gallery mutants compatibility bench-accuracy bench-checkpoint bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -24,6 +24,11 @@ quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare wit
 
 test: $(VENV)/.ready-test ## run the tests
 	@$(PY) -m pytest $(ARGS) < /dev/null
+
+test-recipes: ## the tests with Megatron-Bridge, in an environment of their own, VENV-recipes (2 GB)
+	@if $(MAKE) --no-print-directory $(VENV)-recipes/.ready; then \
+	  $(VENV)-recipes/bin/python -m pytest tests/recipes $(ARGS) < /dev/null; \
+	else echo "test-recipes: SKIPPED: Megatron-Bridge or what it needs cannot be installed here (see above)"; fi
 
 lint: $(VENV)/.ready-test ## ruff (rules and format) and pyright
 	@$(PY) -m ruff check .
@@ -66,6 +71,19 @@ bench-gpu: $(VENV)/.ready-test ## correctness and speed on one GPU (says so and 
 
 bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links; ARGS=--help, ARGS=--full
 	@$(PY) -m benchmarks.cluster bench --doc docs/cluster.md $(ARGS)
+
+# Megatron-Bridge names packages that need a GPU to install; without them, what its recipes import.
+BARE = megatron-core==0.16.1 megatron-bridge==0.3.1 nvidia-resiliency-ext triton
+NEED = 'transformers<5' 'huggingface-hub<1' 'datasets<5' 'megatron-energon<7' nvidia-modelopt \
+       'hydra-core>1.3,<=1.3.2' omegaconf tensorboard pillow six regex defusedxml
+$(VENV)-recipes/.ready: pyproject.toml
+	@echo "== installing Megatron-Bridge into $(VENV)-recipes (minutes the first time)"
+	@$(PYTHON) -m venv --clear $(VENV)-recipes
+	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
+	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q --no-deps $(BARE) -e .
+	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q $(NEED) \
+	  numpy packaging einops psutil pyyaml rich matplotlib pytest hypothesis
+	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
