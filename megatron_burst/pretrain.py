@@ -1,9 +1,8 @@
 """`megatron-burst pretrain SCRIPT ...`: an unmodified Megatron-LM script, with our flags added.
 
-Owns how the script is run: as `python SCRIPT ...` would, after `install`; and how an error of ours
-reaches the terminal: one line and exit code 2, on every rank that has it. Everything after SCRIPT
-is the script's. Imports Megatron only once the script's folder is where Python looks first, so
-that a checkout's own `megatron` is the one that is used. Must not know: flags or models.
+Owns how the script is run: as `python SCRIPT ...` would, after `install`. Everything after SCRIPT
+is the script's. Imports Megatron only once the script's folder is where Python looks first, so that
+a checkout's own `megatron` is the one that is used. Must not know: flags or models.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import argparse
 import importlib
 import runpy
 import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
 
-PACKAGE = Path(__file__).parent
+from .plainly import plainly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)
     _install(arguments.cpu)
-    try:
+    with plainly():
         runpy.run_path(str(script), run_name="__main__")
-    except (ValueError, RuntimeError) as error:
-        if _raised_here(error.__traceback__):
-            raise ValueError(str(error)) from error
-        traceback.print_exc()
-        raise SystemExit(1) from error
 
 
 def _install(cpu: bool) -> None:
@@ -77,9 +69,3 @@ def _version() -> str:
     except ImportError:
         return "Megatron-Core (which is not installed, nor beside SCRIPT)"
     return f"Megatron-Core {info.__version__}"
-
-
-def _raised_here(frames: TracebackType | None) -> bool:
-    """Was an error raised by this package, not by what it called or by the script?"""
-    last = [frame for frame, _ in traceback.walk_tb(frames)][-1]
-    return PACKAGE in Path(last.f_code.co_filename).parents

@@ -14,6 +14,8 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from .plainly import plainly
+
 _OURS = "burst."
 
 
@@ -35,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="a ready recipe, or one of Megatron-Bridge"
     )
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="setting=value")
+    parser.add_argument(
+        "overrides", metavar="OVERRIDE", nargs=argparse.REMAINDER, help="setting=value"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -53,7 +57,9 @@ def run(arguments: argparse.Namespace) -> None:
     step = _module("training.gpt_step", "megatron.bridge").forward_step
     finetunes = hasattr(recipe.dataset, "packed_sequence_specs")
     name = "finetune" if finetunes else "pretrain"
-    getattr(_module(f"training.{name}", "megatron.bridge"), name)(recipe, step)
+    train = getattr(_module(f"training.{name}", "megatron.bridge"), name)
+    with plainly():
+        train(recipe, step)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
@@ -61,6 +67,8 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     ours = [text for text in arguments.overrides if text.startswith(_OURS)]
     theirs = [text for text in arguments.overrides if not text.startswith(_OURS)]
     for text in theirs:
+        if text.startswith("-"):
+            raise ValueError(f"override {text}: options come before NAME, overrides after it")
         if "=" not in text or text[0] in "+~":
             raise ValueError(
                 f"override {text}: write setting=value with a setting that the recipe has; what is "

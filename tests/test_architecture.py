@@ -73,8 +73,9 @@ ARROWS = {
     "patch": {"seam"},
     "doctor": DOOR | {"doctor", "comm", "attention", "flags", "megatron", "__init__"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
-    "pretrain": set(),  # imports megatron when it runs, after the script's own is in the path
-    "recipe": set(),  # likewise
+    "plainly": set(),
+    "pretrain": {"plainly"},  # imports megatron when it runs, after the script's own is in the path
+    "recipe": {"plainly"},  # likewise
     "recipes": {"recipes", "megatron", "config", "flags"},
     "__main__": {"cli"},
     "__init__": {
@@ -93,7 +94,17 @@ ARROWS = {
         "linear_cross_entropy",
     },
 }
-NO_TORCH = PLANNING | {"config", "flags", "seam", "patch", "cli", "pretrain", "recipe", "__main__"}
+NO_TORCH = PLANNING | {
+    "config",
+    "flags",
+    "seam",
+    "patch",
+    "cli",
+    "pretrain",
+    "recipe",
+    "plainly",
+    "__main__",
+}
 # What besides the standard library: everything else may import torch and numpy.
 OUTSIDE = {
     "checkpoint": {"torch"},

@@ -159,6 +159,7 @@ def test_what_fits_is_validated(llama):
         ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
         ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst knows intra, algorithm"),
         ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
+        ("llama3_8b_64k_pretrain_config --print", "--print: options come before NAME"),
         ("", "NAME is missing"),
     ],
 )
