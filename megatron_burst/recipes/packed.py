@@ -49,9 +49,7 @@ def _cutting(original: Callable) -> Callable:
         batch = signature.bind(*args, **kwargs).arguments["batch"]
         group = context_group()
         rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
-        bounds = _trimmed(batch, "cu_seqlens")
-        ends = _trimmed(batch, "cu_seqlens_unpadded")
-        documents = (bounds, None) if ends is None else (ends, bounds)
+        documents = _trimmed(batch["cu_seqlens"]), None  # where they start, padding included
         cut = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
         return batch | take(cut, documents, layout, group.size(), group.rank())
 
@@ -63,14 +61,11 @@ def _spans(x: torch.Tensor, rows: list[torch.Tensor]) -> bool:
     return bool(rows) and x.shape == rows[0].shape
 
 
-def _trimmed(batch: dict[str, Any], name: str) -> torch.Tensor | None:
+def _trimmed(lengths: torch.Tensor) -> torch.Tensor:
     """Cumulative lengths [1, n] without what fills them up to the longest of a batch: -1."""
-    lengths = batch.get(name)
-    if lengths is None:
-        return None
     if lengths.dim() > 1 and lengths.shape[0] != 1:
         raise ValueError(
-            f"packed sequences need train.micro_batch_size=1, got {name} of shape "
+            "packed sequences need train.micro_batch_size=1, got cu_seqlens of shape "
             f"{tuple(lengths.shape)}"
         )
     lengths = lengths.reshape(-1)

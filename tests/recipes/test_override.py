@@ -151,6 +151,20 @@ def test_what_fits_is_validated(llama):
     overridden(theirs, "model.attention_backend=local").validate()  # not ours to check
 
 
+def test_the_line_of_the_readme_fits(llama, monkeypatch):
+    from megatron.bridge.recipes.llama import llama3_8b_128k_pretrain_config
+
+    from megatron_burst.recipes import apply_burst, cpu
+
+    cfg = apply_burst(
+        llama3_8b_128k_pretrain_config(), intra=2, lm_head_loss="single_pass", store=0.5
+    )
+    monkeypatch.setenv("WORLD_SIZE", "64")  # TP 4 x PP 2 x CP 8
+    cpu.settle(cfg)
+    cfg.validate()
+    assert cfg.model.recompute_granularity == "full"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
