@@ -66,6 +66,9 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     """The recipe, with all overrides in it, checked."""
     ours = [text for text in arguments.overrides if text.startswith(_OURS)]
     theirs = [text for text in arguments.overrides if not text.startswith(_OURS)]
+    for text in ours:
+        if "=" not in text:
+            raise ValueError(f"override {text}: write {text}=value")
     for text in theirs:
         if text.startswith("-"):
             raise ValueError(f"override {text}: options come before NAME, overrides after it")

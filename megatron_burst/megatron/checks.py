@@ -23,6 +23,13 @@ def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None)
     """Raise ``ValueError`` if a ``TransformerConfig`` asks for what BurstAttention cannot do."""
     cp = config.context_parallel_size
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+    if type(cp) is not int or cp < 1:
+        raise ValueError(f"--context-parallel-size must be an integer from 1 on, got {cp!r}")
+    if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Sequence)):
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes must be two sizes, ranks per node and nodes, "
+            f"got {sizes!r}"
+        )
     if sizes and math.prod(sizes) != cp:
         raise ValueError(
             f"--hierarchical-context-parallel-sizes {list(sizes)} multiply to {math.prod(sizes)}, "
@@ -78,11 +85,17 @@ def _check_store(config: Any, store: float) -> None:
         return getattr(config, name, None)
 
     flag = f"--burst-attention-store {store}"
-    granularity, modules = get("recompute_granularity"), get("recompute_modules") or []
-    if granularity != "full" and not (granularity == "selective" and "core_attn" in modules):
+    granularity, modules = get("recompute_granularity"), get("recompute_modules")
+    modules = ["core_attn"] if modules is None else modules  # as Megatron fills it in
+    if granularity == "selective" and "core_attn" not in modules:
+        raise ValueError(
+            f"{flag} keeps attention between forward and recompute, and --recompute-modules "
+            f"{modules} does not recompute it: add core_attn, or leave {flag} out"
+        )
+    if granularity not in ("full", "selective"):
         raise ValueError(
             f"{flag} keeps attention between forward and recompute, and nothing recomputes it: "
-            "add --recompute-granularity full or --recompute-activations, or leave the flag out"
+            f"add --recompute-granularity full or --recompute-activations, or leave {flag} out"
         )
     if get("fp8") or get("fp4"):
         raise ValueError(f"{flag}: recompute in fp8 goes another way; remove --fp8-format")
@@ -157,6 +170,8 @@ def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None
 def _check_window(size: Any) -> str | None:
     if size is None:
         return None
+    if isinstance(size, int):
+        return f"--window-size {size} must be two sizes, such as {size},0 for {size} tokens back"
     if len(size) != 2 or any(limit < -1 for limit in size):
         return f"--window-size {size} must be two sizes, each at least 0, or -1 for no limit"
     if size[1] > 0:

@@ -153,13 +153,34 @@ def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
         config, submodules = bound.arguments["config"], bound.arguments["submodules"]
         burst = getattr(config, "burst", None)
         ours = burst is not None and burst.algorithm != "megatron"
-        if ours and config.context_parallel_size > 1 and submodules.core_attention in stock:
-            bound.arguments["submodules"] = dataclasses.replace(
-                submodules, core_attention=BurstCoreAttention
-            )
+        if ours and config.context_parallel_size > 1:
+            core = _replaced(submodules.core_attention, stock)
+            bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
         original(*bound.args, **bound.kwargs)
 
     return __init__
+
+
+def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
+    """Ours for a core attention of Megatron's own, be it a class or a ``ModuleSpec`` of one.
+
+    Raises ``ValueError`` for any other: it would see its own rank's tokens, or split them its way.
+    """
+    module = getattr(core, "module", core)
+    if isinstance(module, type) and issubclass(module, BurstCoreAttention):
+        return core
+    if module not in stock:
+        names = " and ".join(one.__name__ for one in stock)
+        raise ValueError(
+            f"the layer spec has the core attention {getattr(module, '__name__', module)}, and "
+            f"BurstAttention can take the place of {names} only: change the spec, or take "
+            "--context-parallel-algo megatron"
+        )
+    return (
+        BurstCoreAttention
+        if core is module
+        else dataclasses.replace(core, module=BurstCoreAttention)
+    )
 
 
 def _patch_recompute(patches: registry.PatchSet) -> None:

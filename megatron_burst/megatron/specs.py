@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_burst import flags
@@ -43,7 +43,10 @@ def burst_layer_spec(
         chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
     check_backend(transformer, chosen)
     configure(transformer, chosen, seq_length=getattr(config, "seq_length", None))
-    return _layers(base, config, vp_stage)
+    layers = _layers(base, config, vp_stage)
+    if transformer.context_parallel_size > 1 and chosen.algorithm != flags.OFF:
+        _check_layers(layers)
+    return layers
 
 
 def transformer_of(config: Any) -> Any:
@@ -82,3 +85,34 @@ def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
         return base
     staged = "vp_stage" in inspect.signature(base).parameters
     return base(config, vp_stage=vp_stage) if staged else base(config)
+
+
+def _check_layers(layers: Any) -> None:
+    """Raise ``ValueError`` unless Megatron's own attention is somewhere in a layer spec.
+
+    An empty list of layers is that of a pipeline stage without any.
+    """
+    from megatron.core.transformer.attention import Attention
+
+    if getattr(layers, "layer_specs", None) == []:
+        return
+    kinds = [one for one in _modules(layers) if isinstance(one, type)]
+    if not any(issubclass(one, Attention) for one in kinds):
+        names = ", ".join(sorted({one.__name__ for one in kinds})) or repr(layers)
+        raise ValueError(
+            f"the layer spec has no attention of Megatron's to replace, only {names:.200}: such "
+            "as --use-transformer-engine-full-layer-spec asks for; leave that out, or take "
+            "--context-parallel-algo megatron"
+        )
+
+
+def _modules(spec: Any) -> Iterator[Any]:
+    """All that is named in a spec, at any depth."""
+    if isinstance(spec, (list, tuple)):
+        for one in spec:
+            yield from _modules(one)
+    elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        for field in dataclasses.fields(spec):
+            yield from _modules(getattr(spec, field.name))
+    else:
+        yield spec

@@ -17,7 +17,7 @@ from megatron_burst import flags
 _FIELDS = {flag.name: flag.field for flag in flags.FLAGS} | {"--burst-intra-size": "intra"}
 _ALIASES = {
     "--no-rope-fusion": "apply_rope_fusion=False",
-    "--fp8-format": "fp8=None",
+    "--fp8-format": "fp8",
     "--recompute-activations": "recompute_granularity=selective",
 }
 _STRATEGY = (

@@ -13,8 +13,9 @@ from typing import Any
 
 from megatron_burst.megatron import lm_head, registry, specs
 from megatron_burst.megatron.checks import check_config, check_version, require_parameters
+from megatron_burst.megatron.install import installed_layout
 from megatron_burst.recipes.forms import in_words_of
-from megatron_burst.recipes.layers import is_ours
+from megatron_burst.recipes.layers import fields_of, is_ours
 
 _NAME = "recipes"
 
@@ -41,17 +42,27 @@ def check(recipe: Any) -> None:
     """Raise ``ValueError`` naming the setting of a ``ConfigContainer`` that cannot be honoured."""
     model = recipe.model
     spec: Any = getattr(model, "transformer_layer_spec", None)
-    if not is_ours(spec):
-        return
     transformer = specs.transformer_of(model)
-    choices = {name: value for name, value in spec.keywords.items() if name != "base"}
+    if not is_ours(spec):
+        return _check_stranger(transformer)
     with in_words_of(model):
-        burst = specs.settled(choices, transformer)
+        burst = specs.settled(fields_of(spec), transformer)
+        check_config(transformer, burst, getattr(model, "seq_length", None))
+        specs.check_backend(transformer, burst)
         if burst.algorithm != "megatron" and transformer.context_parallel_size > 1:
             _check_groups(recipe)
-        specs.check_backend(transformer, burst)
-        check_config(transformer, burst, getattr(model, "seq_length", None))
         lm_head.check(transformer, burst)
+
+
+def _check_stranger(transformer: Any) -> None:
+    """A recipe that did not ask for us must not find its batches cut our way."""
+    layout = installed_layout()
+    if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
+        raise ValueError(
+            f"batches of this process are cut by layout {layout}, which an earlier recipe chose "
+            "and the attention of this one does not know: call megatron_burst.megatron.uninstall() "
+            "before, or apply_burst to this one too"
+        )
 
 
 def _check_groups(recipe: Any) -> None:

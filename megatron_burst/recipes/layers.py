@@ -16,10 +16,16 @@ from megatron_burst.recipes.forms import in_words_of
 
 
 def burst_layer_spec(
-    config: Any, vp_stage: int | None = None, *, base: Any = None, **choices: Any
+    config: Any,
+    vp_stage: int | None = None,
+    *,
+    base: Any = None,
+    before: dict[str, Any] | None = None,
+    **choices: Any,
 ) -> Any:
     """`megatron_burst.megatron.specs.burst_layer_spec`, with errors in the words of a recipe.
 
+    before: what `apply_burst` found in settings that it changed; only another call reads it.
     ``choices`` are fields of `BurstConfig`, and win over whatever flags there are.
     """
     speak()
@@ -34,8 +40,13 @@ def is_ours(spec: Any) -> bool:
     return isinstance(spec, functools.partial) and spec.func is burst_layer_spec
 
 
+def fields_of(spec: functools.partial) -> dict[str, Any]:
+    """The fields of `BurstConfig` that a recipe states."""
+    return {name: x for name, x in spec.keywords.items() if name not in ("base", "before")}
+
+
 def choices_of(spec: functools.partial) -> dict[str, Any]:
     """What `apply_burst` was given, as it takes it."""
-    choices = {name: value for name, value in spec.keywords.items() if name != "base"}
+    choices = fields_of(spec)
     intra = choices.pop("intra_size", None)
     return choices if intra is None else choices | {"intra": intra}

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.log import log, speak
 from megatron_burst.recipes import late
+from megatron_burst.recipes.forms import in_words_of
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 
 _NAMES = tuple(f.name for f in dataclasses.fields(BurstConfig) if f.name != "intra_size")
@@ -39,7 +40,8 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
         raise ValueError(f"{unknown[0]}: apply_burst knows intra, {', '.join(_NAMES)}")
     if intra is not None:
         choices["intra_size"] = intra
-    BurstConfig(**choices)
+    with in_words_of(None):
+        BurstConfig(**choices)
     if _is_nemo(recipe):
         return _apply_nemo(recipe, choices)
     model: Any = getattr(recipe, "model", None)
@@ -49,40 +51,50 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
             "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
             f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
         )
-    if any(name.startswith("vision") for name in vars(model)):
+    if any("vision" in name for name in vars(model)):
         raise ValueError(
             f"recipe: {type(model).__name__} is a vision-language model, which shares sequences "
             "between ranks in its own way; apply_burst knows models of text"
         )
-    base = bare(model.transformer_layer_spec)
-    model.transformer_layer_spec = functools.partial(burst_layer_spec, base=base, **choices)
+    base, before = model.transformer_layer_spec, {}
+    if is_ours(base):
+        base, before = base.keywords["base"], base.keywords.get("before", {})
+    spec = functools.partial(burst_layer_spec, base=base, **choices)
+    model.transformer_layer_spec = _following(model, choices, before, spec)
     late.watch()
-    _follow(model, choices)
     return recipe
 
 
-def bare(spec: Any) -> Any:
-    """A layer spec without ours around it."""
-    return spec.keywords["base"] if is_ours(spec) else spec
+_UNFUSED = {"cross_entropy_loss_fusion": False}
+_RECOMPUTE = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
 
 
-def _follow(model: Any, choices: dict[str, Any]) -> None:
-    """Change what a choice cannot live with, or is nothing without."""
-    changed = {}
+def _following(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
+    """Change what a choice cannot live with, or is nothing without; ``spec`` remembers what was.
+
+    before: what an earlier call changed, which is put back first where nobody changed it since.
+    """
+    for name, value in before.items():
+        if _get(model, name) == (_UNFUSED | _RECOMPUTE)[name]:
+            setattr(model, name, value)
+    wanted = {}
+    ours = choices.get("algorithm") != "megatron"
     if choices.get("lm_head_loss", "off") != "off" and _get(model, "cross_entropy_loss_fusion"):
-        changed["cross_entropy_loss_fusion"] = False
-    if choices.get("store") and not _get(model, "recompute_granularity"):
-        changed |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    for name, value in changed.items():
+        wanted |= _UNFUSED
+    if ours and choices.get("store") and not _get(model, "recompute_granularity"):
+        wanted |= _RECOMPUTE
+    if not wanted:
+        return spec
+    was = {name: _get(model, name) for name in wanted}
+    for name, value in wanted.items():
         setattr(model, name, value)
-    if changed:
+    if was != before:  # or it has been said
         speak()
-        said = ", ".join(f"{name}={value}" for name, value in changed.items())
+        said = ", ".join(f"{name}={value}" for name, value in wanted.items())
         log(f"the recipe's model now has {said}")
+    return functools.partial(spec, before=was)
 
 
 def _get(model: Any, name: str) -> Any:
@@ -99,9 +111,10 @@ def _apply_nemo(recipe: Any, choices: dict[str, Any]) -> Any:
     config = getattr(getattr(recipe, "model", None), "config", None)
     if config is None:
         raise ValueError("recipe: this run.Partial has no model.config, as NeMo's GPT recipes have")
-    before = _get(config, "transformer_layer_spec")
-    if _is_nemo(before) and before.__fn_or_cls__ is burst_layer_spec:
-        before = before.base
-    config.transformer_layer_spec = run.Partial(burst_layer_spec, base=before, **choices)
-    _follow(config, choices)
+    base, before = _get(config, "transformer_layer_spec"), {}
+    if _is_nemo(base) and base.__fn_or_cls__ is burst_layer_spec:
+        base, before = base.base, _get(base, "before") or {}
+    spec = functools.partial(burst_layer_spec, base=base, **choices)
+    spec = _following(config, choices, before, spec)
+    config.transformer_layer_spec = run.Partial(spec.func, **spec.keywords)
     return recipe

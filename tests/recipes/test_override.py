@@ -76,6 +76,23 @@ def test_a_second_call_replaces_the_first(llama):
     assert keywords == {"base": default, "layout": "striped"}
 
 
+def test_a_second_call_puts_back_what_the_first_changed(llama):
+    from megatron_burst.recipes import apply_burst
+
+    names = ("cross_entropy_loss_fusion", "recompute_granularity", "recompute_num_layers")
+    stock = [getattr(llama().model, name) for name in names]
+    recipe = apply_burst(llama(), lm_head_loss="single_pass", store=0.5)
+    assert [getattr(recipe.model, name) for name in names] != stock
+    apply_burst(recipe, algorithm="megatron")
+    assert [getattr(recipe.model, name) for name in names] == stock
+    apply_burst(recipe, store=0.5)
+    recipe.model.recompute_num_layers = 4  # the user's
+    apply_burst(recipe, lm_head_loss="single_pass")
+    model = recipe.model
+    assert (model.recompute_granularity, model.recompute_num_layers) == (None, 4)
+    assert model.cross_entropy_loss_fusion is False
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
@@ -83,6 +100,8 @@ def test_a_second_call_replaces_the_first(llama):
         ({"stores": 0.5}, "stores: apply_burst knows intra, algorithm"),
         ({"store": 1.5}, "store .* must be a fraction from 0 to 1, got 1.5"),
         ({"layout": "diagonal"}, "layout .* must be one of"),
+        ({"intra": "2"}, r"intra_size \(intra\) must be an integer"),
+        ({"store": 0.5, "kv_cache": 0.5}, "^kv_cache 0.5 keeps keys of a forward that store 0.5"),
     ],
 )
 def test_unknown_choices_are_named_at_once(llama, choices, message):
@@ -102,13 +121,79 @@ def test_what_is_no_recipe_is_named(recipe):
         apply_burst(recipe)
 
 
-def test_a_model_of_images_is_refused(llama):
+def test_models_of_images_are_refused(llama):
+    from megatron.bridge.models.ministral3 import Ministral3ModelProvider3B
+    from megatron.bridge.models.qwen_vl import Qwen3VLModelProvider
+
     from megatron_burst.recipes import apply_burst
 
-    recipe = llama()
-    recipe.model.vision_config = object()
-    with pytest.raises(ValueError, match="is a vision-language model"):
+    for provider in (Ministral3ModelProvider3B, Qwen3VLModelProvider):
+        recipe = llama()
+        recipe.model = provider(num_layers=2, hidden_size=64, num_attention_heads=4)
+        with pytest.raises(ValueError, match=f"{provider.__name__} is a vision-language model"):
+            apply_burst(recipe)
+
+
+def own_attention(config):
+    """Layers with a core attention that is not Megatron's."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    layers = copy.deepcopy(local_layer_spec(config))
+    kind = type("Theirs", (DotProductAttention,), {})
+    layers.submodules.self_attention.submodules.core_attention = kind
+    return layers
+
+
+def no_attention(config):
+    """Layers that hide their attention, as Transformer Engine's full layers do."""
+    from megatron.core.transformer import ModuleSpec
+
+    return ModuleSpec(module=type("Whole", (), {}))
+
+
+def built(model):
+    from megatron.core.transformer.attention import SelfAttention
+
+    spec = model.transformer_layer_spec(model)
+    SelfAttention(model, spec.submodules.self_attention.submodules, layer_number=1)
+
+
+def test_layers_without_an_attention_to_replace_are_refused(llama):
+    """When they are made: the first by the attention layer that gets it, the second before."""
+    from megatron_burst.megatron import uninstall
+    from megatron_burst.recipes import apply_burst, cpu
+
+    for layers, message in (
+        (own_attention, "core attention Theirs, and BurstAttention can take the place of DotProd"),
+        (no_attention, "no attention of Megatron's to replace, only Whole.* algorithm megatron"),
+    ):
+        recipe = llama()
+        cpu.settle(recipe)
+        recipe.model.transformer_layer_spec = layers
         apply_burst(recipe)
+        recipe.validate()
+        try:
+            with pytest.raises(ValueError, match=message):
+                built(recipe.model)
+        finally:
+            uninstall()
+
+
+def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
+    from megatron_burst.megatron import install, uninstall
+    from megatron_burst.recipes import apply_burst, cpu
+
+    stranger = llama()
+    cpu.settle(stranger)
+    apply_burst(llama())  # from now on Bridge's validation asks us
+    install("striped")
+    try:
+        with pytest.raises(ValueError, match=r"cut by layout striped.*uninstall\(\)"):
+            stranger.validate()
+    finally:
+        uninstall()
+    stranger.validate()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +213,13 @@ def test_a_model_of_images_is_refused(llama):
         ({"store": 0.5}, ["model.recompute_granularity=null"],
          "^store 0.5 .* add model.recompute_granularity full"),
         ({"algorithm": "hybrid"}, [], "^algorithm hybrid needs head_size"),
+        ({"store": 0.5}, ["model.recompute_granularity=selective", "model.recompute_modules=[mlp]"],
+         r"^store 0.5 .* model.recompute_modules \['mlp'\] does not recompute it: add core_attn"),
+        ({}, ["model.window_size=128"], "^model.window_size 128 must be two sizes"),
+        ({}, ["model.hierarchical_context_parallel_sizes=4"],
+         "^model.hierarchical_context_parallel_sizes must be two sizes, .* got 4"),
+        ({}, ["model.context_parallel_size=null"],
+         "^model.context_parallel_size must be an integer from 1 on, got None"),
         ({"layout": "striped"}, ["model.mtp_num_layers=1"],
          "^model.mtp_num_layers works only with layout zigzag, not striped"),
     ],
@@ -147,6 +239,8 @@ def test_what_fits_is_validated(llama):
     for recipe in (ours, theirs):
         cpu.settle(recipe)  # or Bridge refuses fused kernels that are not installed
     sizes = ["model.hierarchical_context_parallel_sizes=[2,2]"]
+    sizes += ["model.recompute_granularity=selective", "model.recompute_modules=null"]
+    sizes += ["model.recompute_method=null", "model.recompute_num_layers=null"]
     overridden(apply_burst(ours, store=0.5), *sizes).validate()
     overridden(theirs, "model.attention_backend=local").validate()  # not ours to check
 
@@ -174,6 +268,7 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
         ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst knows intra, algorithm"),
         ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
         ("llama3_8b_64k_pretrain_config --print", "--print: options come before NAME"),
+        ("llama3_8b_64k_pretrain_config burst.layout", "burst.layout: write burst.layout=value"),
         ("", "NAME is missing"),
     ],
 )
