@@ -378,8 +378,17 @@ def test_report(capsys):
     assert "what to do" in capsys.readouterr().out
 
 
-def test_the_command_line(capsys):
-    command = ["--tensor-model-parallel-size", "2", "--gpus-per-node", "8", "--json", "--", "x.py"]
+@pytest.mark.parametrize("dashes", [["--"], []], ids=["with --", "without"])
+def test_the_command_line(capsys, dashes):
+    command = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--gpus-per-node",
+        "8",
+        "--json",
+        *dashes,
+        "x.py",
+    ]
     exit_code = main(["doctor", *command, "--context-parallel-size", "16", "--eod-mask-loss"])
     told = json.loads(capsys.readouterr().out)
     assert exit_code == 1

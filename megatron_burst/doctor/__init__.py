@@ -21,7 +21,7 @@ from .sizes import hierarchical_sizes
 
 NODE = 8  # GPUs of a node, where neither a flag nor this machine says it
 EPILOG = """\
-What follows -- is your Megatron command, to be searched for what would go wrong:
+What follows -- (or a script's name) is your Megatron command, searched for what would go wrong:
   megatron-burst doctor -- pretrain_gpt.py --context-parallel-size 16 --seq-length 131072 ...
 Under torchrun, on the GPUs of the run or on any CPUs, --distributed checks the real groups:
   torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
@@ -46,11 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--distributed", action="store_true", help="under torchrun: check and time the real groups"
     )
     parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.add_argument("megatron", nargs="*", metavar="-- COMMAND", help="your Megatron command")
+    parser.add_argument(
+        "megatron",
+        nargs=argparse.REMAINDER,
+        metavar="[--] COMMAND",
+        help="your Megatron command, with all that belongs to it",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask all questions and show the answers; the exit status."""
+    if arguments.megatron[:1] == ["--"]:
+        del arguments.megatron[0]
     command = Command(arguments.megatron)
     for name in ("tensor_model_parallel_size", "context_parallel_size"):
         flag = "--" + name.replace("_", "-")
