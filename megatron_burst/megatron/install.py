@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron import lm_head, patched, registry, training
@@ -103,6 +105,11 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         raise ValueError("megatron_burst is not installed: call install() before configure()")
     check_config(config, burst, seq_length)
     lm_head.check(config, burst)
+    if burst.kernel == "aten_cudnn" and not torch.cuda.is_available():
+        raise ValueError(
+            "--burst-kernel aten_cudnn is one of CUDA, which this machine does not have; take "
+            "--burst-kernel auto"
+        )
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _settle(patches, burst.layout)
     config.burst = burst

@@ -1,6 +1,7 @@
 """Installing, configuring and removing the patches, in this process and without ranks."""
 
 import copy
+import dataclasses
 import inspect
 
 import pytest
@@ -10,8 +11,15 @@ from megatron.core.models.common.embeddings import (
     rotary_pos_embedding,
     yarn_rotary_pos_embedding,
 )
-from megatron.core.transformer.attention import Attention
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import (
+    Attention,
+    SelfAttention,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
@@ -123,6 +131,32 @@ def test_choices_that_cannot_be_are_refused(choice, message):
     burst.install()
     with pytest.raises(ValueError, match=message):
         burst.configure(config(), mb.BurstConfig(**choice))
+
+
+def test_a_kernel_of_cuda_is_refused_without_it():
+    burst.install("zigzag")
+    with pytest.raises(ValueError, match=r"^--burst-kernel aten_cudnn .*take --burst-kernel auto"):
+        burst.configure(config(), mb.BurstConfig(kernel="aten_cudnn"))
+
+
+class Theirs(DotProductAttention):
+    """A core attention that is not Megatron's own."""
+
+
+@pytest.mark.parametrize("core", [Theirs, ModuleSpec(module=Theirs), IdentityOp])
+def test_a_core_attention_that_is_not_megatrons_is_refused(core):
+    """Or ours would be absent, and nobody told."""
+    burst.install("zigzag")
+    chosen = burst.configure(config(), mb.BurstConfig())
+    parts = dataclasses.replace(
+        get_gpt_layer_local_spec().submodules.self_attention.submodules, core_attention=core
+    )
+    name = getattr(core, "module", core).__name__
+    with pytest.raises(ValueError, match=f"has the core attention {name}, and BurstAttention can"):
+        SelfAttention(chosen, parts, layer_number=1)
+    off = burst.configure(config(), mb.BurstConfig(algorithm="megatron"))
+    with pytest.raises(Exception, match=r"^(?!.*BurstAttention can)"):  # there are no groups here
+        SelfAttention(off, parts, layer_number=1)
 
 
 def test_ulysses_needs_a_head_for_each_rank():
