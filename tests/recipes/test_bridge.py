@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import PRETRAIN
+from shrunk import PRETRAIN
 
 NODES = "model.hierarchical_context_parallel_sizes=[2,2]"
 ALL = {"intra": 2, "lm_head_loss": "single_pass", "store": 0.5}

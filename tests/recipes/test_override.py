@@ -4,7 +4,7 @@ import copy
 import functools
 
 import pytest
-from conftest import PRETRAIN
+from shrunk import PRETRAIN
 
 
 @pytest.fixture(scope="module")

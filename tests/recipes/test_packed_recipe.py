@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import SMALL
+from shrunk import SMALL
 
 SIZE, VOCABULARY = 256, 512
 END = VOCABULARY - 1  # the tokenizer's end of a document, with which Bridge pads
