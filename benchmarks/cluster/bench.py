@@ -24,7 +24,7 @@ from .measure import Run, Work
 from .network import Network
 from .ranks import RankError, Ranks
 
-TRANSFER = 4 * 2**20  # bytes of a plain transfer
+TRANSFER = 0.2  # seconds that a plain transfer takes at the nominal rate
 PASSES = ("forward", "backward")
 LINKS = ("intra", "inter")
 BYTES_WITHIN = 0.03  # of the formula: the kernel also counts headers and acknowledgements
@@ -156,10 +156,11 @@ def _transfer(ranks: Ranks) -> dict[str, float]:
     """Payload bits per second that each link class carries, from first start to last end; the
     best of three, because what else the machine does can only slow it."""
     best: dict[str, float] = {}
+    sizes = {link: int(TRANSFER * ranks.network.rates.of(link) / 8) for link in LINKS}
     for _ in range(3):
-        clocks = ranks.run(measure.transfer, TRANSFER)
+        clocks = ranks.run(measure.transfer, sizes)
         for link in clocks[0]:
-            rate = 8 * TRANSFER / _span([clock[link] for clock in clocks])
+            rate = 8 * sizes[link] / _span([clock[link] for clock in clocks])
             best[link] = max(best.get(link, 0.0), rate)
     return best
 

@@ -160,8 +160,8 @@ def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> f
     return max(((x.detach() - y).abs().max() / y.abs().max()).item() for x, y in pairs)
 
 
-def transfer(state: State, size: int) -> dict[str, tuple[float, float]]:
-    """Every rank sends `size` bytes to its neighbour over one link class, then over the other:
+def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, float]]:
+    """Every rank sends to its neighbour over one link class, then over the other, so many bytes:
     link class -> clock readings. What the links carry when nothing else is asked of them."""
     network, me = state["network"], state["rank"]
     width, ranks = network.per_node, network.size
@@ -172,7 +172,7 @@ def transfer(state: State, size: int) -> dict[str, tuple[float, float]]:
     for link, (there, back) in neighbours.items():
         if there == me:
             continue
-        source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        source, target = (torch.zeros(sizes[link], dtype=torch.uint8) for _ in range(2))
         dist.barrier()
         begin = time.perf_counter()
         works = [dist.irecv(target, back), dist.isend(source, there)]

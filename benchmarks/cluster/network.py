@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from .enclosure import run
 
 INTERFACES = {"inter": "ib", "intra": "nv"}  # link class -> interface of a rank
+PACKET = 65536  # bytes handed from hop to hop at once: smaller ones cost more CPU than 2 cores have
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -66,7 +67,7 @@ class Network:
             for name, bridge in (("ib", "spine"), ("nv", f"node{rank // self.per_node}")):
                 lines += [
                     f"link add {name}{rank} type veth peer name {name} netns r{rank}",
-                    f"link set {name}{rank} gso_max_size 16384",
+                    f"link set {name}{rank} gso_max_size {PACKET}",
                     f"link set {name}{rank} master {bridge}",
                     f"link set {name}{rank} up",
                 ]
@@ -88,7 +89,7 @@ class Network:
     def shape(self, link: str, ranks: range | list[int], rate: int) -> None:
         """Give the links of one class of these ranks another rate, at both ends."""
         name = INTERFACES[link]
-        shaper = f"root tbf rate {rate}bit burst 32kb limit 4mb"
+        shaper = f"root tbf rate {rate}bit burst {2 * PACKET} limit 4mb"
         outside = [f"qdisc replace dev {name}{rank} {shaper}" for rank in ranks]
         run("tc", "-batch", "-", given="\n".join(outside) + "\n")
         for rank in ranks:
@@ -115,7 +116,7 @@ class Network:
             f"addr add {mine}/24 dev ib",
             f"addr add 10.1.0.{rank + 1}/24 dev nv",
         ]
-        lines += [f"link set {name} up gso_max_size 16384" for name in INTERFACES.values()]
+        lines += [f"link set {name} up gso_max_size {PACKET}" for name in INTERFACES.values()]
         node = rank // self.per_node
         for peer in range(node * self.per_node, (node + 1) * self.per_node):
             if peer != rank:

@@ -151,6 +151,7 @@ def _serve(rank: int, network: Network, timeout: float, pipe: Connection, trace:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=network.size, timeout=limit)
     state: State = {"rank": rank, "network": network}
     gc.disable()  # pauses of one rank would show as waits of all
+    gc.freeze()  # what was imported need not be looked through after every call
     with trace.open("w") as file:
         while True:
             try:
