@@ -2,8 +2,8 @@
 
 Eight ranks on two cores cannot show what overlaps with what. Here a kernel computes every pair of
 chunks once, for real, and remembers the result; from then on it answers from memory and sleeps
-for FLOPs / speed. What it remembers it finds by the content of the tensors it is given (512
-samples of each), so a chunk that did not arrive, or another's, is an error and not a timing.
+for FLOPs / speed. What it remembers it finds by the content of the tensors it is given (samples of
+every head), so a chunk that did not arrive, or another's, is an error and not a timing.
 Times so made are labelled "emulated". Everything but the local attention runs as it always does.
 """
 
@@ -20,7 +20,7 @@ import torch
 from megatron_burst.kernels import Kernel, Rows, Scoring
 
 BACKWARD = 2.5  # FLOPs of a flash backward over those of its forward: five products for two
-SAMPLES = 512
+ROWS, COLUMNS = 16, 4  # what is sampled of each head of a tensor
 Key = tuple[Any, ...]
 
 
@@ -121,5 +121,6 @@ def visible(work: Sequence[Any]) -> int:
 
 
 def _samples(x: torch.Tensor) -> tuple[torch.Size, bytes]:
-    """Shape and about SAMPLES entries; the step is odd, so that all heads and widths take part."""
-    return x.shape, x.reshape(-1)[:: x.numel() // SAMPLES | 1].numpy().tobytes()
+    """Shape and ROWS x COLUMNS entries of every head; odd steps, and no copy of the whole."""
+    rows, columns = x.shape[0] // ROWS | 1, x.shape[-1] // COLUMNS | 1
+    return x.shape, x[::rows, ..., ::columns].contiguous().numpy().tobytes()
