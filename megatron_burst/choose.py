@@ -20,7 +20,7 @@ from .topology import Topology
 
 OPEN = Fixed()
 # Predictions closer than this are a tie: the simplest, then the fewest bytes between nodes.
-TIE = 0.03
+TIE = 0.015
 # Measured it took up to 1.17 times what was predicted, and it holds all chunks at once.
 HANDICAP = {"all_gather": 1.15}
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
