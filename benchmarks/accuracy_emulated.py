@@ -12,7 +12,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels import Kernel, Rows, Scoring, make
-from megatron_burst.merge import empty_result, merge_
+from megatron_burst.merge import empty_result
 
 Tensors = tuple[torch.Tensor, ...]  # q, k, v, dout or out, dq, dk, dv: [s, b, h, d]
 
@@ -69,8 +69,7 @@ class _Steps:
     def _partial(self, rank: int, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
         q, (_, k, v, _) = self.shards[rank][0], self.shards[owner]
         out, lse = empty_result(q, v.shape[-1])
-        for rows, *part in self.kernel.forward(q, k, v, self.works[rank][owner], self.scoring):
-            merge_(out[rows], lse[rows], *part)
+        self.kernel.forward(q, k, v, self.works[rank][owner], self.scoring, out, lse)
         return out.to(q.dtype), lse
 
     def gradients(

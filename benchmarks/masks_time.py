@@ -18,7 +18,7 @@ import megatron_burst as mb
 from megatron_burst.kernels import Kernel, Rows, Scoring, make
 from megatron_burst.layout import Span
 from megatron_burst.masks import Mask
-from megatron_burst.merge import empty_result, merge_
+from megatron_burst.merge import empty_result
 
 AIM = 0.56  # causal over full
 CLOCKS = ("wall", "CPU", "fastest")
@@ -95,8 +95,7 @@ def both(kernel: Kernel, work, q, k, v, dout):
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = empty_result(q, v.shape[-1])
-        for part, *result in kernel.forward(q, k, v, work, scoring):
-            merge_(out[part], lse[part], *result)
+        kernel.forward(q, k, v, work, scoring, out, lse)
         return out, lse
 
     out, lse = forward()

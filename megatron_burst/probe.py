@@ -22,7 +22,7 @@ from .groups import Groups
 from .kernels import Kernel, Rows, Scoring
 from .layout import Span
 from .masks import Full
-from .merge import accumulation_dtype
+from .merge import accumulation_dtype, empty_result
 from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
@@ -200,7 +200,8 @@ def _tile(kernel: Kernel, scoring: Scoring, like: Sequence[torch.Tensor], rows: 
     sums = [torch.zeros_like(t, dtype=total) for t in (q, k, v)]
     _settle(q.device)
     begin = time.perf_counter()
-    ((_, out, lse),) = kernel.forward(q, k, v, work, scoring)
+    out, lse = empty_result(q, v.shape[-1])
+    kernel.forward(q, k, v, work, scoring, out, lse)
     dout = torch.ones_like(out, dtype=q.dtype)
     delta = (dout * out).sum(-1, dtype=total)
     kernel.backward(Rows(q, dout, lse, delta), k, v, work, scoring, *sums)

@@ -16,7 +16,7 @@ import torch
 from .comm import Endpoint
 from .hops import Chunk, Pair
 from .kernels import Kernel, Rows, Scoring
-from .merge import add_sink_, empty_result, merge_
+from .merge import add_sink_, empty_result
 from .walk import Pass, Tensors, Walk
 
 Keys = tuple[torch.Tensor, torch.Tensor]
@@ -42,8 +42,7 @@ def forward(
 
     def compute(pair: Pair) -> None:
         k, v = walk.held[Chunk("kv", pair.key)].tensors
-        for rows, part, part_lse in kernel.forward(q, k, v, run.works[pair], scoring):
-            merge_(out[rows], lse[rows], part, part_lse)
+        kernel.forward(q, k, v, run.works[pair], scoring, out, lse)
 
     yield from walk.steps(compute)
     if sink is not None:

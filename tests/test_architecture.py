@@ -53,7 +53,7 @@ ARROWS = {
     "sharding": {"layout"},
     "introduction": set(),
     "groups": {"comm", "topology", "introduction", "rates"},
-    "kernels": {"kernels", "layout", "masks", "tiles"},
+    "kernels": {"kernels", "layout", "masks", "tiles", "merge"},
     "walk": {"hops", "comm", "parcels", "merge"},
     "ring": {"hops", "comm", "walk", "merge", "kernels"},
     "head_parallel": {"comm", "shares"},

@@ -21,7 +21,7 @@ from megatron_burst.kernels import Rows, Scoring
 from megatron_burst.kernels.aten import CudaCudnn, CudaFlash, stand_in
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Full, Mask
-from megatron_burst.merge import accumulation_dtype, empty_result, merge_
+from megatron_burst.merge import accumulation_dtype, empty_result
 
 HEADS = [(4, 4), (4, 2), (4, 1), (3, 1)]
 MASKS = {"full": Full(), "causal": Causal()}
@@ -57,9 +57,7 @@ def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False):
     work = kernel.plan(mask, spans, spans)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
-    for rows, part, part_lse in kernel.forward(q, k, v, work, Scoring(scale)):
-        assert part_lse.dtype == lse.dtype
-        merge_(out[rows], lse[rows], part, part_lse)
+    kernel.forward(q, k, v, work, Scoring(scale), out, lse)
     final = out.to(q.dtype)
     delta = (dout.to(lse.dtype) * final.to(lse.dtype)).sum(dim=-1)
     sums = [torch.zeros(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v)]
@@ -304,5 +302,6 @@ def test_lse_is_the_natural_logarithm():
     q = torch.zeros(4, 1, 1, 4)
     kernel = kernels.make("aten", q, q, q)
     work = kernel.plan(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
-    ((_, _, lse),) = kernel.forward(q, q, q, work, Scoring(1.0))
+    out, lse = empty_result(q, 4)
+    kernel.forward(q, q, q, work, Scoring(1.0), out, lse)
     assert lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])

@@ -10,7 +10,7 @@ Times so made are labelled "emulated". Everything but the local attention runs a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_burst.kernels import Kernel, Rows, Scoring
+from megatron_burst.merge import empty_result, merge_
 
 BACKWARD = 2.5  # FLOPs of a flash backward over those of its forward: five products for two
 ROWS, COLUMNS = 16, 4  # what is sampled of each head of a tensor
@@ -66,12 +67,18 @@ class EmulatedKernel:
         return self.real.plan(mask, q_spans, k_spans)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring,
+        out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
         begin = time.perf_counter()
         key = ("forward", *map(_samples, (q, k, v)))
-        parts = self.memory.get(key, lambda: list(self.real.forward(q, k, v, work, scoring)))
-        yield from parts  # the caller merges meanwhile: that is part of what a device would do
+
+        def compute() -> Any:
+            alone = empty_result(q, v.shape[-1])
+            self.real.forward(q, k, v, work, scoring, *alone)
+            return alone
+
+        merge_(out, lse, *self.memory.get(key, compute))
         self._take(begin, q.shape[2], work, 1.0)
 
     def backward(

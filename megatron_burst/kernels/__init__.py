@@ -10,7 +10,7 @@ d width of queries and keys, w width of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,9 +56,17 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Partial results (rows, out [.., b, h, w], lse [.., b, h]) to be merged, in any order."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merge this pair's result into out [s, b, h, w] and lse [s, b, h], both in the
+        accumulation dtype, by online softmax: a row that saw nothing yet has out 0, lse -inf."""
         ...
 
     def backward(

@@ -9,7 +9,7 @@ Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from ..layout import Span
 from ..masks import Mask
+from ..merge import merge_
 from ..tiles import Cutter, Tile
 
 if TYPE_CHECKING:
@@ -148,17 +149,20 @@ class AtenKernel:
         v: torch.Tensor,
         work: Sequence[_Call],
         scoring: Scoring,
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
         for call in work:
             r, c = call.tile.rows, call.tile.columns
-            out, lse = self.operator.forward(
+            part, stats = self.operator.forward(
                 q[:, :, r], k[:, :, c], v[:, :, c], call.tile.triangle, call.bias(q), scoring.scale
             )
             if call.blind is not None:  # the operator answers 0 for rows that see nothing
-                lse = lse.masked_fill(call.blind, float("-inf"))
-            yield r, out.permute(2, 0, 1, 3)[..., :value_width], lse.permute(2, 0, 1)
+                stats = stats.masked_fill(call.blind, float("-inf"))
+            part = part.permute(2, 0, 1, 3)[..., :value_width]
+            merge_(out[r], lse[r], part, stats.permute(2, 0, 1))
 
     def backward(
         self,

@@ -7,7 +7,7 @@ Shape letters as in `kernels`; g = h / k query heads share a key head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from ..layout import Span
 from ..masks import Mask
+from ..merge import merge_
 
 if TYPE_CHECKING:
     from . import Rows, Scoring
@@ -43,11 +44,13 @@ class ReferenceKernel:
         v: torch.Tensor,
         work: torch.Tensor,
         scoring: Scoring,
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         scores = _scores(q, k, work, scoring)
-        lse = torch.logsumexp(scores, dim=-1)
-        out = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, lse), _wide(v))
-        yield slice(None), out.flatten(2, 3), _rows_last(lse)
+        stats = torch.logsumexp(scores, dim=-1)
+        part = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, stats), _wide(v))
+        merge_(out, lse, part.flatten(2, 3), _rows_last(stats))
 
     def backward(
         self,
