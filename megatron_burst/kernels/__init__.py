@@ -19,6 +19,7 @@ from ..layout import Span
 from ..masks import Mask
 from .aten import AtenKernel, CpuFlash, CudaCudnn, CudaFlash
 from .reference import ReferenceKernel
+from .triton_kernel import TritonKernel
 
 
 class Rows(NamedTuple):
@@ -95,6 +96,7 @@ TABLE: dict[str, Callable[[torch.device], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
     "reference": lambda device: ReferenceKernel(),
+    "triton": TritonKernel,
 }
 
 
