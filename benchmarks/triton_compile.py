@@ -117,8 +117,8 @@ def _constants(launch: Launch) -> dict[str, Any]:
 def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
     """Of an argument, as Triton writes types."""
     size, atomic = launch.size, launch.kernel == "backward_keys"
-    rows = {"q": size.rows, "dout": size.rows, "out": size.rows, "dq": size.rows,
-            "k": size.columns, "v": size.columns, "dk": size.columns, "dv": size.columns}  # fmt: skip
+    rows = dict.fromkeys(("q", "dout", "out", "dq"), size.rows)
+    rows |= dict.fromkeys(("k", "v", "dk", "dv"), size.columns)
     if name in constants:
         return "constexpr"
     if name in rows and not (name == "dq" and atomic):

@@ -105,9 +105,9 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         raise ValueError("megatron_burst is not installed: call install() before configure()")
     check_config(config, burst, seq_length)
     lm_head.check(config, burst)
-    if burst.kernel == "aten_cudnn" and not torch.cuda.is_available():
+    if burst.kernel in ("aten_cudnn", "triton") and not torch.cuda.is_available():
         raise ValueError(
-            "--burst-kernel aten_cudnn is one of CUDA, which this machine does not have; take "
+            f"--burst-kernel {burst.kernel} is one of CUDA, which this machine does not have; take "
             "--burst-kernel auto"
         )
     if burst.algorithm != "megatron" or "layout" in patches.notes:
