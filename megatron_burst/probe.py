@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -97,16 +97,16 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
     neighbours = _neighbours(groups, name)
     device = torch.device("cuda" if groups.backend == "nccl" else "cpu")
 
-    def seconds(size: int, times: int, middle: Callable[[list[float]], float] = min) -> float:
+    def seconds(size: int, times: int) -> float:
         """Each rank's best, because what else a machine does can only slow it."""
         out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         _slowest(groups, 0.0)  # all start together
         if neighbours is None:
             return _slowest(groups, 0.0)
-        return _slowest(groups, middle([_transfer(neighbours, out, into) for _ in range(times)]))
+        return _slowest(groups, min(_transfer(neighbours, out, into) for _ in range(times)))
 
     seconds(SMALL, 1)  # makes the connections
-    latency = seconds(SMALL, 16, _quartile)  # but messages wait for busy machines all the time
+    latency = seconds(SMALL, 16)
     if latency == 0.0:
         return 0.0, math.inf
     size, took = FIRST, seconds(FIRST, 2)
@@ -114,12 +114,6 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
         size = min(LARGEST, max(2 * size, int(size * LONG / took)))
         took = seconds(size, 2)
     return latency, size / max(took - latency, took / 2)
-
-
-def _quartile(values: list[float]) -> float:
-    """The lower one. The best of many small messages nobody reaches in a ring; their median, sent
-    by all ranks of a machine at once, is two to three times what they take one by one."""
-    return sorted(values)[len(values) // 4]
 
 
 def _slowest(groups: Groups, value: float) -> float:
