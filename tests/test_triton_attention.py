@@ -35,7 +35,7 @@ def found():
 @pytest.mark.parametrize(
     ("kind", "cases"),
     [("full", 5), ("causal", 5), ("window", 5), ("dilated", 5), ("documents", 5), ("prefix", 5),
-     ("sparse", 5), ("heads", 4), ("widths", 4), ("dtype", 2), ("softcap", 2), ("wanted", 6),
+     ("sparse", 5), ("heads", 4), ("widths", 4), ("dtype", 1), ("softcap", 2), ("wanted", 6),
      ("deterministic", 1), ("blocks", 3), ("ring", 4)],
 )  # fmt: skip
 def test_the_kernels_compute_attention(found, kind, cases):

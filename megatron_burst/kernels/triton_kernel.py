@@ -14,7 +14,6 @@ work (seven products for five).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +170,6 @@ class TritonKernel:
         return self.size or blocks(_capability(q.device), direction, max(_padded(q, v)))
 
 
-@cache
 def unavailable(device: str) -> str | None:
     """Why there are no Triton kernels for a kind of device here, or None."""
     try:
@@ -187,7 +185,6 @@ def unavailable(device: str) -> str | None:
     return None
 
 
-@cache
 def _capability(device: torch.device) -> int:
     if device.type != "cuda":
         return 0  # the interpreter: the smallest blocks
