@@ -301,7 +301,7 @@ class Breaks(mb.masks.Mask):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("window", "mask: a window .*kernel='reference'"), ("user's own", "KeyError .*'left'")],
+    [("window", "mask: a window .*'reference'"), ("user's own", "KeyError .*'left'")],
 )
 def test_what_one_rank_cannot_plan_is_told_to_all(ranks, name, words):
     messages = ranks(3).run(refused_by_one, name)

@@ -32,7 +32,7 @@ TABLE: dict[tuple[int, str, int], Blocks] = {
     (90, "forward", 128): Blocks(128, 128, 8, 2),
     (90, "forward", 256): Blocks(128, 64, 8, 2),
     (90, "backward", 64): Blocks(64, 128, 8, 2),
-    (90, "backward", 128): Blocks(64, 128, 8, 2),
+    (90, "backward", 128): Blocks(64, 64, 8, 2),
     (90, "backward", 256): Blocks(64, 64, 8, 1),
 }
 WIDEST = 256
