@@ -100,7 +100,7 @@ def build(launch: Launch) -> Made:
     source = ASTSource(code, signature, constants)
     options = {"num_warps": launch.size.warps, "num_stages": launch.size.stages}
     found = triton.compile(source, target=GPUTarget("cuda", launch.device, 32), options=options)
-    return _assembled(found.asm["ptx"], found.metadata.shared)
+    return _assembled(found.asm["ptx"], launch.device, found.metadata.shared)
 
 
 def _constants(launch: Launch) -> dict[str, Any]:
@@ -131,11 +131,10 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
     return "fp32" if name == "scale" else "i32"
 
 
-def _assembled(ptx: str, shared: int) -> Made:
-    import triton
+def _assembled(ptx: str, device: int, shared: int) -> Made:
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    nvidia = triton.knobs.nvidia  # the newer of the two reads what either was written for
-    assembler = getattr(nvidia, "ptxas_blackwell", nvidia.ptxas).path
+    assembler = get_ptxas(device).path  # there is one for older devices and one for newer
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     with tempfile.TemporaryDirectory() as folder:

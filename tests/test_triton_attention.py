@@ -46,6 +46,20 @@ def test_the_kernels_compute_attention(found, kind, cases):
             assert error <= allowed, f"seed {found['seed']}: {case}: {name}"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("device", [80, 90, 100])
+def test_the_kernels_compile_for_gpus_that_are_not_here(device):
+    """And fit into their shared memory; what registers and spills they need is printed."""
+    words = ["-m", "benchmarks.triton_compile", "--devices", str(device), "--widths", "64"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=TESTS.parent, capture_output=True, text=True, timeout=600
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count(f"sm_{device}") == 6
+
+
 def test_on_a_cpu_it_is_refused():
     x = torch.zeros(16, 1, 1, 16)
     wanted = "runs on cuda tensors, got cpu" if HAS_TRITON else "needs the package triton"
