@@ -73,18 +73,16 @@ def grid(
         all_ = np.logical_and.reduceat(all_, cut.first, axis=axis)
     if k.length % columns:
         all_[:, -1] = False
-    full = [tuple(tile) for tile in np.argwhere(all_).tolist()]
     tables = _Tables(mask, q, k, rows, columns)
-    partial = []
+    full, partial = [], []
     for i, j in np.argwhere(some & ~all_).tolist():
         found = tables.of(i, j)
-        if found is None:
-            continue
         if found == tables.everything:
             full.append((i, j))
-        else:
+        elif found is not None:
             partial.append((i, j, found))
-    return Grid(_array(full, 2), _array(partial, 3), tables.bits())
+    whole = np.concatenate([np.argwhere(all_), _array(full, 2)]).astype(np.int32)
+    return Grid(whole, _array(partial, 3), tables.bits())
 
 
 class _Cut(NamedTuple):
