@@ -40,7 +40,10 @@ WRONG_CHOICES = [
         "algorithm.* must be one of burst, double_ring, ring, .*got .megatron",
     ),
     ({"side": "q"}, "side .*must be one of auto, kv, query, got 'q'"),
-    ({"kernel": "flash"}, "kernel .*must be one of auto, aten, aten_cudnn, reference, got 'flash'"),
+    (
+        {"kernel": "flash"},
+        "kernel .*must be one of auto, aten, aten_cudnn, flash2, flash3, .*got 'flash'",
+    ),
     (
         {"kernel": "aten_cudnn"},
         "kernel aten_cudnn runs on cuda tensors, got cpu; kernel='reference'",

@@ -19,13 +19,14 @@ from .. import masks
 from ..attention import attention
 from ..groups import Groups
 from ..kernels import TABLE
+from ..kernels.flash_packages import PACKAGES as FLASH
+from ..kernels.flash_packages import NotInstalled, load
 from .finding import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
-    "flash-attn": ("flash-attn",),
 }
 
 
@@ -54,6 +55,22 @@ def versions() -> Iterator[Finding]:
     for name, distributions in PACKAGES.items():
         found = version(*distributions)
         yield ok(name, found) if found else note(name, "not installed, and not needed")
+    yield from flash_attention()
+
+
+def flash_attention() -> Iterator[Finding]:
+    """Each FlashAttention package: is it there, and do the signatures of its functions fit?"""
+    for name, package in FLASH.items():
+        found = package.version or "of unknown version"
+        try:
+            load(name)
+        except NotInstalled:
+            yield note(package.title, "not installed, and not needed")
+        except ValueError as error:
+            reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
+            yield note(package.title, f"not usable: {reason}", f"install {package.fits}")
+        else:
+            yield ok(package.title, f"{found}; its functions fit --burst-kernel {name}")
 
 
 def _megatron() -> Finding:
