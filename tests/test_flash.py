@@ -1,5 +1,6 @@
 """FlashAttention packages: do our arguments fit the signatures of their releases, and our tensors
-what their sources say of them? No kernel of theirs runs here.
+what their sources say of them? No kernel of theirs runs here; where FlashAttention 4 is installed,
+it compiles.
 
 `flash_signatures.json` holds the parameters of every release, read from the sources by
 `flash_signatures.py`.
@@ -7,7 +8,9 @@ what their sources say of them? No kernel of theirs runs here.
 
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +26,8 @@ from megatron_burst.kernels import aten, flash
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.aten import AtenKernel
 
-RECORD = json.loads((Path(__file__).parent / "flash_signatures.json").read_text())
+TESTS = Path(__file__).parent
+RECORD = json.loads((TESTS / "flash_signatures.json").read_text())
 # The first release we take; what the one before it lacks.
 FIRST = {
     "flash2": ("v2.7.0", "_flash_attn_forward has no parameter window_size_left, window_size_r"),
@@ -277,6 +281,36 @@ def test_the_doctor_says_what_it_found(planted):
 def test_devices_and_widths_that_a_package_does_not_serve(name, major, width, deterministic, words):
     reason = flash.unfit(name, major, width, deterministic)
     assert reason is None if words is None else words in reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(packages.PACKAGES["flash4"].version is None, reason="it is not installed")
+@pytest.mark.parametrize(
+    ("major", "widths", "words"),
+    [
+        (9, (128, 128), "compiled"),
+        (9, (192, 128), "compiled"),
+        (9, (256, 256), "compiled"),
+        (10, (64, 64), "compiled"),
+        (10, (128, 128), "compiled"),
+        (10, (192, 128), r"\(192, 192\) is not supported"),
+        (10, (256, 256), "does not support dlse"),
+    ],
+)
+def test_package_4_compiles_for_what_we_pass(major, widths, words):
+    """Where it is installed: its own checks, and the compiler's; and it refuses as `unfit` does."""
+    reason = flash.unfit("flash4", major, max(widths), False)
+    assert (reason is None) == (words == "compiled")
+    arch = {"FLASH_ATTENTION_ARCH": f"sm_{major}0", "CUTE_DSL_ARCH": f"sm_{major}0a"}
+    masks = ("full", "causal") if major == 9 else ("causal",)
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "flash4_compiles.py"), *map(str, widths), *masks],
+        env=os.environ | arch | {"FLASH_ATTENTION_NUM_SMS": "132", "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert re.search(words, done.stdout + done.stderr), done.stderr[-3000:]
 
 
 # --- an operator that takes delta ------------------------------------------------------------
