@@ -4,8 +4,8 @@
         python tests/flash4_compiles.py WIDTH VALUE_WIDTH MASK ...
 
 Needs the package and no GPU: on fake tensors the package checks shapes and dtypes and compiles, and
-returns before it would launch. The environment says what for; the package reads it. MASK: full, causal; for
-sm_100 full asks the driver something, which is not there without a GPU.
+returns before it would launch. The environment says what for; the package reads it. MASK: full,
+causal; for sm_100 full asks the driver something, which is not there without a GPU.
 """
 
 import sys

@@ -4,8 +4,9 @@ Owns how our tensors become arguments of these packages, and which widths and de
 Must not know which parameters a release has (`flash_packages`), nor what a tile is.
 
 No kernel of these packages was run for this project: there was no GPU. That the arguments fit is
-tested against the signatures of their releases (`tests/flash_signatures.json`). What becomes of
-them was read in their sources: tensors are [b, s, h, d], of any strides but that of d; lse is
+tested against the signatures of their releases (`tests/flash_signatures.json`); 4 also compiled
+for them (`tests/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes of them was read in
+the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
 [b, h, s], float32, natural logarithm; gradients are written into the dq, dk, dv that are given.
 2 and 3 want the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
 out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in.
