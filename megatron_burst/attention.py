@@ -53,8 +53,8 @@ def attention(
     share heads also "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted
     to be fastest, with its side and head_groups, at `rates` (`Rates`; what they do not state is
     measured, once per groups); side: "auto" (fewer bytes), "kv" or
-    "query"; kernel: "auto" (aten), "aten", "aten_cudnn", "flash2", "flash3", "flash4" (installed
-    FlashAttention packages) or "reference"; softmax_scale: default d ** -0.5; softcap:
+    "query"; kernel: "auto", "aten", "aten_cudnn", "triton", "reference", or "flash2", "flash3",
+    "flash4", the installed FlashAttention packages; softmax_scale: default d ** -0.5; softcap:
     cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None for the accumulation
     dtype; kv_cache: the fraction of visiting keys that forward keeps for backward; head_groups:
     into how many groups the key/value heads (and their query heads) are cut, whose rings run

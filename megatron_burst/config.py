@@ -15,7 +15,7 @@ from .topology import PLACEMENTS
 NAMES = (*ALGORITHMS, "ulysses", "hybrid", "auto")
 WIRE_DTYPES = ("fp32", "bf16")
 LM_HEAD_LOSSES = ("off", "single_pass", "recompute")
-KERNELS = ("auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "reference")
+KERNELS = ("auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Measuring what `rates` states: links by sending, kernels by running them, once per grid.
 
 Collective, and the same answer on all ranks: what each measured is gathered, and the slowest link
-and the middle device count. Takes a few tenths of a second. What is done with it is not its
+and the middle device count. Takes about a second. What is done with it is not its
 business.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -27,7 +27,7 @@ from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
 FIRST = 2**18  # bytes of the first guess
-LONG = 0.05  # seconds that a transfer should take, so that bursts and latency do not show
+LONG = 0.2  # seconds that a transfer should take, so that bursts and latency do not show
 LARGEST = 2**27  # bytes
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # of a tile, at least and at most
@@ -97,16 +97,16 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
     neighbours = _neighbours(groups, name)
     device = torch.device("cuda" if groups.backend == "nccl" else "cpu")
 
-    def seconds(size: int, times: int, middle: Callable[[list[float]], float] = min) -> float:
+    def seconds(size: int, times: int) -> float:
         """Each rank's best, because what else a machine does can only slow it."""
         out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         _slowest(groups, 0.0)  # all start together
         if neighbours is None:
             return _slowest(groups, 0.0)
-        return _slowest(groups, middle([_transfer(neighbours, out, into) for _ in range(times)]))
+        return _slowest(groups, min(_transfer(neighbours, out, into) for _ in range(times)))
 
     seconds(SMALL, 1)  # makes the connections
-    latency = seconds(SMALL, 12, median)  # but messages wait for busy machines all the time
+    latency = seconds(SMALL, 16)
     if latency == 0.0:
         return 0.0, math.inf
     size, took = FIRST, seconds(FIRST, 2)

@@ -110,7 +110,7 @@ class Cutter:
         if self.table_rows is None:
             raise ValueError(
                 f"mask: {mask!r} is no band of rows and columns over {q.span} and {k.span}, and "
-                "this kernel takes no table; use kernel='reference'"
+                "this kernel takes no table; use kernel='triton' on a GPU, or 'reference'"
             )
         table = mask.visible(q.span.positions()[:, None], k.span.positions()[None, :])
         if table.any():
@@ -125,7 +125,7 @@ class Cutter:
             if part.table is not None and self.table_rows is None:
                 raise ValueError(
                     f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
-                    "takes no table; use kernel='reference'"
+                    "takes no table; use kernel='triton' on a GPU, or 'reference'"
                 )
             rows, columns = q.rows(*part.rows), k.rows(*part.columns)
             yield Tile(rows, columns, part.triangle, part.table)

@@ -7,7 +7,8 @@ program and in each pair's work. Decides how buffers are reused and what travels
 Walks are generators that yield once per boundary, after everything that starts there has been
 started: one process that holds all ranks can drive them in lock-step (`lockstep`), a process that
 holds one rank just runs its own to the end, and several groups of heads of one rank can run one
-behind the other (`staggered`).
+behind the other (`staggered`). torch's profiler, and NVTX where it is emitted, see every pair and
+every wait by name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch.profiler import record_function
 
 from . import parcels
 from .comm import Channel, Endpoint, Pending, Receive, Send
@@ -129,7 +131,8 @@ class Walk:
             yield
             self._land(boundary.index)
             if boundary.pair is not None and boundary.pair in self.run.works:
-                compute(boundary.pair)
+                with record_function(f"{self.run.name}: {_pair(boundary.pair)}"):
+                    compute(boundary.pair)
 
     def _post(self, channel: Channel, hops: list[Hop], index: int) -> None:
         me = self.endpoint.rank
@@ -169,7 +172,8 @@ class Walk:
         landing = [f for f in self.flights if f.land == index]
         self.flights = [f for f in self.flights if f.land != index]
         for flight in landing:
-            flight.pending.wait()
+            with record_function(f"{self.run.name}: wait, boundary {index}"):
+                flight.pending.wait()
             for kind, parcel in flight.leaving:
                 self.buffers.give(kind, parcel)
             for chunk, parcel in flight.arriving:
@@ -235,6 +239,10 @@ def _exchanges(hops: Sequence[Hop]) -> Iterator[tuple[Channel, list[Hop]]]:
 
     for (channel, _), group in groupby(sorted(hops, key=key), key):
         yield channel, list(group)
+
+
+def _pair(pair: Pair) -> str:
+    return f"queries of rank {pair.query}, keys of rank {pair.key}"
 
 
 def _words(hop: Hop) -> str:

@@ -23,7 +23,7 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "agreement", "cost", "kernels", "edges",
-    "every", "forecast",
+    "every", "forecast", "grid",
 )  # fmt: skip
 
 
@@ -35,6 +35,19 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    # grid
+    Mutant("kernels/grid.py", "if k.length % columns:", "if False:",
+           "columns behind the end of a shard are shown"),
+    Mutant("kernels/grid.py", "all_ = np.logical_and.reduceat", "all_ = np.logical_or.reduceat",
+           "a tile of which one part is visible passes for wholly visible"),
+    Mutant("kernels/grid.py", "ahead >= -band[0]", "ahead > -band[0]",
+           "a band loses its left edge"),
+    Mutant("kernels/grid.py", "if parts[0].length != rows or parts[1].length != columns:",
+           "if parts[0].length != rows:", "a band is drawn over a tile of two spans"),
+    Mutant("kernels/grid.py", "(begins - (ends - lengths)[which]) * stride[which]",
+           "(begins - (ends - lengths)[which])", "positions forget their stride"),
+    Mutant("kernels/grid.py", "np.argsort(-count", "np.argsort(count",
+           "the shortest work is dealt first"),
     # forecast
     Mutant("forecast.py", "end = begin + taken", "end = begin + taken - self.latency",
            "a message costs no latency"),

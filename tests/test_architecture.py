@@ -119,6 +119,7 @@ OUTSIDE = {
     "show": {"numpy", "rich", "matplotlib", "PIL"},
     "trace": {"torch", "matplotlib"},
     "doctor": {"torch", "rich"},
+    "kernels": {"torch", "numpy", "triton"},
     "recipes": {"torch"},
 }
 

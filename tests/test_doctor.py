@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -309,7 +310,10 @@ def test_kernels_are_run_not_asked():
     kernels = {f.topic: f for f in installed.kernels()}
     assert set(kernels) == {f"kernel {name}" for name in installed.TABLE}
     if not torch.cuda.is_available():
-        assert kernels["kernel aten"] == ok("kernel aten", "runs on cpu")
+        assert kernels["kernel aten"].level == "ok"
+        assert re.match(
+            r"runs on cpu, within \de-\d\d of the reference", kernels["kernel aten"].what
+        )
         assert kernels["kernel aten_cudnn"].level == "note"
         assert "cuda" in kernels["kernel aten_cudnn"].what
 

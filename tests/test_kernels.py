@@ -244,7 +244,7 @@ def test_the_stand_in_keeps_the_dtype_of_dout():
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     assert set(kernels.TABLE) == {
-        "aten", "aten_cudnn", "flash2", "flash3", "flash4", "reference",
+        "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference",
     }  # fmt: skip
     assert kernels.make("auto", q, k, v).name == "aten"
     assert kernels.make("reference", q, k, v).name == "reference"

@@ -53,6 +53,22 @@ def test_the_command_draws_events_that_were_kept(tmp_path, capsys):
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_profilers_see_pairs_and_waits_by_name():
+    groups = mb.Groups.in_process(intra=2)
+    shards = [[torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(2)] for _ in range(3)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        outs = mb.attention(*shards, groups=groups, side="query")
+        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    names = {event.name for event in profile.events()}
+    assert {
+        f"attention {way}: queries of rank {query}, keys of rank {key}"
+        for way in ("forward", "backward, side query")
+        for query in range(2)
+        for key in range(2)
+    } <= names
+    assert "attention forward: wait, boundary 1" in names
+
+
 def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
     """Two nodes of one rank: each computes two pairs forward and two backward, and of the three
     exchanges (keys; keys and their gradients) all cross nodes."""

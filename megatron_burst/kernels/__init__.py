@@ -20,6 +20,7 @@ from ..masks import Mask
 from .aten import AtenKernel, CpuFlash, CudaCudnn, CudaFlash
 from .flash import FlashKernel
 from .reference import ReferenceKernel
+from .triton_kernel import TritonKernel
 
 
 class Rows(NamedTuple):
@@ -99,7 +100,11 @@ TABLE: dict[str, Callable[[torch.device], Kernel]] = {
     "flash3": lambda device: FlashKernel("flash3"),
     "flash4": lambda device: FlashKernel("flash4"),
     "reference": lambda device: ReferenceKernel(),
+    "triton": TritonKernel,
 }
+
+# torch's own operators are everywhere; ours takes what they do not (a softcap).
+AUTO = ("aten", "triton")
 
 
 def make(
@@ -109,18 +114,27 @@ def make(
     v: torch.Tensor,
     softcap: float | None = None,
 ) -> Kernel:
-    """The kernel called `name` ("auto": aten) for tensors like q, k, v.
+    """The kernel called `name` for tensors like q, k, v; "auto": the first of AUTO that can.
 
     Raises ValueError if there is no such kernel or it cannot serve these tensors.
     """
     if name != "auto" and name not in TABLE:
         raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
-    kernel = TABLE["aten" if name == "auto" else name](q.device)
-    reason = kernel.refusal(q, k, v)
-    if softcap is not None and not kernel.softcaps:
-        reason = f"has no softcap, got softcap={softcap}"
+    reasons = []
+    for each in AUTO if name == "auto" else (name,):
+        kernel = TABLE[each](q.device)
+        reason = _refusal(kernel, q, k, v, softcap)
+        if reason is None:
+            return kernel
+        reasons.append(f"kernel {each} {reason}")
+    raise ValueError("; ".join([*reasons, "kernel='reference' takes anything"]))
+
+
+def _refusal(
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None
+) -> str | None:
     if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic:
-        reason = "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
-    if reason:
-        raise ValueError(f"kernel {kernel.name} {reason}; kernel='reference' takes anything")
-    return kernel
+        return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
+    if softcap is not None and not kernel.softcaps:
+        return f"has no softcap, got softcap={softcap}"
+    return kernel.refusal(q, k, v)

@@ -117,7 +117,7 @@ def _check_kernel(name: str) -> None:
     """Raise ``ValueError`` for a local attention that this machine cannot run."""
     if name in flash_packages.PACKAGES:
         flash_packages.load(name)
-    if name in ("aten_cudnn", *flash_packages.PACKAGES) and not torch.cuda.is_available():
+    if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
         raise ValueError(
             f"--burst-kernel {name} is one of CUDA, which this machine does not have; take "
             "--burst-kernel auto"

@@ -1,0 +1,156 @@
+"""Compile the Triton attention kernels for devices that are not here; print registers and spills.
+
+Needs Triton, whose package brings the assembler, and no GPU. For every entry of
+`megatron_burst.kernels.blocks.TABLE` (or one device, one width) it compiles the launch with and
+without masks and asks ptxas what became of it. A kernel that does not compile, or that wants more
+shared memory than the device has, ends the run with status 1.
+
+    python -m benchmarks.triton_compile --devices 90 --widths 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megatron_burst.kernels.blocks import Blocks, blocks
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block of threads may have
+
+
+class Launch(NamedTuple):
+    device: int
+    kernel: str
+    width: int
+    masked: bool
+    size: Blocks
+
+
+class Made(NamedTuple):
+    """What the assembler says of one launch; spills in bytes per thread."""
+
+    registers: int
+    spills: int
+    shared: int
+
+
+def main() -> int:
+    args = _arguments()
+    launches = list(_launches(args.devices, args.widths, args.blocks))
+    failed, table = 0, Table("device", "kernel", "width", "masks", "blocks", "registers", "spilled",
+                             "shared KB")  # fmt: skip
+    for launch in track(launches, description="compiling", console=Console(stderr=True)):
+        try:
+            made = build(launch)
+            words = [str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"]
+            failed += made.shared > SHARED[launch.device]
+        except Exception as error:  # the compiler's own kinds
+            words, failed = [f"{type(error).__name__}: {error}"[:60], "", ""], failed + 1
+        size = launch.size
+        shape = f"{size.rows} x {size.columns}, {size.warps} warps, {size.stages} stages"
+        masks = "yes" if launch.masked else "no"
+        table.add_row(f"sm_{launch.device}", launch.kernel, str(launch.width), masks, shape, *words)
+    Console(width=120).print(table)
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=list(SHARED), help="80 90 100")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument(
+        "--blocks", type=int, nargs=4, metavar=("ROWS", "COLUMNS", "WARPS", "STAGES"),
+        help="instead of the table's, to look for better ones",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def _launches(devices: list[int], widths: list[int], size: list[int] | None) -> Iterator[Launch]:
+    for device in devices:
+        for kernel in ("forward", "backward_keys", "backward_queries"):
+            for width in widths:
+                chosen = Blocks(*size) if size else blocks(device, kernel.split("_")[0], width)
+                for masked in (False, True):
+                    yield Launch(device, kernel, width, masked, chosen)
+
+
+def build(launch: Launch) -> Made:
+    """Compile one launch in bfloat16 and ask the assembler."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_burst.kernels import triton_code
+
+    code = getattr(triton_code, launch.kernel)
+    constants = _constants(launch)
+    signature = {name: _type(name, launch, constants) for name in code.arg_names}
+    source = ASTSource(code, signature, constants)
+    options = {"num_warps": launch.size.warps, "num_stages": launch.size.stages}
+    found = triton.compile(source, target=GPUTarget("cuda", launch.device, 32), options=options)
+    return _assembled(found.asm["ptx"], found.metadata.shared)
+
+
+def _constants(launch: Launch) -> dict[str, Any]:
+    size = launch.size
+    constants: dict[str, Any] = {
+        "CAP": 0.0, "MASKED": launch.masked, "PRECISION": "tf32",
+        "M": size.rows, "N": size.columns, "D": launch.width, "W": launch.width,
+    }  # fmt: skip
+    if launch.kernel == "backward_keys":
+        constants |= {"DQ": True, "DK": True, "DV": True}
+    return constants
+
+
+def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
+    """Of an argument, as Triton writes types."""
+    size, atomic = launch.size, launch.kernel == "backward_keys"
+    rows = dict.fromkeys(("q", "dout", "out", "dq"), size.rows)
+    rows |= dict.fromkeys(("k", "v", "dk", "dv"), size.columns)
+    if name in constants:
+        return "constexpr"
+    if name in rows and not (name == "dq" and atomic):
+        kind = "bf16" if name in ("q", "k", "v", "dout") else "fp32"
+        return f"tensordesc<{kind}[{rows[name]},1,1,{launch.width}]>"
+    if name in ("lse", "delta", "dq"):
+        return "*fp32"
+    if name in ("programs", "others", "tables", "bits"):
+        return "*i32"
+    return "fp32" if name == "scale" else "i32"
+
+
+def _assembled(ptx: str, shared: int) -> Made:
+    import triton
+
+    nvidia = triton.knobs.nvidia  # the newer of the two reads what either was written for
+    assembler = getattr(nvidia, "ptxas_blackwell", nvidia.ptxas).path
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        said = subprocess.run(
+            [assembler, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/kernel"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers, stores = (re.search(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill st"))
+    assert registers is not None, said
+    return Made(int(registers[1]), int(stores[1]) if stores else 0, shared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Block sizes of the Triton kernels by device and width: one table, to be read and to be changed.
+
+No kernel is tuned while a model trains: what is not in the table takes the entry of the next
+older device and of the next greater width. The entries were chosen by what the compiler says of
+registers and spills (`python -m benchmarks.triton_compile`), not by time: none was run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Blocks(NamedTuple):
+    """Tiles of `rows` x `columns` (powers of two; columns at least 32); warps; stages of loads
+    in flight."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# (compute capability, pass, greatest width) -> blocks
+TABLE: dict[tuple[int, str, int], Blocks] = {
+    (80, "forward", 64): Blocks(128, 64, 4, 3),
+    (80, "forward", 128): Blocks(128, 64, 8, 2),
+    (80, "forward", 256): Blocks(64, 32, 4, 2),
+    (80, "backward", 64): Blocks(64, 128, 8, 2),
+    (80, "backward", 128): Blocks(32, 128, 8, 2),
+    (80, "backward", 256): Blocks(32, 64, 8, 1),
+    (90, "forward", 64): Blocks(128, 128, 8, 3),
+    (90, "forward", 128): Blocks(128, 128, 8, 2),
+    (90, "forward", 256): Blocks(128, 64, 8, 2),
+    (90, "backward", 64): Blocks(64, 128, 8, 2),
+    (90, "backward", 128): Blocks(64, 64, 8, 2),
+    (90, "backward", 256): Blocks(64, 64, 8, 1),
+}
+WIDEST = 256
+
+
+def blocks(capability: int, direction: str, width: int) -> Blocks:
+    """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width."""
+    devices = sorted({device for device, _, _ in TABLE})
+    device = max([known for known in devices if known <= capability] or devices[:1])
+    width = min(limit for known, _, limit in TABLE if known == device and limit >= width)
+    return TABLE[device, direction, width]

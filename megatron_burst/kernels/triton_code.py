@@ -1,0 +1,190 @@
+"""Attention over a grid of tiles as Triton kernels: forward, and backward by keys or by queries.
+
+Every kernel works through `grid.Worklist`s: wholly visible tiles without any mask code, partly
+visible ones with a table of bits; one launch each, because one loop in two kinds spills registers.
+A launch carries on where the one before stopped: forward loads (out, lse), which is the running
+softmax in normal form, and stores it again; backward adds to the sums it is given. lse and delta
+are those of the whole sequence, so there is one kernel for either side of the ring.
+
+Imported only when a Triton kernel is made. Must not know masks, spans or block sizes: they come
+as lists and constants. Tensors are [rows, b, heads, width], as descriptors of one block of rows
+of one head; what lies behind their ends is zero.
+"""
+
+from __future__ import annotations
+
+# Triton is not everywhere, and what its decorator makes is no function to a type checker.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _logits(products, scale, CAP: tl.constexpr):
+    """Scores in base 2, so that exp2 serves; CAP 0: no softcap."""
+    if CAP == 0:
+        return products * (scale * LOG2E)
+    # tanh by exp2 alone: the interpreter has no other
+    tanh = 1 - 2 / (1 + tl.exp2(products * (scale * 2 * LOG2E / CAP)))
+    return tanh * (CAP * LOG2E)
+
+
+@triton.jit
+def _shown(bits, table, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    """Is (row, column) of a tile visible? rows and columns are broadcast against each other."""
+    words = tl.load(bits + table.to(tl.int64) * (M * N // 32) + rows * (N // 32) + columns // 32)
+    return ((words >> (columns % 32)) & 1) != 0
+
+
+@triton.jit
+def forward(
+    q, k, v, out, lse, programs, others, tables, bits,
+    n, heads, group, lse_row, lse_batch, lse_head, scale,
+    CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one head; (out, lse) in float32, in place."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    batch, head = head // heads, head % heads
+    start = tl.load(programs + 3 * program) * M
+    first, stop = tl.load(programs + 3 * program + 1), tl.load(programs + 3 * program + 2)
+    lanes, columns = tl.arange(0, M), tl.arange(0, N)
+    rows = (start + lanes).to(tl.int64)
+    at = lse + rows * lse_row + batch * lse_batch + head * lse_head
+    best = tl.load(at, mask=rows < n, other=NOTHING) * LOG2E
+    total = tl.where(best == NOTHING, 0.0, 1.0)
+    acc = out.load([start, batch, head, 0]).reshape(M, W)
+    query = q.load([start, batch, head, 0]).reshape(M, D)
+    for i in range(first, stop):
+        column = tl.load(others + i) * N
+        key = k.load([column, batch, head // group, 0]).reshape(N, D)
+        x = _logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, CAP)
+        if MASKED:
+            shown = _shown(bits, tl.load(tables + i), lanes[:, None], columns[None, :], M, N)
+            x = tl.where(shown, x, NOTHING)
+        highest = tl.maximum(best, tl.max(x, 1))
+        base = tl.where(highest == NOTHING, 0.0, highest)
+        p = tl.exp2(x - base[:, None])
+        decay = tl.exp2(best - base)
+        total = total * decay + tl.sum(p, 1)
+        value = v.load([column, batch, head // group, 0]).reshape(N, W)
+        acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        best = highest
+    norm = tl.where(total == 0, 1.0, total)
+    out.store([start, batch, head, 0], (acc / norm[:, None]).reshape(M, 1, 1, W))
+    found = tl.where(total == 0, NOTHING, (best + tl.log2(norm)) / LOG2E)
+    tl.store(at, found, mask=rows < n)
+
+
+@triton.jit
+def _weights(products, stats, scale, shown, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """(probabilities, d score / d (scale * product)); `stats` is lse in base 2."""
+    x = _logits(products, scale, CAP)
+    p = tl.exp2(x - stats)
+    if MASKED:
+        p = tl.where(shown, p, 0.0)
+    slope = 1.0
+    if CAP != 0:
+        tanh = x / (CAP * LOG2E)
+        slope = 1 - tanh * tanh
+    return p, slope
+
+
+@triton.jit
+def _statistics(lse, delta, rows, n, offset, row_stride):
+    """lse in base 2 and delta of these rows; rows that saw nothing, or are none, get inf and 0."""
+    inside = rows < n
+    at = rows.to(tl.int64) * row_stride + offset
+    stats = tl.load(lse + at, mask=inside, other=NOTHING) * LOG2E
+    return tl.where(stats == NOTHING, float("inf"), stats), tl.load(
+        delta + at, mask=inside, other=0.0
+    )
+
+
+@triton.jit
+def backward_keys(
+    q, dout, k, v, dq, dk, dv, lse, delta, programs, others, tables, bits,
+    n, heads, group, stats_row, stats_batch, dq_row, dq_batch, dq_head, width, scale,
+    CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of one key head: dk and dv of all the queries that see it; dq, if asked,
+    added atomically where it is. `heads` counts key heads; lse, delta [rows, b, h] contiguous."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    batch, head = head // heads, head % heads
+    start = tl.load(programs + 3 * program) * N
+    first, stop = tl.load(programs + 3 * program + 1), tl.load(programs + 3 * program + 2)
+    lanes, columns, widths = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
+    key = k.load([start, batch, head, 0]).reshape(N, D)
+    value = v.load([start, batch, head, 0]).reshape(N, W)
+    dkey = tl.zeros((N, D), tl.float32)
+    dvalue = tl.zeros((N, W), tl.float32)
+    for own in range(head * group, head * group + group):
+        for i in range(first, stop):
+            row = tl.load(others + i) * M
+            query = q.load([row, batch, own, 0]).reshape(M, D)
+            gradient = dout.load([row, batch, own, 0]).reshape(M, W)
+            offset = batch * stats_batch + own
+            stats, mean = _statistics(lse, delta, row + lanes, n, offset, stats_row)
+            shown = True
+            if MASKED:
+                table = tl.load(tables + i)
+                shown = _shown(bits, table, lanes[None, :], columns[:, None], M, N)
+            products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+            p, slope = _weights(products, stats[None, :], scale, shown, CAP, MASKED)
+            if DV:
+                dvalue = tl.dot(p.to(gradient.dtype), gradient, dvalue, input_precision=PRECISION)
+            dp = tl.dot(value, tl.trans(gradient), input_precision=PRECISION)
+            ds = (p * (dp - mean[None, :]) * slope).to(query.dtype)
+            if DK:
+                dkey = tl.dot(ds, query, dkey, input_precision=PRECISION)
+            if DQ:
+                part = tl.dot(tl.trans(ds), key, input_precision=PRECISION) * scale
+                rows = (row + lanes).to(tl.int64)
+                at = dq + (rows * dq_row + batch * dq_batch + own * dq_head)[:, None] + widths[None]
+                inside = (rows < n)[:, None] & (widths < width)[None, :]
+                tl.atomic_add(at, part, mask=inside, sem="relaxed")
+    if DK:
+        total = dk.load([start, batch, head, 0]) + (dkey * scale).reshape(N, 1, 1, D)
+        dk.store([start, batch, head, 0], total)
+    if DV:
+        total = dv.load([start, batch, head, 0]) + dvalue.reshape(N, 1, 1, W)
+        dv.store([start, batch, head, 0], total)
+
+
+@triton.jit
+def backward_queries(
+    q, dout, k, v, dq, lse, delta, programs, others, tables, bits,
+    n, heads, group, stats_row, stats_batch, scale,
+    CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one head: dq, in an order that is always the same."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    batch, head = head // heads, head % heads
+    start = tl.load(programs + 3 * program) * M
+    first, stop = tl.load(programs + 3 * program + 1), tl.load(programs + 3 * program + 2)
+    lanes, columns = tl.arange(0, M), tl.arange(0, N)
+    query = q.load([start, batch, head, 0]).reshape(M, D)
+    gradient = dout.load([start, batch, head, 0]).reshape(M, W)
+    offset = batch * stats_batch + head
+    stats, mean = _statistics(lse, delta, start + lanes, n, offset, stats_row)
+    acc = tl.zeros((M, D), tl.float32)
+    for i in range(first, stop):
+        column = tl.load(others + i) * N
+        key = k.load([column, batch, head // group, 0]).reshape(N, D)
+        value = v.load([column, batch, head // group, 0]).reshape(N, W)
+        shown = True
+        if MASKED:
+            shown = _shown(bits, tl.load(tables + i), lanes[:, None], columns[None, :], M, N)
+        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        p, slope = _weights(products, stats[:, None], scale, shown, CAP, MASKED)
+        dp = tl.dot(gradient, tl.trans(value), input_precision=PRECISION)
+        ds = (p * (dp - mean[:, None]) * slope).to(key.dtype)
+        acc = tl.dot(ds, key, acc, input_precision=PRECISION)
+    total = dq.load([start, batch, head, 0]) + (acc * scale).reshape(M, 1, 1, D)
+    dq.store([start, batch, head, 0], total)

@@ -1,0 +1,88 @@
+"""Grids of tiles: together their tiles show exactly what the mask shows, and each tile once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatron_burst as mb
+from megatron_burst.kernels.grid import WORD, grid
+from megatron_burst.layout import Span
+
+CAUSAL = mb.masks.Causal()
+MASKS = {
+    "full": mb.masks.Full(),
+    "causal": CAUSAL,
+    "window": mb.masks.Window(30, 5),
+    "dilated": mb.masks.Dilated(3) & CAUSAL,
+    "documents": mb.masks.Documents([0, 7, 64, 65, 200, 5000]) & CAUSAL,
+    "prefix": mb.masks.Prefix(50) | mb.masks.Window(10, 0),
+    "sparse": mb.masks.BlockSparse(np.eye(320, dtype=bool), 16),
+}
+
+
+def positions(spans):
+    return [s.start + s.stride * i for s in spans for i in range(s.length)]
+
+
+def shown(found, shape, rows, columns):
+    """bool [shape]: what the tiles show, drawn tile by tile; a tile drawn twice is an error."""
+    padded = [-(-n // size) for n, size in zip(shape, (rows, columns), strict=True)]
+    table = np.zeros((padded[0] * rows, padded[1] * columns), dtype=int)
+    for i, j in found.full:
+        table[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] += 1
+    for i, j, which in found.partial:
+        for r in range(rows):
+            for c in range(columns):
+                bit = int(found.bits[which, r, c // WORD]) >> (c % WORD) & 1
+                table[i * rows + r, j * columns + c] += bit
+    assert not table[:, shape[1] :].any(), "columns behind the end are shown"
+    assert table.max(initial=0) <= 1
+    return table[: shape[0], : shape[1]] == 1
+
+
+@st.composite
+def spans(draw):
+    count = draw(st.integers(1, 4))
+    found, start = [], draw(st.integers(0, 40))
+    for _ in range(count):
+        span = Span(start, draw(st.integers(1, 3)), draw(st.integers(1, 70)))
+        found.append(span)
+        start = span.last + draw(st.integers(1, 50))
+    return found
+
+
+@pytest.mark.parametrize("name", MASKS)
+@given(q=spans(), k=spans(), sizes=st.sampled_from([(16, 32), (32, 32), (64, 64)]))
+def test_the_tiles_show_what_the_mask_shows(name, q, k, sizes):
+    wanted = np.array(
+        [[bool(MASKS[name].visible(a, b)) for b in positions(k)] for a in positions(q)]
+    )
+    found = grid(MASKS[name], q, k, *sizes)
+    assert np.array_equal(shown(found, wanted.shape, *sizes), wanted)
+    assert bool(found) == wanted.any()
+
+
+@given(q=spans(), k=spans())
+def test_the_worklists_hold_every_tile_once_and_the_longest_first(q, k):
+    found = grid(MASKS["documents"], q, k, 16, 32)
+    for side, lists in ((0, found.by_rows), (1, found.by_columns)):
+        for tiles, work in zip((found.full, found.partial), lists, strict=True):
+            listed = []
+            for block, first, stop in work.programs.tolist():
+                for place in range(first, stop):
+                    other = int(work.others[place])
+                    tile = (block, other) if side == 0 else (other, block)
+                    listed.append((*tile, *work.tables[place : place + 1].tolist()))
+            assert sorted(listed) == sorted(map(tuple, tiles.tolist()))
+            lengths = [stop - first for _, first, stop in work.programs.tolist()]
+            assert lengths == sorted(lengths, reverse=True)
+            assert all(lengths)
+
+
+def test_tiles_that_look_alike_share_a_table():
+    whole = [Span(0, 1, 4096)]
+    assert len(grid(CAUSAL, whole, whole, 128, 128).bits) == 2  # everything, and the diagonal
+    found = grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
+    assert len(found.bits) <= 4
+    assert len(grid(CAUSAL, [Span(4096, 1, 4096)], whole, 128, 128).partial) == 0

@@ -1,0 +1,61 @@
+"""The Triton attention kernels by Triton's interpreter: exact for every mask, pair and feature."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_burst import kernels
+from megatron_burst.kernels import blocks
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found():
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "triton_attention.py")],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [("full", 5), ("causal", 5), ("window", 5), ("dilated", 5), ("documents", 5), ("prefix", 5),
+     ("sparse", 5), ("heads", 4), ("widths", 4), ("dtype", 1), ("softcap", 2), ("wanted", 6),
+     ("deterministic", 1), ("blocks", 3), ("ring", 4)],
+)  # fmt: skip
+def test_the_kernels_compute_attention(found, kind, cases):
+    mine = {case: x for case, x in found["found"].items() if case.split()[0] == kind}
+    assert len(mine) == cases
+    for case, tensors in mine.items():
+        for name, (error, allowed) in tensors.items():
+            assert error <= allowed, f"seed {found['seed']}: {case}: {name}"
+
+
+def test_on_a_cpu_it_is_refused():
+    x = torch.zeros(16, 1, 1, 16)
+    wanted = "runs on cuda tensors, got cpu" if HAS_TRITON else "needs the package triton"
+    with pytest.raises(ValueError, match=f"kernel triton {wanted}"):
+        kernels.make("triton", x, x, x)
+
+
+def test_a_device_or_width_that_is_not_in_the_table_takes_the_next_entry():
+    table = blocks.TABLE
+    assert blocks.blocks(90, "forward", 128) == table[90, "forward", 128]
+    assert blocks.blocks(100, "forward", 96) == table[90, "forward", 128]
+    assert blocks.blocks(86, "backward", 192) == table[80, "backward", 256]
+    assert blocks.blocks(70, "backward", 16) == table[80, "backward", 64]
