@@ -53,12 +53,13 @@ def attention(
     share heads also "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted
     to be fastest, with its side and head_groups, at `rates` (`Rates`; what they do not state is
     measured, once per groups); side: "auto" (fewer bytes), "kv" or
-    "query"; kernel: "auto", "aten", "aten_cudnn", "triton" or "reference"; softmax_scale: default
-    d ** -0.5; softcap: cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None
-    for the accumulation dtype; kv_cache: the fraction of visiting keys that forward keeps for
-    backward; head_groups: into how many groups the key/value heads (and their query heads) are
-    cut, whose rings run staggered, so that the last hops of one hide behind the compute of
-    another, at that many times the messages; 1: one ring.
+    "query"; kernel: "auto", "aten", "aten_cudnn", "triton", "reference", or "flash2", "flash3",
+    "flash4", the installed FlashAttention packages; softmax_scale: default d ** -0.5; softcap:
+    cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None for the accumulation
+    dtype; kv_cache: the fraction of visiting keys that forward keeps for backward; head_groups:
+    into how many groups the key/value heads (and their query heads) are cut, whose rings run
+    staggered, so that the last hops of one hide behind the compute of another, at that many times
+    the messages; 1: one ring.
 
     Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer died.
     """

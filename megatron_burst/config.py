@@ -15,7 +15,7 @@ from .topology import PLACEMENTS
 NAMES = (*ALGORITHMS, "ulysses", "hybrid", "auto")
 WIRE_DTYPES = ("fp32", "bf16")
 LM_HEAD_LOSSES = ("off", "single_pass", "recompute")
-KERNELS = ("auto", "aten", "aten_cudnn", "triton", "reference")
+KERNELS = ("auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class BurstConfig:
     are (which are made before shapes are known, so whether ranks share heads stays `head_size`'s).
     layout: which positions each rank holds.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
-    kernel: the local attention; "auto" takes torch's own flash operator of the device.
+    kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
+    "flash3" and "flash4" are the installed FlashAttention packages.
     intra_size: ranks per node, where neither hierarchical sizes nor host names say it.
     head_size: how many ranks share the heads of the same rows ("hybrid" needs it; "ulysses" takes
     all ranks).

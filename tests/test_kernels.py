@@ -48,11 +48,11 @@ def tensors(length, batch, heads, widths, dtype=torch.float64, size=1.0):
 
 
 def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False):
-    """out, dq, dk, dv of one kernel over one pair, as the ring would use it.
+    """out, dq, dk, dv of one kernel (or its name) over one pair, as the ring would use it.
 
     `visiting`: backward gets no out, only lse and delta, as where the queries travelled.
     """
-    kernel = kernels.make(name, q, k, v)
+    kernel = kernels.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
     work = kernel.plan(mask, spans, spans)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -243,7 +243,9 @@ def test_the_stand_in_keeps_the_dtype_of_dout():
 
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
-    assert set(kernels.TABLE) == {"aten", "aten_cudnn", "triton", "reference"}
+    assert set(kernels.TABLE) == {
+        "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference",
+    }  # fmt: skip
     assert kernels.make("auto", q, k, v).name == "aten"
     assert kernels.make("reference", q, k, v).name == "reference"
 

@@ -19,6 +19,8 @@ from .. import masks
 from ..attention import attention
 from ..groups import Groups
 from ..kernels import TABLE
+from ..kernels.flash_packages import PACKAGES as FLASH
+from ..kernels.flash_packages import NotInstalled, load
 from .finding import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
@@ -27,7 +29,6 @@ ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
-    "flash-attn": ("flash-attn",),
 }
 
 
@@ -56,6 +57,22 @@ def versions() -> Iterator[Finding]:
     for name, distributions in PACKAGES.items():
         found = version(*distributions)
         yield ok(name, found) if found else note(name, "not installed, and not needed")
+    yield from flash_attention()
+
+
+def flash_attention() -> Iterator[Finding]:
+    """Each FlashAttention package: is it there, and do the signatures of its functions fit?"""
+    for name, package in FLASH.items():
+        found = package.version or "of unknown version"
+        try:
+            load(name)
+        except NotInstalled:
+            yield note(package.title, "not installed, and not needed")
+        except ValueError as error:
+            reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
+            yield note(package.title, f"not usable: {reason}", f"install {package.fits}")
+        else:
+            yield ok(package.title, f"{found}; its functions fit --burst-kernel {name}")
 
 
 def _megatron() -> Finding:
@@ -100,9 +117,10 @@ def _compare(name: str, device: torch.device) -> float:
     found = [_ring(each, inputs) for each in (name, "reference")]
     error = 0.0
     for mine, right in zip(*found, strict=True):
-        error = max(error, ((mine - right).abs().max() / right.abs().max()).item())
-    if not error <= ERROR[dtype]:
-        raise ValueError(f"its results are off by {error:.1g} of the largest")
+        off = ((mine - right).abs().max() / right.abs().max()).item()
+        if not off <= ERROR[dtype]:  # nor if it is NaN, which max() passes over
+            raise ValueError(f"its results are off by {off:.1g} of the largest")
+        error = max(error, off)
     return error
 
 

@@ -18,6 +18,7 @@ import torch
 from ..layout import Span
 from ..masks import Mask
 from .aten import AtenKernel, CpuFlash, CudaCudnn, CudaFlash
+from .flash import FlashKernel
 from .reference import ReferenceKernel
 from .triton_kernel import TritonKernel
 
@@ -95,6 +96,9 @@ def _aten(device: torch.device) -> Kernel:
 TABLE: dict[str, Callable[[torch.device], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
+    "flash2": lambda device: FlashKernel("flash2"),
+    "flash3": lambda device: FlashKernel("flash3"),
+    "flash4": lambda device: FlashKernel("flash4"),
     "reference": lambda device: ReferenceKernel(),
     "triton": TritonKernel,
 }

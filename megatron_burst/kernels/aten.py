@@ -1,7 +1,8 @@
 """torch's own flash attention operators: CPU flash, CUDA flash, cuDNN.
 
 Stock backward operators want the attention output. Where queries are visiting it did not
-travel, and a stand-in is rebuilt from what did, so no operator needs a patch (see `stand_in`).
+travel, and a stand-in is rebuilt from what did, so no operator needs a patch (see `stand_in`);
+none is built for an operator that takes delta.
 Decides how a tile becomes one operator call; knows nothing of ranks or communication.
 
 Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copies.
@@ -34,6 +35,7 @@ class Operator(Protocol):
     multiple: int  # widths must be a multiple of this
     limits: tuple[int | None, int | None]  # of `tiles.Cutter`
     deterministic: bool  # if torch.use_deterministic_algorithms asks for it
+    takes_delta: bool  # backward gets delta [b, h, s] where others get out
 
     def forward(
         self, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float
@@ -50,6 +52,7 @@ class CpuFlash:
     multiple = 1
     limits: tuple[int | None, int | None] = (192, 256)  # it skips little of a triangle: cut it
     deterministic = True
+    takes_delta = False
 
     def forward(self, q, k, v, causal, bias, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -68,6 +71,7 @@ class CudaFlash:
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
     deterministic = True
+    takes_delta = False
 
     def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -88,6 +92,7 @@ class CudaCudnn:
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
     deterministic = False  # its backward adds to dq in any order
+    takes_delta = False
 
     def forward(self, q, k, v, causal, bias, scale):
         result = aten._scaled_dot_product_cudnn_attention(
@@ -176,10 +181,12 @@ class AtenKernel:
         dv: torch.Tensor | None,
     ) -> None:
         width = max(k.shape[-1], v.shape[-1])
-        out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
-        dout, out, q, k, v = (
-            _heads_first(_widen(x, width)) for x in (rows.dout, out, rows.q, k, v)
-        )
+        dout, q, k, v = (_heads_first(_widen(x, width)) for x in (rows.dout, rows.q, k, v))
+        if self.operator.takes_delta:
+            out = rows.delta.permute(1, 2, 0)
+        else:
+            out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
+            out = _heads_first(_widen(out, width))
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
         for call in work:

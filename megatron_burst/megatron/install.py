@@ -16,6 +16,7 @@ import torch
 
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
+from megatron_burst.kernels import flash_packages
 from megatron_burst.megatron import lm_head, patched, registry, training
 from megatron_burst.megatron.checks import check_config, check_version, require_parameters
 from megatron_burst.megatron.core_attention import BurstCoreAttention
@@ -105,15 +106,22 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         raise ValueError("megatron_burst is not installed: call install() before configure()")
     check_config(config, burst, seq_length)
     lm_head.check(config, burst)
-    if burst.kernel in ("aten_cudnn", "triton") and not torch.cuda.is_available():
-        raise ValueError(
-            f"--burst-kernel {burst.kernel} is one of CUDA, which this machine does not have; take "
-            "--burst-kernel auto"
-        )
+    _check_kernel(burst.kernel)
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _settle(patches, burst.layout)
     config.burst = burst
     return config
+
+
+def _check_kernel(name: str) -> None:
+    """Raise ``ValueError`` for a local attention that this machine cannot run."""
+    if name in flash_packages.PACKAGES:
+        flash_packages.load(name)
+    if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
+        raise ValueError(
+            f"--burst-kernel {name} is one of CUDA, which this machine does not have; take "
+            "--burst-kernel auto"
+        )
 
 
 def _patch_attention(patches: registry.PatchSet) -> None:

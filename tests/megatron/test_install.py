@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
+from megatron_burst.kernels.flash_packages import PACKAGES
 from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import layer_window, require_parameters
 
@@ -137,6 +138,14 @@ def test_a_kernel_of_cuda_is_refused_without_it():
     burst.install("zigzag")
     with pytest.raises(ValueError, match=r"^--burst-kernel aten_cudnn .*take --burst-kernel auto"):
         burst.configure(config(), mb.BurstConfig(kernel="aten_cudnn"))
+
+
+@pytest.mark.skipif(PACKAGES["flash2"].version is not None, reason="it is installed")
+def test_a_kernel_of_a_package_is_refused_without_it():
+    burst.install("zigzag")
+    words = r"^kernel flash2: FlashAttention 2 is not installed .*--burst-kernel auto"
+    with pytest.raises(ValueError, match=words):
+        burst.configure(config(), mb.BurstConfig(kernel="flash2"))
 
 
 class Theirs(DotProductAttention):

@@ -1,0 +1,104 @@
+"""FlashAttention 2, 3 and 4 as operators of `AtenKernel`: `flash2`, `flash3` and `flash4`.
+
+Owns how our tensors become arguments of these packages, and which widths and devices they serve.
+Must not know which parameters a release has (`flash_packages`), nor what a tile is.
+
+No kernel of these packages was run for this project: there was no GPU. That the arguments fit is
+tested against the signatures of their releases (`tests/flash_signatures.json`); 4 also compiled
+for them (`tests/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes of them was read in
+the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
+[b, h, s], float32, natural logarithm; gradients are written into the dq, dk, dv that are given.
+2 and 3 want the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
+out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .aten import AtenKernel
+from .flash_packages import PACKAGES, Loaded, Package, load
+
+
+class Flash:
+    """A package as an `aten.Operator`."""
+
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    multiple = 8
+    limits: tuple[int | None, int | None] = (None, None)
+
+    def __init__(self, package: Package, loaded: Loaded):
+        self.takes_delta = package.takes_delta
+        self.deterministic = loaded.deterministic
+        self.loaded = loaded
+
+    def forward(self, q, k, v, causal, bias, scale):
+        given = forward_given(q, k, v, causal, scale)
+        result = self.loaded.forward(**self.loaded.forward_fit.arguments(given))
+        return result[0].transpose(1, 2), result[1]
+
+    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+        given = backward_given(dout, q, k, v, out, lse, causal, scale, self.takes_delta)
+        self.loaded.backward(**self.loaded.backward_fit.arguments(given))
+        dq, dk, dv = (given[name].transpose(1, 2) for name in ("dq", "dk", "dv"))
+        return dq, dk, dv
+
+
+class FlashKernel(AtenKernel):
+    """The tiles of `AtenKernel`, computed by an installed package. Raises ValueError as `load`."""
+
+    def __init__(self, name: str):
+        super().__init__(name, Flash(PACKAGES[name], load(name)))
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        reason = super().refusal(q, k, v)
+        if reason is not None:
+            return reason
+        major, _ = torch.cuda.get_device_capability(q.device)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return unfit(self.name, major, max(q.shape[-1], v.shape[-1]), deterministic)
+
+
+def forward_given(q, k, v, causal: bool, scale: float) -> dict[str, Any]:
+    """What forward is given, under our names; [b, h, s, d] becomes [b, s, h, d], a view."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": causal}
+
+
+def backward_given(
+    dout, q, k, v, out, lse, causal: bool, scale: float, takes_delta: bool
+) -> dict[str, Any]:
+    """What backward is given, under our names. `out` is delta [b, h, s] if it takes that."""
+    given = forward_given(q, k, v, causal, scale)
+    for name in ("q", "k", "v"):
+        x = given[name]
+        given[f"d{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    given |= {"dout": dout.transpose(1, 2), "lse": lse.contiguous()}
+    given["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if takes_delta:
+        zeros = torch.zeros(given["dout"].shape, dtype=dout.dtype, device=dout.device)
+        return given | {"out": zeros, "dlse": -out.contiguous()}
+    return given | {"out": out.transpose(1, 2)}
+
+
+def unfit(name: str, major: int, width: int, deterministic: bool) -> str | None:
+    """Why a package cannot serve this width on devices of compute capability `major`, or None.
+
+    From the checks in their sources. Values are padded to the width of keys before, so that (192,
+    128), which FlashAttention 4 knows on Blackwell, is refused there; at 256 it takes no dlse.
+    """
+    first, last = {"flash2": (8, None), "flash3": (8, 9), "flash4": (9, 12)}[name]
+    if major < first or (last is not None and major > last):
+        until = "on" if last is None else f"to {last}"
+        return f"runs on devices of compute capability {first} {until}, got {major}"
+    if deterministic and name == "flash4" and major == 12:
+        return "has no deterministic gradients on compute capability 12"
+    widest, where = 256, ""
+    if name == "flash4" and major in (10, 11):
+        widest, where = 128, f" on compute capability {major}"
+    elif name == "flash3" and deterministic:
+        widest, where = 192, " where gradients must be deterministic"
+    return f"takes widths up to {widest}{where}, got {width}" if width > widest else None
