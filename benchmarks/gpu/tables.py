@@ -67,8 +67,8 @@ def _attention(records: Sequence[Record]) -> Iterator[str]:
         return
     yield (
         "### One pair of shards\n\nTFLOP/s on the pairs that attend: median over rounds "
-        "[quartiles], and in parentheses the ratio to a bf16 product of the same round. Kernels of this package "
-        "add to float32 sums, as a ring wants it; rivals (torch's own) write 16 bits. Side query: "
+        "[quartiles], and in parentheses the ratio to a bf16 product of the same round. Kernels of "
+        "this package add to float32 sums, as a ring wants it; rivals (torch's own) write 16 bits. Side query: "
         "backward without the output, as where queries travel."
     )
     for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
