@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny, to test the script")
     add("--budget", type=float, default=480.0, help="seconds after which no cell is begun")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--tests", nargs="+", default=["tests/gpu"], help="what pytest is given")
+    add("--tests", nargs="+", default=["tests/gpu"], help="paths that pytest is given")
     add("--tests-limit", type=float, default=180.0, help="seconds for the tests")
     add("--tokens", type=int, nargs="+", help="rows of a shard, in order of importance")
     add("--heads", nargs="+", help="such as 32:8, in order of importance")

@@ -102,7 +102,7 @@ def failures(results: Record) -> list[str]:
 def listed(args: Any, sizes: Sizes, clock: Clock, results: Record, budget: Budget) -> list[Job]:
     """The jobs that the arguments ask for and `results` lack, the most important first."""
     parts = {
-        "tests": lambda: [Job("tests", lambda: tests(args.tests, args.tests_limit, budget))],
+        "tests": lambda: [Job("tests", lambda: tests(args, budget))],
         "attention": lambda: list(_attention(args, sizes, clock)),
         "ring": lambda: list(_rings(sizes, clock, results, budget)),
         "lm_head": lambda: [Job("LM head", lambda: lm_head.measure(sizes, clock))],
@@ -164,10 +164,11 @@ def _rings(sizes: Sizes, clock: Clock, results: Record, budget: Budget) -> Itera
         yield Job(name, lambda index=index: measured(index))
 
 
-def tests(words: Sequence[str], limit: float, budget: Budget) -> Record:
-    """The tests, in a process of their own: pytest's closing line, and what failed."""
-    command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", *words]
-    seconds = min(limit, max(1.0, budget.left))
+def tests(args: Any, budget: Budget) -> Record:
+    """The tests of the device, in a process of their own: pytest's closing line, what failed."""
+    which = "gpu" if args.device == "cuda" else "not gpu"
+    command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", "-m", which, *args.tests]
+    seconds = min(args.tests_limit, max(1.0, budget.left))
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=seconds,

@@ -27,14 +27,16 @@ PARTS = ("out", "dq", "dk", "dv")
 class Shape(NamedTuple):
     length: int  # of the whole sequence
     heads: tuple  # (query heads, key/value heads), ...
-    widths: tuple  # (d, w), ...
+    widths: tuple  # (d, w), ..., under every mask
+    more_widths: tuple  # under one
     window: int
     block: int
 
 
+HEADS = {"cuda": ((16, 16), (16, 4), (16, 1)), "cpu": ((4, 4), (4, 2), (4, 1))}
 SHAPES = {
-    "cuda": Shape(4096, ((16, 16), (16, 4), (16, 1)), ((128, 128), (192, 128), (64, 64)), 700, 256),
-    "cpu": Shape(64, ((4, 4), (4, 2), (4, 1)), ((16, 16), (24, 16)), 20, 8),
+    "cuda": Shape(4096, HEADS["cuda"], ((128, 128), (192, 128)), ((64, 64), (256, 256)), 700, 256),
+    "cpu": Shape(64, HEADS["cpu"], ((16, 16), (24, 16)), ((8, 8),), 20, 8),
 }
 LAYOUTS = {
     "full": ("contiguous",),
