@@ -69,7 +69,8 @@ def _attention(records: Sequence[Record]) -> Iterator[str]:
         "### One pair of shards\n\nTFLOP/s on the pairs that attend: median over rounds "
         "[quartiles], and in parentheses the ratio to a bf16 product of the same round. Kernels of "
         "this package add to float32 sums, as a ring wants it; rivals (torch's own) write 16 bits. "
-        "Side query: backward without the output, as where queries travel."
+        "Side query: backward without the output, as where queries travel. The host's launches run "
+        "ahead of the device, as they do while a model trains."
     )
     for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
         yield f"**{name.capitalize()}**\n\n{_passes(records, name)}"
