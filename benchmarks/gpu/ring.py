@@ -9,6 +9,7 @@ others compute). Decides how the share is taken.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,8 +75,10 @@ class Ring:
                 x.requires_grad_()
 
     def measure(self, kernel: str, side: str, rounds: int) -> Record:
-        """Seconds of both passes, of their kernel calls and of the operators in them, by round."""
+        """Seconds of both passes, of their kernel calls and of the operators in them, by round;
+        and wall seconds of "prepare" and a first round, which makes what is made only once."""
         q, k, v, douts = self.shards
+        begun = time.perf_counter()
         plan = mb.prepare(q, k, v, groups=self.groups, side=side, kernel=kernel)
         calls = Meter(plan.kernel, self.clock)
         operator = None
@@ -84,7 +87,7 @@ class Ring:
             plan.kernel.operator = operator  # pyright: ignore[reportAttributeAccessIssue]
         plan = replace(plan, kernel=calls)
         found: Record = {name: {"seconds": [], "calls": [], "operators": []} for name in PASSES}
-        for _ in range(rounds):
+        for count in range(1 + rounds):
             outs: Sequence[torch.Tensor] = []
             for name in PASSES:
                 self.clock.finish()
@@ -95,12 +98,15 @@ class Ring:
                     torch.autograd.backward(outs, douts)
                 end = self.clock.mark()
                 self.clock.finish()
-                found[name]["seconds"].append(self.clock.seconds(begin, end))
-                found[name]["calls"].append(calls.take())
-                if operator is not None:
-                    found[name]["operators"].append(operator.take())
+                times = self.clock.seconds(begin, end), calls.take()
+                times += () if operator is None else (operator.take(),)
+                if count:
+                    for kind, value in zip(("seconds", "calls", "operators"), times, strict=False):
+                        found[name][kind].append(value)
             for x in (*q, *k, *v):
                 x.grad = None
+            if not count:
+                found["first"] = time.perf_counter() - begun
         return found
 
 
@@ -114,13 +120,15 @@ def measure(
         "wanted": sizes.ring_tokens, "planned": tokens, "runs": [], "refused": {}, "failed": {},
     }  # fmt: skip
     while True:
+        record["tokens"] = tokens
         try:
             return record | _measure(grid, kernels, tokens, sizes, clock)
         except torch.OutOfMemoryError:
-            forget(clock.device)
-            if tokens <= sizes.ring_least:
-                return record | {"tokens": tokens, "refused": {"all": "out of memory"}}
-            tokens //= 2
+            pass
+        forget(clock.device)
+        if tokens <= sizes.ring_least:
+            return record | {"refused": {"all": "out of memory"}}
+        tokens //= 2
 
 
 def _measure(
@@ -128,27 +136,28 @@ def _measure(
 ) -> Record:
     """OutOfMemoryError if anything does not fit."""
     runs, refused, failed = [], {}, {}
-    small = Ring(grid, max(sizes.ring_least, tokens // 8), sizes.heads[0], sizes.width, clock)
-    for kernel in kernels:  # compile, and load what is loaded at the first call
+    small, rest = max(sizes.ring_least, tokens // 8), (sizes.heads[0], sizes.width, clock)
+    ring = Ring(grid, tokens, *rest)
+    for kernel in kernels:
         try:
-            small.measure(kernel, "kv", 1)
-        except ValueError as reason:
-            refused[kernel] = str(reason)
+            Ring(grid, small, *rest).measure(kernel, "kv", 0)  # compile, load, refuse
+            runs += [_one(ring, kernel, side, sizes.ring_rounds) for side in SIDES]
         except torch.OutOfMemoryError:
             raise
+        except ValueError as reason:
+            refused[kernel] = str(reason)
         except Exception as error:  # the other kernels are measured
             failed[kernel] = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
-    del small
-    ring = Ring(grid, tokens, sizes.heads[0], sizes.width, clock)
-    for kernel in kernels:
-        for side in SIDES if kernel not in {**refused, **failed} else ():
-            forget(clock.device)
-            if clock.cuda:
-                torch.cuda.reset_peak_memory_stats()
-            found = ring.measure(kernel, side, sizes.ring_rounds)
-            peak = torch.cuda.max_memory_allocated() if clock.cuda else None
-            runs.append({"kernel": kernel, "side": side, "peak": peak, **found})
-    return {"tokens": tokens, "runs": runs, "refused": refused, "failed": failed}
+    return {"runs": runs, "refused": refused, "failed": failed}
+
+
+def _one(ring: Ring, kernel: str, side: str, rounds: int) -> Record:
+    forget(ring.clock.device)
+    if ring.clock.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    found = ring.measure(kernel, side, rounds)
+    peak = torch.cuda.max_memory_allocated() if ring.clock.cuda else None
+    return {"kernel": kernel, "side": side, "peak": peak, **found}
 
 
 def kernels(device: torch.device) -> list[str]:
@@ -170,14 +179,12 @@ def next_size(
     if not earlier or not runs:
         return sizes.ring_tokens, None
     fastest = min(runs, key=seconds)["kernel"]
-    once = sum(seconds(run) for run in runs if run["kernel"] == fastest)
+    mine = [run for run in runs if run["kernel"] == fastest]
+    once = sum(run["first"] + sizes.ring_rounds * seconds(run) for run in mine)
     before = earlier["nodes"] * earlier["per_node"] * earlier["tokens"]
-    tokens = sizes.ring_tokens
-    limit = min(available, sizes.ring_patience)
-
-    def predicted() -> float:
-        return sizes.ring_rounds * once * (grid[0] * grid[1] * tokens / before) ** 2
-
-    while tokens > sizes.ring_least and predicted() > limit:
+    tokens, limit = sizes.ring_tokens, min(available, sizes.ring_patience)
+    while tokens > sizes.ring_least:
+        if once * (grid[0] * grid[1] * tokens / before) ** 2 <= limit:
+            break
         tokens //= 2
     return tokens, [fastest]

@@ -97,14 +97,16 @@ def packed(inputs: Inputs, how: OneCall) -> Calls:
     causal = how.window is None
     reach = {} if causal else {"window_size_left": how.window - 1, "window_size_right": 0}
     q, k, v, dout = (x[:, 0] for x in inputs[:4])
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
 
     def forward() -> Any:
         return aten._flash_attention_forward(
             q, k, v, *sizes, 0.0, causal, False, scale=inputs.scale, **reach
-        )
+        )[:2]
 
     def backward(state: Any) -> Grads:
-        out, lse, seed, offset, _ = state
+        out, lse = state
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse, *sizes, 0.0, causal, seed, offset, scale=inputs.scale, **reach
         )

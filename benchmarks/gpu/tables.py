@@ -139,7 +139,7 @@ def _rings(records: Sequence[Record]) -> Iterator[str]:
         "### All ranks of a ring on one device\n\nCausal, zigzag, all ranks' steps in order. The "
         "share of the time that is not spent in kernel calls, and, for kernels made of stock "
         "operators, not in these: merging, stand-ins, sums. Messages are copies on the device and "
-        "count as outside.\n\n" + table(heads, rows)
+        "count as outside. Peak: of all ranks together, inputs included.\n\n" + table(heads, rows)
     )
     for record in records:
         if record["runs"] and record["tokens"] < record["wanted"]:
