@@ -79,7 +79,7 @@ class Bench:
         if who in self.failed or who in self.refused:
             for key in [key for key in self.runs if key[0] == who]:
                 del self.runs[key]
-        forget(self.clock.device)
+            forget(self.clock.device)
 
     def add(self, who: str, name: str, run: Run, check: Callable[[], float]) -> None:
         """Run it once, check what it made, and keep it to be timed."""
@@ -148,6 +148,7 @@ class Bench:
 
 def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     """The record of one cell: seconds of every round, FLOPs, memory, who was refused and why."""
+    forget(clock.device)  # the cell before this one
     bench = Bench(cell, sizes.width, clock)
     for who in TABLE:
         if who != "reference" or clock.device.type == "cpu":  # every score at once: not for a GPU

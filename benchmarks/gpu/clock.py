@@ -96,7 +96,7 @@ def extra(run: Run, clock: Clock) -> int | None:
 
 
 def forget(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
-    gc.collect()
+    """Give a device's memory back that nobody holds any more."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

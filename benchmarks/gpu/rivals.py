@@ -96,7 +96,7 @@ def packed(inputs: Inputs, how: OneCall) -> Calls:
     sizes = (ends, ends, longest, longest)
     causal = how.window is None
     reach = {} if causal else {"window_size_left": how.window - 1, "window_size_right": 0}
-    q, k, v, dout = (x[:, 0] for x in inputs[:4])
+    q, k, v, dout = (x.squeeze(1) for x in inputs[:4])
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
 

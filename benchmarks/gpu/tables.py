@@ -67,9 +67,10 @@ def _attention(records: Sequence[Record]) -> Iterator[str]:
         return
     yield (
         "### One pair of shards\n\nTFLOP/s on the pairs that attend: median over rounds "
-        "[quartiles], and in parentheses the ratio to a bf16 product of the same round. Kernels of "
-        "this package add to float32 sums, as a ring wants it; rivals (torch's own) write 16 bits. "
-        "Side query: backward without the output, as where queries travel. The host's launches run "
+        "[quartiles], and in parentheses the ratio to a bf16 product of square matrices in the "
+        "same round. Kernels of this package add to float32 sums, as a ring wants it; rivals "
+        "(torch's own) write 16 bits. Side query: backward without the output, as where queries "
+        "travel. The host's launches run "
         "ahead of the device, as they do while a model trains."
     )
     for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
@@ -214,13 +215,16 @@ def _reasons(title: str, records: Sequence[Record], field: str) -> Iterator[str]
             places = found.setdefault((who, reason), [])
             if where and where not in places:
                 places.append(where)
-    lines = [f"- {who}{_where(places)}: {reason}" for (who, reason), places in found.items()]
+    every = {record.get("case") for record in records}
+    lines = [
+        f"- {who}{_where(places, len(every))}: {reason}" for (who, reason), places in found.items()
+    ]
     if lines:
         yield "\n".join([f"{title}:", "", *lines])
 
 
-def _where(places: Sequence[str]) -> str:
-    return f" ({'; '.join(places)})" if places else ""
+def _where(places: Sequence[str], every: int) -> str:
+    return f" ({'; '.join(places)})" if len(places) < every and places else ""
 
 
 def _missing(results: Record) -> Iterator[str]:

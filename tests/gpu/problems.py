@@ -140,22 +140,26 @@ def problem(device, mask, layout, heads, widths, softcap=None):
 
 def stock(q, k, v, dout, seen):
     """out, dq, dk, dv of torch's own operator in bf16: keys repeated for every query head, their
-    gradients summed in float32. Blind rows see something here and are given no gradient."""
+    gradients summed in float32, values widened with zeros, so that there is an operator that
+    computes in 16 bits. Blind rows see something here and are given no gradient."""
     group = q.shape[2] // k.shape[2]
     blind = ~seen.any(dim=1)
     seen = seen.clone()
     seen[blind, 0] = True
     dout = dout.masked_fill(blind[:, None, None, None], 0)
+    width = v.shape[3]
+    v, dout = (F.pad(x, (0, q.shape[3] - width)) for x in (v, dout))
     leaves = [
         x.permute(1, 2, 0, 3).contiguous().requires_grad_()
         for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
     ]
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         out = F.scaled_dot_product_attention(*leaves, attn_mask=seen)
         grads = torch.autograd.grad(out, leaves, dout.permute(1, 2, 0, 3))
     out, dq, dk, dv = (x.detach().permute(2, 0, 1, 3) for x in (out, *grads))
     out = out.masked_fill(blind[:, None, None, None], 0)
-    return out, dq, *(x.float().unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
+    dk, dv = (x.float().unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
+    return out[..., :width], dq, dk, dv[..., :width]
 
 
 class Two:
@@ -166,7 +170,9 @@ class Two:
         spans = [order.spans(rank, shape.length) for rank in range(RANKS)]
         pairs = [(i, j) for i in range(RANKS) for j in range(RANKS)]
         works = [plan(kernel, made(mask, shape), spans, i, j) for i, j in pairs]
-        self.works = [(*pair, work) for pair, work in zip(pairs, works, strict=True) if work]
+        self.works = [
+            (*pair, work) for pair, work in zip(pairs, works, strict=True) if work is not None
+        ]
         self.kernel, self.inputs = kernel, inputs
         self.scoring = Scoring(inputs[0].shape[-1] ** -0.5, softcap)
 

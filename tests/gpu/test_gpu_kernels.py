@@ -28,7 +28,7 @@ def cases():
 SOFTCAPS = [on(device, name) for device in SHAPES for name in kernel_names(device)]
 
 
-@pytest.mark.parametrize(("device", "mask", "layout", "heads", "widths", "name"), cases())
+@pytest.mark.parametrize(("device", "mask", "layout", "heads", "widths", "name"), list(cases()))
 def test_errs_no_more_than_torch(device, mask, layout, heads, widths, name):
     inputs, (out, lse, *grads), theirs = problem(device, mask, layout, heads, widths)
     kernel = kernel_for(device, name, inputs[:3])
