@@ -221,12 +221,21 @@ def test_without_a_gpu_it_says_so_and_changes_nothing():
         (["--doc", "docs/performance.md"], "its section is of GPUs, and this is a CPU"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words, told, monkeypatch, tmp_path):
+def test_what_cannot_be_is_refused_in_one_line(words, told, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)
-    done = run("--device", "cpu", "--results", str(tmp_path / "r.json"), *words)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+    files = ["--results", str(tmp_path / "r.json")]
+    monkeypatch.setattr(sys, "argv", ["gpu.sh", "--device", "cpu", *files, *words])
+    assert command_line() == 2
+    assert told in capsys.readouterr().err
+
+
+def test_results_of_another_machine_are_not_added_to(monkeypatch, tmp_path, capsys):
+    other = tmp_path / "r.json"
+    other.write_text(json.dumps({**fresh(), "machine": "another"}))
+    words = ["--device", "cpu", "--append", "--results", str(other)]
+    monkeypatch.setattr(sys, "argv", ["gpu.sh", *words])
+    assert command_line() == 2
+    assert "--append: r.json is of another" in capsys.readouterr().err
 
 
 def test_a_missing_module_is_named(tmp_path):

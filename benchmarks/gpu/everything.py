@@ -33,7 +33,7 @@ def main(args: argparse.Namespace, doc: Path, grace: float) -> int:
         raise ValueError(f"--doc {doc.name}: its section is of GPUs, and this is a CPU")
     budget = jobs.Budget(args.budget)
     # A kernel that hangs must not take what was measured with it.
-    faulthandler.dump_traceback_later(args.budget + grace, exit=True)
+    faulthandler.dump_traceback_later(args.budget + grace, exit=True, file=sys.__stderr__)
     device = torch.device(args.device)
     sizes = chosen(args)
     results = begun(args, device)
