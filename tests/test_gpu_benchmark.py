@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import benchmarks.gpu.__main__
 from benchmarks.gpu import everything, jobs, ring, sizes, tables
 from benchmarks.gpu.__main__ import main as command_line
 from benchmarks.gpu.clock import Clock, Run, interleaved
@@ -171,6 +172,7 @@ def test_the_command_is_told_without_the_files_of_this_machine(monkeypatch):
     assert everything.command() == "benchmarks/gpu.sh --budget 60 --append"
 
 
+@pytest.mark.slow
 def test_a_whole_run_on_the_cpu(tmp_path, monkeypatch, capsys):
     results, doc = tmp_path / "results.json", tmp_path / "out" / "gpu.md"
     words = ["--device", "cpu", "--tokens", "64", "--heads", "4:2", "--results", str(results)]
@@ -218,12 +220,13 @@ def test_without_a_gpu_it_says_so_and_changes_nothing():
     [
         (["--heads", "4:3"], "--heads: like 32:8"),
         (["--tokens", "40"], "--tokens: multiples of 32"),
-        (["--doc", "docs/performance.md"], "its section is of GPUs, and this is a CPU"),
+        (["--doc", "gpu.md"], "its section is of GPUs, and this is a CPU"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, told, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(ROOT)
-    files = ["--results", str(tmp_path / "r.json")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benchmarks.gpu.__main__, "DOC", tmp_path / "gpu.md")
+    files = ["--results", "r.json"]
     monkeypatch.setattr(sys, "argv", ["gpu.sh", "--device", "cpu", *files, *words])
     assert command_line() == 2
     assert told in capsys.readouterr().err
