@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu import attention, rivals, sizes, tables
 from benchmarks.gpu.cases import OneCall, cases
 from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.sample import TOLERANCE
 from megatron_burst import kernels
 from megatron_burst.kernels import make
 
@@ -80,6 +81,18 @@ def test_torch_takes_the_arguments_of_packed_flash_attention(how):
         state = calls.forward()
         assert calls.read(state).shape == q.shape
         assert [g.shape for g in calls.backward(state)] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("name", ["documents, causal", "causal zigzag, first rank, last keys"])
+def test_flex_attention_computes_the_case(name, monkeypatch):
+    """Forward alone and not compiled: there is no backward on a CPU."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.Tensor, "requires_grad_", lambda tensor: tensor)
+    bench = attention.Bench(attention.Cell(TINY[name], (4, 2), 64), 16, Clock(CPU))
+    calls = rivals.flex(bench.inputs, bench.case)
+    out = calls.read(calls.forward())
+    assert bench.sample.forward_error(out, calls.rows) < TOLERANCE
+    assert bench.sample.forward_error(out.flip(0), calls.rows) > TOLERANCE
 
 
 # --- nothing wrong gets a time -------------------------------------------------------------
