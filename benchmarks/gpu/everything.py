@@ -33,7 +33,8 @@ def main(args: argparse.Namespace, doc: Path, grace: float) -> int:
         raise ValueError(f"--doc {doc.name}: its section is of GPUs, and this is a CPU")
     budget = jobs.Budget(args.budget)
     # A kernel that hangs must not take what was measured with it.
-    faulthandler.dump_traceback_later(args.budget + grace, exit=True, file=sys.__stderr__)
+    terminal = sys.__stderr__ or sys.stderr
+    faulthandler.dump_traceback_later(args.budget + grace, exit=True, file=terminal)
     device = torch.device(args.device)
     sizes = chosen(args)
     results = begun(args, device)

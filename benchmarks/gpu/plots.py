@@ -37,23 +37,24 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _attention(records: list[Record]) -> Any:
-    """A row per pass, a column per mask; the first ratio of heads that was measured."""
+    """A row per mask, a column per pass; the first ratio of heads that was measured."""
     heads = records[0]["heads"]
     chosen = [record for record in records if record["heads"] == heads]
     masks = list(dict.fromkeys(record["case"] for record in chosen))
     passes = list(dict.fromkeys(run["pass"] for record in chosen for run in record["runs"]))
     who = list(dict.fromkeys(run["who"] for record in chosen for run in record["runs"]))
-    figure = _figure(2.9 * len(masks) + 1, 2.6 * len(passes) + 0.8)
-    axes = figure.subplots(len(passes), len(masks), squeeze=False, sharey=True)
-    for i, name in enumerate(passes):
-        for j, mask in enumerate(masks):
-            cells = [record for record in chosen if record["case"] == mask]
+    figure = _figure(3.2 * len(passes) + 1, 1.9 * len(masks) + 0.8)
+    axes = figure.subplots(len(masks), len(passes), squeeze=False, sharey=True)
+    for i, mask in enumerate(masks):
+        cells = [record for record in chosen if record["case"] == mask]
+        for j, name in enumerate(passes):
             _lines(axes[i][j], cells, name, who)
-            axes[i][j].set_title(f"{mask}\n{name}", fontsize=8, loc="left")
-        axes[i][0].set_ylabel("TFLOP/s on visible pairs", fontsize=8)
+            axes[i][j].set_title(f"{mask}: {name}", fontsize=8, loc="left")
+        axes[i][0].set_ylabel("TFLOP/s", fontsize=8)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    figure.suptitle(f"{heads[0]}:{heads[1]} heads, bf16; bars: quartiles", fontsize=9)
+    title = f"{heads[0]}:{heads[1]} heads, bf16; rates on visible pairs by rows of a shard, quartiles"
+    figure.suptitle(title, fontsize=9)
     return figure
 
 

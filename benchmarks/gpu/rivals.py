@@ -94,8 +94,9 @@ def packed(inputs: Inputs, how: OneCall) -> Calls:
     longest = max(b - a for a, b in pairwise(bounds))
     ends = torch.tensor(bounds, dtype=torch.int32, device=inputs.q.device)
     sizes = (ends, ends, longest, longest)
-    causal = how.window is None
-    reach = {} if causal else {"window_size_left": how.window - 1, "window_size_right": 0}
+    causal, reach = how.window is None, {}
+    if how.window is not None:
+        reach = {"window_size_left": how.window - 1, "window_size_right": 0}
     q, k, v, dout = (x.squeeze(1) for x in inputs[:4])
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)

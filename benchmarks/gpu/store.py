@@ -85,7 +85,7 @@ def _run(stack: Stack, mode: str, clock: Clock) -> tuple[Run, int]:
     keep = None if mode == "none" else 0.0 if mode == "full" else float(mode)
     plan = mb.prepare(
         [q], [keys], [keys], groups=mb.Groups.in_process(intra=1), layout="striped",
-        needs_grad=(True,) * 3, store=keep or None,
+        needs_grad=(True, True, True), store=keep or None,
     )  # fmt: skip
     layers = [Layer(stack, plan, clock.device) for _ in range(stack.layers)]
     x = torch.randn(stack.tokens, 1, h * d, device=clock.device, dtype=torch.bfloat16)
