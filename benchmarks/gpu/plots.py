@@ -53,7 +53,7 @@ def _attention(records: list[Record]) -> Any:
         axes[i][0].set_ylabel("TFLOP/s", fontsize=8)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    title = f"{heads[0]}:{heads[1]} heads, bf16; rates on visible pairs by rows of a shard, quartiles"
+    title = f"{heads[0]}:{heads[1]} heads, bf16; rates on visible pairs by rows of a shard"
     figure.suptitle(title, fontsize=9)
     return figure
 
