@@ -66,7 +66,7 @@ bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, int
 bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.md
 	@$(PY) benchmarks/prepare.py $(ARGS)
 
-bench-gpu: $(VENV)/.ready-test ## correctness and speed on one GPU (says so and stops where there is none)
+bench-gpu: $(VENV)/.ready-test ## tests and speed on one GPU, into docs/performance.md (says so where there is none)
 	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)
 
 bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links; ARGS=--help, ARGS=--full

@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Correctness and speed of the aten kernels on one GPU, in one call. PYTHON names the interpreter.
-# Without a GPU it says so and exits 0. Arguments go to gpu.py (see `gpu.py --help`).
+# Correctness and speed on one GPU, in one call of under ten minutes: tests/gpu, then the tables of
+# docs/performance.md. PYTHON names the interpreter (default python3); see `benchmarks/gpu.sh --help`.
+# Without a GPU it says so and exits 0.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" benchmarks/gpu.py "$@"
+python=${PYTHON:-python3}
+command -v "$python" > /dev/null || {
+  echo "benchmarks/gpu.sh: there is no $python here; name an interpreter: PYTHON=/path/to/python3" >&2
+  exit 1
+}
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m benchmarks.gpu "$@"

@@ -39,31 +39,35 @@ def visible(mask, length):
     return torch.tensor([[rule(query, key) for key in range(length)] for query in range(length)])
 
 
-def attention(q, k, v, dout, seen, scale=None):
+def attention(q, k, v, dout, seen, scale=None, softcap=None):
     """Everything attention computes, in float64, gradients by formula.
 
     q [S, b, h, d], k [S, b, k, d], v [S, b, k, w], dout [S, b, h, w], seen bool [S, S].
-    Returns out [S, b, h, w], lse [S, b, h], dq, dk, dv. A row that sees nothing has out 0 and
-    lse -inf, and gives no gradient.
+    softcap: a score t becomes cap * tanh(t / cap). Returns out [S, b, h, w], lse [S, b, h], dq,
+    dk, dv. A row that sees nothing has out 0 and lse -inf, and gives no gradient.
     """
     q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     length, batch, heads, _ = q.shape
     group = heads // k.shape[2]
     out = torch.zeros_like(dout)
-    lse = torch.full((length, batch, heads), -math.inf, dtype=torch.float64)
+    lse = torch.full((length, batch, heads), -math.inf, dtype=torch.float64, device=q.device)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     some = seen.any(dim=1)  # rows that see anything
     for b in range(batch):
         for h in range(heads):
             key, value, grad = k[:, b, h // group], v[:, b, h // group], dout[:, b, h]
-            scores = (q[:, b, h] @ key.T * scale).masked_fill(~seen, -math.inf)
+            scores, slope = q[:, b, h] @ key.T * scale, 1.0
+            if softcap is not None:
+                slope = torch.cosh(scores / softcap) ** -2
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~seen, -math.inf)
             p = torch.zeros_like(scores)
             p[some] = torch.softmax(scores[some], dim=1)
             out[:, b, h] = p @ value
             lse[some, b, h] = torch.logsumexp(scores[some], dim=1)
             delta = (grad * out[:, b, h]).sum(dim=1, keepdim=True)
-            ds = p * (grad @ value.T - delta)
+            ds = p * (grad @ value.T - delta) * slope
             dq[:, b, h] = ds @ key * scale
             dk[:, b, h // group] += ds.T @ q[:, b, h] * scale
             dv[:, b, h // group] += p.T @ grad

@@ -1,0 +1,71 @@
+"""Command line of the GPU benchmark: `benchmarks/gpu.sh --help`.
+
+Imports nothing but the standard library until it knows what is there, so that a missing module
+or a missing GPU is told in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("tests", "attention", "ring", "lm_head", "store")
+NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
+DOC = ROOT / "docs" / "performance.md"
+GRACE = 100  # seconds after the budget for the last cell, tables and plots
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if "torch" not in missing and args.show is None and args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print(f"no CUDA device here (torch {torch.__version__}): nothing was run or measured")
+            return 0
+    if missing:
+        print(
+            f"missing: the Python module{'s' * (len(missing) > 1)} {', '.join(missing)}, for "
+            f"{sys.executable}; install them, or name another interpreter: "
+            "PYTHON=... benchmarks/gpu.sh",
+            file=sys.stderr,
+        )
+        return 1
+    from . import everything
+
+    try:
+        return everything.main(args, DOC, GRACE)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu.sh",
+        description="Correctness and speed on one GPU, in one call of under ten minutes.",
+    )
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny, to test the script")
+    add("--budget", type=float, default=480.0, help="seconds after which no cell is begun")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--tests", nargs="+", default=["tests/gpu"], help="paths that pytest is given")
+    add("--tests-limit", type=float, default=180.0, help="seconds for the tests")
+    add("--tokens", type=int, nargs="+", help="rows of a shard, in order of importance")
+    add("--heads", nargs="+", help="such as 32:8, in order of importance")
+    add("--masks", nargs="+", help="only masks whose name contains one of these")
+    add("--ring-tokens", type=int, help="per rank")
+    add("--results", type=Path, default=ROOT / "runs" / "gpu" / "results.json", help="JSON")
+    add("--append", action="store_true", help="keep what that JSON has, measure what it lacks")
+    add("--show", type=Path, metavar="JSON", help="measure nothing: write the documents of these")
+    add("--doc", type=Path, help="Markdown to write into, pictures beside it; default on a GPU: "
+        "docs/performance.md, on a CPU: none")  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

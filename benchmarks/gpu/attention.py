@@ -1,0 +1,189 @@
+"""One pair of shards: every kernel and every rival on the same inputs, in turns.
+
+A kernel's forward merges into float32 sums, its backward adds to them: that is what a step of the
+ring costs, and it is measured with it. Backward is measured with the output at hand (side "kv")
+and without (side "query"). Each result is checked before its time counts.
+Decides what a record says; how it is shown is `tables`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_burst.kernels import TABLE, Kernel, Rows, Scoring, make
+from megatron_burst.merge import empty_result
+
+from . import rivals
+from .cases import Case
+from .clock import Clock, Run, extra, forget, interleaved
+from .rivals import Cannot, Inputs
+from .sample import TOLERANCE, Sample
+from .sizes import Sizes
+
+FORWARD, KV, QUERY = "forward", "backward", "backward, side query"
+Record = dict[str, Any]
+
+
+class Cell(NamedTuple):
+    case: Case
+    heads: tuple[int, int]
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        h, k = self.heads
+        return f"attention, {self.case.name}, {h}:{k} heads, {self.tokens} rows"
+
+
+class Statistics(NamedTuple):
+    """Of all rows of the pair, by a forward that was right."""
+
+    out: torch.Tensor  # [s, b, h, w] in 16 bits
+    lse: torch.Tensor  # [s, b, h]
+    delta: torch.Tensor  # [s, b, h]
+
+
+class Bench:
+    """A cell while it is measured: inputs, sums that all kernels share, what was found."""
+
+    def __init__(self, cell: Cell, width: int, clock: Clock):
+        self.cell, self.clock, self.case = cell, clock, cell.case
+        torch.manual_seed(0)
+        (h, k), n = cell.heads, cell.tokens
+        q, k_, v, dout = (
+            torch.randn(n, 1, heads, width, device=clock.device, dtype=torch.bfloat16)
+            for heads in (h, k, k, h)
+        )
+        self.inputs = Inputs(q, k_, v, dout, width**-0.5)
+        self.sample = Sample(self.inputs, self.case)
+        self.sums = [torch.zeros(x.shape, device=x.device) for x in (q, k_, v)]
+        self.runs: dict[tuple[str, str], Run] = {}  # (who, pass) -> what to time
+        self.found: dict[tuple[str, str], Record] = {}  # likewise: error, extra
+        self.refused: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.statistics: Statistics | None = None
+
+    def admit(self, who: str, prepare: Callable[[], None]) -> None:
+        """Let somebody compute the case once; note a refusal, or what went wrong."""
+        try:
+            prepare()
+        except (Cannot, ValueError) as reason:
+            self.refused[who] = str(reason)
+        except torch.OutOfMemoryError:
+            self.refused[who] = "out of memory"
+        except Exception as error:  # whatever it is, the others are measured
+            self.failed[who] = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+        if who in self.failed or who in self.refused:
+            for key in [key for key in self.runs if key[0] == who]:
+                del self.runs[key]
+            forget(self.clock.device)
+
+    def add(self, who: str, name: str, run: Run, check: Callable[[], float]) -> None:
+        """Run it once, check what it made, and keep it to be timed."""
+        memory = extra(run, self.clock)
+        error = check()
+        if not error <= TOLERANCE:
+            raise ArithmeticError(f"{name} is off by {error:.3g} of the largest value")
+        self.found[who, name] = {"error": error, "extra": memory}
+        self.runs[who, name] = run
+
+    def kernel(self, who: str) -> None:
+        q, k, v, dout, scale = self.inputs
+        kernel = make(who, q, k, v)
+        work = kernel.plan(self.case.mask, self.case.q_spans, self.case.k_spans)
+        if work is None:
+            raise ArithmeticError("sees nothing in this pair")
+        scoring = Scoring(scale)
+        out, lse = empty_result(q, v.shape[-1])
+        self.add(
+            who, FORWARD, Run(lambda: kernel.forward(q, k, v, work, scoring, out, lse)),
+            lambda: self.sample.forward_error(out, slice(None)),
+        )  # fmt: skip
+        short = out.to(q.dtype)
+        known = Statistics(short, lse.clone(), (dout.float() * short.float()).sum(-1))
+        self.statistics = self.statistics or known
+        for name, given in ((KV, short), (QUERY, None)):
+            rows = Rows(q, dout, known.lse, known.delta, given)
+            self.backward(who, name, kernel, work, scoring, rows)
+
+    def backward(
+        self, who: str, name: str, kernel: Kernel, work: Any, scoring: Scoring, rows: Rows
+    ) -> None:
+        def check() -> float:
+            every = slice(None)
+            dq, dk, dv = self.sums
+            return self.sample.backward_error((dq, dk, dv), (rows.lse, rows.delta), every, every)
+
+        for total in self.sums:
+            total.zero_()
+        _, k, v, _, _ = self.inputs
+        run = Run(lambda: kernel.backward(rows, k, v, work, scoring, *self.sums))
+        self.add(who, name, run, check)
+
+    def rival(self, who: str, rival: rivals.Rival) -> None:
+        known = self.statistics
+        calls = rival(self.inputs, self.case)
+        state: dict[str, Any] = {}
+
+        def forward() -> None:
+            state["state"] = calls.forward()
+
+        def backward() -> None:
+            state["grads"] = calls.backward(state["state"])
+
+        self.add(
+            who, FORWARD, Run(forward),
+            lambda: self.sample.forward_error(calls.read(state["state"]), calls.rows),
+        )  # fmt: skip
+        self.add(
+            who, KV, Run(backward, before=forward),
+            lambda: self.sample.backward_error(
+                state["grads"], known and (known.lse, known.delta), calls.rows, calls.columns
+            ),
+        )  # fmt: skip
+
+
+def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
+    """The record of one cell: seconds of every round, FLOPs, memory, who was refused and why."""
+    forget(clock.device)  # the cell before this one
+    bench = Bench(cell, sizes.width, clock)
+    for who in TABLE:
+        if who != "reference" or clock.device.type == "cpu":  # every score at once: not for a GPU
+            bench.admit(who, lambda who=who: bench.kernel(who))
+    for who, rival in rivals.of(clock.device).items():
+        bench.admit(who, lambda who=who, rival=rival: bench.rival(who, rival))
+    product = matmul(sizes.matmul, clock.device)
+    runs = {" | ".join(key): run for key, run in bench.runs.items()}
+    times = interleaved(
+        {"matmul": product} | runs, clock, sizes.repeats, sizes.patience, product.call
+    )
+    return {
+        "kind": "attention",
+        "case": cell.case.name,
+        "heads": list(cell.heads),
+        "tokens": cell.tokens,
+        "pairs": cell.case.pairs,
+        "matmul": {"flops": 2 * sizes.matmul**3, "seconds": times["matmul"]},
+        "runs": [
+            {"who": who, "pass": name, "flops": flops(cell, sizes.width, name),
+             "seconds": times[f"{who} | {name}"], **bench.found[who, name]}
+            for who, name in bench.runs
+        ],
+        "refused": bench.refused,
+        "failed": bench.failed,
+    }  # fmt: skip
+
+
+def flops(cell: Cell, width: int, name: str) -> int:
+    """Of the pairs that attend: two products in forward, five in backward."""
+    return (2 if name == FORWARD else 5) * 2 * cell.case.pairs * cell.heads[0] * width
+
+
+def matmul(side: int, device: torch.device) -> Run:
+    """A square product in bf16, of random numbers: products of zeros take less power."""
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return Run(lambda: torch.mm(a, b, out=out))

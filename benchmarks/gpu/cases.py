@@ -1,0 +1,124 @@
+"""The pairs of shards that are measured: a mask, positions, and how the rivals are told of them.
+
+A ring of `RANKS` ranks stands behind the zigzag and striped pairs. `one_call` says how one call of
+a stock operator computes the pair, where one can; `seen` is the mask on local indices, in torch,
+for FlexAttention and for nobody else. Knows no kernels and takes no times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_burst.cost import visible_pairs
+from megatron_burst.layout import Span, make
+from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
+
+RANKS = 8
+Seen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (row, column) -> may attend?
+
+
+class OneCall(NamedTuple):
+    """A single operator call on some rows and columns: all, a lower triangle (column <= row),
+    the last `window` columns up to the own one, or a triangle in each of the documents."""
+
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+    triangle: bool = False
+    window: int | None = None
+    bounds: tuple[int, ...] | None = None
+
+
+class Case:
+    """One mask over one pair of shards."""
+
+    def __init__(
+        self,
+        name: str,
+        mask: Mask,
+        q_spans: tuple[Span, ...],
+        k_spans: tuple[Span, ...],
+        one_call: OneCall | None,
+        seen: Callable[[torch.device], Seen] | None,
+    ):
+        self.name, self.mask, self.one_call, self.seen = name, mask, one_call, seen
+        self.q_spans, self.k_spans = q_spans, k_spans
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many (query, key) pairs attend."""
+        return visible_pairs(self.mask, self.q_spans, self.k_spans)
+
+    def visible(self, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """bool [rows, columns] of these local indices, by the mask itself."""
+        q, k = (
+            np.concatenate([s.positions() for s in spans]) for spans in (self.q_spans, self.k_spans)
+        )
+        return torch.from_numpy(np.array(self.mask.visible(q[rows][:, None], k[columns][None, :])))
+
+
+def cases(tokens: int, window: int, block: int) -> list[Case]:
+    """All masks over shards of `tokens` rows, the most important first."""
+    half, last = tokens // 2, RANKS - 1
+    own = (Span(0, 1, tokens),)
+    zigzag, striped = (
+        [make(name, cp_size=RANKS).spans(r, RANKS * tokens) for r in (0, last)]
+        for name in ("zigzag", "striped")
+    )
+    triangle = OneCall(triangle=True)
+    bounds = documents(tokens)
+    packed = Documents(bounds) & Causal()
+    sparse = BlockSparse(quarter(tokens // block), block)
+    return [
+        Case("full", Full(), own, own, OneCall(), None),
+        Case("causal zigzag, own keys", Causal(), zigzag[0], zigzag[0], triangle,
+             lambda device: lambda q, k: k <= q),
+        Case("causal striped, first rank, last keys", Causal(), striped[0], striped[1],
+             OneCall(slice(1, None), slice(None, -1), triangle=True),
+             lambda device: lambda q, k: k < q),
+        Case(f"window {_human(window)}", Window(window - 1, 0), own, own, OneCall(window=window),
+             lambda device: lambda q, k: (k <= q) & (q - k < window)),
+        Case("documents, causal", packed, own, own, OneCall(bounds=bounds),
+             lambda device: _by_document(bounds, device)),
+        Case(f"blocks of {_human(block)}, 25 %", sparse, own, own, None,
+             lambda device: _by_block(sparse, device)),
+        Case("causal zigzag, first rank, last keys", Causal(), zigzag[0], zigzag[1],
+             OneCall(rows=slice(half, None)), lambda device: lambda q, k: (q >= half) & (k >= 0)),
+        Case("causal zigzag, last rank, first keys", Causal(), zigzag[1], zigzag[0],
+             OneCall(columns=slice(None, half)), lambda device: lambda q, k: (k < half) & (q >= 0)),
+    ]  # fmt: skip
+
+
+def documents(tokens: int) -> tuple[int, ...]:
+    """Twelve documents of unequal lengths, the same every time: cumulative lengths."""
+    cuts = np.random.default_rng(0).choice(np.arange(1, tokens), size=11, replace=False)
+    return (0, *sorted(cuts.tolist()), tokens)
+
+
+def quarter(blocks: int) -> np.ndarray:
+    """bool [blocks, blocks]: a random quarter, its own block in every row."""
+    table = np.eye(blocks, dtype=bool)
+    wanted = max(1, round(0.25 * blocks)) - 1
+    random = np.random.default_rng(0)
+    for i in range(blocks):
+        table[i, random.choice(np.delete(np.arange(blocks), i), size=wanted, replace=False)] = True
+    return table
+
+
+def _by_document(bounds: tuple[int, ...], device: torch.device) -> Seen:
+    lengths = torch.tensor(bounds).diff()
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+    return lambda q, k: (document[q] == document[k]) & (k <= q)
+
+
+def _by_block(mask: BlockSparse, device: torch.device) -> Seen:
+    table, block = torch.from_numpy(mask.table).to(device), mask.block
+    return lambda q, k: table[q // block, k // block]
+
+
+def _human(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)

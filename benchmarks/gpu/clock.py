@@ -1,0 +1,102 @@
+"""How a time is taken: on the device by events, on a CPU by the wall clock; in turns.
+
+Decides the order of runs (A B C A B C ...: whatever else the machine does, its clock included,
+then hits all alike, and ratios are taken within a round) and what counts as memory of a run.
+Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Clock:
+    """Marks on a device's own time line; the time between two is known after `finish`."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
+
+
+class Run(NamedTuple):
+    """`call` is timed; `before`, what it needs each time anew, is not."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+def interleaved(
+    runs: Mapping[str, Run],
+    clock: Clock,
+    repeats: int,
+    patience: float = float("inf"),
+    ahead: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each run, round by round, after one round that does not count.
+
+    After `patience` seconds three rounds do. `ahead`: work that is put before every call, untimed,
+    so that a device is busy while the host launches the call, as it is while a model trains.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    begun = time.perf_counter()
+    for repeat in range(1 + repeats):
+        if repeat > 3 and time.perf_counter() - begun > patience:
+            break
+        for name, run in runs.items():
+            seconds = timed(run, clock, ahead)
+            if repeat:
+                times[name].append(seconds)
+    return times
+
+
+def timed(run: Run, clock: Clock, ahead: Callable[[], object] | None = None) -> float:
+    """Seconds of one call, alone on the device."""
+    run.before()
+    clock.finish()
+    if ahead is not None:
+        ahead()
+    begin = clock.mark()
+    run.call()
+    end = clock.mark()
+    clock.finish()
+    return clock.seconds(begin, end)
+
+
+def extra(run: Run, clock: Clock) -> int | None:
+    """Bytes of the device that one call needs at its peak beyond what was there before it; None
+    on a CPU, where nobody counts them."""
+    run.before()
+    if not clock.cuda:
+        run.call()
+        return None
+    clock.finish()
+    torch.cuda.reset_peak_memory_stats()
+    there = torch.cuda.memory_allocated()
+    run.call()
+    clock.finish()
+    return torch.cuda.max_memory_allocated() - there
+
+
+def forget(device: torch.device) -> None:
+    """Give a device's memory back that nobody holds any more."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

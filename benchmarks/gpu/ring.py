@@ -1,0 +1,190 @@
+"""A whole ring on one device: what does it add to its kernel calls?
+
+All ranks live in one process and take their steps in order. In one and the same run, marks around
+every kernel call, and within it around every operator call where a kernel has stock operators,
+tell their share of the time; the rest is what the ring adds: zeroing, converting, delta, waiting
+for Python, and copies on the device that stand for messages (which on a cluster travel while
+others compute). Decides how the share is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import megatron_burst as mb
+from megatron_burst.kernels import TABLE
+
+from .clock import Clock, forget
+from .sizes import Sizes
+
+SIDES = ("kv", "query")
+PASSES = ("forward", "backward")
+Record = dict[str, Any]
+
+
+class Meter:
+    """Wraps an object so that calls of its `forward` and `backward` leave marks."""
+
+    def __init__(self, inner: Any, clock: Clock):
+        self.inner, self.clock = inner, clock
+        self.marks: list[tuple[Any, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return self._marked(found) if name in PASSES else found
+
+    def _marked(self, call: Any) -> Any:
+        def marked(*args: Any) -> Any:
+            begin = self.clock.mark()
+            result = call(*args)
+            self.marks.append((begin, self.clock.mark()))
+            return result
+
+        return marked
+
+    def take(self) -> float:
+        """Seconds of all calls since the last time, after `finish`."""
+        marks, self.marks = self.marks, []
+        return sum(self.clock.seconds(*each) for each in marks)
+
+
+class Ring:
+    """Inputs of all ranks, and a plan for one kernel and side."""
+
+    def __init__(
+        self, grid: tuple[int, int], tokens: int, heads: tuple[int, int], width: int, clock: Clock
+    ):
+        nodes, per_node = grid
+        self.groups = mb.Groups.in_process(inter=nodes, intra=per_node)
+        self.clock = clock
+        torch.manual_seed(0)
+        self.shards = [
+            [
+                torch.randn(tokens, 1, n, width, device=clock.device, dtype=torch.bfloat16)
+                for _ in range(self.groups.size)
+            ]
+            for n in (heads[0], heads[1], heads[1], heads[0])
+        ]
+        for shard in self.shards[:3]:
+            for x in shard:
+                x.requires_grad_()
+
+    def measure(self, kernel: str, side: str, rounds: int) -> Record:
+        """Seconds of both passes, of their kernel calls and of the operators in them, by round;
+        and wall seconds of "prepare" and a first round, which makes what is made only once."""
+        q, k, v, douts = self.shards
+        begun = time.perf_counter()
+        plan = mb.prepare(q, k, v, groups=self.groups, side=side, kernel=kernel)
+        calls = Meter(plan.kernel, self.clock)
+        operator = None
+        if hasattr(plan.kernel, "operator"):
+            operator = Meter(plan.kernel.operator, self.clock)  # pyright: ignore
+            plan.kernel.operator = operator  # pyright: ignore[reportAttributeAccessIssue]
+        plan = replace(plan, kernel=calls)
+        found: Record = {name: {"seconds": [], "calls": [], "operators": []} for name in PASSES}
+        for count in range(1 + rounds):
+            outs: Sequence[torch.Tensor] = []
+            for name in PASSES:
+                self.clock.finish()
+                begin = self.clock.mark()
+                if name == "forward":
+                    outs = mb.attention(q, k, v, plan=plan)
+                else:
+                    torch.autograd.backward(outs, douts)
+                end = self.clock.mark()
+                self.clock.finish()
+                times = self.clock.seconds(begin, end), calls.take()
+                times += () if operator is None else (operator.take(),)
+                if count:
+                    for kind, value in zip(("seconds", "calls", "operators"), times, strict=False):
+                        found[name][kind].append(value)
+            for x in (*q, *k, *v):
+                x.grad = None
+            if not count:
+                found["first"] = time.perf_counter() - begun
+        return found
+
+
+def measure(
+    grid: tuple[int, int], kernels: Sequence[str], tokens: int, sizes: Sizes, clock: Clock
+) -> Record:
+    """Every kernel and side on one grid; as many tokens as `tokens` if there is memory for them."""
+    heads = sizes.heads[0]
+    record: Record = {
+        "kind": "ring", "nodes": grid[0], "per_node": grid[1], "heads": list(heads),
+        "wanted": sizes.ring_tokens, "planned": tokens, "runs": [], "refused": {}, "failed": {},
+    }  # fmt: skip
+    while True:
+        record["tokens"] = tokens
+        try:
+            return record | _measure(grid, kernels, tokens, sizes, clock)
+        except torch.OutOfMemoryError:
+            pass
+        forget(clock.device)
+        if tokens <= sizes.ring_least:
+            return record | {"refused": {"all": "out of memory"}}
+        tokens //= 2
+
+
+def _measure(
+    grid: tuple[int, int], kernels: Sequence[str], tokens: int, sizes: Sizes, clock: Clock
+) -> Record:
+    """OutOfMemoryError if anything does not fit."""
+    runs, refused, failed = [], {}, {}
+    small, rest = max(sizes.ring_least, tokens // 8), (sizes.heads[0], sizes.width, clock)
+    ring = Ring(grid, tokens, *rest)
+    for kernel in kernels:
+        try:
+            Ring(grid, small, *rest).measure(kernel, "kv", 0)  # compile, load, refuse
+            runs += [_one(ring, kernel, side, sizes.ring_rounds) for side in SIDES]
+        except torch.OutOfMemoryError:
+            raise
+        except ValueError as reason:
+            refused[kernel] = str(reason)
+        except Exception as error:  # the other kernels are measured
+            failed[kernel] = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+    return {"runs": runs, "refused": refused, "failed": failed}
+
+
+def _one(ring: Ring, kernel: str, side: str, rounds: int) -> Record:
+    forget(ring.clock.device)
+    if ring.clock.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    found = ring.measure(kernel, side, rounds)
+    peak = torch.cuda.max_memory_allocated() if ring.clock.cuda else None
+    return {"kernel": kernel, "side": side, "peak": peak, **found}
+
+
+def kernels(device: torch.device) -> list[str]:
+    """Those worth a ring: the reference holds every score at once."""
+    return [name for name in TABLE if name != "reference" or device.type == "cpu"]
+
+
+def seconds(run: Record) -> float:
+    """Of the fastest round, both passes."""
+    return sum(min(run[name]["seconds"]) for name in PASSES)
+
+
+def next_size(
+    grid: tuple[int, int], earlier: Record | None, sizes: Sizes, available: float
+) -> tuple[int, list[str] | None]:
+    """(tokens per rank, kernels) for a larger grid after a smaller one: its fastest kernel, and
+    the most tokens with which both sides are predicted to end in time (it grows by squares)."""
+    runs = earlier["runs"] if earlier else []
+    if not earlier or not runs:
+        return sizes.ring_tokens, None
+    fastest = min(runs, key=seconds)["kernel"]
+    mine = [run for run in runs if run["kernel"] == fastest]
+    once = sum(run["first"] + sizes.ring_rounds * seconds(run) for run in mine)
+    before = earlier["nodes"] * earlier["per_node"] * earlier["tokens"]
+    tokens, limit = sizes.ring_tokens, min(available, sizes.ring_patience)
+    while tokens > sizes.ring_least:
+        if once * (grid[0] * grid[1] * tokens / before) ** 2 <= limit:
+            break
+        tokens //= 2
+    return tokens, [fastest]

@@ -1,0 +1,118 @@
+"""Is a result right? A few rows and columns of it, computed in float64 from the mask itself.
+
+No time counts unless its result passed here. Thorough checks are the tests'; this one sees that a
+kernel or a rival computed the case that stands in its row of the table: rows of out and dq from
+nothing but the inputs, columns of dk and dv from the statistics of all rows, which are those of
+a forward whose sampled rows were right (without such a one they go unchecked).
+
+Shape letters: r rows, c columns of the sample; s, t all of them; k heads of keys, g = h / k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .cases import Case
+from .rivals import Inputs
+
+COUNT = 16
+TOLERANCE = 0.02  # of the largest value: several roundings of bf16, far from a wrong mask
+
+
+class Sample:
+    """Rows and columns of one case, the same for all who compute it."""
+
+    def __init__(self, inputs: Inputs, case: Case):
+        random = np.random.default_rng(1)
+        self.inputs, self.case = inputs, case
+        self.rows, self.columns = (
+            np.sort(random.choice(len(x), size=min(COUNT, len(x)), replace=False))
+            for x in inputs[:2]
+        )
+        self.out, self.dq = self._of_rows()
+
+    def forward_error(self, out: torch.Tensor, rows: slice) -> float:
+        """Of out [.., b, h, w], computed for `rows` alone: the others must see nothing."""
+        mine, local, others = _inside(self.rows, rows, len(self.inputs.q))
+        if self.out[others].any():
+            return float("inf")
+        return _error(out[local], self.out[mine])
+
+    def backward_error(
+        self,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        known: tuple[torch.Tensor, torch.Tensor] | None,
+        rows: slice,
+        columns: slice,
+    ) -> float:
+        """Of dq, dk, dv, computed for `rows` and `columns` alone; known: lse, delta [s, b, h]."""
+        dq, *others = grads
+        mine, local, _ = _inside(self.rows, rows, len(self.inputs.q))
+        errors = [_error(dq[local], self.dq[mine])]
+        if known is not None:
+            mine, local, _ = _inside(self.columns, columns, len(self.inputs.k))
+            for got, exact in zip(others, self._of_columns(*known), strict=True):
+                errors.append(_error(got[local], exact[mine]))
+        return max(errors)
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """[k, g, rows, columns] in float64, -inf where hidden."""
+        q = q[:, 0].double().unflatten(1, (k.shape[2], -1))
+        scores = torch.einsum("rkgd,ckd->kgrc", q, k[:, 0].double()) * self.inputs.scale
+        return scores.masked_fill_(~seen.to(q.device), float("-inf"))
+
+    def _of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and dq of the sampled rows."""
+        q, k, v, dout, scale = self.inputs
+        keys, values = k[:, 0].double(), v[:, 0].double()
+        seen = self.case.visible(self.rows, np.arange(len(k)))
+        scores = self._scores(q[self.rows], k, seen)
+        p = torch.exp(scores - _finite(scores.logsumexp(-1, keepdim=True)))
+        out = torch.einsum("kgrc,ckw->rkgw", p, values)
+        grad = dout[self.rows, 0].double().unflatten(1, (k.shape[2], -1))
+        dp = torch.einsum("rkgw,ckw->kgrc", grad, values)
+        delta = (grad * out).sum(-1).permute(1, 2, 0)[..., None]
+        dq = torch.einsum("kgrc,ckd->rkgd", p * (dp - delta) * scale, keys)
+        return out.flatten(1, 2).unsqueeze(1), dq.flatten(1, 2).unsqueeze(1)
+
+    def _of_columns(
+        self, lse: torch.Tensor, delta: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dk and dv of the sampled columns."""
+        q, k, v, dout, scale = self.inputs
+        grouped = (k.shape[2], -1)
+        seen = self.case.visible(np.arange(len(q)), self.columns)
+        scores = self._scores(q, k[self.columns], seen)
+        stats, delta = (
+            x[:, 0].double().unflatten(1, grouped).permute(1, 2, 0)[..., None] for x in (lse, delta)
+        )
+        p = torch.exp(scores - _finite(stats))
+        grad = dout[:, 0].double().unflatten(1, grouped)
+        dp = torch.einsum("rkgw,ckw->kgrc", grad, v[self.columns, 0].double())
+        rows = q[:, 0].double().unflatten(1, grouped)
+        dk = torch.einsum("kgrc,rkgd->ckd", p * (dp - delta) * scale, rows)
+        dv = torch.einsum("kgrc,rkgw->ckw", p, grad)
+        return dk.unsqueeze(1), dv.unsqueeze(1)
+
+
+def _inside(chosen: np.ndarray, part: slice, length: int) -> tuple[list[int], list[int], list[int]]:
+    """Which of the chosen are in a slice, where in it they are, and which are not."""
+    places = {row: i for i, row in enumerate(range(length)[part])}
+    mine = [i for i, row in enumerate(chosen.tolist()) if row in places]
+    local = [places[row] for row in chosen[mine].tolist()]
+    return mine, local, [i for i in range(len(chosen)) if i not in mine]
+
+
+def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference over the largest value; infinite where one is not finite."""
+    if not exact.numel():
+        return 0.0
+    difference = (got.double() - exact).abs()
+    if not difference.isfinite().all():
+        return float("inf")
+    return (difference.max() / exact.abs().max().clamp_min(1e-6)).item()
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    return lse.masked_fill(lse == float("-inf"), 0.0)

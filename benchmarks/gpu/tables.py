@@ -1,0 +1,240 @@
+"""From records to Markdown: medians with quartiles, rates on visible pairs, what is missing.
+
+Nothing here runs anything or knows what a good figure is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.report import human, quartiles, spread
+from benchmarks.report import markdown as table
+
+Record = dict[str, Any]
+
+
+def markdown(results: Record, pictures: Sequence[str] = ()) -> str:
+    """Everything, for the documentation."""
+    records = list(results["jobs"].values())
+    commands = "\n".join(f"    {command}" for command in results["commands"])
+    parts = [
+        f"Measured on {results['machine']}, {results['versions']}, by\n\n{commands}",
+        *(f"![]({picture})" for picture in pictures),
+        *_tests(_of(records, "tests")),
+        *_attention(_of(records, "attention")),
+        *_rings(_of(records, "ring")),
+        *_lm_heads(_of(records, "lm head")),
+        *_stores(_of(records, "store")),
+        *_missing(results),
+    ]
+    return "\n\n".join(parts)
+
+
+def rate(run: Record) -> list[float]:
+    """TFLOP/s of every round."""
+    return [run["flops"] / seconds / 1e12 for seconds in run["seconds"]]
+
+
+def of_matmul(run: Record, record: Record) -> float:
+    """The median over rounds of this rate over that of the product in the same round."""
+    pairs = zip(rate(run), rate(record["matmul"]), strict=True)
+    return quartiles([mine / product for mine, product in pairs])[1]
+
+
+def rounded(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def bracketed(values: Sequence[float]) -> str:
+    """median [lower quartile, upper quartile]"""
+    low, middle, high = (rounded(value) for value in quartiles(values))
+    return f"{middle} [{low}, {high}]"
+
+
+def _of(records: Iterable[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _tests(records: Sequence[Record]) -> Iterator[str]:
+    for record in records:
+        yield f"Tests on the same device before anything was timed: {record['summary']}."
+
+
+def _attention(records: Sequence[Record]) -> Iterator[str]:
+    if not records:
+        return
+    yield (
+        "### One pair of shards\n\nTFLOP/s on the pairs that attend: median over rounds "
+        "[quartiles], and in parentheses the ratio to a bf16 product of square matrices in the "
+        "same round. Kernels of this package add to float32 sums, as a ring wants it; rivals "
+        "(torch's own) write 16 bits. Side query: backward without the output, as where queries "
+        "travel. The host's launches run "
+        "ahead of the device, as they do while a model trains."
+    )
+    for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
+        yield f"**{name.capitalize()}**\n\n{_passes(records, name)}"
+    yield from _reasons("Not computed", records, "refused")
+    memory = max((run["extra"] or 0 for r in records for run in r["runs"]), default=0)
+    if memory:
+        yield _memory(records)
+
+
+def _passes(records: Sequence[Record], name: str) -> str:
+    """One row per cell, one column for everybody who ran this pass."""
+    chosen = [(r, {run["who"]: run for run in r["runs"] if run["pass"] == name}) for r in records]
+    who = list(dict.fromkeys(each for _, runs in chosen for each in runs))
+    rows = []
+    for record, runs in chosen:
+        h, k = record["heads"]
+        cells = [
+            f"{bracketed(rate(runs[each]))} ({of_matmul(runs[each], record):.2f})"
+            if each in runs
+            else "-"
+            for each in who
+        ]
+        product = rounded(quartiles(rate(record["matmul"]))[1])
+        rows.append([record["case"], f"{h}:{k}", human(record["tokens"]), product, *cells])
+    return table(["mask", "heads", "rows", "product", *who], rows)
+
+
+def _memory(records: Sequence[Record]) -> str:
+    """The most that anybody needed in any cell of the largest shards."""
+    largest = max(record["tokens"] for record in records)
+    most: dict[tuple[str, str], int] = {}
+    for record in records:
+        for run in record["runs"] if record["tokens"] == largest else ():
+            key = run["who"], run["pass"]
+            most[key] = max(most.get(key, 0), run["extra"] or 0)
+    who = list(dict.fromkeys(name for name, _ in most))
+    passes = list(dict.fromkeys(name for _, name in most))
+    rows = [[each, *(_mib(most.get((each, name))) for name in passes)] for each in who]
+    heads = ["", *(f"{name}, MiB" for name in passes)]
+    return (
+        f"Memory of one call beyond inputs and sums, {human(largest)} rows, the most of all masks "
+        f"and heads:\n\n{table(heads, rows)}"
+    )
+
+
+def _mib(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.0f}"
+
+
+def _rings(records: Sequence[Record]) -> Iterator[str]:
+    if not records:
+        return
+    rows = []
+    for record in records:
+        ranks = f"{record['nodes']} x {record['per_node']}"
+        for run in record["runs"]:
+            for name in ("forward", "backward"):
+                found = run[name]
+                times = bracketed([1e3 * seconds for seconds in found["seconds"]])
+                shares = [_outside(found, inner) for inner in ("calls", "operators")]
+                rows.append([ranks, human(record["tokens"]), run["kernel"], run["side"], name,
+                             times, *shares, _mib(run["peak"])])  # fmt: skip
+    heads = ["ranks", "rows each", "kernel", "side", "pass", "ms",
+             "outside kernel calls", "outside operators", "peak, MiB"]  # fmt: skip
+    yield (
+        "### All ranks of a ring on one device\n\nCausal, zigzag, all ranks' steps in order. The "
+        "share of the time that is not spent in kernel calls, and, for kernels made of stock "
+        "operators, not in these: merging, stand-ins, sums. Messages are copies on the device and "
+        "count as outside. Peak: of all ranks together, inputs included.\n\n" + table(heads, rows)
+    )
+    for record in records:
+        if record["runs"] and record["tokens"] < record["wanted"]:
+            ranks = record["nodes"] * record["per_node"]
+            why = "time" if record["tokens"] == record["planned"] else "memory"
+            yield (
+                f"{ranks} ranks: {human(record['tokens'])} rows each instead of "
+                f"{human(record['wanted'])}, for want of {why}."
+            )
+    yield from _reasons("Rings not run", records, "refused")
+
+
+def _outside(found: Record, inner: str) -> str:
+    """Share of a pass outside of its `inner` calls, from the medians; nothing where there are
+    none."""
+    if not found[inner]:
+        return "-"
+    shares = [1 - a / b for a, b in zip(found[inner], found["seconds"], strict=True)]
+    return f"{100 * quartiles(shares)[1]:.1f} %"
+
+
+def _lm_heads(records: Sequence[Record]) -> Iterator[str]:
+    for record in records:
+        times = {run["who"]: run["seconds"] for run in record["runs"]}
+        bound = times.get("three products")
+        rows = []
+        for run in record["runs"]:
+            over = "-"
+            if bound:
+                over = spread([a / b for a, b in zip(run["seconds"], bound, strict=True)], ".3f")
+            milliseconds = bracketed([1e3 * seconds for seconds in run["seconds"]])
+            tflops = bracketed(rate(run | {"flops": record["flops"]}))
+            rows.append([run["who"], milliseconds, over, tflops, _mib(run["extra"])])
+        sizes = " x ".join(human(record[name]) for name in ("tokens", "width", "vocabulary"))
+        heads = ["", "ms", "over three products", "TFLOP/s of three products", "peak, MiB"]
+        yield (
+            f"### LM head and loss, {sizes}\n\nbf16, forward and backward; peak beyond inputs, the "
+            f"gradients included.\n\n{table(heads, rows)}"
+        )
+        yield from _reasons("Not run", [record], "refused")
+
+
+def _stores(records: Sequence[Record]) -> Iterator[str]:
+    for record in records:
+        full = next((run for run in record["runs"] if run["who"] == "full"), None)
+        rows = []
+        for run in record["runs"]:
+            over = "-"
+            if full:
+                pairs = zip(run["seconds"], full["seconds"], strict=True)
+                over = spread([a / b for a, b in pairs], ".3f")
+            rows.append([
+                run["who"], bracketed([1e3 * seconds for seconds in run["seconds"]]), over,
+                _mib(run["extra"]), _mib(run["stored"]),
+            ])  # fmt: skip
+        h, k = record["heads"]
+        heads = ["kept", "step, ms", "over full", "peak, MiB", "store by formula, MiB"]
+        yield (
+            f"### Attention store\n\n{record['layers']} layers, {human(record['tokens'])} tokens "
+            f"on one rank, {h}:{k} heads of width {record['width']}, causal, bf16; none: every "
+            f"activation is saved, full: all is recomputed.\n\n{table(heads, rows)}"
+        )
+        yield from _reasons("Not run", [record], "refused")
+
+
+def _reasons(title: str, records: Sequence[Record], field: str) -> Iterator[str]:
+    """Who did not take part, by reason, and where."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        for who, reason in record[field].items():
+            where = record.get("case", "")
+            places = found.setdefault((who, reason), [])
+            if where and where not in places:
+                places.append(where)
+    every = {record.get("case") for record in records}
+    lines = [
+        f"- {who}{_where(places, len(every))}: {reason}" for (who, reason), places in found.items()
+    ]
+    if lines:
+        yield "\n".join([f"{title}:", "", *lines])
+
+
+def _where(places: Sequence[str], every: int) -> str:
+    return f" ({'; '.join(places)})" if len(places) < every and places else ""
+
+
+def _missing(results: Record) -> Iterator[str]:
+    failed = [
+        f"- {name}: {who}: {text}"
+        for name, record in results["jobs"].items()
+        for who, text in record["failed"].items()
+    ]
+    if failed:
+        yield "\n".join(["**Failed**, so without a figure:", "", *failed])
+    if results["left out"]:
+        names = "\n".join(f"- {name}" for name in results["left out"])
+        yield f"Left out when the time was spent (`--append` measures them):\n\n{names}"

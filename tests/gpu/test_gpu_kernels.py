@@ -1,0 +1,84 @@
+"""Every kernel under every mask at real shapes in bf16, against dense float64."""
+
+import math
+from itertools import product
+
+import oracle
+import problems
+import pytest
+import torch
+from problems import LAYOUTS, SHAPES, Two, judge, kernel_for, kernel_names, on, problem
+
+from megatron_burst.kernels.aten import stand_in
+
+
+def cases():
+    """The kernel changes fastest: the truth of a problem is computed once."""
+    for device, shape in SHAPES.items():
+        every = [
+            (mask, *rest)
+            for mask, layouts in LAYOUTS.items()
+            for rest in product(layouts, shape.heads, shape.widths)
+        ]
+        every += [("causal", "zigzag", shape.heads[1], widths) for widths in shape.more_widths]
+        for case, kernel in product(every, kernel_names(device)):
+            yield on(device, *case, kernel)
+
+
+SOFTCAPS = [on(device, name) for device in SHAPES for name in kernel_names(device)]
+
+
+@pytest.mark.parametrize(("device", "mask", "layout", "heads", "widths", "name"), list(cases()))
+def test_errs_no_more_than_torch(device, mask, layout, heads, widths, name):
+    inputs, (out, lse, *grads), theirs = problem(device, mask, layout, heads, widths)
+    kernel = kernel_for(device, name, inputs[:3])
+    ring = Two(kernel, mask, layout, SHAPES[device], inputs)
+    got, statistics = ring.forward()
+    blind = lse == -math.inf
+    assert torch.equal(statistics == -math.inf, blind)
+    assert oracle.worst(statistics.masked_fill(blind, 0.0), lse.masked_fill(blind, 0.0)) < 2e-3
+    final = got.to(inputs[0].dtype)
+    for side, visiting in (("kv", False), ("query", True)):
+        mine = ring.backward(final, statistics, visiting)
+        judge((final, *mine), (out, *grads), theirs, f"{name}, side {side}")
+
+
+@pytest.mark.parametrize(("device", "name"), SOFTCAPS)
+def test_softcap_errs_no_more_than_torch_without(device, name):
+    cap, shape = 2.0, SHAPES[device]
+    heads, widths = shape.heads[1], shape.widths[0]
+    inputs, (out, _, *grads), theirs = problem(device, "causal", "zigzag", heads, widths, cap)
+    if not kernel_for(device, name, inputs[:3]).softcaps:
+        pytest.skip(f"{name} has no softcap, and says so")
+    kernel = kernel_for(device, name, inputs[:3], softcap=cap)
+    ring = Two(kernel, "causal", "zigzag", shape, inputs, cap)
+    got, statistics = ring.forward()
+    final = got.to(inputs[0].dtype)
+    mine = ring.backward(final, statistics, visiting=True)
+    judge((final, *mine), (out, *grads), theirs, name)
+
+
+@pytest.mark.parametrize("device", [on(device) for device in SHAPES])
+def test_the_stand_in_is_nearer_to_delta_than_the_output_in_bf16(device):
+    """What a stock backward makes of D = rowsum(dO * O) with either, by its error in float64."""
+    shape = SHAPES[device]
+    make = torch.Generator(device).manual_seed(4)
+    size = (shape.length, 1, *shape.widths[0])
+    out, dout = (torch.randn(size, generator=make, device=device) for _ in range(2))
+    dout = dout.bfloat16()
+    delta = (dout.double() * out.double()).sum(-1)
+
+    def error(output):
+        implied = (dout.double() * output.double()).sum(-1)
+        return (implied - delta).square().mean().sqrt().item()
+
+    made = stand_in(dout, delta.float())
+    assert made.dtype == torch.bfloat16
+    assert error(made) < error(out.bfloat16())
+    assert not stand_in(torch.zeros_like(dout), torch.zeros_like(delta)).any()
+
+
+def test_the_operator_that_judges_survives_rows_that_see_nothing():
+    _, _, theirs = problem("cpu", "blind", "zigzag", (4, 2), (24, 16))
+    assert all(0 < error < 1 for error in theirs)
+    assert problems.made("blind", SHAPES["cpu"]).a.table[3].sum() == 0

@@ -1,0 +1,151 @@
+"""benchmarks/gpu, one cell: rivals compute the same mask, and nothing wrong gets a time."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu import attention, rivals, sizes, tables
+from benchmarks.gpu.cases import OneCall, cases
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.sample import TOLERANCE
+from megatron_burst import kernels
+from megatron_burst.kernels import make
+
+CPU = torch.device("cpu")
+TINY = {case.name: case for case in cases(64, 16, 8)}
+
+
+def dense(case):
+    every = np.arange(64)
+    return case.visible(every, every)
+
+
+# --- what is measured ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_flex_attention_is_told_the_same_mask(name):
+    case = TINY[name]
+    index = torch.arange(64)
+    seen = case.seen(CPU)(index[:, None], index[None, :]) if case.seen else torch.ones(64, 64)
+    assert torch.equal(seen.bool().expand(64, 64), dense(case))
+
+
+@pytest.mark.parametrize("name", [name for name, case in TINY.items() if case.one_call])
+def test_stock_operators_are_told_the_same_mask(name):
+    """The rectangle of one call, written out by what `OneCall` says of its fields."""
+    case = TINY[name]
+    rows, columns, triangle, window, bounds = case.one_call
+    part = torch.zeros(64, 64, dtype=torch.bool)
+    inside = part[rows, columns]
+    m, n = torch.arange(inside.shape[0])[:, None], torch.arange(inside.shape[1])[None, :]
+    if window:
+        inside |= (n <= m) & (m - n < window)
+    elif bounds:
+        for a, b in pairwise(bounds):
+            inside[a:b, a:b] = torch.ones(b - a, b - a).tril().bool()
+    else:
+        inside |= (n <= m) if triangle else torch.tensor(True)
+    assert torch.equal(part, dense(case))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_pairs_are_those_that_attend(name):
+    assert TINY[name].pairs == dense(TINY[name]).sum()
+
+
+def test_the_block_sparse_mask_is_a_quarter():
+    (case,) = (case for case in cases(256, 32, 8) if case.name.startswith("blocks"))
+    assert case.name.endswith("25 %")
+    assert case.pairs == 256 * 256 // 4
+
+
+def test_flops_count_two_products_forward_and_five_backward():
+    cell = attention.Cell(TINY["causal zigzag, own keys"], (4, 2), 64)
+    pairs = 64 * 65 // 2
+    assert attention.flops(cell, 16, attention.FORWARD) == 4 * pairs * 4 * 16
+    assert attention.flops(cell, 16, attention.KV) == 10 * pairs * 4 * 16
+
+
+@pytest.mark.parametrize("how", [OneCall(window=8), OneCall(bounds=(0, 5, 32))], ids=["w", "d"])
+def test_torch_takes_the_arguments_of_packed_flash_attention(how):
+    """On fake tensors: no device needed, torch checks the call against the operator's schema."""
+    with FakeTensorMode():
+        q, k = (
+            torch.empty(32, 1, heads, 8, dtype=torch.bfloat16, device="cuda:0") for heads in (4, 2)
+        )
+        calls = rivals.packed(rivals.Inputs(q, k, k, q, 0.5), how)
+        state = calls.forward()
+        assert calls.read(state).shape == q.shape
+        assert [g.shape for g in calls.backward(state)] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("name", ["documents, causal", "causal zigzag, first rank, last keys"])
+def test_flex_attention_computes_the_case(name, monkeypatch):
+    """Forward alone and not compiled: there is no backward on a CPU."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.Tensor, "requires_grad_", lambda tensor: tensor)
+    bench = attention.Bench(attention.Cell(TINY[name], (4, 2), 64), 16, Clock(CPU))
+    calls = rivals.flex(bench.inputs, bench.case)
+    out = calls.read(calls.forward())
+    assert bench.sample.forward_error(out, calls.rows) < TOLERANCE
+    assert bench.sample.forward_error(out.flip(0), calls.rows) > TOLERANCE
+
+
+# --- nothing wrong gets a time -------------------------------------------------------------
+
+
+class Wrong:
+    """A kernel whose result is wrong in one place: "out", "dq", "dk", "dv", or "raise"."""
+
+    def __init__(self, kernel, where):
+        self.kernel, self.where = kernel, where
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def forward(self, q, k, v, work, scoring, out, lse):
+        if self.where == "raise":
+            raise RuntimeError("an illegal memory access")
+        self.kernel.forward(q, k, v, work, scoring, out, lse)
+        if self.where == "out":
+            out += 0.5
+
+    def backward(self, rows, k, v, work, scoring, *sums):
+        self.kernel.backward(rows, k, v, work, scoring, *sums)
+        for name, total in zip(("dq", "dk", "dv"), sums, strict=True):
+            if name == self.where:
+                total *= 1.2
+
+
+@pytest.mark.parametrize("where", ["out", "dq", "dk", "dv", "raise"])
+def test_a_wrong_kernel_fails_and_the_others_are_measured(monkeypatch, where):
+    def made(name, *tensors):
+        return Wrong(make(name, *tensors), where) if name == "aten" else make(name, *tensors)
+
+    monkeypatch.setattr(attention, "make", made)
+    cell = attention.Cell(TINY["documents, causal"], (4, 2), 64)
+    record = attention.measure(cell, sizes.CPU, Clock(CPU))
+    assert list(record["failed"]) == ["aten"]
+    words = {"raise": "RuntimeError: an illegal", "out": "forward is off by"}
+    assert words.get(where, "backward is off by") in record["failed"]["aten"]
+    assert {run["who"] for run in record["runs"]} == {"reference"}
+    some = {"machine": "a device", "versions": "torch", "commands": [], "left out": []}
+    text = tables.markdown({**some, "jobs": {cell.name: record}})
+    assert "**Failed**" in text
+    assert "| reference" in text
+
+
+def test_what_a_kernel_refuses_is_told_with_its_reason():
+    cell = attention.Cell(TINY["full"], (4, 4), 64)
+    record = attention.measure(cell, sizes.CPU, Clock(CPU))
+    assert "cuda" in record["refused"]["aten_cudnn"]
+    assert set(record["refused"]) == set(kernels.TABLE) - {"aten", "reference"}
+    assert not record["failed"]
+    who = {(run["who"], run["pass"]) for run in record["runs"]}
+    passes = (attention.FORWARD, attention.KV, attention.QUERY)
+    ours = {(name, each) for name in ("aten", "reference") for each in passes}
+    assert who == ours | {("torch flash", each) for each in passes[:2]}
