@@ -22,12 +22,12 @@ class Blocks(NamedTuple):
 
 # (compute capability, pass, greatest width) -> blocks
 TABLE: dict[tuple[int, str, int], Blocks] = {
-    (80, "forward", 64): Blocks(128, 64, 4, 3),
-    (80, "forward", 128): Blocks(128, 64, 8, 2),
-    (80, "forward", 256): Blocks(64, 32, 4, 2),
-    (80, "backward", 64): Blocks(64, 128, 8, 2),
-    (80, "backward", 128): Blocks(32, 128, 8, 2),
-    (80, "backward", 256): Blocks(32, 64, 8, 1),
+    (80, "forward", 64): Blocks(64, 32, 4, 2),
+    (80, "forward", 128): Blocks(64, 64, 8, 1),
+    (80, "forward", 256): Blocks(32, 32, 4, 1),
+    (80, "backward", 64): Blocks(32, 64, 4, 1),
+    (80, "backward", 128): Blocks(64, 64, 8, 1),
+    (80, "backward", 256): Blocks(32, 32, 8, 1),
     (90, "forward", 64): Blocks(128, 128, 8, 3),
     (90, "forward", 128): Blocks(128, 128, 8, 2),
     (90, "forward", 256): Blocks(128, 64, 8, 2),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def grid(
 class _Cut(NamedTuple):
     """Spans cut at every multiple of a block, so that no part lies in two blocks."""
 
-    spans: Span  # of arrays [parts]
+    spans: Any  # a Span of arrays [parts]
     first: np.ndarray  # [blocks]: the first part of each block
     positions: np.ndarray  # int64 [length]
     length: int
@@ -102,11 +102,8 @@ def _cut(spans: Sequence[Span], size: int) -> _Cut:
     begins = np.union1d(blocks, ends[:-1])
     which = np.searchsorted(ends, begins, side="right")
     start, stride, _ = np.array(spans, dtype=np.int64).T
-    parts = Span(
-        start[which] + (begins - (ends - lengths)[which]) * stride[which],
-        stride[which],
-        np.diff([*begins, length]),
-    )  # pyright: ignore[reportArgumentType]
+    first = start[which] + (begins - (ends - lengths)[which]) * stride[which]
+    parts = Span(*[first, stride[which], np.diff([*begins, length])])
     positions = np.concatenate([span.positions() for span in spans])
     return _Cut(parts, np.searchsorted(begins, blocks), positions, length)
 
