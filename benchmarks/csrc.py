@@ -89,8 +89,9 @@ def gradients(rows: int, vocabulary: int) -> Iterator[Case]:
         lse = z.logsumexp(1)
         left = (z - peak[:, None]).exp_() if "exponentials" in name else z
         rest = (columns, formula, peak if "exponentials" in name else None)
+        rows_of = (labels, lse, weights, *rest)
         yield Case("gradient", f"{name}, {shape}",
-                   lambda left=left, lse=lse, rest=rest: (left.clone(), labels, lse, weights, *rest),
+                   lambda left=left, rows_of=rows_of: (left.clone(), *rows_of),
                    softmax_gradient_)  # fmt: skip
 
 
