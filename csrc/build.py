@@ -29,7 +29,15 @@ ARCHITECTURES = ("80", "90a", "100")
 OLDEST = (2, 10)  # of torch, whose stable ABI has all that is used
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 LANGUAGE = ("-std=c++20", "-O3", TARGET)
-HOST = ("-fPIC", "-fvisibility=hidden", "-fopenmp-simd", "-Wall", "-Wno-unknown-pragmas")
+HOST = (
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:

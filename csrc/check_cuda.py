@@ -24,6 +24,7 @@ from build import ARCHITECTURES, HERE, LANGUAGE, torch_folder
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
+HOLDS = ("logits", "capped", "exponentials")  # in the order of softmax_gradient.h
 
 
 class Kernel(NamedTuple):
@@ -94,9 +95,12 @@ def demangled(names: list[str]) -> list[str]:
     """As a person would write them, where the tool is there that knows how."""
     if shutil.which("c++filt") is None:
         return names
-    done = subprocess.run(["c++filt"], input="\n".join(names), text=True, capture_output=True)
-    short = [line.removeprefix("void ").split("(burst")[0] for line in done.stdout.splitlines()]
-    return [re.sub(r"burst::|c10::", "", line) for line in short]
+    written = subprocess.run(["c++filt"], input="\n".join(names), text=True, capture_output=True)
+    text = written.stdout
+    for number, name in enumerate(HOLDS):
+        text = text.replace(f"(burst::Holds){number}", name)
+    text = re.sub(r"\(burst::.*|void |burst::|c10::", "", text)
+    return text.splitlines()
 
 
 if __name__ == "__main__":

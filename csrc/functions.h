@@ -1,8 +1,9 @@
-// exp and tanh that a compiler can make vectors of, which it cannot of the library's. On CUDA they
-// are CUDA's own. NaN stays NaN; exp overflows to infinity and underflows by way of subnormals.
+// exp and tanh that a compiler can make vectors of, which it cannot of the library's; on CUDA exp of
+// floats is CUDA's own. NaN stays NaN; exp overflows to infinity and underflows by way of subnormals.
 //
 // exp(x) = 2^n (1 + e) with n = round(x / ln 2), r = x - n ln 2, |r| <= 0.35, e = exp(r) - 1 by its
-// series. tanh(y) = -E / (2 + E) with E = exp(-2 |y|) - 1 = 2^n e + (2^n - 1): nothing cancels.
+// series. tanh |y| = -E / (2 + E) with E = exp(-2 |y|) - 1 = 2^n e + (2^n - 1), and its derivative
+// is 4 (1 + E) / (2 + E)^2: nothing cancels, as it would in 1 - tanh^2.
 #pragma once
 
 #include <cmath>
@@ -63,6 +64,20 @@ BURST_BOTH F power_of_two(F shifted) {
   return power;
 }
 
+// 1 / 2^k for a number x >= 0 of about 2^k; as near to that as there are normal numbers.
+template <class F>
+BURST_BOTH F inverse(F x) {
+  using Bits = typename Format<F>::Bits;
+  constexpr Bits largest = 2 * Format<F>::bias - 1;
+  Bits bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits >>= Format<F>::mantissa;
+  bits = bits < 1 ? 1 : bits > largest ? largest : bits;
+  bits = (2 * Format<F>::bias - bits) << Format<F>::mantissa;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 // n (with rounding added) and e, as above.
 template <class F>
 struct Split {
@@ -80,8 +95,10 @@ struct Split {
 template <class F>
 BURST_BOTH F exponential(F x) {
 #ifdef __CUDA_ARCH__
-  return exp(x);
-#else
+  if constexpr (sizeof(F) == sizeof(float)) {
+    return expf(x);
+  }
+#endif
   using C = Format<F>;
   x = x < C::low ? C::low : x;
   x = x > C::high ? C::high : x;
@@ -90,21 +107,22 @@ BURST_BOTH F exponential(F x) {
   const F half = part.n * F(0.5) + C::rounding;
   const F rest = (part.n - (half - C::rounding)) + C::rounding;
   return (1 + part.e) * power_of_two(half) * power_of_two(rest);
-#endif
 }
 
 template <class F>
-BURST_BOTH F hyperbolic_tangent(F y) {
-#ifdef __CUDA_ARCH__
-  return tanh(y);
-#else
-  F x = -2 * std::fabs(y);
-  x = x < -80 ? F(-80) : x;  // where tanh has long been 1
-  const Split<F> part(x);
-  const F power = power_of_two(part.shifted);
-  const F less = power * part.e + (power - 1);
-  return std::copysign(-less / (2 + less), y);
-#endif
-}
+struct Tanh {
+  F value, slope;
+
+  explicit BURST_BOTH Tanh(F y) {
+    F x = -2 * std::fabs(y);
+    x = x < -80 ? F(-80) : x;  // where tanh has long been 1
+    const Split<F> part(x);
+    const F power = power_of_two(part.shifted);
+    const F less = power * part.e + (power - 1);
+    const F share = 1 / (2 + less);
+    value = std::copysign(-less / (2 + less), y);
+    slope = 4 * (1 + less) * share * share;
+  }
+};
 
 }  // namespace burst

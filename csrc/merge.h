@@ -22,18 +22,20 @@ struct Merge {
     const Place place = shape.place(row);
     Acc* const seen = lse.at(place);
     const Acc a = *seen, b = *part_lse.at(place);
-    // log(exp a + exp b); of equals without a difference, which would be NaN of infinities
-    const Acc total = a == b ? a + Acc(0.6931471805599453)
-                             : (a > b ? a : b) + std::log1p(std::exp(-std::fabs(a - b)));
-    const Acc base = total == -Acc(INFINITY) ? Acc(0) : total;  // a row that saw nothing stays 0
-    const Acc keep = std::exp(a - base), take = std::exp(b - base);
+    const Acc top = a > b ? a : b;
+    // exp(less - more); infinities have no difference
+    const Acc ratio = a == b ? Acc(1) : exponential(-std::fabs(a - b));
+    const Acc total = top + std::log1p(ratio);
+    const bool nothing = top == -Acc(INFINITY);  // neither saw anything: the row stays 0
+    const Acc more = nothing ? Acc(0) : 1 / (1 + ratio), less = more * ratio;
+    const Acc keep = a > b ? more : less, take = a > b ? less : more;
     Acc* const to = out.at(place);
     const Part* const from = part.at(place);
     for (int64_t i = team.first(); i < w; i += team.step()) {
       auto sum = load<Team::N>(to + i);
-      const auto more = load<Team::N>(from + i);
+      const auto x = load<Team::N>(from + i);
       for (int n = 0; n < Team::N; ++n) {
-        sum.at[n] = sum.at[n] * keep + Acc(more.at[n]) * take;
+        sum.at[n] = sum.at[n] * keep + Acc(x.at[n]) * take;
       }
       store(to + i, sum);
     }

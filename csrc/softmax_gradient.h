@@ -54,8 +54,8 @@ struct SoftmaxGradient {
     if constexpr (HOLDS == Holds::EXPONENTIALS) {
       return raw * softmax - all + hit;
     } else if constexpr (HOLDS == Holds::CAPPED) {
-      const Acc t = hyperbolic_tangent(raw * scale / cap);
-      return (exponential(cap * t - log) * softmax - all + hit) * (1 - t * t);
+      const Tanh<Acc> tanh(raw * scale / cap);
+      return (exponential(cap * tanh.value - log) * softmax - all + hit) * tanh.slope;
     } else {
       return exponential(raw * scale - log) * softmax - all + hit;
     }

@@ -1,10 +1,9 @@
-// An O' with rowsum(dout * O') = delta, for attention operators that insist on an output: with m the
-// largest |dout| of a row and n = dout / m, O' = n (delta / m / |n|^2), and 0 where dout is 0.
+// An O' with rowsum(dout * O') = delta, for attention operators that insist on an output: with m as
+// large as the largest |dout| of a row and n = dout / m, O' = n (delta / m / |n|^2), 0 where dout is 0.
+// Without m rows of tiny gradients lose all accuracy. It is a power of 2 here: nothing is rounded.
 #pragma once
 
-#include <cmath>
-
-#include "team.h"
+#include "functions.h"
 
 namespace burst {
 
@@ -25,30 +24,29 @@ struct StandIn {
     const Place place = shape.place(row);
     const T* const from = dout.at(place);
     T* const to = out.at(place);
-    const Acc m = largest(team, from);
+    const Acc per_m = inverse(largest(team, from));
     Acc squares = 0;
     BURST_ADDS(squares)
     for (int64_t i = team.first(); i < w; i += team.step()) {
       const auto x = load<Team::N>(from + i);
       for (int n = 0; n < Team::N; ++n) {
-        const Acc ratio = Acc(x.at[n]) / m;
-        squares += ratio * ratio;
+        const Acc scaled = Acc(x.at[n]) * per_m;
+        squares += scaled * scaled;
       }
     }
     squares = team.sum(squares);
-    const Acc factor = squares == 0 ? Acc(0) : *delta.at(place) / m / squares;
+    const Acc factor = squares == 0 ? Acc(0) : *delta.at(place) * per_m / squares;
     for (int64_t i = team.first(); i < w; i += team.step()) {
       auto x = load<Team::N>(from + i);
       for (int n = 0; n < Team::N; ++n) {
-        x.at[n] = T(Acc(x.at[n]) / m * factor);
+        x.at[n] = T(Acc(x.at[n]) * per_m * factor);
       }
       store(to + i, x);
     }
   }
 
  private:
-  // The largest magnitude of a row, 1 where that is 0. A NaN is passed over: it comes back in the
-  // squares.
+  // The largest magnitude of a row. A NaN is passed over: it comes back in the squares.
   template <class Team>
   BURST_BOTH Acc largest(Team team, const T* from) const {
     Acc m = 0;
@@ -60,8 +58,7 @@ struct StandIn {
         m = size > m ? size : m;
       }
     }
-    m = team.max(m);
-    return m == 0 ? Acc(1) : m;
+    return team.max(m);
   }
 };
 

@@ -51,7 +51,7 @@ def _open(file: str) -> str | None:
     try:
         torch.ops.load_library(file)
     except OSError as error:
-        return str(error).splitlines()[0]
+        return str(error.__cause__ or error).splitlines()[0]
     return None if _registered("CPU") else "it lacks operators that this version asks for"
 
 
@@ -130,12 +130,13 @@ def softmax_gradient_(
 def _here(*tensors: torch.Tensor) -> bool:
     """Plain tensors of one device that the library serves, of which nobody asks more than
     numbers: no gradients, and no graph of what was called."""
+    if torch.compiler.is_compiling():  # and it could not follow what is asked below
+        return False
     device, grad = tensors[0].device, torch.is_grad_enabled()
     return (
         serves(device.type)
         and all(type(t) is torch.Tensor and t.device == device for t in tensors)
         and not (grad and any(t.requires_grad for t in tensors))
-        and not torch.compiler.is_compiling()
     )
 
 

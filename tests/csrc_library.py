@@ -77,11 +77,12 @@ def error(got, exact):
 
 
 def as_good_as(got, torch_has, exact, dtype):
-    """float64 to the last few bits; lower precisions as good as torch's operators are."""
+    """float64 to the last few bits; others as good as torch's operators, but for two roundings."""
     assert got.dtype == torch_has.dtype
     assert got.shape == torch_has.shape
-    limit = 1e-12 if dtype == torch.float64 else 1.5 * error(torch_has, exact) + 1e-7
-    assert error(got, exact) <= limit
+    limit = 1e-12 if dtype == torch.float64 else 1.5 * error(torch_has, exact) + 2.4e-7
+    found = error(got, exact)
+    assert found <= limit, (found, error(torch_has, exact))
 
 
 def merged(out, lse, part, part_lse):

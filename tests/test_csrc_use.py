@@ -25,36 +25,43 @@ class Other(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize(
-    "kind", ["expanded", "mixed", "subclass", "fake", "needs grad", "compiled"]
-)
+def to_dot(kind):
+    dout, out = randn(4, 1, 2, 8, dtype=torch.float32), randn(4, 1, 2, 8, dtype=torch.float32)
+    return {
+        "expanded": lambda: (dout[..., :1].expand(4, 1, 2, 8), out),
+        "mixed": lambda: (dout, out.double()),
+        "subclass": lambda: (dout.as_subclass(Other), out),
+        "needs grad": lambda: (dout.requires_grad_(), out),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["expanded", "mixed", "subclass", "needs grad"])
 def test_torch_does_the_rest(built, kind):
     """No operator of ours is called, and the result is right."""
-    dout, out = randn(4, 1, 2, 8, dtype=torch.float32), randn(4, 1, 2, 8, dtype=torch.float32)
-    exact = (dout.double() * out.double()).sum(-1)
-    function = row_delta
-    if kind == "expanded":
-        dout = dout[..., :1].expand(4, 1, 2, 8)
-        exact = (dout.double() * out.double()).sum(-1)
-    if kind == "mixed":
-        out = out.double()
-    if kind == "subclass":
-        dout = dout.as_subclass(Other)
-    if kind == "needs grad":
-        dout.requires_grad_()
-    if kind == "compiled":
-        function = torch.compile(row_delta, backend="eager", fullgraph=True)
-    if kind == "fake":
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            assert (
-                row_delta(mode.from_tensor(dout), mode.from_tensor(out), torch.float32) is not None
-            )
-        return
+    dout, out = to_dot(kind)
     with Calls() as calls:
-        found = function(dout, out, torch.float32)
+        found = row_delta(dout, out, torch.float32)
     assert calls.names == []
     assert found.requires_grad == (kind == "needs grad")
+    exact = (dout.double() * out.double()).sum(-1).detach().as_subclass(torch.Tensor)
     assert error(found.detach().as_subclass(torch.Tensor), exact) < 1e-6
+
+
+def test_what_has_no_numbers_is_not_ours(built):
+    """Fake tensors, and the ones of a compiler."""
+    x, graphs = randn(4, 1, 2, 8, dtype=torch.float32), []
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert row_delta(fake, fake, torch.float32).shape == (4, 1, 2)
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    found = torch.compile(row_delta, backend=backend, fullgraph=True)(x, x, torch.float32)
+    assert error(found, x.double().square().sum(-1)) < 1e-6
+    assert len(graphs) == 1
+    assert "megatron_burst" not in graphs[0]
 
 
 # --- in the package ------------------------------------------------------------------------
@@ -133,7 +140,7 @@ def test_a_library_that_cannot_be_used_is_a_warning(csrc_file, tmp_path, monkeyp
     broken = tmp_path / "libcsrc.so"
     broken.write_text("no library")
     monkeypatch.setattr(csrc, "_registered", lambda key: False)
-    with pytest.warns(UserWarning, match=r"is not used: .*invalid ELF.*build it again"):
+    with pytest.warns(UserWarning, match=r"is not used: .*file too short; build it again"):
         assert csrc.load(str(broken)) == frozenset()
     lacking = tmp_path / "lacking.so"
     shutil.copy(csrc_file, lacking)
@@ -149,7 +156,7 @@ def test_the_doctor_names_a_library_that_cannot_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(csrc, "FILE", str(broken))
     found = installed.library()
     assert found.level == "problem"
-    assert "invalid ELF header" in found.what
+    assert "file too short" in found.what
     assert "build_csrc" in found.fix
 
 
@@ -201,16 +208,13 @@ def test_the_same_library_on_another_torch(csrc_file):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
-def test_cuda_code_compiles_without_spills_and_loads_without_a_gpu(tmp_path):
+def test_cuda_code_compiles_and_loads_without_a_gpu(tmp_path):
+    """For one architecture; `make csrc-cuda` takes all, and looks for spills."""
     file, command = tmp_path / "libcsrc.so", [sys.executable, str(SOURCES / "build.py")]
-    subprocess.run([*command, "--out", str(file), "--arch", "80", "90a"], check=True, timeout=900)
+    subprocess.run([*command, "--out", str(file), "--arch", "80"], check=True, timeout=900)
     _, devices, worst = elsewhere(sys.executable, str(file))
     assert devices == ["cpu", "cuda"]
     assert worst < 1e-12
-    check = [sys.executable, str(SOURCES / "check_cuda.py"), "--arch", "100"]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    assert " 0 bytes spilled" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
