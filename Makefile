@@ -9,7 +9,7 @@ MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-recipes lint format gallery mutants compatibility bench-accuracy bench-checkpoint bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test test-recipes lint format csrc csrc-cuda gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -39,6 +39,12 @@ format: $(VENV)/.ready-test ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
+csrc: $(VENV)/.ready-test ## compile the operators of csrc/ into the package; it works without
+	@$(PY) setup.py -q build_csrc
+
+csrc-cuda: $(VENV)/.ready-test ## compile the CUDA code of csrc/ for sm_80, sm_90a, sm_100: registers, spills
+	@$(PY) csrc/check_cuda.py $(ARGS)
+
 gallery: $(VENV)/.ready-test ## draw docs/gallery.md and its pictures again
 	@$(PY) docs/make_gallery.py $(ARGS)
 
@@ -53,6 +59,9 @@ bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, in
 
 bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps, into docs/performance.md
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
+
+bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU, into csrc/README.md
+	@$(PY) benchmarks/csrc.py $(ARGS)
 
 bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory, into docs/performance.md
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/lm_head.py $(ARGS)

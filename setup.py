@@ -1,5 +1,42 @@
-"""Thin entry point for tools that still call setup.py; everything is declared in pyproject.toml."""
+"""Entry point for tools that call setup.py; all but the compiled library is in pyproject.toml.
 
-from setuptools import setup
+    python setup.py build_csrc    # compile csrc/ into the package (csrc/README.md)
 
-setup()
+The package works without; nothing is compiled unless that is asked for.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Command, Distribution, setup
+
+HERE = Path(__file__).resolve().parent
+
+
+class BuildCsrc(Command):
+    """`csrc/build.py` with its own defaults; call that for another place, compiler or GPU."""
+
+    description = "compile the operators of csrc/ into the package"
+    user_options = ()
+
+    def initialize_options(self):
+        pass
+
+    def finalize_options(self):
+        pass
+
+    def run(self):
+        done = subprocess.run([sys.executable, str(HERE / "csrc" / "build.py")])
+        if done.returncode:
+            sys.exit(done.returncode)
+
+
+class Package(Distribution):
+    """Pure Python, unless the library has been built: then a wheel is for this platform."""
+
+    def has_ext_modules(self):
+        return (HERE / "megatron_burst" / "libcsrc.so").exists()
+
+
+setup(cmdclass={"build_csrc": BuildCsrc}, distclass=Package)

@@ -19,7 +19,7 @@ from . import head_parallel, ring
 from .arguments import Shards, check_sink, per_rank, signature
 from .checkpoint import Frame, current
 from .kernels import Rows
-from .merge import sink_gradient
+from .merge import row_delta, sink_gradient
 from .plan import Plan
 from .prepare import prepare
 from .recompute import Again
@@ -230,7 +230,7 @@ def _backward(
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
         (dout,) = yield from head_parallel.scatter(member.head, links, [dout], label)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    delta = row_delta(dout, out, lse.dtype)
     rows = q, dout.contiguous(), lse, delta, out
     keys = list(zip(kept[::2], kept[1::2], strict=True))
     each = len(run.kept)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from . import csrc
+
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -34,6 +36,8 @@ def merge_(
     out, out_new [s, b, h, d]; lse, lse_new [s, b, h], natural log. The new pair may have a
     lower precision than the accumulators.
     """
+    if csrc.merge_(out, lse, out_new, lse_new):
+        return
     total = torch.logaddexp(lse, lse_new.to(lse.dtype))
     base = _finite(total)
     out.mul_(torch.exp(lse - base).unsqueeze(-1))
@@ -51,6 +55,12 @@ def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
     total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
     out.mul_(torch.exp(lse - _finite(total)).unsqueeze(-1))
     lse.copy_(total)
+
+
+def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
+    found = csrc.delta(dout, out, dtype)
+    return (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if found is None else found
 
 
 def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

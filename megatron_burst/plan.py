@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import cost
+from . import cost, csrc
 from .arguments import NeedsGrad, Shards, Signature, per_rank, signature
 from .choose import Choice
 from .groups import Groups
@@ -98,12 +98,16 @@ class Plan:
                 f"side {self.side}",
                 *[f"{self.head_groups} groups of heads"] * (self.head_groups > 1),
                 f"layout {self.layout.name}",
-                f"kernel {self.kernel.name}",
+                f"kernel {self.kernel.name}" + " with csrc" * csrc.serves(self._device_type),
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
                 f"store {self._describe_store()}, keys kept {cost.human_bytes(self.kept_bytes)}",
             ]
         )  # fmt: skip
+
+    @property
+    def _device_type(self) -> str:
+        return torch.device(self.signature[0][2]).type
 
     def _why(self) -> str:
         if self.choice is None:

@@ -1,9 +1,12 @@
 """Fixtures all tests share."""
 
+import csrc_library
 import pytest
 import torch
 from hypothesis import settings
 from workers import Workers
+
+from megatron_burst import csrc
 
 # Reproducible and without a database on disk; a slow machine is not a failure.
 settings.register_profile("repo", derandomize=True, database=None, deadline=None, max_examples=60)
@@ -34,3 +37,16 @@ def ranks():
     yield get
     while pools:
         pools.pop().close()
+
+
+@pytest.fixture(scope="session")
+def csrc_file(tmp_path_factory):
+    """The compiled operators, for the CPU."""
+    return csrc_library.library(tmp_path_factory.mktemp("csrc"), "--cpu")
+
+
+@pytest.fixture
+def built(csrc_file, monkeypatch):
+    """With them in use."""
+    monkeypatch.setattr(csrc, "FILE", csrc_file)
+    assert csrc.serves("cpu")

@@ -77,6 +77,7 @@ def _findings(
 ) -> Iterator[Finding]:
     yield from installed.versions()
     yield from installed.kernels()
+    yield installed.library()
     yield from installed.hooks()
     gpus, nics = here["gpus"], here["nics"]
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")

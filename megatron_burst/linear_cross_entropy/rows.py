@@ -1,8 +1,9 @@
 """Rows of logits: their statistics, and their softmax gradient in their own place.
 
 Torch operators on any device and dtype; on CUDA `triton_rows` does the same where Triton is
-installed. A tile is worked on in blocks of rows small enough to stay in a cache, so that nothing
-of a tile's size is ever allocated here. Must not know tiles, processes or products.
+installed, and `csrc` the gradient wherever it was built. A tile is worked on in blocks of rows
+small enough to stay in a cache, so that nothing of a tile's size is ever allocated here. Must not
+know tiles, processes or products.
 
 Shape letters: n rows, v vocabulary rows of this rank.
 """
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import csrc
 from .formula import Formula, Stats
 
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -81,6 +83,14 @@ def softmax_gradient_(
     of_softmax = weights * formula.weight_of_softmax(lse)
     of_label = -(1 - formula.smoothing) * weights
     of_all = weights * (formula.smoothing / formula.vocab_size)
+    if peak is not None:
+        of_softmax = of_softmax * (peak - lse).exp_()
+    logits_lse = None if peak is not None else lse
+    if csrc.softmax_gradient_(
+        z, index, logits_lse, of_softmax, of_label, of_all,
+        columns.real, formula.scale, formula.softcap,
+    ):  # fmt: skip
+        return
     if _has_triton(z):
         from . import triton_rows
 
@@ -89,12 +99,9 @@ def softmax_gradient_(
             columns.real, formula.scale, formula.softcap,
         )  # fmt: skip
     else:
-        if peak is not None:
-            of_softmax = of_softmax * (peak - lse).exp_()
         _softmax_gradient_(
-            z, index, None if peak is not None else lse, of_softmax, of_label, of_all,
-            columns.real, formula,
-        )  # fmt: skip
+            z, index, logits_lse, of_softmax, of_label, of_all, columns.real, formula
+        )
 
 
 def _row_stats(

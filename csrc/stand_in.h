@@ -1,0 +1,65 @@
+// An O' with rowsum(dout * O') = delta, for attention operators that insist on an output: with m as
+// large as the largest |dout| of a row and n = dout / m, O' = n (delta / m / |n|^2), 0 where dout is 0.
+// Without m rows of tiny gradients lose all accuracy. It is a power of 2 here: nothing is rounded.
+#pragma once
+
+#include "functions.h"
+
+namespace burst {
+
+template <class Acc, class T>
+struct StandIn {
+  Grid<const T> dout;       // [s, b, h, w]
+  Grid<const Acc> delta;    // [s, b, h]
+  Grid<T> out;              // [s, b, h, w]: written
+  Shape shape;
+  int64_t w;
+
+  int64_t width() const { return w; }
+
+  bool aligned(int n) const { return w % n == 0 && dout.aligned(n) && out.aligned(n); }
+
+  template <class Team>
+  BURST_BOTH void operator()(Team team, uint32_t row) const {
+    const Place place = shape.place(row);
+    const T* const from = dout.at(place);
+    T* const to = out.at(place);
+    const Acc per_m = inverse(largest(team, from));
+    Acc squares = 0;
+    BURST_ADDS(squares)
+    for (int64_t i = team.first(); i < w; i += team.step()) {
+      const auto x = load<Team::N>(from + i);
+      for (int n = 0; n < Team::N; ++n) {
+        const Acc scaled = Acc(x.at[n]) * per_m;
+        squares += scaled * scaled;
+      }
+    }
+    squares = team.sum(squares);
+    const Acc factor = squares == 0 ? Acc(0) : *delta.at(place) * per_m / squares;
+    for (int64_t i = team.first(); i < w; i += team.step()) {
+      auto x = load<Team::N>(from + i);
+      for (int n = 0; n < Team::N; ++n) {
+        x.at[n] = T(Acc(x.at[n]) * per_m * factor);
+      }
+      store(to + i, x);
+    }
+  }
+
+ private:
+  // The largest magnitude of a row. A NaN is passed over: it comes back in the squares.
+  template <class Team>
+  BURST_BOTH Acc largest(Team team, const T* from) const {
+    Acc m = 0;
+    BURST_MAXIMISES(m)
+    for (int64_t i = team.first(); i < w; i += team.step()) {
+      const auto x = load<Team::N>(from + i);
+      for (int n = 0; n < Team::N; ++n) {
+        const Acc size = std::fabs(Acc(x.at[n]));
+        m = size > m ? size : m;
+      }
+    }
+    return team.max(m);
+  }
+};
+
+}  // namespace burst

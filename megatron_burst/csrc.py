@@ -1,0 +1,148 @@
+"""The operators of `csrc/`, compiled: for tensors that they serve, and where somebody built them.
+
+Decides that, and nothing else: each function here is asked by the torch code of the same work, in
+`merge`, `kernels.aten` and `linear_cross_entropy.rows`, which goes on by itself where the answer is
+no. The library lies beside this file (`python setup.py build_csrc`) and is loaded at the first
+question; `megatron-burst doctor` says whether it is used. Must not know formulas.
+
+Shape letters: s query rows, b batch, h query heads, w value width; n rows, v vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+
+FILE = str(Path(__file__).with_name("libcsrc.so"))
+NAMES = ("merge_", "delta_out", "stand_in_out", "softmax_gradient_")
+# Element -> accumulator, as the operators are compiled.
+ACCUMULATORS = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+@functools.cache  # torch keeps a library for good; asking again could not find another
+def load(file: str) -> frozenset[str]:
+    """The device types that the library serves: cpu, cuda; none where there is no library.
+
+    One that is there and cannot be loaded is a warning: it was built to be used.
+    """
+    if not Path(file).exists():
+        return frozenset()
+    trouble = None if _registered("CPU") else _open(file)
+    if trouble:
+        warnings.warn(
+            f"{file} is not used: {trouble}; build it again (python setup.py build_csrc) or remove "
+            "it; torch's operators do its work meanwhile",
+            stacklevel=2,
+        )
+        return frozenset()
+    return frozenset({"cpu", "cuda"} if _registered("CUDA") else {"cpu"})
+
+
+def _open(file: str) -> str | None:
+    """Load it; why it cannot be used, or None. Only once: it would define its operators again."""
+    try:
+        torch.ops.load_library(file)
+    except OSError as error:
+        return str(error.__cause__ or error).splitlines()[0]
+    return None if _registered("CPU") else "it lacks operators that this version asks for"
+
+
+def _registered(key: str) -> bool:
+    """Do all operators exist, for this kind of device?"""
+    defined = torch._C._dispatch_get_all_op_names()
+    names = [f"megatron_burst::{name}" for name in NAMES]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return all(name in defined and has(name, key) for name in names)
+
+
+def serves(device: str) -> bool:
+    """Is the library here, with operators for this type of device?"""
+    return device in load(FILE)
+
+
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> bool:
+    """`merge.merge_`: was it done? out, part [s, b, h, w], lse, part_lse [s, b, h]."""
+    if not (_here(out, lse, part, part_lse) and _rows(out, part) and out.dtype == lse.dtype):
+        return False
+    if ACCUMULATORS.get(part.dtype) != out.dtype:
+        return False
+    torch.ops.megatron_burst.merge_.default(out, lse, part, part_lse.to(lse.dtype))
+    return True
+
+
+def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`merge.row_delta` [s, b, h] in `dtype`, or None; dout, out [s, b, h, w]."""
+    if not (_here(dout, out) and _rows(dout, out) and dout.dtype == out.dtype):
+        return None
+    if ACCUMULATORS.get(dout.dtype) != dtype:
+        return None
+    found = torch.empty(dout.shape[:-1], dtype=dtype, device=dout.device)
+    torch.ops.megatron_burst.delta_out.default(dout, out, found)
+    return found
+
+
+def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
+    """`kernels.aten.stand_in` [s, b, h, w], or None; dout [s, b, h, w], delta [s, b, h]."""
+    if not (_here(dout, delta) and _rows(dout) and ACCUMULATORS.get(dout.dtype) == delta.dtype):
+        return None
+    found = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    torch.ops.megatron_burst.stand_in_out.default(dout, delta, found)
+    return found
+
+
+def softmax_gradient_(
+    z: torch.Tensor,
+    index: torch.Tensor,
+    lse: torch.Tensor | None,
+    of_softmax: torch.Tensor,
+    of_label: torch.Tensor,
+    of_all: torch.Tensor,
+    real: int,
+    scale: float,
+    softcap: float | None,
+) -> bool:
+    """z [n, v] = (exp(x - lse) of_softmax - of_all, + of_label at the label) dx/dz / scale: was it
+    done? The columns from `real` on become 0; all else [n].
+
+    lse None: z holds exp(x - something) by now, and of_softmax what is missing.
+    """
+    rows = index, of_softmax if lse is None else lse, of_softmax, of_label, of_all
+    if not (_here(z, *rows) and z.stride(1) == 1 and index.dtype == torch.int64):
+        return False
+    if any(ACCUMULATORS.get(z.dtype) != row.dtype for row in rows[1:]):
+        return False
+    torch.ops.megatron_burst.softmax_gradient_.default(
+        z, *(row.contiguous() for row in rows), real, scale, softcap or 0.0, lse is None
+    )
+    return True
+
+
+def _here(*tensors: torch.Tensor) -> bool:
+    """Plain tensors of one device that the library serves, of which nobody asks more than
+    numbers: no gradients, and no graph of what was called."""
+    if torch.compiler.is_compiling():  # and it could not follow what is asked below
+        return False
+    device, grad = tensors[0].device, torch.is_grad_enabled()
+    return (
+        serves(device.type)
+        and all(type(t) is torch.Tensor and t.device == device for t in tensors)
+        and not (grad and any(t.requires_grad for t in tensors))
+    )
+
+
+def _rows(*tensors: torch.Tensor) -> bool:
+    """[s, b, h, w] with neighbours in the last dimension, all of one shape."""
+    return all(
+        t.dim() == 4 and (t.stride(3) == 1 or t.shape[3] == 1) and t.shape == tensors[0].shape
+        for t in tensors
+    )
