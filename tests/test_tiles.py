@@ -132,7 +132,7 @@ def test_kernels_without_tables_refuse_what_needs_one():
     spans_of = [Span(0, 1, LENGTH)]
     for mask in (Dense(np.eye(LENGTH)), Window(3, 0)):
         RULES.setdefault(mask, None)
-        with pytest.raises(ValueError, match=r"mask: .*takes no table; use kernel='reference'"):
+        with pytest.raises(ValueError, match=r"mask: .*takes no table; use kernel='triton'"):
             WHOLE.tiles(mask, spans_of, spans_of)
     with pytest.raises(ValueError, match=r"Causal\(\) is no band"):
         WHOLE.tiles(Causal(), [Span(0, 1, 4)], [Span(0, 2, 4)])
