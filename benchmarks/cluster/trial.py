@@ -22,7 +22,7 @@ def main() -> int:
         print("namespace", os.readlink("/proc/self/ns/net"), flush=True)
         for _ in range(2):  # the first one makes the connections
             before = [network.sent_bytes(rank) for rank in range(network.size)]
-            clocks = ranks.run(measure.transfer, SIZE)
+            clocks = ranks.run(measure.transfer, dict.fromkeys(("inter", "intra"), SIZE))
             after = [network.sent_bytes(rank) for rank in range(network.size)]
         for link in ("inter", "intra"):
             ends = [clock[link] for clock in clocks]
