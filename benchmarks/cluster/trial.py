@@ -10,7 +10,7 @@ import os
 from .bench import built
 from .network import Network, Rates
 
-SIZE = 2**20
+SIZE = 2**24  # many times what the shapers let through at once
 
 
 def main() -> int:
