@@ -15,14 +15,13 @@ from importlib import metadata
 import torch
 from torch.cuda import nccl
 
-from .. import csrc, masks
+from .. import masks
 from ..attention import attention
 from ..groups import Groups
 from ..kernels import TABLE
 from .finding import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
-BUILD = "python setup.py build_csrc, or remove the file"
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
@@ -96,18 +95,6 @@ def _run(name: str, device: torch.device) -> None:
     out.sum().backward()
     if not all(x is not None and x.isfinite().all() for x in (out, q.grad, k.grad, v.grad)):
         raise ValueError("it returns values that are not finite")
-
-
-def library() -> Finding:
-    """Are the compiled operators of `csrc/` here, and loaded without complaint?"""
-    with warnings.catch_warnings(record=True) as complaints:
-        warnings.simplefilter("always")
-        devices = csrc.load.__wrapped__(csrc.FILE)  # asked anew: a cached answer has no reason
-    if complaints:
-        return problem("csrc", str(complaints[0].message), BUILD)
-    if not devices:
-        return note("csrc", "not built, and not needed: torch's operators do its work")
-    return ok("csrc", f"its operators are used on {' and '.join(sorted(devices))}")
 
 
 def hooks() -> Iterator[Finding]:
