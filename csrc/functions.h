@@ -37,7 +37,7 @@ struct Format<double> {
   static constexpr double rounding = 0x1.8p52;
 };
 
-constexpr double inverse_factorial(int k) {
+BURST_BOTH constexpr double inverse_factorial(int k) {
   return k < 2 ? 1.0 : inverse_factorial(k - 1) / k;
 }
 

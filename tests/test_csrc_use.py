@@ -247,13 +247,17 @@ def test_cuda_code_compiles_and_loads_without_a_gpu(tmp_path):
     assert worst < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--cxx", "no-such-compiler"], "there is no C++ compiler no-such-compiler: install g++")],
-)
-def test_what_is_missing_is_named(tmp_path, options, words):
-    command = [sys.executable, str(SOURCES / "build.py"), "--out", str(tmp_path / "x.so")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["csrc/build.py --cpu --out {}", "setup.py -q build_csrc"])
+def test_what_is_missing_is_named(tmp_path, command):
+    """Also by way of setup.py, which needs setuptools; nothing is left behind."""
+    pytest.importorskip("setuptools")
+    words = command.format(tmp_path / "x.so").split()
+    nowhere = os.environ | {"PATH": str(tmp_path)}
+    before = os.path.exists(csrc.FILE)
+    done = subprocess.run(
+        [sys.executable, *words], env=nowhere, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1
-    assert words in done.stderr
+    assert "there is no C++ compiler c++: install g++, or name one with --cxx" in done.stderr
     assert list(tmp_path.iterdir()) == []
+    assert os.path.exists(csrc.FILE) == before
