@@ -40,7 +40,7 @@ format: $(VENV)/.ready-test ## let ruff rewrite what it can
 	@$(PY) -m ruff format .
 
 csrc: $(VENV)/.ready-test ## compile the operators of csrc/ into the package; it works without
-	@$(PY) setup.py -q build_csrc
+	@$(PY) csrc/build.py $(ARGS)
 
 csrc-cuda: $(VENV)/.ready-test ## compile the CUDA code of csrc/ for sm_80, sm_90a, sm_100: registers, spills
 	@$(PY) csrc/check_cuda.py $(ARGS)
@@ -95,7 +95,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
-	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatron_burst/libcsrc.so .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras: a second call does nothing, a new pyproject.toml installs again.

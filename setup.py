@@ -8,6 +8,7 @@ The package works without; nothing is compiled unless that is asked for.
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, Distribution, setup
 
@@ -18,7 +19,7 @@ class BuildCsrc(Command):
     """`csrc/build.py` with its own defaults; call that for another place, compiler or GPU."""
 
     description = "compile the operators of csrc/ into the package"
-    user_options = ()
+    user_options: ClassVar[list] = []
 
     def initialize_options(self):
         pass

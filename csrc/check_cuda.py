@@ -3,7 +3,7 @@
     python csrc/check_cuda.py [--arch 80 90a 100] [--nvcc NVCC]
 
 Registers and spilled bytes are what ptxas reports. Exit status 1 if a kernel spills, or does not
-compile.
+compile without a warning.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def compiled(case: tuple[str, Path, str]) -> list[Kernel]:
     """The kernels of one file for one architecture."""
     nvcc, file, arch = case
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [nvcc, *LANGUAGE, f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", str(file), "-isystem",
-             str(torch_folder() / "include"), "-o", str(Path(folder, "x.cubin"))],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+        command = [nvcc, *LANGUAGE, f"-arch=sm_{arch}", "-cubin", "-Werror", "all-warnings"]
+        command += ["-Xptxas", "-v", "-isystem", str(torch_folder() / "include"), str(file)]
+        command += ["-o", str(Path(folder, "x.cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
     return report(done.stderr, arch)
 
 

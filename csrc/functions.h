@@ -3,7 +3,7 @@
 //
 // exp(x) = 2^n (1 + e) with n = round(x / ln 2), r = x - n ln 2, |r| <= 0.35, e = exp(r) - 1 by its
 // series. tanh |y| = -E / (2 + E) with E = exp(-2 |y|) - 1 = 2^n e + (2^n - 1), and its derivative
-// is 4 (1 + E) / (2 + E)^2: nothing cancels, as it would in 1 - tanh^2.
+// is 4 exp(-2 |y|) / (2 + E)^2: nothing cancels, as it would in 1 - tanh^2 and in 1 + E.
 #pragma once
 
 #include <cmath>
@@ -37,7 +37,7 @@ struct Format<double> {
   static constexpr double rounding = 0x1.8p52;
 };
 
-constexpr double inverse_factorial(int k) {
+BURST_BOTH constexpr double inverse_factorial(int k) {
   return k < 2 ? 1.0 : inverse_factorial(k - 1) / k;
 }
 
@@ -121,7 +121,7 @@ struct Tanh {
     const F less = power * part.e + (power - 1);
     const F share = 1 / (2 + less);
     value = std::copysign(-less / (2 + less), y);
-    slope = 4 * (1 + less) * share * share;
+    slope = 4 * (power + power * part.e) * share * share;
   }
 };
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst import csrc
-from megatron_burst.doctor import installed
+from megatron_burst.doctor import library as doctor
 from megatron_burst.merge import row_delta
 
 pytestmark = pytest.mark.skipif(
@@ -124,13 +124,43 @@ def test_the_first_line_of_a_run_says_so(built, monkeypatch):
     assert "| kernel aten |" in by_torch(monkeypatch, described)
 
 
-def test_the_doctor_says_so(built, monkeypatch):
-    found = installed.library()
-    assert (found.level, found.what) == ("ok", "its operators are used on cpu")
+def asked():
+    return [(found.level, found.topic, found.what) for found in doctor.library()]
+
+
+def test_the_doctor_runs_it(built, monkeypatch):
+    with Calls() as calls:
+        assert asked() == [("ok", "csrc on cpu", "its operators are used, and right")]
+    assert sorted(calls.names) == sorted(csrc.NAMES)
     monkeypatch.setattr(csrc, "FILE", NONE)
-    found = installed.library()
-    assert found.level == "note"
-    assert found.what.startswith("not built")
+    none = "not built, and not needed: torch's operators do its work"
+    assert asked() == [("note", "csrc", none)]
+
+
+def broken(name, monkeypatch):
+    """An operator that does nothing, cannot run, or is not called."""
+    real = getattr(csrc, name)
+
+    def failing(*arguments):
+        raise RuntimeError("CUDA: no kernel image is available for execution on the device")
+
+    def off(*arguments):
+        found = real(*arguments)
+        (found if isinstance(found, torch.Tensor) else arguments[0]).mul_(1 + 1e-4)
+        return found
+
+    for fault in (failing, off, lambda *arguments: None):
+        with monkeypatch.context() as patch:
+            patch.setattr(csrc, name, fault)
+            yield asked()
+
+
+@pytest.mark.parametrize("name", ["merge_", "delta", "stand_in", "softmax_gradient_"])
+def test_the_doctor_sees_an_operator_that_is_wrong(built, monkeypatch, name):
+    fails, off, silent = broken(name, monkeypatch)
+    assert fails[0][:2] == ("problem", "csrc on cpu")
+    assert "no kernel image" in fails[0][2]
+    assert off == silent == [("problem", "csrc on cpu", f"wrong results: {name}")]
 
 
 # --- loading and building ------------------------------------------------------------------
@@ -154,7 +184,7 @@ def test_the_doctor_names_a_library_that_cannot_be_used(tmp_path, monkeypatch):
     broken.write_text("no library")
     monkeypatch.setattr(csrc, "_registered", lambda key: False)
     monkeypatch.setattr(csrc, "FILE", str(broken))
-    found = installed.library()
+    (found,) = doctor.library()
     assert found.level == "problem"
     assert "file too short" in found.what
     assert "build_csrc" in found.fix
@@ -217,13 +247,17 @@ def test_cuda_code_compiles_and_loads_without_a_gpu(tmp_path):
     assert worst < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--cxx", "no-such-compiler"], "there is no C++ compiler no-such-compiler: install g++")],
-)
-def test_what_is_missing_is_named(tmp_path, options, words):
-    command = [sys.executable, str(SOURCES / "build.py"), "--out", str(tmp_path / "x.so")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["csrc/build.py --cpu --out {}", "setup.py -q build_csrc"])
+def test_what_is_missing_is_named(tmp_path, command):
+    """Also by way of setup.py, which needs setuptools; nothing is left behind."""
+    pytest.importorskip("setuptools")
+    words = command.format(tmp_path / "x.so").split()
+    nowhere = os.environ | {"PATH": str(tmp_path)}
+    before = os.path.exists(csrc.FILE)
+    done = subprocess.run(
+        [sys.executable, *words], env=nowhere, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1
-    assert words in done.stderr
+    assert "there is no C++ compiler c++: install g++, or name one with --cxx" in done.stderr
     assert list(tmp_path.iterdir()) == []
+    assert os.path.exists(csrc.FILE) == before

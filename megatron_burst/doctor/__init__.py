@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from . import installed, machine, report, rings
+from . import installed, library, machine, report, rings
 from .command import Command, hazards
 from .finding import Finding, note, ok, status
 from .sizes import hierarchical_sizes
@@ -77,7 +77,7 @@ def _findings(
 ) -> Iterator[Finding]:
     yield from installed.versions()
     yield from installed.kernels()
-    yield installed.library()
+    yield from library.library()
     yield from installed.hooks()
     gpus, nics = here["gpus"], here["nics"]
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")

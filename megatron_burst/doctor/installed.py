@@ -15,7 +15,7 @@ from importlib import metadata
 import torch
 from torch.cuda import nccl
 
-from .. import csrc, masks
+from .. import masks
 from ..attention import attention
 from ..groups import Groups
 from ..kernels import TABLE
@@ -26,7 +26,6 @@ from .finding import Finding, note, ok, problem
 TESTED = ("0.16", "0.19")
 # What rounding may do to a kernel's results, relative to the largest of them.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-BUILD = "python setup.py build_csrc, or remove the file"
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
@@ -133,18 +132,6 @@ def _ring(kernel: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     outs = attention(*shards, groups=groups, mask=masks.Causal(), kernel=kernel, side="query")
     (outs[0].float().square().sum() + outs[1].float().square().sum()).backward()
     return [x.detach().float() for x in (*outs, *(leaf.grad for leaf in leaves)) if x is not None]
-
-
-def library() -> Finding:
-    """Are the compiled operators of `csrc/` here, and loaded without complaint?"""
-    with warnings.catch_warnings(record=True) as complaints:
-        warnings.simplefilter("always")
-        devices = csrc.load.__wrapped__(csrc.FILE)  # asked anew: a cached answer has no reason
-    if complaints:
-        return problem("csrc", str(complaints[0].message), BUILD)
-    if not devices:
-        return note("csrc", "not built, and not needed: torch's operators do its work")
-    return ok("csrc", f"its operators are used on {' and '.join(sorted(devices))}")
 
 
 def hooks() -> Iterator[Finding]:
