@@ -1,12 +1,11 @@
 """The Triton attention kernels by Triton's interpreter: exact for every mask, pair and feature."""
 
 import importlib.util
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 
@@ -19,15 +18,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def found():
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "triton_attention.py")],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return interpreted.run("triton_attention.py", timeout=600)
 
 
 @pytest.mark.slow

@@ -1,33 +1,20 @@
 """The Triton kernels of the LM head, run by Triton's interpreter: what torch's operators give."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import interpreted
 import pytest
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-TESTS = Path(__file__).parent
 # (statistics, gradient): a rounding or two, of values up to 30 and up to 2
 TOLERANCE = {"float64": (1e-10, 1e-10), "float32": (2e-5, 1e-6), "bfloat16": (2e-5, 1e-2)}
 
 
 @pytest.fixture(scope="module")
 def differences():
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "triton_rows.py")],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return interpreted.run("triton_rows.py", timeout=300)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -94,7 +94,7 @@ def run(case, spans, mask, dtype=torch.float32, heads=(2, 2), widths=(16, 16), b
     )
     scoring = Scoring(0.3, softcap)
     truth = dense(q, k, v, dout, seen, scoring)
-    kernel = TritonKernel(q.device, size)
+    kernel = TritonKernel(size)
     assert kernel.refusal(q, k, v) is None
     work = kernel.plan(mask, *spans)
     out, lse = (

@@ -97,8 +97,8 @@ def kernels() -> Iterator[Finding]:
         topic = f"kernel {name}"
         try:
             error = _compare(name, device)
-        except Exception as problem:
-            reason = str(problem).split(";")[0].splitlines()[0]
+        except Exception as failure:
+            reason = str(failure).split(";")[0].splitlines()[0]
             yield note(topic, f"not usable on {device.type}: {reason}")
         else:
             yield ok(topic, f"runs on {device.type}, within {error:.0e} of the reference")

@@ -100,7 +100,7 @@ TABLE: dict[str, Callable[[torch.device], Kernel]] = {
     "flash3": lambda device: FlashKernel("flash3"),
     "flash4": lambda device: FlashKernel("flash4"),
     "reference": lambda device: ReferenceKernel(),
-    "triton": TritonKernel,
+    "triton": lambda device: TritonKernel(),
 }
 
 # torch's own operators are everywhere; ours takes what they do not (a softcap).

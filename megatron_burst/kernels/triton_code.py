@@ -40,6 +40,14 @@ def _shown(bits, table, rows, columns, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _program(programs, heads, SIZE: tl.constexpr):
+    """Batch entry, head, first row (or column) of this program's block, and where its tiles are."""
+    entry, head = programs + 3 * tl.program_id(0), tl.program_id(1)
+    start = tl.load(entry) * SIZE
+    return head // heads, head % heads, start, tl.load(entry + 1), tl.load(entry + 2)
+
+
+@triton.jit
 def forward(
     q, k, v, out, lse, programs, others, tables, bits,
     n, heads, group, lse_row, lse_batch, lse_head, scale,
@@ -47,10 +55,7 @@ def forward(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head; (out, lse) in float32, in place."""
-    program, head = tl.program_id(0), tl.program_id(1)
-    batch, head = head // heads, head % heads
-    start = tl.load(programs + 3 * program) * M
-    first, stop = tl.load(programs + 3 * program + 1), tl.load(programs + 3 * program + 2)
+    batch, head, start, first, stop = _program(programs, heads, M)
     lanes, columns = tl.arange(0, M), tl.arange(0, N)
     rows = (start + lanes).to(tl.int64)
     at = lse + rows * lse_row + batch * lse_batch + head * lse_head
@@ -114,10 +119,7 @@ def backward_keys(
 ):  # fmt: skip
     """One block of keys of one key head: dk and dv of all the queries that see it; dq, if asked,
     added atomically where it is. `heads` counts key heads; lse, delta [rows, b, h] contiguous."""
-    program, head = tl.program_id(0), tl.program_id(1)
-    batch, head = head // heads, head % heads
-    start = tl.load(programs + 3 * program) * N
-    first, stop = tl.load(programs + 3 * program + 1), tl.load(programs + 3 * program + 2)
+    batch, head, start, first, stop = _program(programs, heads, N)
     lanes, columns, widths = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     key = k.load([start, batch, head, 0]).reshape(N, D)
     value = v.load([start, batch, head, 0]).reshape(N, W)
@@ -164,10 +166,7 @@ def backward_queries(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head: dq, in an order that is always the same."""
-    program, head = tl.program_id(0), tl.program_id(1)
-    batch, head = head // heads, head % heads
-    start = tl.load(programs + 3 * program) * M
-    first, stop = tl.load(programs + 3 * program + 1), tl.load(programs + 3 * program + 2)
+    batch, head, start, first, stop = _program(programs, heads, M)
     lanes, columns = tl.arange(0, M), tl.arange(0, N)
     query = q.load([start, batch, head, 0]).reshape(M, D)
     gradient = dout.load([start, batch, head, 0]).reshape(M, W)

@@ -52,9 +52,9 @@ class Pair:
         if key not in self.lists:
             found = self.grid(size.rows, size.columns)
             full, partial = found.by_rows if by == "rows" else found.by_columns
-            bits = torch.tensor(found.bits.copy(), device=device)
+            bits = torch.tensor(found.bits, device=device)
             self.lists[key] = [
-                (*(torch.from_numpy(x.copy()).to(device) for x in work), bits)
+                (*(torch.tensor(x, device=device) for x in work), bits)
                 for work in (full, partial)
                 if len(work.programs)
             ]
@@ -68,8 +68,8 @@ class TritonKernel:
     softcaps = True
     deterministic = True
 
-    def __init__(self, device: torch.device, size: Blocks | None = None):
-        self.device, self.size = device, size
+    def __init__(self, size: Blocks | None = None):
+        self.size = size
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         missing = unavailable(q.device.type)
@@ -130,12 +130,8 @@ class TritonKernel:
     def _by_keys(self, rows: Rows, k, v, work: Pair, scoring: Scoring, dq, dk, dv) -> None:
         from . import triton_code
 
-        size, (d, w) = self._size("backward", k, v), _padded(k, v)
-        q, lse, delta = rows.q, rows.lse.contiguous(), rows.delta.contiguous()
-        inputs = (
-            _block(q, size.rows, d), _block(rows.dout, size.rows, w),
-            _block(k, size.columns, d), _block(v, size.columns, w),
-        )  # fmt: skip
+        q, size, (d, w) = rows.q, self._size("backward", k, v), _padded(k, v)
+        inputs, lse, delta = _inputs(rows, k, v, size)
         sums = (
             None if dk is None else _block(dk, size.columns, d, output=True),
             None if dv is None else _block(dv, size.columns, w, output=True),
@@ -152,12 +148,8 @@ class TritonKernel:
     def _by_queries(self, rows: Rows, k, v, work: Pair, scoring: Scoring, dq) -> None:
         from . import triton_code
 
-        size, (d, w) = self._size("backward", k, v), _padded(k, v)
-        q, lse, delta = rows.q, rows.lse.contiguous(), rows.delta.contiguous()
-        inputs = (
-            _block(q, size.rows, d), _block(rows.dout, size.rows, w),
-            _block(k, size.columns, d), _block(v, size.columns, w),
-        )  # fmt: skip
+        q, size, (d, w) = rows.q, self._size("backward", k, v), _padded(k, v)
+        inputs, lse, delta = _inputs(rows, k, v, size)
         heads = q.shape[2]
         for programs, *lists in work.launches(size, "rows", q.device):
             _launch(triton_code.backward_queries, q, len(programs), heads, size)(
@@ -201,6 +193,18 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: Blocks)
             code[programs, q.shape[1] * heads](*args, **constants, **options)
 
     return call
+
+
+def _inputs(
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, size: Blocks
+) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
+    """Of either backward: descriptors of q, dout, k, v; lse and delta, contiguous."""
+    d, w = _padded(k, v)
+    inputs = (
+        _block(rows.q, size.rows, d), _block(rows.dout, size.rows, w),
+        _block(k, size.columns, d), _block(v, size.columns, w),
+    )  # fmt: skip
+    return inputs, rows.lse.contiguous(), rows.delta.contiguous()
 
 
 def _constants(
