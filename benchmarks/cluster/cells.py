@@ -9,7 +9,8 @@ from .network import Rates
 
 # Emulated compute over the time that burst's links are busy; "hidden": the flat ring's hops, too.
 REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
-HEADS = {"MHA": (16, 16), "GQA 4:1": (16, 4)}
+# Query and key/value heads. Four kv heads go in four groups at most, eight in eight.
+HEADS = {"MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8)}
 
 
 class Problem(NamedTuple):
