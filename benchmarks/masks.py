@@ -20,7 +20,7 @@ import torch
 from report import DOCS, human, markdown, progress, provenance, write_section
 
 import megatron_burst as mb
-from megatron_burst.kernels.aten import CpuFlash
+from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.layout import Layout, Span
 from megatron_burst.masks import Mask
 from megatron_burst.tiles import Cutter

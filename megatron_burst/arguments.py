@@ -120,7 +120,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
     choices.mask.check(q.shape[0] * groups.size)
     _check_numbers(choices)
-    kernel = kernels.make(config.kernel, q, k, v, choices.softcap)
+    kernel = kernels.make(config.kernel, q, k, v, choices.softcap, choices.mask)
     wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
     if wire_dtype not in DTYPES:
         raise ValueError(f"grad_wire_dtype must be None or one of {DTYPES}, got {wire_dtype}")

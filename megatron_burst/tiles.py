@@ -1,8 +1,8 @@
 """Cutting a pair of shards into rectangles that stock kernels know.
 
 A tile is a rectangle of local rows and columns that is wholly visible, a lower triangle
-(column <= row, square), or given by a table. What is not visible is in no tile, or False in a
-table. Decides how to cut, from what the mask says and from what the kernel can do (`Cutter`);
+(column <= row, square), a band, or given by a table. What is not visible is in no tile, or False
+in a table. Decides how to cut, from what the mask says and from what the kernel can do (`Cutter`);
 knows no devices and no torch, so that costs are counted on exactly what runs.
 """
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .bands import Part, band_parts, left_edge
 from .layout import Span
 from .masks import Band, Cover, Mask
 
@@ -26,6 +27,7 @@ class Tile(NamedTuple):
     columns: slice
     triangle: bool = False
     table: np.ndarray | None = None  # bool [rows, columns]
+    band: Band | None = None  # every row sees some column
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,6 +43,10 @@ class Tile(NamedTuple):
         rows, columns = self.shape
         if self.table is not None:
             return int(self.table.sum())
+        if self.band is not None:
+            row = np.arange(rows)
+            stops = np.minimum(columns, row + self.band.right + 1)
+            return int((stops - np.maximum(0, row - self.band.left)).sum())
         return rows * (rows + 1) // 2 if self.triangle else rows * columns
 
 
@@ -72,12 +78,14 @@ class Cutter:
     None takes them all, for kernels that skip what a triangle hides.
     table_rows: cut no finer than this where only a table describes what is visible; None for
     kernels that take no table, which refuses such masks.
+    windows: it takes a band whole; otherwise one with a left edge needs tables.
     """
 
     band_rows: int | None
     table_rows: int | None
+    windows: bool = False
     # The pairs of a ring have few different bands, and one table serves every block of a window.
-    _bands: dict[tuple, tuple[_Part, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _bands: dict[tuple, tuple[Part, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def tiles(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
@@ -119,104 +127,28 @@ class Cutter:
 
     def _cut_band(self, q: _Piece, k: _Piece, band: Band) -> Iterator[Tile]:
         shape = (q.span.length, k.span.length, band, self.band_rows)
-        if shape not in self._bands:
-            self._bands[shape] = _band_parts(*shape)
-        for part in self._bands[shape]:
-            if part.table is not None and self.table_rows is None:
+        if self.table_rows is None and left_edge(*shape[:3]):
+            if not self.windows:
                 raise ValueError(
                     f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
-                    "takes no table; use kernel='triton' on a GPU, or 'reference'"
+                    "takes neither windows nor tables; use kernel='triton' on a GPU, or 'reference'"
                 )
+            yield _window(q, k, band)
+            return
+        if shape not in self._bands:
+            self._bands[shape] = band_parts(*shape)
+        for part in self._bands[shape]:
             rows, columns = q.rows(*part.rows), k.rows(*part.columns)
             yield Tile(rows, columns, part.triangle, part.table)
 
 
-_SMALLEST_BLOCK = 128  # smaller calls cost more than the pairs they save
-
-
-class _Part(NamedTuple):
-    """Part of a band: (first, stop) of its local rows and columns, as in `Tile` otherwise."""
-
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    triangle: bool = False
-    table: np.ndarray | None = None
-
-
-def _band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple[_Part, ...]:
-    """What a band shows: while its left edge lies outside a staircase, then row by row of blocks,
-    each what the whole block sees and the slanted edges beside it."""
-    left, right = band
-    if block is not None:  # an edge wastes half a block: keep that small beside what is visible
-        block = min(block, max(_SMALLEST_BLOCK, min(rows, left + right + 1) // 8))
-    parts: list[_Part] = []
-    edges: dict[tuple, np.ndarray] = {}
-    begin = max(0, -right)  # rows before it see nothing
-    stop = min(rows, left + 1, columns - right)
-    if begin < stop:
-        if begin + right > 0:
-            parts.append(_Part((begin, stop), (0, begin + right)))
-        parts += _stairs(begin, stop, right, block or stop)
-        begin = stop
-    while begin < rows and begin - left < columns:
-        end = rows if block is None else min(rows, begin + block)
-        if begin + right < columns - 1:  # to the last row whose right edge lies inside, at most
-            end = min(end, columns - right)
-        elif left >= begin:  # rows that see everything need no blocks
-            end = min(rows, left + 1)
-        parts += _block_parts(begin, end, columns, band, edges)
-        begin = end
-    return tuple(parts)
-
-
-def _stairs(begin: int, end: int, right: int, block: int) -> Iterator[_Part]:
-    """A lower triangle by halves: a square and two triangles, down to triangles of `block` rows.
-
-    Squares are as large as they can be, for which kernels are fastest, and a row or a column lies
-    in few of them, so that there is little to merge: row by row of blocks, causal attention of
-    4K tokens took up to a tenth longer on the CPU.
-    """
-    blocks = -(-(end - begin) // block)
-    if blocks == 1:
-        yield _Part((begin, end), (begin + right, end + right), triangle=True)
-        return
-    middle = begin + block * ((blocks + 1) // 2)
-    yield from _stairs(begin, middle, right, block)
-    yield _Part((middle, end), (begin + right, middle + right))
-    yield from _stairs(middle, end, right, block)
-
-
-def _block_parts(
-    begin: int, end: int, columns: int, band: Band, edges: dict[tuple, np.ndarray]
-) -> Iterator[_Part]:
-    """The parts of rows `begin` to `end` of a band; blocks of one shape share their `edges`."""
-    left, right = band
-    first, first_full = max(0, begin - left), max(0, end - 1 - left)
-    stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
-    triangle = stop_full < stop
-    if triangle:
-        stop_full -= 1  # the column all rows see is the triangle's first
-    block = (begin, end)
-    if first_full > stop_full:
-        shape = (end - begin, stop - first, begin - left - first, begin + right - first)
-        yield _Part(block, (first, stop), table=_edge(edges, *shape))
-        return
-    if first < first_full:
-        shape = (end - begin, first_full - first, begin - left - first, columns)
-        yield _Part(block, (first, first_full), table=_edge(edges, *shape))
-    if first_full < stop_full:
-        yield _Part(block, (first_full, stop_full))
-    if triangle:
-        yield _Part(block, (stop_full, stop), triangle=True)
-
-
-def _edge(edges: dict[tuple, np.ndarray], rows: int, columns: int, low: int, high: int):
-    """bool [rows, columns]: column n of row m where m + low <= n <= m + high."""
-    key = (rows, columns, low, high)
-    if key not in edges:
-        ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
-        edges[key] = (ahead >= low) & (ahead <= high)
-    return edges[key]
+def _window(q: _Piece, k: _Piece, band: Band) -> Tile:
+    """A band in one tile, without the rows and columns at its ends that see nothing."""
+    begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
+    first, stop = max(0, begin - band.left), min(k.span.length, end + band.right)
+    shift = begin - first
+    inner = Band(min(band.left - shift, q.span.length), min(band.right + shift, k.span.length))
+    return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
 
 
 def _arrays(pieces: list[_Piece], shape: tuple[int, int]) -> Span:
@@ -276,7 +208,7 @@ def _joined(tiles: Sequence[Tile], same: str, along: str) -> list[Tile]:
 
 
 def _touch(a: Tile, b: Tile, same: str, along: str) -> bool:
-    if a.triangle or b.triangle or a.table is not None or b.table is not None:
+    if any(t.triangle or t.table is not None or t.band is not None for t in (a, b)):
         return False
     first, second = getattr(a, along), getattr(b, along)
     one_step = first.step == second.step == 1 and first.stop == second.start

@@ -5,7 +5,7 @@
 
 Needs the package and no GPU: on fake tensors the package checks shapes and dtypes and compiles, and
 returns before it would launch. The environment says what for; the package reads it. MASK: full,
-causal; for sm_100 full asks the driver something, which is not there without a GPU.
+causal, window; for sm_100 full asks the driver something, which is not there without a GPU.
 """
 
 import sys
@@ -13,15 +13,14 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.kernels import Rows, Scoring
-from megatron_burst.kernels.flash import FlashKernel
+from megatron_burst.kernels import Rows, Scoring, flash
 from megatron_burst.layout import Span
-from megatron_burst.masks import Causal, Full
+from megatron_burst.masks import Causal, Full, Window
 from megatron_burst.merge import empty_result
 
-kernel = FlashKernel("flash4")
+kernel = flash.kernel("flash4")
 width, value_width = map(int, sys.argv[1:3])
-masks = {"full": Full(), "causal": Causal()}
+masks = {"full": Full(), "causal": Causal(), "window": Window(63, 0)}
 with FakeTensorMode():
     shapes = [(4, width), (2, width), (2, value_width), (4, value_width)]
     q, k, v, dout = (
@@ -35,7 +34,7 @@ with FakeTensorMode():
         sums = [torch.zeros(x.shape, device="cuda:0") for x in (q, k, v)]
         kernel.backward(rows, k, v, work, Scoring(0.1), *sums)
     x = q.permute(1, 2, 0, 3)
-    part, stats = kernel.operator.forward(x, x, x, True, None, 1.0)
+    part, stats = kernel.operator.forward(x, x, x, True, None, None, 1.0)
     assert part.shape == (2, 4, 256, width)
     assert (stats.shape, stats.dtype) == ((2, 4, 256), torch.float32)
 print("compiled")

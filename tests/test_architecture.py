@@ -15,7 +15,7 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 # component -> components of the package that it may import; nothing else. `kernels` is one
 # component, so is `megatron`. A new file has to be entered here: that is the point.
-PLANNING = {"layout", "masks", "hops", "schedule", "tiles", "topology", "cost", "store"}
+PLANNING = {"layout", "masks", "hops", "schedule", "bands", "tiles", "topology", "cost", "store"}
 PLANNING |= {"area", "shares", "rates", "forecast", "options", "choose"}
 DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "walk", "ring"}
 DOOR |= {"head_parallel", "checkpoint"}
@@ -24,7 +24,8 @@ ARROWS = {
     "masks": {"masks", "layout"},
     "hops": set(),
     "schedule": {"hops", "masks", "layout"},
-    "tiles": {"masks", "layout"},
+    "bands": {"masks"},
+    "tiles": {"bands", "masks", "layout"},
     "topology": set(),
     "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
     "area": {"masks", "layout"},

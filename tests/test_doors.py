@@ -16,7 +16,7 @@ import torch.distributed as dist
 from workers import Workers
 
 import megatron_burst as mb
-from megatron_burst.kernels.aten import CpuFlash
+from megatron_burst.kernels.operators import CpuFlash
 
 
 def qkv(rows=4, batch=1, heads=4, kv_heads=2, d=8, w=8, dtype=torch.float32, device="cpu"):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -25,12 +26,14 @@ from megatron_burst.doctor import installed
 from megatron_burst.kernels import aten, flash
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.aten import AtenKernel
+from megatron_burst.layout import Span
+from megatron_burst.masks import Window
 
 TESTS = Path(__file__).parent
 RECORD = json.loads((TESTS / "flash_signatures.json").read_text())
 # The first release we take; what the one before it lacks.
 FIRST = {
-    "flash2": ("v2.7.0", "_flash_attn_forward has no parameter window_size_left, window_size_r"),
+    "flash2": ("v2.7.0", "_flash_attn_forward wants window_size, which is not known here"),
     "flash3": ("main 2025-01-07", "_flash_attn_forward has no parameter num_splits"),
     "flash4": ("fa4-v4.0.0.beta5", "_flash_attn_bwd has no parameter dlse"),
 }
@@ -85,8 +88,8 @@ def given(name):
     lse = torch.rand(6, 2, 4).permute(1, 2, 0)
     takes_delta = packages.PACKAGES[name].takes_delta
     out = lse + 1 if takes_delta else torch.rand_like(dout)
-    forward = flash.forward_given(q, k, v, True, 0.25)
-    backward = flash.backward_given(dout, q, k, v, out, lse, True, 0.25, takes_delta)
+    forward = flash.forward_given(q, k, v, True, (3, 0), 0.25)
+    backward = flash.backward_given(dout, q, k, v, out, lse, True, (3, 0), 0.25, takes_delta)
     return (q, k, v, dout, out, lse), forward, backward
 
 
@@ -102,6 +105,8 @@ def test_our_arguments_fit_every_release_we_take(name, entry):
     for call in (first, second):
         assert call["softmax_scale"] == 0.25
         assert (call["is_causal"] if "is_causal" in call else call["causal"]) is True
+        if loaded.windows:
+            assert (call["window_size_left"], call["window_size_right"]) == (3, 0)
         assert call["q"].shape == (2, 6, 4, 8)
         assert call["k"].shape == (2, 6, 2, 8)
         assert call["q"].data_ptr() == q.data_ptr()
@@ -120,6 +125,14 @@ def test_our_arguments_fit_every_release_we_take(name, entry):
     results = entry["results"].split(", ")
     assert results[0] == "out"
     assert results[1] in ("lse", "softmax_lse")
+
+
+def test_releases_that_take_windows():
+    """All but those of FlashAttention 3 before December 2025, which take a pair of one name."""
+    without = [(name, entry) for name, entry in taken() if not fitted(name, entry).windows]
+    assert {name for name, _ in without} == {"flash3"}
+    assert all("window_size=" in entry["forward"].split(", ") for _, entry in without)
+    assert fitted("flash3", RECORD["flash3"][-1]).windows
 
 
 def fits(name, entry):
@@ -316,29 +329,40 @@ def test_package_4_compiles_for_what_we_pass(major, widths, words):
 # --- an operator that takes delta ------------------------------------------------------------
 
 
-def weights(q, k, v, lse, scale, causal):
-    """In [b, s, h, d]: k and v for every query head, and exp(score - lse) as [b, h, s, t]."""
+def weights(q, k, v, lse, scale, causal, left, right):
+    """In [b, s, h, d]: k and v for every query head, and exp(score - lse) as [b, h, s, t]. Of a
+    window: row s - 1 sees column t - 1, and columns as far from there as the window says."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
+    if left is not None:
+        assert not causal
+        assert left >= 0 <= right  # less would be no limit to some packages
+        rows, columns = scores.shape[-2:]
+        ahead = (torch.arange(columns) - columns) - (torch.arange(rows) - rows)[:, None]
+        scores = scores.masked_fill((ahead < -left) | (ahead > right), float("-inf"))
     lse = torch.logsumexp(scores, dim=-1) if lse is None else lse
     return k, v, torch.exp(scores - lse.unsqueeze(-1)), lse
 
 
-def forward_by_hand(q, k, v, softmax_scale, causal, return_lse):
+def forward_by_hand(
+    q, k, v, softmax_scale, causal, return_lse, window_size_left=None, window_size_right=None
+):
     """What package 4's forward computes, in float64."""
-    _, v, p, lse = weights(q, k, v, None, softmax_scale, causal)
+    sides = window_size_left, window_size_right
+    _, v, p, lse = weights(q, k, v, None, softmax_scale, causal, *sides)
     return torch.einsum("bhst,bthw->bshw", p, v), lse, None, None
 
 
 def backward_by_hand(
     q, k, v, out, dout, lse, dq, dk, dv, softmax_scale, causal, deterministic, dlse,
-    window_size_left=None,
+    window_size_left=None, window_size_right=None,
 ):  # fmt: skip
     """What package 4's backward computes, in float64, with the gradient of lse."""
-    keys, values, p, _ = weights(q, k, v, lse, softmax_scale, causal)
+    sides = window_size_left, window_size_right
+    keys, values, p, _ = weights(q, k, v, lse, softmax_scale, causal, *sides)
     d = (dout * out).sum(-1).transpose(1, 2) - dlse
     ds = p * (torch.einsum("bshw,bthw->bhst", dout, values) - d.unsqueeze(-1)) * softmax_scale
     grads = (
@@ -357,17 +381,47 @@ class ByHand(flash.Flash):
     dtypes = (torch.float64,)
     multiple = 1
 
+    def unfit(self, device, width):
+        return None
+
+
+def by_hand():
+    package = packages.PACKAGES["flash4"]
+    loaded = packages.fitted(package, "by hand", forward_by_hand, backward_by_hand)
+    return AtenKernel("by hand", ByHand("flash4", package, loaded))
+
 
 @pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
 @pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5)], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, visiting, monkeypatch):
-    package = packages.PACKAGES["flash4"]
-    loaded = packages.fitted(package, "by hand", forward_by_hand, backward_by_hand)
-    kernel = AtenKernel("by hand", ByHand(package, loaded))
+    kernel = by_hand()
     monkeypatch.setattr(aten, "stand_in", None)  # must not be called
     inputs = tensors(12, 2, heads, widths)
     truth = oracle.attention(*inputs, oracle.visible(mask, 12))
     got = run(kernel, MASKS[mask], *inputs, visiting=visiting)
+    assert_exact(got, (truth[0], *truth[2:]))
+
+
+@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (3, 2), (1, None), (20, 0)], ids=str)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(0, 1, 12)],
+        [Span(0, 1, 5), Span(7, 1, 7)],  # zigzag
+        [Span(1, 3, 12)],  # striped
+    ],
+    ids=str,
+)
+def test_windows_of_an_operator_are_the_oracle(spans, window, visiting):
+    """Local bands: aligned to the last row and column, cropped where rows see nothing."""
+    inputs = tensors(12, 2, (4, 2), (5, 3))
+    at = np.concatenate([span.positions() for span in spans])
+    ahead = torch.from_numpy(at[None, :] - at[:, None])
+    left, right = window
+    seen = (ahead >= -left) & ((ahead <= right) if right is not None else True)
+    truth = oracle.attention(*inputs, seen)
+    got = run(by_hand(), Window(left, right), *inputs, spans=spans, visiting=visiting)
     assert_exact(got, (truth[0], *truth[2:]))

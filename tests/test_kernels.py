@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_burst as mb
 from megatron_burst import kernels
 from megatron_burst.kernels import Rows, Scoring
-from megatron_burst.kernels.aten import CudaCudnn, CudaFlash, stand_in
+from megatron_burst.kernels.aten import stand_in
+from megatron_burst.kernels.operators import CudaCudnn, CudaFlash
 from megatron_burst.layout import Span
-from megatron_burst.masks import Causal, Full, Mask
+from megatron_burst.masks import Causal, Dilated, Documents, Full, Mask, Prefix, Window
 from megatron_burst.merge import accumulation_dtype, empty_result
 
 HEADS = [(4, 4), (4, 2), (4, 1), (3, 1)]
@@ -251,11 +252,70 @@ def test_the_table_and_auto():
 
 
 @pytest.mark.parametrize(
+    ("capability", "cudnn", "mask", "first"),
+    [
+        ((9, 0), 91900, Causal(), "aten_cudnn"),
+        ((10, 3), 91600, Full(), "aten_cudnn"),
+        ((9, 0), 91500, Causal(), "aten"),
+        ((9, 0), None, Causal(), "aten"),
+        ((8, 0), 91900, Causal(), "aten"),
+        ((12, 0), 91900, Causal(), "aten"),
+        ((9, 0), 91900, Documents([0, 4, 9]) & Causal(), "aten_cudnn"),
+        ((9, 0), 91900, Causal() | Prefix(3), "aten_cudnn"),
+        ((9, 0), 91900, Window(3, 0), "triton"),
+        ((9, 0), 91900, Window(3, 0) & Documents([0, 9]), "triton"),
+        ((9, 0), 91900, Dilated(2), "triton"),
+    ],
+    ids=str,
+)
+def test_auto_on_a_gpu(capability, cudnn, mask, first, monkeypatch):
+    """As torch chooses between its own; masks that are more than stairs go to the kernel that
+    takes any."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    order = kernels.automatic(torch.device("cuda:0"), mask)
+    assert order[0] == first
+    assert {"aten", "triton"} <= set(order)
+
+
+def test_auto_takes_what_deterministic_mode_permits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    with FakeTensorMode():
+        x = torch.empty(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda:0")
+        assert kernels.make("auto", x, x, x).name == "aten_cudnn"
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert kernels.make("auto", x, x, x).name == "aten"
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "width", "served"),
+    [
+        ((8, 0), 90000, 128, True),
+        ((9, 0), 91000, 256, True),
+        ((9, 0), 90900, 192, False),
+        ((10, 0), 91900, 192, False),
+        ((9, 0), 91900, 264, False),
+    ],
+)
+def test_widths_that_cudnn_serves(capability, cudnn, width, served, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    reason = CudaCudnn().unfit(torch.device("cuda:0"), width)
+    assert (reason is None) == served
+    assert served or f"got {width}" in reason
+
+
+@pytest.mark.parametrize(
     ("name", "device", "dtype", "width", "words"),
     [
         ("aten_cudnn", "cpu", torch.bfloat16, 8, "aten_cudnn runs on cuda tensors, got cpu"),
         ("aten", "cuda:0", torch.float32, 8, "takes torch.bfloat16, torch.float16, got .*float32"),
         ("aten", "cuda:0", torch.bfloat16, 12, r"widths that 8 divides, got \(12, 12\)"),
+        ("aten", "cuda:0", torch.bfloat16, 264, "takes widths up to 256, got 264"),
         ("flash", "cpu", torch.float32, 8, "kernel must be one of auto, aten, .*got 'flash'"),
     ],
 )
@@ -279,15 +339,24 @@ def test_deterministic_mode_refuses_kernels_that_are_not(name, refused):
         kernels.make(name, x, x, x)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("operator", [CudaFlash(), CudaCudnn()], ids=["flash", "cudnn"])
-def test_cuda_operators_take_the_arguments_we_pass(operator, causal):
+@pytest.mark.parametrize(
+    ("operator", "causal", "window"),
+    [
+        (CudaFlash(), False, None),
+        (CudaFlash(), True, None),
+        (CudaFlash(), False, (3, 0)),
+        (CudaCudnn(), False, None),
+        (CudaCudnn(), True, None),
+    ],
+    ids=lambda value: str(value) if not hasattr(value, "device") else type(value).__name__,
+)
+def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
     """On fake tensors: no device needed, torch checks the call against the operator's schema."""
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="cuda:0")
         k = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, device="cuda:0")
-        out, lse = operator.forward(q, k, k, causal, None, 0.5)
-        grads = operator.backward(out, q, k, k, out, lse, causal, None, 0.5)
+        out, lse = operator.forward(q, k, k, causal, None, window, 0.5)
+        grads = operator.backward(out, q, k, k, out, lse, causal, None, window, 0.5)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 16), torch.float32)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_masks import LENGTH, RULES, masks, spans, table
 
 import megatron_burst as mb
-from megatron_burst.kernels.aten import CpuFlash
+from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Dense, Dilated, Documents, Full, Window
 from megatron_burst.tiles import Cutter
@@ -31,6 +31,10 @@ def painted(tiles, rows, columns):
         if tile.triangle:
             assert tile.shape[0] == tile.shape[1]
             shown = np.tri(*tile.shape, dtype=bool)
+        if tile.band is not None:
+            ahead = np.arange(tile.shape[1])[None, :] - np.arange(tile.shape[0])[:, None]
+            shown = (ahead >= -tile.band.left) & (ahead <= tile.band.right)
+            assert shown.any(axis=1).all()  # stock operators answer 0 for a row that sees nothing
         assert shown.shape == tile.shape
         assert tile.visible == shown.sum()
         assert tile.computed == shown.size
@@ -57,6 +61,41 @@ def test_tiles_of_every_band(block):
         wanted = (distance >= -left) & (distance <= right)
         got = painted(cutter.tiles(Window(left, right), *spans_of), rows, columns)
         assert got.tolist() == wanted.astype(int).tolist(), (rows, columns, ahead, left, right)
+
+
+def shown_by(left, right, q, k):
+    """bool [rows, columns] of a window over two spans, by hand."""
+    ahead = k.positions()[None, :] - q.positions()[:, None]
+    return (ahead >= -left) & (ahead <= (1 << 40 if right is None else right))
+
+
+def test_a_window_is_one_tile_for_a_kernel_that_takes_windows():
+    """Wherever its edges leave the rectangle; without a left edge it is stairs, as ever."""
+    cutter = Cutter(None, None, windows=True)
+    shapes = product((1, 5, 8), (1, 4, 7, 8), range(-4, 5), (1, 3))
+    for (rows, columns, ahead, stride), left, right in product(shapes, (0, 1, 3, 9), (0, 2, None)):
+        q, k = Span(4, stride, rows), Span(4 + ahead, stride, columns)
+        wanted = shown_by(left, right, q, k)
+        got = cutter.tiles(Window(left, right), [q], [k])
+        assert painted(got, rows, columns).tolist() == wanted.astype(int).tolist()
+        assert len(got) <= 1 or not any(tile.band for tile in got)
+        if wanted[wanted.any(axis=1), 0].all():
+            assert not any(tile.band for tile in got)
+        else:
+            with pytest.raises(ValueError, match="takes neither windows nor tables"):
+                WHOLE.tiles(Window(left, right), [q], [k])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_over_the_pairs_of_a_ring(layout):
+    """A local band of every pair of spans, in no more calls than pairs of spans."""
+    shards = [mb.layout.make(layout, cp_size=3).spans(rank, 36) for rank in range(3)]
+    cutter = Cutter(None, None, windows=True)
+    for q, k in product(shards, shards):
+        got = cutter.tiles(Window(7, 0), q, k)
+        wanted = np.block([[shown_by(7, 0, a, b) for b in k] for a in q])
+        assert painted(got, 12, 12).tolist() == wanted.astype(int).tolist()
+        assert len(got) <= len(q) * len(k)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -132,7 +171,7 @@ def test_kernels_without_tables_refuse_what_needs_one():
     spans_of = [Span(0, 1, LENGTH)]
     for mask in (Dense(np.eye(LENGTH)), Window(3, 0)):
         RULES.setdefault(mask, None)
-        with pytest.raises(ValueError, match=r"mask: .*takes no table; use kernel='triton'"):
+        with pytest.raises(ValueError, match=r"mask: .*takes n.* tables?; use kernel='triton'"):
             WHOLE.tiles(mask, spans_of, spans_of)
     with pytest.raises(ValueError, match=r"Causal\(\) is no band"):
         WHOLE.tiles(Causal(), [Span(0, 1, 4)], [Span(0, 2, 4)])

@@ -18,7 +18,7 @@ from torch.cuda import nccl
 from .. import masks
 from ..attention import attention
 from ..groups import Groups
-from ..kernels import TABLE
+from ..kernels import TABLE, make
 from ..kernels.flash_packages import PACKAGES as FLASH
 from ..kernels.flash_packages import NotInstalled, load
 from .finding import Finding, note, ok, problem
@@ -26,6 +26,8 @@ from .finding import Finding, note, ok, problem
 TESTED = ("0.16", "0.19")
 # What rounding may do to a kernel's results, relative to the largest of them.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+WIDTH = 128
+MASKS = masks.Causal(), masks.Window(63, 0)
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
@@ -91,30 +93,48 @@ def _megatron() -> Finding:
 
 
 def kernels() -> Iterator[Finding]:
-    """Each local-attention kernel, run forward and backward on this machine's device."""
+    """Each local-attention kernel, run forward and backward on this machine's device, and what
+    "auto" takes of them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in TABLE:
         topic = f"kernel {name}"
-        try:
-            error = _compare(name, device)
-        except Exception as failure:
-            reason = str(failure).split(";")[0].splitlines()[0]
-            yield note(topic, f"not usable on {device.type}: {reason}")
-        else:
-            yield ok(topic, f"runs on {device.type}, within {error:.0e} of the reference")
+        causal, window = (_outcome(name, device, mask) for mask in MASKS)
+        if isinstance(causal, str):
+            yield note(topic, f"not usable on {device.type}: {causal}")
+            continue
+        windows = "not usable" if isinstance(window, str) else f"within {window:.0e}"
+        yield ok(
+            topic,
+            f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}",
+        )
+    x = torch.empty(1, 1, 1, WIDTH, device=device, dtype=_dtype(device))
+    taken, windows = (make("auto", x, x, x, mask=mask).name for mask in MASKS)
+    yield ok("kernel auto", f"takes {taken} where masks are causal, {windows} for windows")
 
 
-def _compare(name: str, device: torch.device) -> float:
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | str:
+    """The error of a kernel, or why it cannot be used."""
+    try:
+        return _compare(name, device, mask)
+    except Exception as failure:
+        return str(failure).split(";")[0].splitlines()[0]
+
+
+def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     """The largest error of a kernel's results over a ring of two, relative to the reference.
 
-    Causal, grouped heads, queries that travel: what no operator of torch's was made for. ValueError
-    if it is no rounding.
+    Grouped heads, lengths that are no power of two, queries that travel: what no operator of
+    torch's was made for. ValueError if it is no rounding.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _dtype(device)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(128, 1, heads, 64) for heads in (4, 2, 2)] * 2
+    shapes = [(200, 1, heads, WIDTH) for heads in (4, 2, 2)] * 2
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    found = [_ring(each, inputs) for each in (name, "reference")]
+    found = [_ring(each, inputs, mask) for each in (name, "reference")]
     error = 0.0
     for mine, right in zip(*found, strict=True):
         off = ((mine - right).abs().max() / right.abs().max()).item()
@@ -124,12 +144,12 @@ def _compare(name: str, device: torch.device) -> float:
     return error
 
 
-def _ring(kernel: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _ring(kernel: str, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list[torch.Tensor]:
     """Outputs and gradients of two ranks in this process, in float32."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     shards = [[leaves[i], leaves[i + 3]] for i in range(3)]
     groups = Groups.in_process(intra=2)
-    outs = attention(*shards, groups=groups, mask=masks.Causal(), kernel=kernel, side="query")
+    outs = attention(*shards, groups=groups, mask=mask, kernel=kernel, side="query")
     (outs[0].float().square().sum() + outs[1].float().square().sum()).backward()
     return [x.detach().float() for x in (*outs, *(leaf.grad for leaf in leaves)) if x is not None]
 

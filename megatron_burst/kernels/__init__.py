@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..layout import Span
-from ..masks import Mask
-from .aten import AtenKernel, CpuFlash, CudaCudnn, CudaFlash
-from .flash import FlashKernel
+from ..masks import Causal, Mask
+from . import flash
+from .aten import AtenKernel
+from .operators import CpuFlash, CudaCudnn, CudaFlash, prefers_cudnn
 from .reference import ReferenceKernel
 from .triton_kernel import TritonKernel
 
@@ -96,15 +97,22 @@ def _aten(device: torch.device) -> Kernel:
 TABLE: dict[str, Callable[[torch.device], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
-    "flash2": lambda device: FlashKernel("flash2"),
-    "flash3": lambda device: FlashKernel("flash3"),
-    "flash4": lambda device: FlashKernel("flash4"),
+    "flash2": lambda device: flash.kernel("flash2"),
+    "flash3": lambda device: flash.kernel("flash3"),
+    "flash4": lambda device: flash.kernel("flash4"),
     "reference": lambda device: ReferenceKernel(),
     "triton": lambda device: TritonKernel(),
 }
 
-# torch's own operators are everywhere; ours takes what they do not (a softcap).
-AUTO = ("aten", "triton")
+
+def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
+    """What "auto" tries, in this order: torch's own operators where few of their tiles show what
+    the mask shows, for they are everywhere and fast; else ours, which takes any mask in one
+    launch, as it takes what they do not (a softcap)."""
+    if not mask.stairs:
+        return ("triton", "aten") if device.type == "cuda" else ("aten", "triton")
+    cudnn = device.type == "cuda" and prefers_cudnn(device)
+    return ("aten_cudnn", "aten", "triton") if cudnn else ("aten", "triton")
 
 
 def make(
@@ -113,15 +121,18 @@ def make(
     k: torch.Tensor,
     v: torch.Tensor,
     softcap: float | None = None,
+    mask: Mask | None = None,
 ) -> Kernel:
-    """The kernel called `name` for tensors like q, k, v; "auto": the first of AUTO that can.
+    """The kernel called `name` for tensors like q, k, v; "auto": the first of `automatic` that
+    can, for this mask (default: causal).
 
     Raises ValueError if there is no such kernel or it cannot serve these tensors.
     """
     if name != "auto" and name not in TABLE:
         raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
     reasons = []
-    for each in AUTO if name == "auto" else (name,):
+    names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
+    for each in names:
         kernel = TABLE[each](q.device)
         reason = _refusal(kernel, q, k, v, softcap)
         if reason is None:

@@ -1,9 +1,10 @@
-"""torch's own flash attention operators: CPU flash, CUDA flash, cuDNN.
+"""A pair of shards by stock operators, a call for every tile.
 
 Stock backward operators want the attention output. Where queries are visiting it did not
 travel, and a stand-in is rebuilt from what did, so no operator needs a patch (see `stand_in`);
 none is built for an operator that takes delta.
-Decides how a tile becomes one operator call; knows nothing of ranks or communication.
+Decides how a tile becomes one operator call; knows nothing of ranks or communication, nor what
+an operator is called (`operators`).
 
 Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copies.
 """
@@ -11,7 +12,7 @@ Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,93 +22,10 @@ from ..layout import Span
 from ..masks import Mask
 from ..merge import merge_
 from ..tiles import Cutter, Tile
+from .operators import Operator, Window
 
 if TYPE_CHECKING:
     from . import Rows, Scoring
-
-aten = torch.ops.aten
-
-
-class Operator(Protocol):
-    """One stock operator pair on [b, h, s, d]; lse is [b, h, s]; widths of q, k, v are equal."""
-
-    device: str
-    dtypes: tuple[torch.dtype, ...]
-    multiple: int  # widths must be a multiple of this
-    limits: tuple[int | None, int | None]  # of `tiles.Cutter`
-    deterministic: bool  # if torch.use_deterministic_algorithms asks for it
-    takes_delta: bool  # backward gets delta [b, h, s] where others get out
-
-    def forward(
-        self, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def backward(
-        self, dout, q, k, v, out, lse, causal: bool, bias: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-
-class CpuFlash:
-    device = "cpu"
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    multiple = 1
-    limits: tuple[int | None, int | None] = (192, 256)  # it skips little of a triangle: cut it
-    deterministic = True
-    takes_delta = False
-
-    def forward(self, q, k, v, causal, bias, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-        )
-
-    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-
-
-class CudaFlash:
-    device = "cuda"
-    dtypes = (torch.bfloat16, torch.float16)
-    multiple = 8
-    limits: tuple[int | None, int | None] = (None, None)
-    deterministic = True
-    takes_delta = False
-
-    def forward(self, q, k, v, causal, bias, scale):
-        result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        return result[0], result[1]
-
-    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
-        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
-        sizes = (None, None, q.shape[2], k.shape[2])
-        return aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, seed, offset, scale=scale
-        )
-
-
-class CudaCudnn:
-    device = "cuda"
-    dtypes = (torch.bfloat16, torch.float16)
-    multiple = 8
-    limits: tuple[int | None, int | None] = (None, None)
-    deterministic = False  # its backward adds to dq in any order
-    takes_delta = False
-
-    def forward(self, q, k, v, causal, bias, scale):
-        result = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
-        )
-        return result[0], result[1].reshape(q.shape[:3])
-
-    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
-        sizes = (None, None, q.shape[2], k.shape[2])
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *sizes,
-            0.0, causal, scale=scale,
-        )  # fmt: skip
 
 
 class AtenKernel:
@@ -117,7 +35,7 @@ class AtenKernel:
         self.name = name
         self.operator = operator
         self.deterministic = operator.deterministic
-        self.cutter = Cutter(*operator.limits)
+        self.cutter = Cutter(*operator.limits, windows=operator.windows)
         self._tables: dict[int, _Call] = {}
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -129,7 +47,7 @@ class AtenKernel:
         if q.shape[-1] % operator.multiple or v.shape[-1] % operator.multiple:
             widths = (q.shape[-1], v.shape[-1])
             return f"needs widths that {operator.multiple} divides, got {widths}"
-        return None
+        return operator.unfit(q.device, max(q.shape[-1], v.shape[-1]))
 
     def plan(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
@@ -163,8 +81,9 @@ class AtenKernel:
         for call in work:
             r, c = call.tile.rows, call.tile.columns
             part, stats = self.operator.forward(
-                q[:, :, r], k[:, :, c], v[:, :, c], call.tile.triangle, call.bias(q), scoring.scale
-            )
+                q[:, :, r], k[:, :, c], v[:, :, c],
+                call.tile.triangle, call.bias(q), call.window, scoring.scale,
+            )  # fmt: skip
             if call.blind is not None:  # the operator answers 0 for rows that see nothing
                 stats = stats.masked_fill(call.blind, float("-inf"))
             part = part.permute(2, 0, 1, 3)[..., :value_width]
@@ -197,7 +116,7 @@ class AtenKernel:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
             grads = self.operator.backward(
                 dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats,
-                call.tile.triangle, call.bias(q), scoring.scale,
+                call.tile.triangle, call.bias(q), call.window, scoring.scale,
             )  # fmt: skip
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
@@ -210,6 +129,15 @@ class _Call(NamedTuple):
     tile: Tile
     hidden: torch.Tensor | None  # bool [rows, columns]
     blind: torch.Tensor | None  # bool [rows], None if every row sees something
+
+    @property
+    def window(self) -> Window | None:
+        """A band counts columns from the first row, operators from the last row and column."""
+        if self.tile.band is None:
+            return None
+        rows, columns = self.tile.shape
+        left, right = self.tile.band
+        return left + columns - rows, right + rows - columns
 
     def bias(self, q: torch.Tensor) -> torch.Tensor | None:
         """[rows, columns] in the dtype of q: -inf where hidden; None where there is no table."""

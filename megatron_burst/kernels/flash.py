@@ -9,7 +9,8 @@ for them (`tests/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes 
 the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
 [b, h, s], float32, natural logarithm; gradients are written into the dq, dk, dv that are given.
 2 and 3 want the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
-out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in.
+out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in. Windows are aligned to
+the last row and column, as `operators` has them.
 """
 
 from __future__ import annotations
@@ -19,60 +20,64 @@ from typing import Any
 import torch
 
 from .aten import AtenKernel
-from .flash_packages import PACKAGES, Loaded, Package, load
+from .flash_packages import PACKAGES, WINDOW, Loaded, Package, load
+from .operators import Window
+
+Sides = tuple[int | None, int | None]  # of a window, as a package wants them
 
 
 class Flash:
-    """A package as an `aten.Operator`."""
+    """A package as an `operators.Operator`."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
 
-    def __init__(self, package: Package, loaded: Loaded):
+    def __init__(self, name: str, package: Package, loaded: Loaded):
+        self.name, self.package, self.loaded = name, package, loaded
         self.takes_delta = package.takes_delta
-        self.deterministic = loaded.deterministic
-        self.loaded = loaded
+        self.windows, self.deterministic = loaded.windows, loaded.deterministic
 
-    def forward(self, q, k, v, causal, bias, scale):
-        given = forward_given(q, k, v, causal, scale)
+    def unfit(self, device: torch.device, width: int) -> str | None:
+        major, _ = torch.cuda.get_device_capability(device)
+        return unfit(self.name, major, width, torch.are_deterministic_algorithms_enabled())
+
+    def forward(self, q, k, v, causal, bias, window, scale):
+        given = forward_given(q, k, v, causal, self._sides(window), scale)
         result = self.loaded.forward(**self.loaded.forward_fit.arguments(given))
         return result[0].transpose(1, 2), result[1]
 
-    def backward(self, dout, q, k, v, out, lse, causal, bias, scale):
-        given = backward_given(dout, q, k, v, out, lse, causal, scale, self.takes_delta)
+    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        given = backward_given(
+            dout, q, k, v, out, lse, causal, self._sides(window), scale, self.takes_delta
+        )
         self.loaded.backward(**self.loaded.backward_fit.arguments(given))
         dq, dk, dv = (given[name].transpose(1, 2) for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
+    def _sides(self, window: Window | None) -> Sides:
+        unlimited = self.package.unlimited
+        return (unlimited, unlimited) if window is None else window
 
-class FlashKernel(AtenKernel):
+
+def kernel(name: str) -> AtenKernel:
     """The tiles of `AtenKernel`, computed by an installed package. Raises ValueError as `load`."""
-
-    def __init__(self, name: str):
-        super().__init__(name, Flash(PACKAGES[name], load(name)))
-
-    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-        reason = super().refusal(q, k, v)
-        if reason is not None:
-            return reason
-        major, _ = torch.cuda.get_device_capability(q.device)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return unfit(self.name, major, max(q.shape[-1], v.shape[-1]), deterministic)
+    return AtenKernel(name, Flash(name, PACKAGES[name], load(name)))
 
 
-def forward_given(q, k, v, causal: bool, scale: float) -> dict[str, Any]:
+def forward_given(q, k, v, causal: bool, sides: Sides, scale: float) -> dict[str, Any]:
     """What forward is given, under our names; [b, h, s, d] becomes [b, s, h, d], a view."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": causal}
+    given = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": causal}
+    return given | dict(zip(WINDOW, sides, strict=True))
 
 
 def backward_given(
-    dout, q, k, v, out, lse, causal: bool, scale: float, takes_delta: bool
+    dout, q, k, v, out, lse, causal: bool, sides: Sides, scale: float, takes_delta: bool
 ) -> dict[str, Any]:
     """What backward is given, under our names. `out` is delta [b, h, s] if it takes that."""
-    given = forward_given(q, k, v, causal, scale)
+    given = forward_given(q, k, v, causal, sides, scale)
     for name in ("q", "k", "v"):
         x = given[name]
         given[f"d{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)

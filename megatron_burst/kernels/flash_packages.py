@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "softmax_scale", "causal",
             "deterministic")  # fmt: skip
+# What a release may lack: then it is not asked for windows.
+WINDOW = ("window_size_left", "window_size_right")
 ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # what some releases call it
 
-PLAIN = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
-         "alibi_slopes": None}  # fmt: skip
+PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q", "seqused_k",
          "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary",
@@ -41,7 +42,8 @@ class Function(NamedTuple):
 
 class Package(NamedTuple):
     """distribution: as installers name it; modules: where its functions may be, of which the first
-    that is there counts; fits: what to install; takes_delta: as of `aten.Operator`."""
+    that is there counts; fits: what to install; unlimited: what a side of a window is that has no
+    end; takes_delta: as of `operators.Operator`."""
 
     title: str
     distribution: str
@@ -49,6 +51,7 @@ class Package(NamedTuple):
     forward: Function
     backward: Function
     fits: str
+    unlimited: int | None = -1
     takes_delta: bool = False
 
     @property
@@ -89,6 +92,7 @@ PACKAGES = {
         Function("_flash_attn_fwd", {"return_lse": True}),
         Function("_flash_attn_bwd", {}),
         "flash-attn-4 4.0.0b5 or newer",
+        unlimited=None,
         takes_delta=True,
     ),
 }
@@ -99,7 +103,8 @@ class NotInstalled(ValueError):
 
 
 class Fit:
-    """How a function with this signature is called with arguments of our names.
+    """How a function with this signature is called with arguments of our names, and WINDOW if it
+    takes windows.
 
     Raises ValueError, naming `place`, if it has no parameter for one of them or for a constant, or
     wants one that we do not know.
@@ -117,6 +122,9 @@ class Fit:
             raise ValueError(f"{place} takes more than it names: {signature}")
         wanted = {name for name, one in parameters.items() if one.default is one.empty}
         self.names = {name: _spelled(name, parameters) for name in names}
+        self.windows = all(name in parameters for name in WINDOW)
+        if self.windows:
+            self.names |= {name: name for name in WINDOW}
         nothing = {name: None for name in function.unused if name in wanted}
         self.constants = {**function.constants, **nothing}
         passed = [*self.names.values(), *self.constants]
@@ -133,13 +141,14 @@ class Fit:
 
 
 class Loaded(NamedTuple):
-    """Both functions of a package, how each is called, and whether gradients can be the same bits
-    every time."""
+    """Both functions of a package, how each is called, whether both take windows, and whether
+    gradients can be the same bits every time."""
 
     forward: Callable
     backward: Callable
     forward_fit: Fit
     backward_fit: Fit
+    windows: bool
     deterministic: bool
 
 
@@ -164,14 +173,17 @@ def load(name: str) -> Loaded:
 
 def fitted(package: Package, place: str, forward: Callable, backward: Callable) -> Loaded:
     """The functions of a package with the way to call each. Raises ValueError as `Fit` does."""
-    first, second = signature(forward), signature(backward)
+    there, back = package.forward, package.backward
+    first = Fit(f"{place}.{there.name}", signature(forward), there, FORWARD)
+    second = Fit(f"{place}.{back.name}", signature(backward), back, package.backward_names)
     return Loaded(
         forward,
         backward,
-        Fit(f"{place}.{package.forward.name}", first, package.forward, FORWARD),
-        Fit(f"{place}.{package.backward.name}", second, package.backward, package.backward_names),
-        # FlashAttention 3 without it (before December 2025) may not clear the locks of dk and dv.
-        deterministic="window_size_left" in second.parameters,
+        first,
+        second,
+        windows=first.windows and second.windows,
+        # FlashAttention 3 without them (before December 2025) may not clear the locks of dk and dv.
+        deterministic=second.windows,
     )
 
 

@@ -47,6 +47,8 @@ class Mask:
 
     #: positions of equal remainder modulo this are alike; 1 for most masks
     modulus: int = 1
+    #: are few rectangles and lower triangles enough, whatever the shards? Stock kernels know these
+    stairs: bool = False
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """bool, broadcast of `q` and `k` (integer positions): may the query see the key?"""
@@ -123,6 +125,7 @@ class _Pair(VectorMask):
             raise TypeError(f"masks combine with masks, got {a!r} and {b!r}")
         self.a, self.b = a, b
         self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # numpy's integers end
+        self.stairs = a.stairs and b.stairs
 
     def cuts(self, span: Span) -> np.ndarray:
         return np.union1d(self.a.cuts(span), self.b.cuts(span))

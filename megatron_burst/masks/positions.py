@@ -23,6 +23,8 @@ def _position(mask: Mask, name: str) -> int:
 class Full(VectorMask):
     """Every query sees every key."""
 
+    stairs = True
+
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.ones(np.broadcast_shapes(np.shape(q), np.shape(k)), dtype=bool)
 
@@ -45,6 +47,10 @@ class Window(VectorMask):
         for name, size in (("left", self.left), ("right", self.right)):
             if size is not None and _position(self, name) < 0:
                 raise ValueError(f"{name}: a window size must be at least 0 or None, got {size}")
+
+    @property
+    def stairs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.left is None
 
     @cached_property
     def reach(self) -> Band:
@@ -115,6 +121,7 @@ class Prefix(VectorMask):
     """Every query sees the first n keys. A prefix language model is Causal() | Prefix(n)."""
 
     n: int
+    stairs = True
 
     def __post_init__(self):
         if _position(self, "n") < 0:

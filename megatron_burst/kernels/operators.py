@@ -1,0 +1,150 @@
+"""torch's own flash attention operators behind one protocol: CPU flash, CUDA flash, cuDNN.
+
+Owns how a tile's arguments become those of an operator, and which widths, dtypes and devices it
+serves. Knows no tiles of a shard, no ranks. Where operators know windows, they align them to the
+last row and the last column, and so does everything here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+aten = torch.ops.aten
+
+Window = tuple[int, int]
+
+
+class Operator(Protocol):
+    """One stock operator pair on [b, h, s, d]; lse is [b, h, s]; widths of q, k, v are equal.
+
+    Row m of s sees column n of t if causal (s = t): n <= m; with a bias: where it is not -inf; with
+    a window (left, right): m + t - s - left <= n <= m + t - s + right; else always.
+    """
+
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    multiple: int  # widths must be a multiple of this
+    limits: tuple[int | None, int | None]  # of `tiles.Cutter`; tables are given as a bias
+    windows: bool  # takes a window
+    deterministic: bool  # if torch.use_deterministic_algorithms asks for it
+    takes_delta: bool  # backward gets delta [b, h, s] where others get out
+
+    def unfit(self, device: torch.device, width: int) -> str | None:
+        """Why a device of the right type cannot serve this width, or None."""
+        ...
+
+    def forward(
+        self, q, k, v, causal: bool, bias: torch.Tensor | None, window: Window | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(
+        self, dout, q, k, v, out, lse, causal: bool, bias: torch.Tensor | None,
+        window: Window | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+class CpuFlash:
+    device = "cpu"
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    multiple = 1
+    limits: tuple[int | None, int | None] = (192, 256)  # it skips little of a triangle: cut it
+    windows = False
+    deterministic = True
+    takes_delta = False
+
+    def unfit(self, device: torch.device, width: int) -> str | None:
+        return None
+
+    def forward(self, q, k, v, causal, bias, window, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        )
+
+    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+
+
+class CudaFlash:
+    """FlashAttention 2, as torch contains it."""
+
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    multiple = 8
+    limits: tuple[int | None, int | None] = (None, None)
+    windows = True
+    deterministic = True
+    takes_delta = False
+
+    def unfit(self, device: torch.device, width: int) -> str | None:
+        return f"takes widths up to 256, got {width}" if width > 256 else None
+
+    def forward(self, q, k, v, causal, bias, window, scale):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        lengths = None, None, q.shape[1], k.shape[1]
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, causal, False, scale=scale, **_sides(window)
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        lengths = None, None, q.shape[1], k.shape[1]
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, offset,
+            scale=scale, **_sides(window),
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
+
+
+class CudaCudnn:
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    multiple = 8
+    limits: tuple[int | None, int | None] = (None, None)
+    windows = False
+    deterministic = False  # its backward adds to dq in any order
+    takes_delta = False
+
+    def unfit(self, device: torch.device, width: int) -> str | None:
+        """As torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10 on."""
+        if width <= 128:
+            return None
+        version = torch.backends.cudnn.version() or 0
+        if width <= 256 and version >= 91000 and torch.cuda.get_device_capability(device) == (9, 0):
+            return None
+        return f"takes widths up to 128, and 256 on Hopper with cuDNN 9.10, got {width}"
+
+    def forward(self, q, k, v, causal, bias, window, scale):
+        result = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        return result[0], result[1].reshape(q.shape[:3])
+
+    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
+        sizes = (None, None, q.shape[2], k.shape[2])
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *sizes,
+            0.0, causal, scale=scale,
+        )  # fmt: skip
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Is cuDNN the faster of torch's operators here? torch's own rule for its own choice: Hopper
+    and Blackwell, and a cuDNN later than 9.15.0, which cured lengths that 128 does not divide."""
+    capability = torch.cuda.get_device_capability(device)
+    version = torch.backends.cudnn.version() or 0
+    return capability in ((9, 0), (10, 0), (10, 3)) and version > 91500
+
+
+def _sides(window: Window | None) -> dict[str, int]:
+    if window is None:
+        return {}
+    return {"window_size_left": window[0], "window_size_right": window[1]}
