@@ -405,7 +405,7 @@ def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, visitin
 
 
 @pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
-@pytest.mark.parametrize("window", [(0, 0), (3, 0), (3, 2), (1, None), (20, 0)], ids=str)
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (3, 2), (1, None), (8, 1), (9, 0), (20, 0)], ids=str)
 @pytest.mark.parametrize(
     "spans",
     [
