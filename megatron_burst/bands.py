@@ -27,8 +27,7 @@ class Part(NamedTuple):
 
 def left_edge(rows: int, columns: int, band: Band) -> bool:
     """Does a row that sees something not see the first column any more?"""
-    seeing = min(rows, columns + band.left)  # the row after the last one that sees something
-    return band.left + band.right >= 0 and seeing > max(0, -band.right, band.left + 1)
+    return min(rows, columns + band.left) > max(0, -band.right, band.left + 1)
 
 
 def band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple[Part, ...]:

@@ -126,6 +126,8 @@ class Cutter:
             yield Tile(rows, columns, table=np.array(table))
 
     def _cut_band(self, q: _Piece, k: _Piece, band: Band) -> Iterator[Tile]:
+        if band.left + band.right < 0:  # the window lies between the positions of a strided pair
+            return
         shape = (q.span.length, k.span.length, band, self.band_rows)
         if self.table_rows is None and left_edge(*shape[:3]):
             if not self.windows:

@@ -48,14 +48,14 @@ def tensors(length, batch, heads, widths, dtype=torch.float64, size=1.0):
     return [x.to(dtype) for x in (*qkv, dout * size)]
 
 
-def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False):
+def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False, k_spans=None):
     """out, dq, dk, dv of one kernel (or its name) over one pair, as the ring would use it.
 
     `visiting`: backward gets no out, only lse and delta, as where the queries travelled.
     """
     kernel = kernels.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
-    work = kernel.plan(mask, spans, spans)
+    work = kernel.plan(mask, spans, k_spans or spans)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
     kernel.forward(q, k, v, work, Scoring(scale), out, lse)
