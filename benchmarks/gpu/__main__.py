@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "attention", "ring", "lm_head", "store")
+MORE = ("blocks",)  # only when asked for
 NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
 DOC = ROOT / "docs" / "performance.md"
 GRACE = 100  # seconds after the budget for the last cell, tables and plots
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny, to test the script")
     add("--budget", type=float, default=480.0, help="seconds after which no cell is begun")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--parts", nargs="+", choices=PARTS + MORE, default=list(PARTS))
     add("--tests", nargs="+", default=["tests/gpu"], help="paths that pytest is given")
     add("--tests-limit", type=float, default=180.0, help="seconds for the tests")
     add("--tokens", type=int, nargs="+", help="rows of a shard, in order of importance")

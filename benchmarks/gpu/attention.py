@@ -49,12 +49,12 @@ class Statistics(NamedTuple):
 class Bench:
     """A cell while it is measured: inputs, sums that all kernels share, what was found."""
 
-    def __init__(self, cell: Cell, width: int, clock: Clock):
-        self.cell, self.clock, self.case = cell, clock, cell.case
+    def __init__(self, cell: Cell, width: int, clock: Clock, dtype: torch.dtype = torch.bfloat16):
+        self.cell, self.width, self.clock, self.case = cell, width, clock, cell.case
         torch.manual_seed(0)
         (h, k), n = cell.heads, cell.tokens
         q, k_, v, dout = (
-            torch.randn(n, 1, heads, width, device=clock.device, dtype=torch.bfloat16)
+            torch.randn(n, 1, heads, width, device=clock.device, dtype=dtype)
             for heads in (h, k, k, h)
         )
         self.inputs = Inputs(q, k_, v, dout, width**-0.5)
@@ -90,24 +90,27 @@ class Bench:
         self.found[who, name] = {"error": error, "extra": memory}
         self.runs[who, name] = run
 
-    def kernel(self, who: str) -> None:
+    def kernel(
+        self, who: str, kernel: Kernel, passes: tuple[str, ...] = (FORWARD, KV, QUERY)
+    ) -> None:
         q, k, v, dout, scale = self.inputs
-        kernel = make(who, q, k, v)
         work = kernel.plan(self.case.mask, self.case.q_spans, self.case.k_spans)
         if work is None:
             raise ArithmeticError("sees nothing in this pair")
         scoring = Scoring(scale)
         out, lse = empty_result(q, v.shape[-1])
-        self.add(
-            who, FORWARD, Run(lambda: kernel.forward(q, k, v, work, scoring, out, lse)),
-            lambda: self.sample.forward_error(out, slice(None)),
-        )  # fmt: skip
+        run = Run(lambda: kernel.forward(q, k, v, work, scoring, out, lse))
+        if FORWARD in passes:
+            self.add(who, FORWARD, run, lambda: self.sample.forward_error(out, slice(None)))
+        else:
+            run.call()
         short = out.to(q.dtype)
         known = Statistics(short, lse.clone(), (dout.float() * short.float()).sum(-1))
         self.statistics = self.statistics or known
         for name, given in ((KV, short), (QUERY, None)):
             rows = Rows(q, dout, known.lse, known.delta, given)
-            self.backward(who, name, kernel, work, scoring, rows)
+            if name in passes:
+                self.backward(who, name, kernel, work, scoring, rows)
 
     def backward(
         self, who: str, name: str, kernel: Kernel, work: Any, scoring: Scoring, rows: Rows
@@ -152,9 +155,15 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     bench = Bench(cell, sizes.width, clock)
     for who in TABLE:
         if who != "reference" or clock.device.type == "cpu":  # every score at once: not for a GPU
-            bench.admit(who, lambda who=who: bench.kernel(who))
+            bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))
     for who, rival in rivals.of(clock.device).items():
         bench.admit(who, lambda who=who, rival=rival: bench.rival(who, rival))
+    return timed_record(bench, sizes)
+
+
+def timed_record(bench: Bench, sizes: Sizes) -> Record:
+    """Everybody who was admitted, in turns."""
+    cell, clock = bench.cell, bench.clock
     product = matmul(sizes.matmul, clock.device)
     runs = {" | ".join(key): run for key, run in bench.runs.items()}
     times = interleaved(
@@ -168,7 +177,7 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
         "pairs": cell.case.pairs,
         "matmul": {"flops": 2 * sizes.matmul**3, "seconds": times["matmul"]},
         "runs": [
-            {"who": who, "pass": name, "flops": flops(cell, sizes.width, name),
+            {"who": who, "pass": name, "flops": flops(cell, bench.width, name),
              "seconds": times[f"{who} | {name}"], **bench.found[who, name]}
             for who, name in bench.runs
         ],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import attention, lm_head, ring, store
+from . import attention, lm_head, ring, store, tuning
 from .attention import Cell
 from .cases import Case, cases
 from .clock import Clock, forget
@@ -107,6 +107,7 @@ def listed(args: Any, sizes: Sizes, clock: Clock, results: Record, budget: Budge
         "ring": lambda: list(_rings(sizes, clock, results, budget)),
         "lm_head": lambda: [Job("LM head", lambda: lm_head.measure(sizes, clock))],
         "store": lambda: [Job("attention store", lambda: store.measure(sizes, clock))],
+        "blocks": lambda: list(_blocks(sizes, clock)),
     }
     found = {part: parts[part]() if part in args.parts else [] for part in parts}
     # One size and one ratio of heads under every mask first, then one of everything else.
@@ -114,7 +115,7 @@ def listed(args: Any, sizes: Sizes, clock: Clock, results: Record, budget: Budge
     grid = found["attention"]
     order = [
         *found["tests"], *grid[:first], *found["lm_head"], *found["store"], *found["ring"],
-        *grid[first:],
+        *grid[first:], *found["blocks"],
     ]  # fmt: skip
     return [job for job in order if job.name not in results["jobs"]]
 
@@ -128,6 +129,21 @@ def _attention(args: Any, sizes: Sizes, clock: Clock) -> Iterator[Job]:
     ]
     for cell in cells:
         yield Job(cell.name, lambda cell=cell: attention.measure(cell, sizes, clock))
+
+
+def _blocks(sizes: Sizes, clock: Clock) -> Iterator[Job]:
+    """Each width both ways, over a causal pair: tiles of both kinds."""
+    tokens = sizes.tokens[0]
+    case = next(c for c in cases(tokens, sizes.window, sizes.block) if "own keys" in c.name)
+    cell = Cell(case, sizes.heads[0], tokens)
+    for width in tuning.WIDTHS:
+        for direction in tuning.DIRECTIONS:
+            yield Job(
+                f"blocks, {direction}, width {width}",
+                lambda direction=direction, width=width: tuning.measure(
+                    direction, width, cell, sizes, clock
+                ),
+            )
 
 
 def _masks(args: Any, sizes: Sizes, tokens: int) -> list[Case]:

@@ -26,6 +26,7 @@ def markdown(results: Record, pictures: Sequence[str] = ()) -> str:
         *_rings(_of(records, "ring")),
         *_lm_heads(_of(records, "lm head")),
         *_stores(_of(records, "store")),
+        *_blocks(_of(records, "blocks")),
         *_missing(results),
     ]
     return "\n\n".join(parts)
@@ -225,6 +226,25 @@ def _reasons(title: str, records: Sequence[Record], field: str) -> Iterator[str]
 
 def _where(places: Sequence[str], every: int) -> str:
     return f" ({'; '.join(places)})" if len(places) < every and places else ""
+
+
+def _blocks(records: Sequence[Record]) -> Iterator[str]:
+    if not records:
+        return
+    rows = [
+        [record["direction"], str(record["width"]), run["who"], bracketed(rate(run)),
+         f"{of_matmul(run, record):.2f}"]
+        for record in records
+        for run in record["runs"]
+    ]  # fmt: skip
+    heads = ["", "width", "blocks", "TFLOP/s", "over a product"]
+    entries = "\n".join(f"    {record['entry']}" for record in records if record["entry"])
+    case, rows_each = records[0]["case"], human(records[0]["tokens"])
+    yield (
+        f"### Blocks of the Triton kernels, {case}, {rows_each} rows\n\n{table(heads, rows)}\n\n"
+        f"The fastest, as entries of `megatron_burst/kernels/blocks.py`:\n\n{entries}"
+    )
+    yield from _reasons("Blocks that cannot be", records, "refused")
 
 
 def _missing(results: Record) -> Iterator[str]:

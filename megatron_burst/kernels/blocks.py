@@ -3,6 +3,7 @@
 No kernel is tuned while a model trains: what is not in the table takes the entry of the next
 older device and of the next greater width. The entries were chosen by what the compiler says of
 registers and spills (`python -m benchmarks.triton_compile`), not by time: none was run on a GPU.
+`benchmarks/gpu.sh --parts blocks` times others there, and prints what belongs in the table.
 """
 
 from __future__ import annotations
