@@ -17,6 +17,7 @@ from .enclosure import run
 
 INTERFACES = {"inter": "ib", "intra": "nv"}  # link class -> interface of a rank
 PACKET = 65536  # bytes handed from hop to hop at once: smaller ones cost more CPU than 2 cores have
+AHEAD = 1e-3  # seconds of a link that a socket takes at once
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -122,9 +123,17 @@ class Network:
             if peer != rank:
                 lines.append(f"route add {self.address(peer)}/32 dev nv src {mine}")
         run("ip", "-n", f"r{rank}", "-batch", "-", given="\n".join(lines) + "\n")
-        # BBR paces two-level rings badly; Reno is in every kernel. An idle link stays ready.
-        settings = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-        script = "; ".join(f"echo {v} > /proc/sys/net/ipv4/{k}" for k, v in settings.items())
+        # BBR paces two-level rings badly; Reno is in every kernel. An idle link stays ready. What a
+        # socket takes at once is copied by the rank's own thread, all the way to the receiver's
+        # socket: that would be half a millisecond of its time for half a megabyte, which no NIC
+        # takes from a rank. The rest is left to gloo's thread.
+        ahead = max(2 * PACKET, int(AHEAD * self.rates.intra / 8))
+        settings = {
+            "tcp_congestion_control": "reno",
+            "tcp_slow_start_after_idle": "0",
+            "tcp_wmem": f"4096 {ahead} {ahead}",
+        }
+        script = "; ".join(f"echo '{v}' > /proc/sys/net/ipv4/{k}" for k, v in settings.items())
         run("ip", "netns", "exec", f"r{rank}", "sh", "-ec", script)
 
 
