@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,10 @@ from rich.table import Table
 
 from megatron_burst.kernels.blocks import Blocks, blocks
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block of threads may have
+# bytes a block of threads may have
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+DEVICES = (80, 90, 100)
+DTYPES = {"bf16": 2, "fp32": 4}  # Triton's name -> bytes
 
 
 class Launch(NamedTuple):
@@ -33,6 +37,7 @@ class Launch(NamedTuple):
     kernel: str
     width: int
     masked: bool
+    dtype: str
     size: Blocks
 
 
@@ -46,9 +51,9 @@ class Made(NamedTuple):
 
 def main() -> int:
     args = _arguments()
-    launches = list(_launches(args.devices, args.widths, args.blocks))
-    failed, table = 0, Table("device", "kernel", "width", "masks", "blocks", "registers", "spilled",
-                             "shared KB")  # fmt: skip
+    launches = list(_launches(args))
+    failed, table = 0, Table("device", "kernel", "dtype", "width", "masks", "blocks", "registers",
+                             "spilled", "shared KB")  # fmt: skip
     for launch in track(launches, description="compiling", console=Console(stderr=True)):
         try:
             made = build(launch)
@@ -59,7 +64,8 @@ def main() -> int:
         size = launch.size
         shape = f"{size.rows} x {size.columns}, {size.warps} warps, {size.stages} stages"
         masks = "yes" if launch.masked else "no"
-        table.add_row(f"sm_{launch.device}", launch.kernel, str(launch.width), masks, shape, *words)
+        table.add_row(f"sm_{launch.device}", launch.kernel, launch.dtype, str(launch.width), masks,
+                      shape, *words)  # fmt: skip
     Console(width=120).print(table)
     return 1 if failed else 0
 
@@ -68,8 +74,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, nargs="+", default=list(SHARED), help="80 90 100")
+    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES),
+                        choices=list(SHARED), help="default: 80 90 100")  # fmt: skip
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
     parser.add_argument(
         "--blocks", type=int, nargs=4, metavar=("ROWS", "COLUMNS", "WARPS", "STAGES"),
         help="instead of the table's, to look for better ones",
@@ -77,17 +85,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _launches(devices: list[int], widths: list[int], size: list[int] | None) -> Iterator[Launch]:
-    for device in devices:
-        for kernel in ("forward", "backward_keys", "backward_queries"):
-            for width in widths:
-                chosen = Blocks(*size) if size else blocks(device, kernel.split("_")[0], width)
-                for masked in (False, True):
-                    yield Launch(device, kernel, width, masked, chosen)
+def _launches(args: argparse.Namespace) -> Iterator[Launch]:
+    kernels = "forward", "backward_keys", "backward_queries"
+    for device, kernel, dtype, width in product(args.devices, kernels, args.dtypes, args.widths):
+        size = blocks(device, kernel.split("_")[0], width, DTYPES[dtype])
+        for masked in (False, True):
+            chosen = Blocks(*args.blocks) if args.blocks else size
+            yield Launch(device, kernel, width, masked, dtype, chosen)
 
 
 def build(launch: Launch) -> Made:
-    """Compile one launch in bfloat16 and ask the assembler."""
+    """Compile one launch and ask the assembler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -106,7 +114,8 @@ def build(launch: Launch) -> Made:
 def _constants(launch: Launch) -> dict[str, Any]:
     size = launch.size
     constants: dict[str, Any] = {
-        "CAP": 0.0, "MASKED": launch.masked, "PRECISION": "tf32",
+        "CAP": 0.0, "MASKED": launch.masked,
+        "PRECISION": "ieee" if launch.dtype == "fp32" else "tf32",
         "M": size.rows, "N": size.columns, "D": launch.width, "W": launch.width,
     }  # fmt: skip
     if launch.kernel == "backward_keys":
@@ -122,7 +131,7 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
     if name in rows and not (name == "dq" and atomic):
-        kind = "bf16" if name in ("q", "k", "v", "dout") else "fp32"
+        kind = launch.dtype if name in ("q", "k", "v", "dout") else "fp32"
         return f"tensordesc<{kind}[{rows[name]},1,1,{launch.width}]>"
     if name in ("lse", "delta", "dq"):
         return "*fp32"

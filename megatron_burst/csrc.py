@@ -17,7 +17,13 @@ from pathlib import Path
 import torch
 
 FILE = str(Path(__file__).with_name("libcsrc.so"))
-NAMES = ("merge_", "delta_out", "stand_in_out", "softmax_gradient_")
+# Operator -> the names of its arguments, by which a library of another version is known.
+OPERATORS = {
+    "merge_": "out lse part part_lse",
+    "delta_out": "dout out delta",
+    "stand_in_out": "dout delta out",
+    "softmax_gradient_": "z index lse of_softmax of_label of_all real scale softcap exponentials",
+}
 # Element -> accumulator, as the operators are compiled.
 ACCUMULATORS = {
     torch.float64: torch.float64,
@@ -56,11 +62,17 @@ def _open(file: str) -> str | None:
 
 
 def _registered(key: str) -> bool:
-    """Do all operators exist, for this kind of device?"""
+    """Do all operators exist as they are called here, for this kind of device?"""
     defined = torch._C._dispatch_get_all_op_names()
-    names = [f"megatron_burst::{name}" for name in NAMES]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return all(name in defined and has(name, key) for name in names)
+    for name, arguments in OPERATORS.items():
+        full = f"megatron_burst::{name}"
+        if full not in defined or not has(full, key):
+            return False
+        schema = getattr(torch.ops.megatron_burst, name).default._schema
+        if [argument.name for argument in schema.arguments] != arguments.split():
+            return False
+    return True
 
 
 def serves(device: str) -> bool:
@@ -77,6 +89,7 @@ def merge_(
     if ACCUMULATORS.get(part.dtype) != out.dtype:
         return False
     torch.ops.megatron_burst.merge_.default(out, lse, part, part_lse.to(lse.dtype))
+    _changed(out, lse)
     return True
 
 
@@ -124,6 +137,7 @@ def softmax_gradient_(
     torch.ops.megatron_burst.softmax_gradient_.default(
         z, *(row.contiguous() for row in rows), real, scale, softcap or 0.0, lse is None
     )
+    _changed(z)
     return True
 
 
@@ -138,6 +152,11 @@ def _here(*tensors: torch.Tensor) -> bool:
         and all(type(t) is torch.Tensor and t.device == device for t in tensors)
         and not (grad and any(t.requires_grad for t in tensors))
     )
+
+
+def _changed(*tensors: torch.Tensor) -> None:
+    """As torch's own operators do in place: who holds a tensor can see that it was written to."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def _rows(*tensors: torch.Tensor) -> bool:

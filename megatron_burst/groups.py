@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -223,6 +223,7 @@ class Groups:
 
         self._control = new(list(range(topology.size)), "gloo")
         channels = self._channels(rank, lambda members: new(members, self.backend))
+        _join(channels.values(), _device(parent))
 
         def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
             peers = [ranks[member] for member in members]
@@ -254,6 +255,16 @@ class Groups:
                 made[key] = made.get(key) or new(members)
                 channels[channel] = made[key]
         return channels
+
+
+def _join(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """A collective on every group, in the same order everywhere.
+
+    NCCL makes a communicator at a group's first call, in which all of its members have to take
+    part; but not all ranks have something to send in every boundary of every schedule.
+    """
+    for group in dict.fromkeys(groups):  # rings over the same ranks share theirs
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

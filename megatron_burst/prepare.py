@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from . import cost, probe, recompute
 from .agreement import agree
 from .arguments import Choices, Draft, NeedsGrad, Shards, check, per_rank, signature
 from .choose import Choice, best
+from .cost import Sizes
 from .groups import Groups
 from .hops import Grid, Pair
 from .layout import Layout, Span
@@ -154,20 +155,23 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
     sizes = shared_sizes(draft.sizes, topology.head)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
-    visible = shards_visible(draft.mask, spans, spans)
     algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
-    kept = round(draft.kv_cache * (grid.size - 1))
-    there = cost.forward_schedule(algorithm, grid, visible, sizes)
-    back = cost.backward_schedule(
-        algorithm, grid, visible, sizes, side=draft.config.side, kept=kept
-    )
+
+    def make() -> _Work:
+        return _work(draft, algorithm, grid, spans, sizes, [m.ring.rank for m in groups.members])
+
+    if draft.mask.described:  # every micro-batch asks for the same
+        device = draft.tensors[0].device.type
+        key = draft.kernel.name, device, draft.mask, draft.layout, algorithm, sizes, draft.kv_cache
+        there, back, passes = groups.known.work((*key, draft.config.side), make)
+    else:
+        there, back, passes = make()
     again = None
     if draft.store is not None:
         again = recompute.plan(
             draft.mask, draft.kernel, algorithm, grid, spans, [m.ring.rank for m in groups.members],
             draft.store, groups.size, sizes,
         )  # fmt: skip
-    passes = [_passes(there, back, m.ring.rank, draft, spans) for m in groups.members]
     return Plan(
         groups=groups,
         algorithm=draft.config.algorithm,
@@ -186,6 +190,30 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
         recompute=again,
         choice=choice,
     )
+
+
+class _Work(NamedTuple):
+    """Schedules of forward and backward, and both passes of every local rank."""
+
+    there: Schedule
+    back: Schedule
+    passes: Sequence[tuple[Pass, Pass]]
+
+
+def _work(
+    draft: Draft,
+    algorithm: str,
+    grid: Grid,
+    spans: Sequence[Sequence[Span]],
+    sizes: Sizes,
+    ranks: Sequence[int],
+) -> _Work:
+    visible = shards_visible(draft.mask, spans, spans)
+    there = cost.forward_schedule(algorithm, grid, visible, sizes)
+    kept = round(draft.kv_cache * (grid.size - 1))
+    side = draft.config.side
+    back = cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
+    return _Work(there, back, [_passes(there, back, rank, draft, spans) for rank in ranks])
 
 
 def _passes(

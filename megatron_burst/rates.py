@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHOICES_KEPT = 64  # kinds of layers times batches of different documents
+WORKS_KEPT = 8  # kinds of layers
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
 
 
@@ -63,20 +64,31 @@ class Known:
     """What has been found out about one grid, and is the same on all its ranks.
 
     rates: of its links, without `compute`; speeds: by kernel, (FLOP/s, seconds per call);
-    choices: by call, the last CHOICES_KEPT.
+    choices: by call, the last CHOICES_KEPT; works: what a plan is made of that is the same in every
+    micro-batch, by problem, the last WORKS_KEPT.
     """
 
     rates: Rates | None = None
     speeds: dict[Any, tuple[float, float]] = field(default_factory=dict)
     choices: dict[Any, Any] = field(default_factory=dict)
+    works: dict[Any, Any] = field(default_factory=dict)
 
     def choice(self, key: Any, make: Callable[[], Any]) -> Any:
         """The choice for `key`, made when it is first asked for."""
-        if key not in self.choices:
-            if len(self.choices) >= CHOICES_KEPT:
-                del self.choices[next(iter(self.choices))]
-            self.choices[key] = make()
-        return self.choices[key]
+        return _kept(self.choices, CHOICES_KEPT, key, make)
+
+    def work(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The work for `key`, made when it is first asked for."""
+        return _kept(self.works, WORKS_KEPT, key, make)
+
+
+def _kept(found: dict[Any, Any], most: int, key: Any, make: Callable[[], Any]) -> Any:
+    """found[key]; the one that was not asked for the longest makes room for a new one."""
+    value = found.pop(key) if key in found else make()
+    if len(found) >= most:
+        del found[next(iter(found))]
+    found[key] = value
+    return value
 
 
 def _is_number(value: object) -> bool:

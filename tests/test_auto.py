@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.rates import WORKS_KEPT
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
@@ -202,3 +203,32 @@ def test_measuring_is_the_same_on_all_ranks_and_refused_on_all(ranks):
     assert found[0].compute > 1e6
     for words in ranks(4).run(measured_like, True):
         assert re.match(r"rank 1: like must be q, k, v", words)
+
+
+def test_what_is_the_same_in_every_micro_batch_is_made_once():
+    """Schedules and work of a described mask; another mask, layout or kernel has its own."""
+    groups = mb.Groups.in_process(inter=2, intra=2)
+
+    def made(**choices):
+        return mb.prepare(*tensors(), groups=groups, **choices).forwards[0].works
+
+    first = made()
+    assert made() is first
+    assert made(mask=mb.masks.Causal()) is first
+    others = [made(mask=mb.masks.Window(3, 0)), made(layout="striped"), made(kernel="reference"),
+              made(kv_cache=0.5)]  # fmt: skip
+    assert all(other is not first for other in others)
+    assert made(mask=mb.masks.Window(4, 0)) is not others[0]
+
+    class Mine(mb.masks.Causal):
+        """Its repr does not say all there is to say."""
+
+        def __repr__(self):
+            return "Causal()"
+
+    assert not (Mine() & mb.masks.Causal()).described
+    assert made(mask=Mine()) is not first
+    for n in range(WORKS_KEPT):
+        made(mask=mb.masks.Window(5 + n, 0))
+    assert made() is not first
+    assert len(groups.known.works) == WORKS_KEPT

@@ -238,6 +238,40 @@ def test_counters_count_what_torch_is_asked_to_send(ranks):
         assert counted == sent - 16 * messages > 0
 
 
+def calls_of_groups(head):
+    """(groups of this rank, those whose first call was a collective) after a forward and backward
+    in which some ranks have nothing to send."""
+    first, seen = {}, {"all_reduce": dist.all_reduce, "batch_isend_irecv": dist.batch_isend_irecv}
+
+    def reduce(tensor, *rest, group):
+        first.setdefault(group, "all_reduce")
+        return seen["all_reduce"](tensor, *rest, group=group)
+
+    def batch(ops):
+        for op in ops:
+            first.setdefault(op.group, "batch_isend_irecv")
+        return seen["batch_isend_irecv"](ops)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", reduce)
+        patched.setattr(dist, "batch_isend_irecv", batch)
+        groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head)
+        qkv = [torch.randn(4, 1, 2, 4, requires_grad=True) for _ in range(3)]
+        mask = mb.masks.Documents([0, 4, 12, 16]) & mb.masks.Causal()
+        out = mb.attention(*qkv, groups=groups, mask=mask, layout="contiguous")
+        out.sum().backward()
+    member = groups.members[0]
+    mine = {*member.ring.channels.values(), *member.head.channels.values()}
+    return len(mine), sum(first.get(group) == "all_reduce" for group in mine)
+
+
+@pytest.mark.parametrize("head", [1, 2])
+def test_all_members_take_part_in_the_first_call_of_a_group(ranks, head):
+    """NCCL makes a communicator there, and waits for whoever has nothing to send."""
+    for made, joined in ranks(4).run(calls_of_groups, head):
+        assert made == joined >= 2
+
+
 def refused_grid(arguments):
     """The message on this rank of a grid asked for with `arguments`, by rank."""
     mine = arguments[dist.get_rank()]

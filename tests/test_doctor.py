@@ -330,9 +330,14 @@ def test_kernels_are_run_not_asked():
     real = installed.attention
     broken = lambda *a, **k: [Broken.apply(x) for x in real(*a, **k)]  # noqa: E731
     with mock.patch.object(installed, "attention", broken):
-        findings = [f for f in installed.kernels() if f.topic != "kernel auto"]
-        assert findings
-        assert all("not usable" in f.what for f in findings)
+        findings = {f.topic: f for f in installed.kernels()}
+    assert findings.pop("kernel auto").level == "problem"
+    levels = {f.level for f in findings.values()}
+    assert levels == {"problem", "note"}  # what ran is wrong, what did not run is not there
+    assert findings["kernel reference"].level == "problem"
+    for finding in findings.values():
+        words = "computes wrongly on" if finding.level == "problem" else "not usable on"
+        assert words in finding.what
 
 
 @pytest.mark.megatron

@@ -26,8 +26,8 @@ def found():
 @pytest.mark.parametrize(
     ("kind", "cases"),
     [("full", 5), ("causal", 5), ("window", 5), ("dilated", 5), ("documents", 5), ("prefix", 5),
-     ("sparse", 5), ("heads", 4), ("widths", 4), ("dtype", 1), ("softcap", 2), ("wanted", 6),
-     ("deterministic", 1), ("blocks", 3), ("ring", 4)],
+     ("sparse", 5), ("heads", 4), ("widths", 4), ("dtype", 1), ("softcap", 3), ("wanted", 6),
+     ("deterministic", 6), ("wide", 3), ("blocks", 3), ("ring", 4)],
 )  # fmt: skip
 def test_the_kernels_compute_attention(found, kind, cases):
     mine = {case: x for case, x in found["found"].items() if case.split()[0] == kind}
@@ -39,10 +39,15 @@ def test_the_kernels_compute_attention(found, kind, cases):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("device", [80, 90, 100])
-def test_the_kernels_compile_for_gpus_that_are_not_here(device):
-    """And fit into their shared memory; what registers and spills they need is printed."""
-    words = ["-m", "benchmarks.triton_compile", "--devices", str(device), "--widths", "64"]
+@pytest.mark.parametrize(
+    ("device", "width", "dtype"),
+    [(80, 64, "bf16"), (90, 128, "bf16"), (100, 64, "bf16"), (120, 128, "bf16"), (86, 256, "bf16"),
+     (90, 128, "fp32")],
+)  # fmt: skip
+def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
+    """And fit into their shared memory; `.ci/run` prints registers and spills."""
+    words = ["-m", "benchmarks.triton_compile", "--devices", str(device), "--widths", str(width)]
+    words += ["--dtypes", dtype]
     done = subprocess.run(
         [sys.executable, *words], cwd=TESTS.parent, capture_output=True, text=True, timeout=600
     )
@@ -64,3 +69,5 @@ def test_a_device_or_width_that_is_not_in_the_table_takes_the_next_entry():
     assert blocks.blocks(100, "forward", 96) == table[90, "forward", 128]
     assert blocks.blocks(86, "backward", 192) == table[80, "backward", 256]
     assert blocks.blocks(70, "backward", 16) == table[80, "backward", 64]
+    assert blocks.blocks(121, "forward", 128) == table[80, "forward", 128]
+    assert blocks.blocks(90, "forward", 96, 4) == blocks.SINGLE["forward", 128]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import megatron_burst as mb
-from megatron_burst.kernels import Rows, Scoring
+from megatron_burst.kernels import Rows, Scoring, triton_kernel
 from megatron_burst.kernels.blocks import Blocks
 from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span
@@ -48,12 +48,24 @@ SPANS = {
 }
 
 
+FENCES = []  # (what lies behind a tensor) of the tensors of one run
+
+
 def poisoned(shape, dtype, fill=None):
-    """A tensor whose neighbours in memory are NaN: whoever reads or writes beyond it shows."""
+    """A tensor whose neighbours in memory are NaN: who reads beyond its end shows in the result,
+    who writes there in `fences_stand`."""
     rows = torch.full((shape[0] + 40, *shape[1:]), math.nan, dtype=dtype)
     inside = rows[: shape[0]]
+    FENCES.append(rows[shape[0] :])
     inside.copy_(torch.randn(shape, dtype=torch.float64) if fill is None else torch.tensor(fill))
     return inside
+
+
+def fences_stand():
+    """Is all that lies behind the tensors of this run still NaN?"""
+    stands = all(fence.isnan().all() for fence in FENCES)
+    FENCES.clear()
+    return stands
 
 
 def dense(q, k, v, dout, seen, scoring):
@@ -99,7 +111,7 @@ def run(case, spans, mask, dtype=torch.float32, heads=(2, 2), widths=(16, 16), b
     work = kernel.plan(mask, *spans)
     out, lse = (
         poisoned((n, batch, heads[0], w), torch.float32, 0.0),
-        torch.empty(n, batch, heads[0]).fill_(-math.inf),
+        poisoned((n, batch, heads[0]), torch.float32, -math.inf),
     )
     assert (work is not None) == bool(seen.any()), case
     sums = [poisoned(x.shape, torch.float32, 7.0) if want else None
@@ -108,8 +120,13 @@ def run(case, spans, mask, dtype=torch.float32, heads=(2, 2), widths=(16, 16), b
         kernel.forward(q, k, v, work, scoring, out, lse)
         delta = (dout.double() * truth[0]).sum(-1).float()
         torch.use_deterministic_algorithms(deterministic)
-        kernel.backward(Rows(q, dout, truth[1].float(), delta), k, v, work, scoring, *sums)
+        stats = poisoned(truth[1].shape, torch.float32, 0.0).copy_(truth[1])
+        delta = poisoned(delta.shape, torch.float32, 0.0).copy_(delta)
+        adds = Adding()
+        kernel.backward(Rows(q, dout, stats, delta), k, v, work, scoring, *sums)
+        assert adds.ended() == (wanted[0] and not deterministic and any(wanted[1:])), case
         torch.use_deterministic_algorithms(False)
+    assert fences_stand(), f"{case}: somebody wrote behind the end of a tensor"
     got = [out, lse, *(None if x is None else x - 7.0 for x in sums)]
     limits = allowed(q, k, v, dout, seen, truth, softcap)
     return {
@@ -117,6 +134,27 @@ def run(case, spans, mask, dtype=torch.float32, heads=(2, 2), widths=(16, 16), b
         for name, mine, right, limit in zip(NAMES, got, truth, limits, strict=True)
         if mine is not None
     }
+
+
+class Adding:
+    """Was dq added to atomically, in any order, between this and `ended`?"""
+
+    def __init__(self):
+        self.found, self.launch = False, triton_kernel._launch
+        triton_kernel._launch = self.spy
+
+    def spy(self, code, *rest):
+        call = self.launch(code, *rest)
+
+        def made(*args, **constants):
+            self.found |= constants.get("DQ", False)
+            return call(*args, **constants)
+
+        return made
+
+    def ended(self):
+        triton_kernel._launch = self.launch
+        return self.found
 
 
 def positions(spans):
@@ -161,7 +199,18 @@ def pairs():
     for wanted in ((True, False, False), (False, True, False), (False, False, True),
                    (False, True, True), (True, True, False), (True, False, True)):  # fmt: skip
         yield f"wanted {wanted}", run("", whole, CAUSAL, wanted=wanted)
-    yield "deterministic", run("", zigzag, CAUSAL, heads=(4, 2), deterministic=True)
+    window = mb.masks.Window(20, 3)
+    for n, features in enumerate((
+        {"heads": (4, 2), "batch": 2}, {"softcap": 1.0}, {"softcap": 30.0, "batch": 2},
+        {"mask": window, "heads": (3, 1)}, {"wanted": (True, False, True)},
+        {"dtype": torch.float16, "heads": (4, 2), "widths": (32, 32), "spans": whole},
+    )):  # fmt: skip
+        call = {"spans": zigzag, "mask": CAUSAL, "deterministic": True} | features
+        yield f"deterministic {n}", run("", **call)
+    # Far below the cap tanh is nearly its argument, and must not lose it.
+    yield "softcap 1e6", run("", zigzag, CAUSAL, softcap=1e6)
+    for widths in ((128, 128), (192, 128), (256, 256)):
+        yield f"wide {widths}", run("", whole, CAUSAL, widths=widths, heads=(2, 1))
     for size in (Blocks(32, 32, 4, 1), Blocks(64, 32, 4, 1), Blocks(16, 64, 4, 1)):
         yield f"blocks {size.rows} {size.columns}", run("", zigzag, CAUSAL, size=size)
 

@@ -27,7 +27,7 @@ TESTED = ("0.16", "0.19")
 # What rounding may do to a kernel's results, relative to the largest of them.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 WIDTH = 128
-MASKS = masks.Causal(), masks.Window(63, 0)
+MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
@@ -96,39 +96,62 @@ def kernels() -> Iterator[Finding]:
     """Each local-attention kernel, run forward and backward on this machine's device, and what
     "auto" takes of them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, list[float | Exception]] = {}
     for name in TABLE:
-        topic = f"kernel {name}"
-        causal, window = (_outcome(name, device, mask) for mask in MASKS)
-        if isinstance(causal, str):
-            yield note(topic, f"not usable on {device.type}: {causal}")
-            continue
-        windows = "not usable" if isinstance(window, str) else f"within {window:.0e}"
-        yield ok(
-            topic,
-            f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}",
-        )
+        found[name] = [_outcome(name, device, mask) for mask in MASKS.values()]
+        yield _kernel(name, device, found[name])
     x = torch.empty(1, 1, 1, WIDTH, device=device, dtype=_dtype(device))
-    taken, windows = (make("auto", x, x, x, mask=mask).name for mask in MASKS)
-    yield ok("kernel auto", f"takes {taken} where masks are causal, {windows} for windows")
+    taken = [make("auto", x, x, x, mask=mask).name for mask in MASKS.values()]
+    words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
+    broken = {n for i, n in enumerate(taken) if not isinstance(found[n][i], float)}
+    if broken:
+        others = [name for name, each in found.items() if isinstance(each[0], float)]
+        yield problem(
+            "kernel auto",
+            f"takes {words}, but {', '.join(sorted(broken))} does not work here",
+            f"--burst-kernel {' or '.join(others) or 'reference'}",
+        )
+    else:
+        yield ok("kernel auto", f"takes {words}")
+
+
+def _kernel(name: str, device: torch.device, found: Sequence[float | Exception]) -> Finding:
+    """Wrong results are a problem, whoever asks for the kernel; one that cannot run is a note."""
+    topic = f"kernel {name}"
+    wrong = next((each for each in found if isinstance(each, Wrong)), None)
+    if wrong is not None:
+        return problem(topic, f"computes wrongly on {device.type}: {wrong}", "take another kernel")
+    causal, window = found
+    if isinstance(causal, Exception):
+        reason = str(causal).split(";")[0].splitlines()[0]
+        return note(topic, f"not usable on {device.type}: {reason}")
+    windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
+    return ok(
+        topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
+    )
+
+
+class Wrong(ArithmeticError):
+    """A kernel ran, and its results are off by more than rounding."""
 
 
 def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | str:
+def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | Exception:
     """The error of a kernel, or why it cannot be used."""
     try:
         return _compare(name, device, mask)
     except Exception as failure:
-        return str(failure).split(";")[0].splitlines()[0]
+        return failure
 
 
 def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     """The largest error of a kernel's results over a ring of two, relative to the reference.
 
     Grouped heads, lengths that are no power of two, queries that travel: what no operator of
-    torch's was made for. ValueError if it is no rounding.
+    torch's was made for. `Wrong` if it is no rounding.
     """
     dtype = _dtype(device)
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +162,7 @@ def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     for mine, right in zip(*found, strict=True):
         off = ((mine - right).abs().max() / right.abs().max()).item()
         if not off <= ERROR[dtype]:  # nor if it is NaN, which max() passes over
-            raise ValueError(f"its results are off by {off:.1g} of the largest")
+            raise Wrong(f"its results are off by {off:.1g} of the largest")
         error = max(error, off)
     return error
 

@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# (compute capability, pass, greatest width) -> blocks
+# (compute capability, pass, greatest width) -> blocks, for 16-bit inputs
 TABLE: dict[tuple[int, str, int], Blocks] = {
     (80, "forward", 64): Blocks(64, 32, 4, 2),
     (80, "forward", 128): Blocks(64, 64, 8, 1),
@@ -36,11 +36,25 @@ TABLE: dict[tuple[int, str, int], Blocks] = {
     (90, "backward", 128): Blocks(64, 64, 8, 2),
     (90, "backward", 256): Blocks(64, 64, 8, 1),
 }
+# sm_120 has no more shared memory than the smallest of the sm_80s.
+TABLE |= {(120, *key): size for (device, *key), size in TABLE.items() if device == 80}
+# For float32, on any device: its products are not done by tensor cores, and need no large blocks.
+SINGLE = {
+    ("forward", 64): Blocks(32, 32, 4, 1),
+    ("forward", 128): Blocks(32, 32, 4, 1),
+    ("forward", 256): Blocks(32, 32, 8, 1),
+    ("backward", 64): Blocks(32, 32, 4, 1),
+    ("backward", 128): Blocks(32, 32, 8, 1),
+    ("backward", 256): Blocks(16, 32, 8, 1),
+}
 WIDEST = 256
 
 
-def blocks(capability: int, direction: str, width: int) -> Blocks:
-    """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width."""
+def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> Blocks:
+    """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width; for
+    inputs of `itemsize` bytes."""
+    if itemsize == 4:
+        return SINGLE[direction, min(limit for _, limit in SINGLE if limit >= width)]
     devices = sorted({device for device, _, _ in TABLE})
     device = max([known for known in devices if known <= capability] or devices[:1])
     width = min(limit for known, _, limit in TABLE if known == device and limit >= width)

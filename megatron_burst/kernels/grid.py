@@ -75,8 +75,9 @@ def grid(
         all_[:, -1] = False
     tables = _Tables(mask, q, k, rows, columns)
     full, partial = [], []
-    for i, j in np.argwhere(some & ~all_).tolist():
-        found = tables.of(i, j)
+    tiles = np.argwhere(some & ~all_)
+    for (i, j), band in zip(tiles.tolist(), tables.bands_of(tiles), strict=True):
+        found = tables.of(i, j, band)
         if found == tables.everything:
             full.append((i, j))
         elif found is not None:
@@ -117,9 +118,8 @@ class _Tables:
         self.bands: dict[tuple[int, int], int | None] = {}
         self.everything = self._add(np.ones(self.shape, dtype=bool))
 
-    def of(self, i: int, j: int) -> int | None:
-        """The table of the tile at (i, j); None if nothing of it is visible."""
-        band = self._band(i, j)
+    def of(self, i: int, j: int, band: tuple[int, int] | None) -> int | None:
+        """The table of the tile at (i, j), by its band where that is known; None if it is empty."""
         if band is None:
             return self._add(self._visible(i, j))
         if band not in self.bands:
@@ -131,16 +131,18 @@ class _Tables:
         packed = np.frombuffer(b"".join(self.index), dtype=np.int32)
         return packed.reshape(-1, self.shape[0], self.shape[1] // WORD)
 
-    def _band(self, i: int, j: int) -> tuple[int, int] | None:
-        """(left, right) of a whole tile in which the mask is a band; None for other tiles."""
+    def bands_of(self, tiles: np.ndarray) -> list[tuple[int, int] | None]:
+        """Of each tile (i, j): (left, right) if it is whole and the mask is a band there."""
         (rows, columns), q, k = self.shape, self.q, self.k
-        a, b = q.first[i], k.first[j]
-        parts = (Span(*(int(x[a]) for x in q.spans)), Span(*(int(x[b]) for x in k.spans)))
-        if parts[0].length != rows or parts[1].length != columns:
-            return None
-        band = self.mask.band(*parts)
+        parts = [
+            Span(*(x[cut.first[side]] for x in cut.spans))
+            for cut, side in ((q, tiles[:, 0]), (k, tiles[:, 1]))
+        ]
+        left, right, known = self.mask.bands(*parts)
+        known = known & (parts[0].length == rows) & (parts[1].length == columns)
         # farther than the tile is wide makes no difference
-        return band and (min(band.left, rows), min(band.right, columns))
+        both = np.stack([np.minimum(left, rows), np.minimum(right, columns)], axis=1).tolist()
+        return [tuple(band) if sure else None for band, sure in zip(both, known, strict=True)]
 
     def _visible(self, i: int, j: int) -> np.ndarray:
         (rows, columns), table = self.shape, np.zeros(self.shape, dtype=bool)

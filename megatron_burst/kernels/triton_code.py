@@ -27,8 +27,11 @@ def _logits(products, scale, CAP: tl.constexpr):
     """Scores in base 2, so that exp2 serves; CAP 0: no softcap."""
     if CAP == 0:
         return products * (scale * LOG2E)
-    # tanh by exp2 alone: the interpreter has no other
-    tanh = 1 - 2 / (1 + tl.exp2(products * (scale * 2 * LOG2E / CAP)))
+    # tanh by exp2 alone, for the interpreter has no other; near 0, where that cancels, a series
+    x = products * (scale / CAP)
+    x2 = x * x
+    series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315))))
+    tanh = tl.where(x2 < 0.02, series, 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E))))
     return tanh * (CAP * LOG2E)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COARSE = 128  # tiles by which a pair is first looked at
+HEADS = 65535  # the second dimension of a launch
 ALIGNED = 16  # bytes: what a descriptor wants of every stride
 
 
@@ -80,6 +81,8 @@ class TritonKernel:
         widths, multiple = (q.shape[-1], v.shape[-1]), ALIGNED // q.element_size()
         if max(widths) > WIDEST or any(width % multiple for width in widths):
             return f"needs widths up to {WIDEST} that {multiple} divides, got {widths}"
+        if q.shape[1] * q.shape[2] > HEADS:
+            return f"takes {HEADS} heads of all batch entries, got {q.shape[1] * q.shape[2]}"
         return None
 
     def plan(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Pair | None:
@@ -136,6 +139,8 @@ class TritonKernel:
             None if dk is None else _block(dk, size.columns, d, output=True),
             None if dv is None else _block(dv, size.columns, w, output=True),
         )
+        if dq is not None and dq.stride(-1) != 1:
+            raise ValueError(f"kernel triton: cannot write to a tensor with strides {dq.stride()}")
         heads, strides = k.shape[2], (0, 0, 0) if dq is None else dq.stride()[:3]
         for programs, *lists in work.launches(size, "columns", q.device):
             _launch(triton_code.backward_keys, q, len(programs), heads, size)(
@@ -159,7 +164,8 @@ class TritonKernel:
             )  # fmt: skip
 
     def _size(self, direction: str, q: torch.Tensor, v: torch.Tensor) -> Blocks:
-        return self.size or blocks(_capability(q.device), direction, max(_padded(q, v)))
+        capability, width = _capability(q.device), max(_padded(q, v))
+        return self.size or blocks(capability, direction, width, q.element_size())
 
 
 def unavailable(device: str) -> str | None:

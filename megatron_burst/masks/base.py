@@ -47,8 +47,14 @@ class Mask:
 
     #: positions of equal remainder modulo this are alike; 1 for most masks
     modulus: int = 1
-    #: are few rectangles and lower triangles enough, whatever the shards? Stock kernels know these
+    #: are few rectangles and lower triangles enough, whatever the shards, and the same ones in
+    #: every batch? Stock kernels know these, and some compile for each shape
     stairs: bool = False
+
+    @property
+    def described(self) -> bool:
+        """Does repr say all there is? Then what was made for a mask serves its equals."""
+        return type(self).__module__.startswith(f"{__package__}.")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """bool, broadcast of `q` and `k` (integer positions): may the query see the key?"""
@@ -126,6 +132,10 @@ class _Pair(VectorMask):
         self.a, self.b = a, b
         self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # numpy's integers end
         self.stairs = a.stairs and b.stairs
+
+    @property
+    def described(self) -> bool:
+        return self.a.described and self.b.described
 
     def cuts(self, span: Span) -> np.ndarray:
         return np.union1d(self.a.cuts(span), self.b.cuts(span))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from problems import LAYOUTS, SHAPES, Two, judge, kernel_for, kernel_names, on, problem
 
+from megatron_burst import kernels
 from megatron_burst.kernels.aten import stand_in
 
 
@@ -56,6 +57,50 @@ def test_softcap_errs_no_more_than_torch_without(device, name):
     final = got.to(inputs[0].dtype)
     mine = ring.backward(final, statistics, visiting=True)
     judge((final, *mine), (out, *grads), theirs, name)
+
+
+@pytest.mark.parametrize(("device", "name"), SOFTCAPS)
+def test_the_same_bits_twice(device, name):
+    """Where torch is asked for determinism, and the kernel says it can."""
+    shape = SHAPES[device]
+    inputs, _, _ = problem(device, "causal", "zigzag", shape.heads[1], shape.widths[0])
+    kernel_for(device, name, inputs[:3])
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel = kernels.make(name, *inputs[:3])
+    except ValueError:
+        pytest.skip(f"{name} is not deterministic, and says so")
+    else:
+        found = []
+        for _ in range(2):
+            ring = Two(kernel, "causal", "zigzag", shape, inputs)
+            out, lse = ring.forward()
+            found.append((out, lse, *ring.backward(out.to(inputs[0].dtype), lse, True)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "widths"),
+    [on("cpu", "aten", (24, 16)), *(on("cuda", "triton", (w, w)) for w in (64, 128, 256))],
+)
+def test_float32(device, name, widths):
+    shape, (h, k), (d, w) = SHAPES[device], SHAPES[device].heads[1], widths
+    make = torch.Generator(device).manual_seed(6)
+    inputs = [
+        torch.randn(shape.length // 4, 1, n, m, generator=make, device=device)
+        for n, m in ((h, d), (k, d), (k, w), (h, w))
+    ]
+    small = shape._replace(length=shape.length // 4)
+    n = small.length
+    order = problems.arrangement("zigzag", small)
+    rows = torch.tensor([int(p) for r in range(2) for p in order.positions(r, n)], device=device)
+    out, _, *grads = oracle.attention(*inputs, rows[:, None] >= rows[None, :])
+    ring = Two(kernels.make(name, *inputs[:3]), "causal", "zigzag", small, inputs)
+    got, lse = ring.forward()
+    for mine, right in zip((got, *ring.backward(got, lse, True)), (out, *grads), strict=True):
+        assert oracle.worst(mine, right) < 1e-5 * right.abs().max().item()
 
 
 @pytest.mark.parametrize("device", [on(device) for device in SHAPES])
