@@ -156,22 +156,13 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
     algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
-
-    def make() -> _Work:
-        return _work(draft, algorithm, grid, spans, sizes, [m.ring.rank for m in groups.members])
-
+    work = partial(_work, draft, algorithm, grid, spans, sizes, groups)
     if draft.mask.described:  # every micro-batch asks for the same
-        device = draft.tensors[0].device.type
-        key = draft.kernel.name, device, draft.mask, draft.layout, algorithm, sizes, draft.kv_cache
-        there, back, passes = groups.known.work((*key, draft.config.side), make)
-    else:
-        there, back, passes = make()
-    again = None
-    if draft.store is not None:
-        again = recompute.plan(
-            draft.mask, draft.kernel, algorithm, grid, spans, [m.ring.rank for m in groups.members],
-            draft.store, groups.size, sizes,
-        )  # fmt: skip
+        q, config = draft.tensors[0], draft.config
+        key = (draft.kernel.name, q.device, draft.mask, draft.layout, algorithm, config.side, sizes,
+               draft.kv_cache, draft.store)  # fmt: skip
+        work = partial(groups.known.work, key, work)
+    there, back, passes, again = work()
     return Plan(
         groups=groups,
         algorithm=draft.config.algorithm,
@@ -193,11 +184,13 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
 
 
 class _Work(NamedTuple):
-    """Schedules of forward and backward, and both passes of every local rank."""
+    """Schedules of forward and backward, both passes of every local rank, and what it computes
+    again."""
 
     there: Schedule
     back: Schedule
     passes: Sequence[tuple[Pass, Pass]]
+    again: recompute.Recompute | None
 
 
 def _work(
@@ -206,14 +199,21 @@ def _work(
     grid: Grid,
     spans: Sequence[Sequence[Span]],
     sizes: Sizes,
-    ranks: Sequence[int],
+    groups: Groups,
 ) -> _Work:
-    visible = shards_visible(draft.mask, spans, spans)
+    visible, side = shards_visible(draft.mask, spans, spans), draft.config.side
     there = cost.forward_schedule(algorithm, grid, visible, sizes)
     kept = round(draft.kv_cache * (grid.size - 1))
-    side = draft.config.side
     back = cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
-    return _Work(there, back, [_passes(there, back, rank, draft, spans) for rank in ranks])
+    ranks = [member.ring.rank for member in groups.members]
+    again = None
+    if draft.store is not None:
+        again = recompute.plan(
+            draft.mask, draft.kernel, algorithm, grid, spans, ranks, draft.store, groups.size,
+            sizes, draft.tensors[0].device,
+        )  # fmt: skip
+    passes = [_passes(there, back, rank, draft, spans) for rank in ranks]
+    return _Work(there, back, passes, again)
 
 
 def _passes(

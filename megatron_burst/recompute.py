@@ -70,8 +70,10 @@ def plan(
     keep: float,
     cp_size: int,
     sizes: cost.Sizes,
+    device: torch.device,
 ) -> Recompute:
-    """What the ranks `ring_ranks` of a ring, whose shards are `spans`, keep and compute again."""
+    """What the ranks `ring_ranks` of a ring, whose shards are `spans`, keep and compute again;
+    their tensors are on `device`, and so are the row numbers."""
     seq_len = sum(span.length for each in spans for span in each)
     kept, rest, needed = store.split(mask, seq_len, keep, cp_size)
     queries = [store.part(each, rest) for each in spans]
@@ -91,5 +93,5 @@ def plan(
                     works[pair] = work
         indices = store.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
         run = Pass("attention recompute", program, works, rows=rows, own_last=program)
-        ranks.append(Again(*map(torch.from_numpy, indices), run=run))
+        ranks.append(Again(*(torch.from_numpy(x).to(device) for x in indices), run=run))
     return Recompute(keep, schedule, tuple(ranks), mask, tuple(queries), seq_len)

@@ -179,6 +179,23 @@ def test_a_library_that_cannot_be_used_is_a_warning(csrc_file, tmp_path, monkeyp
         assert csrc.load(str(lacking)) == frozenset()
 
 
+def test_a_library_of_another_version_is_known_by_its_arguments(built, monkeypatch):
+    assert csrc._registered("CPU")
+    monkeypatch.setitem(csrc.OPERATORS, "merge_", "out lse part")
+    assert not csrc._registered("CPU")
+
+
+def test_who_holds_a_tensor_sees_that_it_was_written_to(built):
+    out, lse = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1)
+    before = out._version, lse._version
+    assert csrc.merge_(out, lse, torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
+    assert out._version > before[0]
+    assert lse._version > before[1]
+    with torch.inference_mode():  # where nobody counts
+        out, lse = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1)
+        assert csrc.merge_(out, lse, torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
+
+
 def test_the_doctor_names_a_library_that_cannot_be_used(tmp_path, monkeypatch):
     broken = tmp_path / "libcsrc.so"
     broken.write_text("no library")
