@@ -72,7 +72,7 @@ class _Line:
 
     def __init__(self, size: int, rates: Rates, wires: Wires):
         self.clock = np.zeros(size)
-        self.wires, self.latency = wires, rates.latency
+        self.wires, self.latency, self.posting = wires, rates.latency, rates.posting
         self.per_byte = np.array([1 / rates.intra, 1 / rates.inter])
         self.leaving, self.arriving = (np.zeros((2, 2, size)) for _ in range(2))
         self.computing, self.sending = np.zeros(size), np.zeros((2, size))
@@ -112,6 +112,8 @@ class _Line:
         for index, moment in enumerate(program):
             land(index)
             for leg in moment.legs:
+                if self.posting:
+                    self.clock[np.union1d(leg.src, leg.dst)] += self.posting
                 done = self.send(leg, sizes[leg.gradient])
                 landing[leg.land] = np.maximum(landing.get(leg.land, 0.0), done)
             yield

@@ -29,6 +29,7 @@ SMALL = 64  # bytes of a message that is all latency
 FIRST = 2**18  # bytes of the first guess
 LONG = 0.2  # seconds that a transfer should take, so that bursts and latency do not show
 LARGEST = 2**27  # bytes
+POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # of a tile, at least and at most
 
@@ -86,8 +87,9 @@ def links(groups: Groups) -> Rates:
     counters = groups.counters
     before = counters.intra, counters.inter
     latencies, speeds = zip(*(_link(groups, name) for name in ("intra", "inter")), strict=True)
+    posting = max(_posting(groups, name) for name in ("intra", "inter"))
     counters.intra, counters.inter = before
-    groups.known.rates = Rates(*speeds, latency=max(latencies))
+    groups.known.rates = Rates(*speeds, latency=max(latencies), posting=posting)
     return groups.known.rates
 
 
@@ -114,6 +116,19 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
         size = min(LARGEST, max(2 * size, int(size * LONG / took)))
         took = seconds(size, 2)
     return latency, size / max(took - latency, took / 2)
+
+
+def _posting(groups: Groups, name: str) -> float:
+    """Seconds until `exchange` has returned, all ranks exchanging over a link class: the middle of
+    each rank's, and of the ranks the slowest. On a GPU the host does it while the device works."""
+    neighbours = _neighbours(groups, name)
+    if groups.backend == "nccl":
+        return 0.0
+    out, into = (torch.zeros(FIRST, dtype=torch.uint8) for _ in range(2))
+    _slowest(groups, 0.0)
+    if neighbours is None:
+        return _slowest(groups, 0.0)
+    return _slowest(groups, median(_started(neighbours, out, into)[0] for _ in range(POSTS)))
 
 
 def _slowest(groups: Groups, value: float) -> float:
@@ -143,14 +158,21 @@ def _neighbours(groups: Groups, link: str) -> Neighbours | None:
 
 def _transfer(neighbours: Neighbours, out: torch.Tensor, into: torch.Tensor) -> float:
     """Seconds until `out` has gone to the next rank and `into` come from the last one."""
+    return _started(neighbours, out, into)[1]
+
+
+def _started(neighbours: Neighbours, out: torch.Tensor, into: torch.Tensor) -> tuple[float, float]:
+    """Of one exchange: seconds until it was started, and until it was done."""
     endpoint, channel, there, back = neighbours
     _settle(out.device)
     begin = time.perf_counter()
     # "intra" is where the bytes are counted, for a moment: the counters are put back
     sends, receives = [Send(there, "intra", [out])], [Receive(back, [into])]
-    endpoint.exchange(channel, sends, receives, "measuring a link").wait()
+    pending = endpoint.exchange(channel, sends, receives, "measuring a link")
+    posted = time.perf_counter()
+    pending.wait()
     _settle(out.device)
-    return time.perf_counter() - begin
+    return posted - begin, time.perf_counter() - begin
 
 
 def _settle(device: torch.device) -> None:

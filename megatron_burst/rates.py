@@ -26,6 +26,8 @@ class Rates:
     products in forward, five in backward, visible pairs only); math.inf if it takes no time, None
     to have it measured with the plan's kernel.
     launch: seconds that each call of the local attention takes besides its FLOPs.
+    posting: seconds of a rank's own time that starting an exchange takes, in which it computes
+    nothing; 0 where the host runs ahead of a device.
     """
 
     intra: float
@@ -33,6 +35,7 @@ class Rates:
     latency: float = 0.0
     compute: float | None = None
     launch: float = 0.0
+    posting: float = 0.0
 
     def __post_init__(self):
         for name in ("intra", "inter", "compute"):
@@ -41,7 +44,7 @@ class Rates:
                 continue
             if not _is_number(value) or not value > 0:
                 raise ValueError(f"rates: {name} must be a positive number, got {value!r}")
-        for name in ("latency", "launch"):
+        for name in ("latency", "launch", "posting"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"rates: {name} must be seconds, 0 or more, got {value!r}")

@@ -146,6 +146,7 @@ def test_all_ranks_measure_and_choose_the_same(ranks, head, placement):
         assert 1e6 < rates.intra < 1e12
         assert 1e6 < rates.inter < 1e12
         assert rates.latency > 0
+        assert 0 < rates.posting < 0.1
 
 
 def disagreeing(how):

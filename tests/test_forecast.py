@@ -78,6 +78,16 @@ def test_latency_and_launches_are_paid_per_message_and_per_pair():
     assert got.seconds == (4 + 2) + 1.5
 
 
+def test_a_rank_that_starts_an_exchange_does_not_compute():
+    """Two ranks: half a second of their own, then the hop of 4 and the first pair (5) side by side,
+    then the second pair; the last boundary starts nothing."""
+    pairs = np.full((2, 2), 5.0)
+    got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5))
+    assert got == Pass(0.5 + 5 + 5, 10, 4, 0)
+    two = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5), head_groups=2)
+    assert two.seconds == 2 * 0.5 + 4 * 2.5
+
+
 def test_a_second_group_of_heads_computes_while_the_first_waits():
     """Halves: hop 2, pair 1. Group 0 sends at 0, computes until 1, waits until 2; group 1 sends at
     2; group 0 computes until 3, group 1 until 4, when its hop lands, and then until 5."""
@@ -351,6 +361,9 @@ def test_masks_and_layouts_are_counted():
 def test_messages_that_cost_much_are_few():
     dear = Rates(50e6, 12.5e6, latency=0.2, compute=9e9)
     assert chosen(given_rates=dear).taken.head_groups == 1
+    busy = Rates(50e6, 12.5e6, posting=0.2, compute=9e9)
+    assert chosen(given_rates=busy).taken.head_groups == 1
+    assert chosen(given_rates=Rates(50e6, 12.5e6, compute=9e9)).taken.head_groups > 1
 
 
 BAD = [
