@@ -37,7 +37,7 @@ TABLE: dict[tuple[int, str, int], Blocks] = {
     (90, "backward", 256): Blocks(64, 64, 8, 1),
 }
 # sm_120 has no more shared memory than the smallest of the sm_80s.
-TABLE |= {(120, *key): size for (device, *key), size in TABLE.items() if device == 80}
+TABLE |= {(120, way, width): size for (old, way, width), size in TABLE.items() if old == 80}
 # For float32, on any device: its products are not done by tensor cores, and need no large blocks.
 SINGLE = {
     ("forward", 64): Blocks(32, 32, 4, 1),
