@@ -156,7 +156,9 @@ def _here(*tensors: torch.Tensor) -> bool:
 
 def _changed(*tensors: torch.Tensor) -> None:
     """As torch's own operators do in place: who holds a tensor can see that it was written to."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _rows(*tensors: torch.Tensor) -> bool:

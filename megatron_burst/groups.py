@@ -261,7 +261,8 @@ def _join(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """A collective on every group, in the same order everywhere.
 
     NCCL makes a communicator at a group's first call, in which all of its members have to take
-    part; but not all ranks have something to send in every boundary of every schedule.
+    part; but not all ranks have something to send in every boundary of every schedule. So every
+    communicator exists from the start, with NCCL's buffers for it.
     """
     for group in dict.fromkeys(groups):  # rings over the same ranks share theirs
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -274,4 +275,4 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")

@@ -151,7 +151,7 @@ def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[Pass, Pass
             links.count(link) * (count * rates.latency + size / rate)
             for link, rate in (("intra", rates.intra), ("inter", rates.inter))
         ]
-        passes.append(Pass(max(busy) + rates.posting * bool(links), 0.0, *busy))
+        passes.append(Pass(max(busy) + 2 * rates.posting * bool(links), 0.0, *busy))
     return passes[0], passes[1]
 
 

@@ -157,9 +157,9 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
     spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
     algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
     work = partial(_work, draft, algorithm, grid, spans, sizes, groups)
-    if draft.mask.described:  # every micro-batch asks for the same
-        q, config = draft.tensors[0], draft.config
-        key = (draft.kernel.name, q.device, draft.mask, draft.layout, algorithm, config.side, sizes,
+    if draft.mask.lasting:  # every micro-batch asks for the same
+        q, config, places = draft.tensors[0], draft.config, tuple(map(tuple, spans))
+        key = (draft.kernel.name, q.device, draft.mask, places, algorithm, config.side, sizes,
                draft.kv_cache, draft.store)  # fmt: skip
         work = partial(groups.known.work, key, work)
     there, back, passes, again = work()

@@ -53,7 +53,8 @@ class Rates:
         """On one line, in the units people compare."""
         compute = "unknown" if self.compute is None else _short(self.compute, "FLOP/s")
         links = f"intra {_short(self.intra, 'B/s')}, inter {_short(self.inter, 'B/s')}"
-        return f"{links}, {self.latency * 1e6:.3g} us per message, compute {compute}"
+        own = f" and {self.posting * 1e6:.3g} us to start it" * (self.posting > 0)
+        return f"{links}, {self.latency * 1e6:.3g} us per message{own}, compute {compute}"
 
 
 def check_rates(rates: object) -> None:

@@ -227,8 +227,24 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
         def __repr__(self):
             return "Causal()"
 
-    assert not (Mine() & mb.masks.Causal()).described
+    assert not (Mine() & mb.masks.Causal()).lasting
     assert made(mask=Mine()) is not first
+    packed = mb.masks.Documents([0, 16, 64]) & mb.masks.Causal()
+    assert made(mask=packed) is not made(mask=packed)
+
+    class Turned(mb.layout.Layout):
+        """Contiguous, but begun by another rank; its name and size do not say by which."""
+
+        def __init__(self, by):
+            super().__init__(4)
+            self.by = by
+
+        def spans(self, rank, seq_len):
+            rows = seq_len // 4
+            return (mb.layout.Span((rank + self.by) % 4 * rows, 1, rows),)
+
+    turned = [made(layout=Turned(by)) for by in (1, 2)]
+    assert turned[0] is not turned[1]
     for n in range(WORKS_KEPT):
         made(mask=mb.masks.Window(5 + n, 0))
     assert made() is not first

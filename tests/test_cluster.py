@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import document, faults, table
+from benchmarks.cluster import bench, cells, document, faults, measure, table
 from benchmarks.cluster.network import Rates
-from benchmarks.cluster.ranks import Answer
+from benchmarks.cluster.ranks import Answer, RankError
 
 ROOT = Path(__file__).parents[1]
 RUN = [sys.executable, "-m", "benchmarks.cluster"]
@@ -147,6 +147,56 @@ def test_the_limit_by_hand():
     assert (row.low, row.middle, row.high) == (10.5, 11.0, 11.5)
     assert row.over_limit == pytest.approx(1.1)
     assert row.sent == {"intra": pytest.approx(0.01)}
+
+
+RING = {
+    "name": "ring",
+    "seconds": [{"forward": 5.0, "backward": 4.0}] * 3,
+    "busiest": {"forward": {"intra": 10**6, "inter": 0}, "backward": {"intra": 0, "inter": 10**6}},
+    "flops": {"forward": 200.0, "backward": 100.0},
+    "bytes": RECORD["rivals"][0]["bytes"],
+    "error": 0.0,
+}  # fmt: skip
+
+
+def test_the_limit_knows_what_a_rival_sustained():
+    """The ring sent 8 Mbit in 4 s, so the link carries 2 Mbit/s, whatever the plain transfer did;
+    and so both are compared, repeat by repeat."""
+    burst, ring = table.rows(RECORD | {"rivals": [RECORD["rivals"][0], RING]})
+    assert burst.limit == ring.limit == 2.0 + 4.0
+    assert ring.over_limit == 1.5
+    assert ring.against == pytest.approx((9 / 11, 9 / 12, 9 / 10))
+    assert burst.fixed == pytest.approx((11 / 9, 10 / 9, 12 / 9))
+    assert str(burst.fixed) == "1.22 (1.11 to 1.33)"
+
+
+def test_the_summary_counts_and_names_what_misses():
+    slow = RING | {"name": "auto", "seconds": [{"forward": 9.0, "backward": 9.0}] * 3}
+    quick = RING | {"name": "auto", "seconds": [{"forward": 2.0, "backward": 4.0}] * 3}
+    records = [
+        RECORD
+        | {"rivals": [RECORD["rivals"][0], RING, auto], "cell": RECORD["cell"] | {"heads": h}}
+        for auto, h in ((slow, "MHA"), (quick, "GQA"))
+    ]
+    first, second = table.summary(records).splitlines()
+    assert "0.67 to 2.00, within 1.05 in 1 of 2 cells; 2.00 in 2 x 2 1M/8M MHA balanced" in first
+    assert "1.00 to 1.83, within 1.10 in 1 of 2 cells; 1.83 in 2 x 2 1M/8M MHA balanced" in second
+
+
+def test_a_wrong_result_or_other_bytes_end_the_benchmark():
+    rival = cells.Rival("burst", "burst")
+    works = [measure.Work({p: {"intra": 50, "inter": 0} for p in table.PASSES}, {}, "")] * 2
+    right = measure.Run({}, {"intra": 100, "inter": 0}, {"intra": 100, "inter": 0}, 1e-7)
+    wanted = {"intra": 200, "inter": 0}
+    bench._check(rival, wanted, works, [right, right])
+    for odd, words in (
+        (right._replace(error=float("nan")), "rank 1 is off by nan"),
+        (right._replace(error=1.0), "rank 1 is off by 1"),
+        (right._replace(counted={"intra": 99, "inter": 1}), "rank 1 sent .*, the formula says"),
+        (right._replace(sent={"intra": 10**6, "inter": 0}), "the kernel counted 1000100 intra"),
+    ):
+        with pytest.raises(RankError, match=words):
+            bench._check(rival, wanted, works, [right, odd])
 
 
 def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):

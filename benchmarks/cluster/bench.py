@@ -219,20 +219,8 @@ def _speed(cell: Cell, works: dict[Rival, list[Work]]) -> float | None:
     share = REGIMES[cell.regime]
     if share == 0.0:
         return 0.0
-    busy, flops = min(
-        (_busy(cell, some), max(sum(work.flops.values()) for work in some))
-        for rival, some in works.items()
-        if rival.algorithm == "burst"
-    )
-    return flops / (share * busy)
-
-
-def _busy(cell: Cell, works: list[Work]) -> float:
-    """Seconds for which the busier link class of the busiest rank is busy at its nominal rate."""
-    return sum(
-        max(8 * max(w.bytes[name][link] for w in works) / cell.rates.of(link) for link in LINKS)
-        for name in PASSES
-    )
+    flops = max(sum(work.flops.values()) for work in next(iter(works.values())))  # of any rival
+    return flops / (share * predict.busy(cell))
 
 
 def _span(clocks: list[tuple[float, float]]) -> float:

@@ -24,7 +24,7 @@ def write(results: Record, path: Path) -> None:
         f"Measured on {results['machine']}, by\n\n{commands}\n"
         f"![Medians of every rival beside the limit]({path.with_suffix('.png').name})\n"
     )
-    body = f"{BEGIN}\n{made}\n{tables}{END}"
+    body = f"{BEGIN}\n{table.summary(results['cells'])}\n\n{made}\n{tables}{END}"
     text = path.read_text() if path.exists() else f"{BEGIN}{END}\n"
     before, found, rest = text.partition(BEGIN)
     _, closed, after = rest.partition(END)

@@ -111,6 +111,9 @@ def _be_first(tell: int, main: Callable[[], int]) -> None:
         os.close(tell)
         tempfile.tempdir = "/run"  # files go with the namespaces, too
         code = main()
+    except Unavailable as error:  # something that `_prepare` did not try
+        print(_refusal(error), file=sys.stderr)
+        code = 2
     except KeyboardInterrupt as stop:
         print(f"stopped by signal {stop}; the cluster is gone", file=sys.stderr)
         code = 130

@@ -55,20 +55,26 @@ def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> fl
     return total
 
 
+def busy(cell: Cell) -> float:
+    """Seconds for which the busier links of burst's busiest rank are in use at their nominal rates,
+    in both passes, of the side that sends less."""
+    links = Rates(*(cell.rates.of(link) / 8 for link in ("intra", "inter")), compute=math.inf)
+    sides = [predict(cell, Rival("burst", "burst", side), links) for side in ("kv", "query")]
+    return min(
+        sum(max(p.intra, p.inter) for p in (found.forward, found.backward))
+        for found in sides
+        if found is not None
+    )
+
+
 def _seconds(cell: Cell, rivals: Iterable[Rival]) -> Iterable[float]:
     """Of one run of each rival, at nominal rates."""
     links = Rates(*(REACHED * cell.rates.of(link) / 8 for link in ("intra", "inter")),
                   compute=math.inf)  # fmt: skip
-    busy = 0.0
-    for side in ("kv", "query"):
-        found = predict(cell, Rival("burst", "burst", side), links)
-        if found is not None:
-            used = sum(max(p.intra, p.inter) for p in (found.forward, found.backward))
-            busy = min(busy or used, used)
     for rival in rivals:
         if rival.algorithm == "auto":
             continue
         found = predict(cell, rival, links)
         if found is not None:
             # overlapped or not, compute makes no run longer than both one after the other
-            yield max(found.seconds, REGIMES.get(cell.regime, 1.0) * busy)
+            yield max(found.seconds, REGIMES.get(cell.regime, 1.0) * busy(cell) / REACHED)

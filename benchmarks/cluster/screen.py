@@ -98,7 +98,7 @@ def _table(record: dict) -> Table:
         shown.add_row(
             row.name, f"{row.middle:.3f}", f"{row.low:.3f}-{row.high:.3f}",
             f"{row.forward:.3f} + {row.backward:.3f}", f"{row.limit:.3f}",
-            f"{row.over_limit:.2f}", f"{row.against:.2f}", f"{row.fixed:.2f}",
+            f"{row.over_limit:.2f}", f"{row.against.middle:.2f}", f"{row.fixed.middle:.2f}",
             "" if row.forecast is None else f"{row.forecast:.3f}",
             " ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items()),
         )  # fmt: skip

@@ -1,17 +1,30 @@
 """From records to what is read: medians with quartiles, the limit, and the table as Markdown.
 
 The limit of a pass is max(compute, intra bytes / rate, inter bytes / rate) of the busiest rank,
-with the rates that a plain transfer reached in the same run; that of a call is the sum of both
-passes. Nothing here runs anything.
+with the highest rates that anything reached in the same run, a plain transfer or a rival; that of a
+call is the sum of both passes. Nothing here runs anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 PASSES = ("forward", "backward")
+OURS = ("burst", "double_ring, overlapped", "auto")  # double_ring, overlapped is burst, side kv
 Record = dict[str, Any]
+
+
+class Ratio(NamedTuple):
+    """Of two rivals, repeat by repeat: the middle, the smallest and the largest."""
+
+    middle: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
 class Row(NamedTuple):
@@ -26,8 +39,8 @@ class Row(NamedTuple):
     limit: float
     over_limit: float
     sent: dict[str, float]  # link class -> kernel bytes over the formula's, less one
-    against: float  # median over repeats of this time over that of the best burst
-    fixed: float  # the same, over that of the best rival that is not "auto"
+    against: Ratio  # of this time over that of the best burst
+    fixed: Ratio  # of this time over that of the best rival that is not "auto"
     forecast: float | None
 
 
@@ -54,14 +67,17 @@ def rows(record: Record) -> list[Row]:
                 *(median(run[name] for run in rival["seconds"]) for name in PASSES),
                 bound, middle / bound,
                 _extra(rival["bytes"]),
-                *(
-                    median(a / b for a, b in zip(times, totals[name], strict=True))
-                    for name in (best, fixed)
-                ),
+                _ratio(times, totals[best]),
+                _ratio(times, totals[fixed]),
                 rival.get("forecast"),
             )
         )  # fmt: skip
     return found
+
+
+def _ratio(mine: list[float], other: list[float]) -> Ratio:
+    each = [a / b for a, b in zip(mine, other, strict=True)]
+    return Ratio(median(each), min(each), max(each))
 
 
 def _extra(sent: Record) -> dict[str, float]:
@@ -70,7 +86,7 @@ def _extra(sent: Record) -> dict[str, float]:
 
 def limit(record: Record, rival: Record) -> float:
     """Seconds below which no schedule of these bytes and FLOPs can come."""
-    rates = {link: median(values) for link, values in record["plain"].items() if values}
+    rates = reached(record)
     speed = record["speed"]
     total = 0.0
     for name in PASSES:
@@ -81,6 +97,19 @@ def limit(record: Record, rival: Record) -> float:
     return total
 
 
+def reached(record: Record) -> dict[str, float]:
+    """Payload bits per second of each link class: the middle of the plain transfers, or what the
+    busiest rank of a rival sustained through a whole pass, where that is more."""
+    rates = {link: median(values) for link, values in record["plain"].items() if values}
+    for rival in record["rivals"]:
+        for name in PASSES:
+            seconds = median(run[name] for run in rival["seconds"])
+            for link, sent in rival["busiest"][name].items():
+                if sent:
+                    rates[link] = max(rates[link], 8 * sent / seconds)
+    return rates
+
+
 def headline(record: Record) -> str:
     """What a cell is, in one line."""
     cell = record["cell"]
@@ -88,14 +117,52 @@ def headline(record: Record) -> str:
     compute = {None: "real compute"}.get(speed, "compute takes no time (emulated)")
     if speed:
         compute = f"emulated compute at {speed / 1e9:.1f} GFLOP/s per rank"
-    plain = ", ".join(
-        f"{link} {median(values) / 1e6:.0f}" for link, values in record["plain"].items() if values
-    )
+    most = ", ".join(f"{link} {rate / 1e6:.0f}" for link, rate in reached(record).items())
     return (
         f"{cell['nodes']} nodes x {cell['per_node']} ranks, {cell['heads']}, "
         f"{cell['rates']} bit/s (inter/intra), {cell['regime']}: {compute}; "
-        f"{cell['tokens']} tokens per rank; a plain transfer reached {plain} Mbit/s"
+        f"{cell['tokens']} tokens per rank; the links reached {most} Mbit/s"
     )
+
+
+def summary(records: Sequence[Record]) -> str:
+    """What the tables say of the two goals that every cell has, counted; cells that miss are named.
+
+    `auto` over the best of the others, and where compute is emulated and takes time, the best of
+    burst and `auto` over its own limit.
+    """
+    autos, limits = {}, {}
+    for record in records:
+        found = {row.name: row for row in rows(record)}
+        if "auto" in found:
+            autos[short(record)] = found["auto"].fixed.middle
+        if record["speed"]:
+            mine = [row for name, row in found.items() if name.startswith(OURS)]
+            limits[short(record)] = min(row.over_limit for row in mine)
+    return "\n".join(
+        f"- **{what}**: {_counted(values, goal)}"
+        for what, values, goal in (
+            ("`auto` over the best of the others", autos, 1.05),
+            ("The best of burst and `auto` over its limit, with compute", limits, 1.10),
+        )
+        if values
+    )
+
+
+def _counted(values: dict[str, float], goal: float) -> str:
+    missed = {name: value for name, value in values.items() if value > goal}
+    words = (
+        f"{min(values.values()):.2f} to {max(values.values()):.2f}, within {goal:.2f} in "
+        f"{len(values) - len(missed)} of {len(values)} cells"
+    )
+    worst = sorted(missed.items(), key=lambda item: -item[1])
+    return words + "".join(f"; {value:.2f} in {name}" for name, value in worst)
+
+
+def short(record: Record) -> str:
+    cell = record["cell"]
+    regime = {"communication": "no compute"}.get(cell["regime"], cell["regime"])
+    return f"{cell['nodes']} x {cell['per_node']} {cell['rates']} {cell['heads']} {regime}"
 
 
 def markdown(record: Record) -> str:
@@ -112,7 +179,7 @@ def markdown(record: Record) -> str:
         lines.append(
             f"| {row.name} | {row.middle:.3f} ({row.low:.3f} to {row.high:.3f}) | "
             f"{row.forward:.3f} + {row.backward:.3f} | {row.limit:.3f}{' (links)' * no_limit} | "
-            f"{row.over_limit:.2f} | {row.against:.2f} | {row.fixed:.2f} | "
+            f"{row.over_limit:.2f} | {row.against} | {row.fixed} | "
             f"{'' if row.forecast is None else f'{row.forecast:.3f}'} | {bytes_} |"
         )
     lines += [

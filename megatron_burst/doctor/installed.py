@@ -105,7 +105,7 @@ def kernels() -> Iterator[Finding]:
     words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
     broken = {n for i, n in enumerate(taken) if not isinstance(found[n][i], float)}
     if broken:
-        others = [name for name, each in found.items() if isinstance(each[0], float)]
+        others = [name for name, each in found.items() if all(isinstance(x, float) for x in each)]
         yield problem(
             "kernel auto",
             f"takes {words}, but {', '.join(sorted(broken))} does not work here",

@@ -52,8 +52,9 @@ class Mask:
     stairs: bool = False
 
     @property
-    def described(self) -> bool:
-        """Does repr say all there is? Then what was made for a mask serves its equals."""
+    def lasting(self) -> bool:
+        """Is it the same in every batch, and does repr say all there is? Then what was made for a
+        mask is kept, and serves its equals."""
         return type(self).__module__.startswith(f"{__package__}.")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -134,8 +135,8 @@ class _Pair(VectorMask):
         self.stairs = a.stairs and b.stairs
 
     @property
-    def described(self) -> bool:
-        return self.a.described and self.b.described
+    def lasting(self) -> bool:
+        return self.a.lasting and self.b.lasting
 
     def cuts(self, span: Span) -> np.ndarray:
         return np.union1d(self.a.cuts(span), self.b.cuts(span))

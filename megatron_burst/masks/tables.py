@@ -20,8 +20,11 @@ class Documents(VectorMask):
     Causal packed documents are Documents(cu_seqlens) & Causal().
     """
 
+    lasting = False  # others in every batch
+
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray):
         self.bounds = document_bounds(cu_seqlens)
+        self.bounds.flags.writeable = False
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
         """The index of the document each position belongs to."""
@@ -132,7 +135,9 @@ def _square(table: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"table must hold 1 where a query sees a key and 0 where not, got {odd[0]}"
         )
-    return given.astype(bool)
+    table = given.astype(bool)
+    table.flags.writeable = False  # what was made for it may be kept
+    return table
 
 
 def _digest(table: np.ndarray) -> str:
