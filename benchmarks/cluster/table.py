@@ -128,7 +128,7 @@ def headline(record: Record) -> str:
 def summary(records: Sequence[Record]) -> str:
     """What the tables say of the two goals that every cell has, counted; cells that miss are named.
 
-    `auto` over the best of the others, and where compute is emulated and takes time, the best of
+    `auto` over the best of the others, and where compute is emulated and takes time, the fastest of
     burst and `auto` over its own limit.
     """
     autos, limits = {}, {}
@@ -138,12 +138,13 @@ def summary(records: Sequence[Record]) -> str:
             autos[short(record)] = found["auto"].fixed.middle
         if record["speed"]:
             mine = [row for name, row in found.items() if name.startswith(OURS)]
-            limits[short(record)] = min(row.over_limit for row in mine)
+            fastest = min(mine, key=lambda row: row.middle)
+            limits[short(record)] = fastest.over_limit
     return "\n".join(
         f"- **{what}**: {_counted(values, goal)}"
         for what, values, goal in (
             ("`auto` over the best of the others", autos, 1.05),
-            ("The best of burst and `auto` over its limit, with compute", limits, 1.10),
+            ("The fastest of burst and `auto` over its limit, with compute", limits, 1.10),
         )
         if values
     )

@@ -20,11 +20,13 @@ class Documents(VectorMask):
     Causal packed documents are Documents(cu_seqlens) & Causal().
     """
 
-    lasting = False  # others in every batch
-
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray):
         self.bounds = document_bounds(cu_seqlens)
         self.bounds.flags.writeable = False
+
+    @property
+    def lasting(self) -> bool:
+        return False  # others in every batch
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
         """The index of the document each position belongs to."""
