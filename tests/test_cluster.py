@@ -121,6 +121,12 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
     assert doc.with_suffix(".png").exists()
 
 
+def test_full_says_which_cells_itself():
+    done = run("bench", "--full", "--grids", "2x4", "--repeats", "1")
+    assert done.returncode == 2
+    assert "--full says which cells and how often, got --grids, --repeats too" in done.stderr
+
+
 RECORD = {
     "cell": {"nodes": 2, "per_node": 2, "heads": "MHA", "rates": "1M/8M", "regime": "balanced",
              "tokens": 64},

@@ -18,6 +18,7 @@ FULL = {
     "rates": "200M/800M,1G/4G",
     "heads": "MHA,GQA 4:1",
     "regimes": "communication,balanced,compute,hidden,real",
+    "tokens": 1024,
     "repeats": 5,
 }
 RESULTS = ROOT / "runs" / "cluster"
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=3, help="runs of each rival (default: 3)")
     bench.add_argument("--rivals", default="", help="only those whose name contains one of A,B,...")
     bench.add_argument("--out", type=Path, default=RESULTS / "results.json", help="JSON to write")
-    bench.add_argument("--full", action="store_true", help="every cell; about 1.7 hours")
+    bench.add_argument("--full", action="store_true", help="every cell; predicted: 2.5 hours")
     bench.add_argument("--append", action="store_true", help="add to the JSON that is there")
     bench.add_argument("--doc", type=Path, help="also write this Markdown file and a PNG beside it")
     trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
@@ -87,6 +88,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     if not rivals:
         raise ValueError(f"--rivals {arguments.rivals}: there are {[r.name for r in RIVALS]}")
     if arguments.full:
+        usual = vars(_parser().parse_args(["bench"]))
+        given = [f"--{name}" for name in FULL if vars(arguments)[name] != usual[name]]
+        if given:
+            raise ValueError(f"--full says which cells and how often, got {', '.join(given)} too")
         vars(arguments).update(FULL)
     todo = _cells(arguments)
 
