@@ -260,7 +260,7 @@ def test_the_table_and_auto():
         ((9, 0), None, Causal(), "aten"),
         ((8, 0), 91900, Causal(), "aten"),
         ((12, 0), 91900, Causal(), "aten"),
-        ((9, 0), 91900, Documents([0, 4, 9]) & Causal(), "triton"),
+        ((9, 0), 91900, Documents([0, 4, 9]) & Causal(), "aten"),
         ((9, 0), 91900, Causal() | Prefix(3), "aten_cudnn"),
         ((9, 0), 91900, Window(3, 0), "triton"),
         ((9, 0), 91900, Window(3, 0) & Documents([0, 9]), "triton"),

@@ -108,10 +108,11 @@ TABLE: dict[str, Callable[[torch.device], Kernel]] = {
 def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     """What "auto" tries, in this order: torch's own operators where few of their tiles show what
     the mask shows, for they are everywhere and fast; else ours, which takes any mask in one
-    launch, as it takes what they do not (a softcap)."""
+    launch, as it takes what they do not (a softcap). cuDNN compiles for every shape, so it is not
+    for masks that have others in every batch."""
     if not mask.stairs:
         return ("triton", "aten") if device.type == "cuda" else ("aten", "triton")
-    cudnn = device.type == "cuda" and prefers_cudnn(device)
+    cudnn = device.type == "cuda" and mask.lasting and prefers_cudnn(device)
     return ("aten_cudnn", "aten", "triton") if cudnn else ("aten", "triton")
 
 

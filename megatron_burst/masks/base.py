@@ -47,8 +47,7 @@ class Mask:
 
     #: positions of equal remainder modulo this are alike; 1 for most masks
     modulus: int = 1
-    #: are few rectangles and lower triangles enough, whatever the shards, and the same ones in
-    #: every batch? Stock kernels know these, and some compile for each shape
+    #: are few rectangles and lower triangles enough, as stock kernels know them?
     stairs: bool = False
 
     @property

@@ -20,6 +20,8 @@ class Documents(VectorMask):
     Causal packed documents are Documents(cu_seqlens) & Causal().
     """
 
+    stairs = True
+
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray):
         self.bounds = document_bounds(cu_seqlens)
         self.bounds.flags.writeable = False
