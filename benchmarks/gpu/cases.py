@@ -116,7 +116,7 @@ def _by_document(bounds: tuple[int, ...], device: torch.device) -> Seen:
 
 
 def _by_block(mask: BlockSparse, device: torch.device) -> Seen:
-    table, block = torch.from_numpy(mask.table).to(device), mask.block
+    table, block = torch.tensor(mask.table, device=device), mask.block
     return lambda q, k: table[q // block, k // block]
 
 
