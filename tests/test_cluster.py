@@ -185,6 +185,8 @@ def test_the_summary_counts_and_names_what_misses():
         for auto, h in ((slow, "MHA"), (quick, "GQA"))
     ]
     first, second = table.summary(records).splitlines()
+    again, _ = table.summary([*records, records[0]]).splitlines()
+    assert "within 1.05 in 1 of 3 cells" in again  # measured twice, counted twice
     assert "0.67 to 2.00, within 1.05 in 1 of 2 cells; 2.00 in 2 x 2 1M/8M MHA balanced" in first
     assert "1.00 to 1.83, within 1.10 in 1 of 2 cells; 1.83 in 2 x 2 1M/8M MHA balanced" in second
 

@@ -71,10 +71,11 @@ def _seconds(cell: Cell, rivals: Iterable[Rival]) -> Iterable[float]:
     """Of one run of each rival, at nominal rates."""
     links = Rates(*(REACHED * cell.rates.of(link) / 8 for link in ("intra", "inter")),
                   compute=math.inf)  # fmt: skip
+    # overlapped or not, compute makes no run longer than both one after the other
+    compute = REGIMES.get(cell.regime, 1.0) * busy(cell) / REACHED
     for rival in rivals:
         if rival.algorithm == "auto":
             continue
         found = predict(cell, rival, links)
         if found is not None:
-            # overlapped or not, compute makes no run longer than both one after the other
-            yield max(found.seconds, REGIMES.get(cell.regime, 1.0) * busy(cell) / REACHED)
+            yield max(found.seconds, compute)

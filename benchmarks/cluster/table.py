@@ -131,15 +131,15 @@ def summary(records: Sequence[Record]) -> str:
     `auto` over the best of the others, and where compute is emulated and takes time, the fastest of
     burst and `auto` over its own limit.
     """
-    autos, limits = {}, {}
+    autos, limits = [], []  # (cell, value): a cell may have been measured twice
     for record in records:
         found = {row.name: row for row in rows(record)}
         if "auto" in found:
-            autos[short(record)] = found["auto"].fixed.middle
+            autos.append((short(record), found["auto"].fixed.middle))
         if record["speed"]:
             mine = [row for name, row in found.items() if name.startswith(OURS)]
             fastest = min(mine, key=lambda row: row.middle)
-            limits[short(record)] = fastest.over_limit
+            limits.append((short(record), fastest.over_limit))
     return "\n".join(
         f"- **{what}**: {_counted(values, goal)}"
         for what, values, goal in (
@@ -150,20 +150,20 @@ def summary(records: Sequence[Record]) -> str:
     )
 
 
-def _counted(values: dict[str, float], goal: float) -> str:
-    missed = {name: value for name, value in values.items() if value > goal}
-    words = (
-        f"{min(values.values()):.2f} to {max(values.values()):.2f}, within {goal:.2f} in "
-        f"{len(values) - len(missed)} of {len(values)} cells"
+def _counted(values: list[tuple[str, float]], goal: float) -> str:
+    worst = sorted(values, key=lambda item: -item[1])
+    missed = [f"; {value:.2f} in {name}" for name, value in worst if value > goal]
+    return (
+        f"{worst[-1][1]:.2f} to {worst[0][1]:.2f}, within {goal:.2f} in "
+        f"{len(values) - len(missed)} of {len(values)} cells" + "".join(missed)
     )
-    worst = sorted(missed.items(), key=lambda item: -item[1])
-    return words + "".join(f"; {value:.2f} in {name}" for name, value in worst)
 
 
 def short(record: Record) -> str:
     cell = record["cell"]
     regime = {"communication": "no compute"}.get(cell["regime"], cell["regime"])
-    return f"{cell['nodes']} x {cell['per_node']} {cell['rates']} {cell['heads']} {regime}"
+    size = f"{cell['nodes']} x {cell['per_node']} {cell['rates']} {cell['heads']}"
+    return f"{size} {regime}, {cell['tokens']} tokens"
 
 
 def markdown(record: Record) -> str:

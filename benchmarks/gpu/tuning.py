@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_burst.kernels.blocks import Blocks, blocks
-from megatron_burst.kernels.triton_kernel import TritonKernel
+from megatron_burst.kernels.triton_kernel import TritonKernel, capability
 
 from .attention import FORWARD, KV, Bench, Cell, timed_record
 from .clock import Clock, forget
@@ -72,10 +72,3 @@ def _run(bench: Bench, who: str, name: str, direction: str, size: Blocks) -> Non
         if type(error).__name__ == "OutOfResources":  # triton's; it is not imported here
             raise Cannot(str(error)) from error
         raise
-
-
-def capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

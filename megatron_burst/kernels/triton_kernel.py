@@ -164,8 +164,8 @@ class TritonKernel:
             )  # fmt: skip
 
     def _size(self, direction: str, q: torch.Tensor, v: torch.Tensor) -> Blocks:
-        capability, width = _capability(q.device), max(_padded(q, v))
-        return self.size or blocks(capability, direction, width, q.element_size())
+        width = max(_padded(q, v))
+        return self.size or blocks(capability(q.device), direction, width, q.element_size())
 
 
 def unavailable(device: str) -> str | None:
@@ -183,7 +183,8 @@ def unavailable(device: str) -> str | None:
     return None
 
 
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
+    """Of a device, as `blocks` counts: 9.0 is 90."""
     if device.type != "cuda":
         return 0  # the interpreter: the smallest blocks
     major, minor = torch.cuda.get_device_capability(device)

@@ -79,6 +79,10 @@ class BlockSparse(VectorMask):
         return graded(seen == 0, seen == (bottom - top) * (stop - first))
 
     @cached_property
+    def digest(self) -> str:
+        return _digest(self.table)
+
+    @cached_property
     def _sums(self) -> np.ndarray:
         """[n + 1, n + 1]: how many of the blocks above and left of a corner are visible."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
@@ -94,7 +98,7 @@ class BlockSparse(VectorMask):
             )
 
     def __repr__(self) -> str:
-        return f"BlockSparse({_digest(self.table)}, block={self.block})"
+        return f"BlockSparse({self.digest}, block={self.block})"
 
 
 class Dense(Mask):
@@ -102,6 +106,10 @@ class Dense(Mask):
 
     def __init__(self, table: np.ndarray):
         self.table = _square(table)
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(self.table)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[q, k]
@@ -120,7 +128,7 @@ class Dense(Mask):
             )
 
     def __repr__(self) -> str:
-        return f"Dense({_digest(self.table)})"
+        return f"Dense({self.digest})"
 
 
 def _square(table: np.ndarray) -> np.ndarray:
