@@ -48,8 +48,15 @@ def agree(
                      if len(set(pair)) > 1]  # fmt: skip
         raise ValueError(
             f"ranks disagree: rank 0 has {first.quote(differing)}, rank {rank} has "
-            f"{other.quote(differing)}; every rank must pass the same shapes and settings"
+            f"{other.quote(differing)}; every rank must pass the same shapes and settings, and "
+            "make the same calls in the same order"
         )
+
+
+def identity(facts: Facts) -> int:
+    """A digest of these facts that fits an int64; equal on ranks that agreed on them."""
+    digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class _Header(NamedTuple):

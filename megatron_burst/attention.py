@@ -13,16 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import head_parallel, ring
 from .arguments import Shards, check_sink, per_rank, signature
 from .checkpoint import Frame, current
 from .kernels import Rows
 from .merge import row_delta, sink_gradient
+from .once import first_order_only, refuse_transforms
+from .parcels import Stamp
 from .plan import Plan
 from .prepare import prepare
-from .recompute import Again
+from .recompute import rows_of, woven
 from .shares import Share, late_groups
 from .walk import Pass, lockstep, staggered
 
@@ -36,6 +37,7 @@ def attention(
     *,
     plan: Plan | None = None,
     sink: torch.Tensor | None = None,
+    label: object = None,
     **choices: Any,
 ) -> Any:
     """Exact attention of all positions to all positions the mask shows them.
@@ -46,6 +48,9 @@ def attention(
 
     sink: [h], a learnable logit per head that takes part in every row's softmax and has no value
     (zeros: "off by one" softmax); its gradient is that of this rank's rows.
+
+    label: what the ranks should agree on about this call, such as the number of a layer; where
+    ranks are out of step, it tells calls of one plan apart.
 
     Either `plan`, or the keywords from which `prepare` makes one (collective, see there):
     groups; layout: a name from `layout.LAYOUTS` or a Layout; mask: from `masks`, default
@@ -61,8 +66,11 @@ def attention(
     staggered, so that the last hops of one hide behind the compute of another, at that many times
     the messages; 1: one ring.
 
-    Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer died.
+    Cannot be differentiated twice, nor run inside torch.func; torch.compile breaks its graph here,
+    once. Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer
+    died or is out of step.
     """
+    refuse_transforms("mb.attention")
     frame = current()
     if plan is None:
         choices = {"store": frame and frame.keep} | choices
@@ -80,7 +88,9 @@ def attention(
         )
     check_sink(sink, shards[0][0])
     frame = _frame_for(plan, frame)
-    outs = _Attention.apply(plan, sink, frame, *(tensor for shard in shards for tensor in shard))
+    stamp = plan.groups.calls.forward(plan.identity, label)
+    flat = (tensor for shard in shards for tensor in shard)
+    outs = _Attention.apply(plan, stamp, sink, frame, *flat)
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
 
 
@@ -102,40 +112,48 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, sink: torch.Tensor | None, frame: Frame | None, *flat: torch.Tensor
+        ctx: Any,
+        plan: Plan,
+        stamp: Stamp,
+        sink: torch.Tensor | None,
+        frame: Frame | None,
+        *flat: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         shards = [tuple(t.contiguous() for t in flat[i : i + 3]) for i in range(0, len(flat), 3)]
         kept = iter(frame.get(plan.call)) if frame is not None and frame.filled else None
         walks = [
-            _forward(plan, i, shard, sink, None if kept is None else (next(kept), next(kept)))
+            _forward(plan, stamp, i, shard, sink,
+                     None if kept is None else (next(kept), next(kept)))
             for i, shard in enumerate(shards)
-        ]
+        ]  # fmt: skip
         results = _run(plan, walks)
         if frame is not None and not frame.filled:
             frame.put(plan.call, _to_keep(plan, [saved for _, saved in results]))
-        ctx.plan, ctx.lengths = plan, [len(saved) for _, saved in results]
+        ctx.plan, ctx.stamp, ctx.lengths = plan, stamp, [len(saved) for _, saved in results]
         ctx.dtype = flat[0].dtype
         ctx.save_for_backward(sink, *(t for _, saved in results for t in saved))
         return tuple(out for out, _ in results)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("mb.attention")
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan: Plan = ctx.plan
         sink, *flat = ctx.saved_tensors
+        plan.groups.check()
+        plan.groups.calls.backward(ctx.stamp)
         saved = iter(flat)
         walks = []
         for i, (dout, length) in enumerate(zip(douts, ctx.lengths, strict=True)):
             tensors = tuple(next(saved) for _ in range(length))
-            walks.append(_backward(plan, i, dout, tensors, sink))
+            walks.append(_backward(plan, ctx.stamp, i, dout, tensors, sink))
         results = _run(plan, walks)
         grads = [grad for result in results for grad in result[:3]]
-        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
+        needed = zip(grads, ctx.needs_input_grad[4:], strict=True)
         inputs = [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
         dsink = None
-        if sink is not None and ctx.needs_input_grad[1]:
+        if sink is not None and ctx.needs_input_grad[2]:
             dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
-        return None, dsink, None, *inputs
+        return None, None, dsink, None, *inputs
 
 
 def _run(plan: Plan, walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
@@ -153,16 +171,12 @@ def _to_keep(plan: Plan, saved: Sequence[Tensors]) -> Tensors:
     """out and lse of the rows that the store keeps, of all local ranks."""
     assert plan.recompute is not None
     ranks = zip(plan.recompute.ranks, saved, strict=True)
-    return tuple(_rows(t.detach(), again.kept) for again, each in ranks for t in each[3:5])
-
-
-def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of x: x itself where they are all of them."""
-    return x if len(rows) == len(x) else x.index_select(0, rows.to(x.device))
+    return tuple(rows_of(t.detach(), again.kept) for again, each in ranks for t in each[3:5])
 
 
 def _forward(
     plan: Plan,
+    stamp: Stamp,
     index: int,
     shard: Tensors,
     sink: torch.Tensor | None,
@@ -172,12 +186,13 @@ def _forward(
 
     stored: out and lse of the rows that were kept when this call ran first, if it runs again.
     """
-    member, run = plan.groups.members[index], plan.forwards[index]
+    member, run = plan.groups.members[index], replace(plan.forwards[index], stamp=stamp)
     links, heads = member.head_links, shard[0].shape[2]
     q, k, v = shard
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
-        q, k, v = yield from head_parallel.scatter(member.head, links, shard, label)
+        seal = run.seal("heads to rows")
+        q, k, v = yield from head_parallel.scatter(member.head, links, shard, seal, label)
     share = Share(heads, len(links)).of(member.head.rank)
     mine = None if sink is None else sink[share]
     if stored is None:
@@ -185,12 +200,14 @@ def _forward(
     else:
         assert plan.recompute is not None
         again, kept = plan.recompute.ranks[index], ()
-        rows = (_rows(q, again.rest), _rows(k, again.keys), _rows(v, again.keys))
-        new_out, new_lse, _ = yield from _compute(plan, index, again.run, rows, mine)
-        out, lse = (_woven(again, *pair) for pair in zip(stored, (new_out, new_lse), strict=True))
+        rows = (rows_of(q, again.rest), rows_of(k, again.keys), rows_of(v, again.keys))
+        again_run = replace(again.run, stamp=stamp)
+        new_out, new_lse, _ = yield from _compute(plan, index, again_run, rows, mine)
+        out, lse = (woven(again, *pair) for pair in zip(stored, (new_out, new_lse), strict=True))
     saved = (q, k, v, out, lse, *(t for some in kept for keys in some for t in keys))
     if len(links) > 1:
-        (out,) = yield from head_parallel.gather(member.head, links, [out], [heads], label)
+        seal = run.seal("rows to heads")
+        (out,) = yield from head_parallel.gather(member.head, links, [out], [heads], seal, label)
         assert out is not None
     return out, saved
 
@@ -210,26 +227,22 @@ def _compute(
     return _joined(outs), _joined(lses), kept
 
 
-def _woven(again: Again, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The rows that were kept and those computed again, each in its place."""
-    if not len(again.rest):
-        return stored.detach()  # as a result it gets a history of its own
-    whole = new.new_empty((len(again.kept) + len(again.rest), *new.shape[1:]))
-    whole[again.kept.to(new.device)] = stored
-    whole[again.rest.to(new.device)] = new
-    return whole
-
-
 def _backward(
-    plan: Plan, index: int, dout: torch.Tensor, saved: Tensors, sink: torch.Tensor | None
+    plan: Plan,
+    stamp: Stamp,
+    index: int,
+    dout: torch.Tensor,
+    saved: Tensors,
+    sink: torch.Tensor | None,
 ) -> Generator[None, None, tuple[torch.Tensor | None, ...]]:
     """One local rank: dq, dk, dv in the accumulation dtype, and the gradient of the sink."""
-    member, run = plan.groups.members[index], plan.backwards[index]
+    member, run = plan.groups.members[index], replace(plan.backwards[index], stamp=stamp)
     links, heads = member.head_links, dout.shape[2]
     q, k, v, out, lse, *kept = saved
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
-        (dout,) = yield from head_parallel.scatter(member.head, links, [dout], label)
+        seal = run.seal("heads to rows")
+        (dout,) = yield from head_parallel.scatter(member.head, links, [dout], seal, label)
     delta = row_delta(dout, out, lse.dtype)
     rows = q, dout.contiguous(), lse, delta, out
     keys = list(zip(kept[::2], kept[1::2], strict=True))
@@ -246,7 +259,8 @@ def _backward(
         kv_heads = plan.signature[1][0][2]
         counts = (heads, kv_heads, kv_heads)
         wire = [None if g is None else g.to(plan.wire_dtype) for g in grads]
-        grads = yield from head_parallel.gather(member.head, links, wire, counts, label)
+        seal = run.seal("rows to heads")
+        grads = yield from head_parallel.gather(member.head, links, wire, counts, seal, label)
     dsink = None
     if sink is not None:
         share = Share(heads, len(links)).of(member.head.rank)

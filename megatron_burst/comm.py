@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import parcels
+from .parcels import UNSTAMPED, Parcel, Seal
 
 Tensors = Sequence[torch.Tensor]
 
@@ -44,13 +45,13 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     """Contiguous tensors to be filled from member `peer` of the ring.
 
-    flat: the buffer of the parcel that holds them; name: the one its seal must bear.
+    parcel: what holds them, to be received as one message; seal: what it must bear.
     """
 
     peer: int
     tensors: Tensors
-    flat: torch.Tensor | None = None
-    name: int = 0
+    parcel: Parcel | None = None
+    seal: Seal = Seal(UNSTAMPED, 0)
 
 
 class Pending(Protocol):
@@ -83,6 +84,7 @@ class Endpoint(Protocol):
 
     rank: int
     counters: Counters
+    room: int  # bytes that a receive buffer on the CPU has at least
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
@@ -108,9 +110,9 @@ class _Works:
             except RuntimeError as error:
                 raise _failed(self.label, f"{words}: {error}") from error
         for receive in self.receives:
-            complaint = None
-            if receive.flat is not None:
-                complaint = parcels.broken(receive.flat, receive.name)
+            if receive.parcel is None or receive.parcel.flat is None:
+                continue
+            complaint = parcels.broken(receive.parcel.flat, receive.seal)
             if complaint:
                 raise _failed(self.label, f"from member {receive.peer} of the ring: {complaint}")
 
@@ -123,6 +125,7 @@ class ProcessEndpoint:
     ranks: Sequence[int]  # peer -> global rank
     channels: dict[Channel, dist.ProcessGroup]
     counters: Counters = field(default_factory=Counters)
+    room: int = 0
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
@@ -130,17 +133,14 @@ class ProcessEndpoint:
         group = self.channels[channel]
         ops, words = [], []
         for call, does, messages in (
-            (dist.irecv, "receiving from", receives),
-            (dist.isend, "sending to", sends),
+            (dist.irecv, "receiving from", [(m.peer, *_buffers(m)) for m in receives]),
+            (dist.isend, "sending to", [(m.peer, *_message(m)) for m in sends]),
         ):
-            for message in messages:
-                peer = self.ranks[message.peer]
-                for tensor in message.tensors if message.flat is None else [message.flat]:
+            for member, *tensors in messages:
+                peer = self.ranks[member]
+                for tensor in tensors:
                     ops.append(dist.P2POp(call, tensor, peer, group))
                     words.append(f"{does} rank {peer}")
-        for receive in receives:
-            if receive.flat is not None:
-                parcels.unseal_(receive.flat)
         self.counters.add(sends)
         try:
             works = dist.batch_isend_irecv(ops)
@@ -149,6 +149,20 @@ class ProcessEndpoint:
         if len(works) != len(ops):  # NCCL makes one work of all
             words = [", ".join(words)] * len(works)
         return _Works(works, words, receives, label)
+
+
+def _message(send: Send) -> Tensors:
+    """What torch is asked to send."""
+    return send.tensors if send.flat is None else [send.flat]
+
+
+def _buffers(receive: Receive) -> Tensors:
+    """What torch is asked to fill; without an old seal in it."""
+    parcel = receive.parcel
+    if parcel is None or parcel.flat is None or parcel.room is None:
+        return receive.tensors
+    parcels.unseal_(parcel.flat)
+    return [parcel.room if parcel.flat.device.type == "cpu" else parcel.flat]
 
 
 def _failed(label: str, reason: str) -> RuntimeError:
@@ -200,6 +214,7 @@ class LocalEndpoint:
     ranks: Sequence[int]  # peer -> rank in the grid
     boxes: dict[tuple[Channel, int, int], deque[Mail]]
     counters: Counters = field(default_factory=Counters)
+    room: int = 0
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str

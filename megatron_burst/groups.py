@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from .agreement import Facts, agree
+from .calls import CALLS, Calls
 from .comm import Channel, Counters, Endpoint, LocalEndpoint, Mail, ProcessEndpoint
-from .introduction import agreed, introduce, process_group
+from .introduction import (
+    agreed,
+    alive,
+    device_of,
+    introduce,
+    join,
+    process_group,
+    timeout_of,
+)
 from .rates import Known
 from .topology import Topology
 
@@ -54,7 +63,7 @@ class Groups:
 
     Attributes: `topology`; `local_ranks`, the ranks that live in this process (one, or all of
     them after `in_process`); `backend`; `members`, one per local rank; `known`, what was measured
-    on this grid and chosen by it (algorithm "auto").
+    on this grid and chosen by it (algorithm "auto"); `calls`, how many calls were made on it.
     """
 
     topology: Topology
@@ -62,6 +71,7 @@ class Groups:
     backend: str
     members: list[Member]
     known: Known
+    calls: Calls
     _boxes: dict[tuple[Channel, int, int], deque[Mail]] | None = None  # of `in_process`
     _failure: str | None = None
 
@@ -130,7 +140,7 @@ class Groups:
         self = cls.__new__(cls)
         self.topology = topology = Topology(inter * intra, intra, head, placement)
         self.local_ranks = tuple(range(topology.size))
-        self.backend, self.known = "in_process", Known()
+        self.backend, self.known, self.calls = "in_process", Known(), Calls()
         self._boxes = boxes = {}
 
         def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
@@ -167,6 +177,21 @@ class Groups:
             raise RuntimeError(f"exchange failed: header of attention: {error}") from error
         return gathered
 
+    def compare_calls(self) -> None:
+        """Raise the same ValueError on every rank unless all made the same calls in the same order.
+
+        A collective on the host, which `prepare` makes too. For programs that use one plan for
+        many steps on a device that cannot check every message (CUDA): call it every so many.
+        """
+        self.check()
+        so_far: Facts = {CALLS: self.calls}
+        agree([so_far] * len(self.local_ranks), self.gather)
+
+    def expect(self, message: int) -> None:
+        """From now on messages of so many bytes may come."""
+        for end in (end for member in self.members for end in (member.ring, member.head)):
+            end.room = max(end.room, message) if self._boxes is None else 0
+
     def fail(self, error: BaseException) -> None:
         """A call on these groups ended half-way: what is under way must not reach the next one.
 
@@ -179,7 +204,12 @@ class Groups:
             self._failure = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
-        """Raise ValueError if a call on these groups has failed half-way."""
+        """Raise ValueError if a call on these groups has failed half-way, or they are no more."""
+        if self._boxes is None and not alive(self._control):
+            raise ValueError(
+                "groups: the process groups they were made of were destroyed "
+                "(torch.distributed.destroy_process_group); make new mb.Groups"
+            )
         if self._failure is not None:
             raise ValueError(
                 f"groups: an earlier call on them failed half-way ({self._failure:.200}), so the "
@@ -207,8 +237,8 @@ class Groups:
         self.topology = topology
         rank = ranks.index(dist.get_rank())
         self.local_ranks = (rank,)
-        self.backend, self.known = dist.get_backend(parent), Known()
-        timeout = _timeout(parent)
+        self.backend, self.known, self.calls = dist.get_backend(parent), Known(), Calls()
+        timeout = timeout_of(parent)
 
         def new(members: list[int], backend: str) -> dist.ProcessGroup:
             # Only the members take part, so the grids of other model-parallel groups stay free.
@@ -223,7 +253,7 @@ class Groups:
 
         self._control = new(list(range(topology.size)), "gloo")
         channels = self._channels(rank, lambda members: new(members, self.backend))
-        _join(channels.values(), _device(parent))
+        join(channels.values(), device_of(parent))
 
         def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
             peers = [ranks[member] for member in members]
@@ -255,24 +285,3 @@ class Groups:
                 made[key] = made.get(key) or new(members)
                 channels[channel] = made[key]
         return channels
-
-
-def _join(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """A collective on every group, in the same order everywhere.
-
-    NCCL makes a communicator at a group's first call, in which all of its members have to take
-    part; but not all ranks have something to send in every boundary of every schedule. So every
-    communicator exists from the start, with NCCL's buffers for it.
-    """
-    for group in dict.fromkeys(groups):  # rings over the same ranks share theirs
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of `group`, so that its rings fail as soon as it would."""
-    options = getattr(group._get_backend(_device(group)), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")

@@ -1,4 +1,5 @@
-"""What the ranks of a grid tell each other before any process group is made.
+"""What the ranks of a grid tell each other before any process group is made, and what is asked of
+a group.
 
 Making groups is collective: ranks that mean different grids would wait for each other until the
 timeout. So they first compare, over the group they were given, what they were asked for; whoever
@@ -7,8 +8,11 @@ differs is told so on every rank. Knows no grid and makes no groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 
@@ -58,3 +62,29 @@ def agreed(said: list[Said]) -> list[int]:
                 f"{one.asked}; every rank must make the same grid"
             )
     return [one.rank for one in said]
+
+
+def alive(group: dist.ProcessGroup) -> bool:
+    """Has it not been destroyed?"""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def join(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """A collective on every group, in the same order everywhere.
+
+    NCCL makes a communicator at a group's first call, in which all of its members have to take
+    part; but not all ranks have something to send in every boundary of every schedule. So every
+    communicator exists from the start, with NCCL's buffers for it.
+    """
+    for group in dict.fromkeys(groups):  # rings over the same ranks share theirs
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of `group`, so that its rings fail as soon as it would."""
+    options = getattr(group._get_backend(device_of(group)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")

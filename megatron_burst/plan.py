@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from . import cost, csrc
+from . import cost, csrc, parcels
 from .arguments import NeedsGrad, Shards, Signature, per_rank, signature
 from .choose import Choice
 from .groups import Groups
+from .hops import Chunk
 from .kernels import Kernel, Scoring
 from .layout import Layout
 from .masks import Mask
@@ -23,7 +24,10 @@ from .walk import Pass
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a call of `attention` needs besides its tensors. Make it with `prepare`."""
+    """Everything a call of `attention` needs besides its tensors. Make it with `prepare`.
+
+    identity: digest of what all ranks agreed on, the same on each.
+    """
 
     groups: Groups
     algorithm: str
@@ -39,6 +43,7 @@ class Plan:
     head_groups: int
     forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
     backwards: tuple[Pass, ...]
+    identity: int
     recompute: Recompute | None  # if calls may run again, and keep something between
     choice: Choice | None = None  # why, where the algorithm was left open
 
@@ -81,6 +86,14 @@ class Plan:
     def kept_bytes(self) -> int:
         """Memory that keys kept from forward take on this rank until backward."""
         return sum(self.sizes.chunk_bytes(chunk) for chunk in self.forwards[0].kept)
+
+    @property
+    def longest_message(self) -> int:
+        """Bytes, seal and alignment included, of the longest message that any rank sends."""
+        families = ("kv", "query", "dkv", "dquery")
+        shared = self.sizes.scattered_bytes(self.groups.topology.head)
+        payload = max(*(self.sizes.chunk_bytes(Chunk(family, 0)) for family in families), *shared)
+        return payload + len(families) * parcels.ALIGNMENT + parcels.SEAL
 
     def describe(self) -> str:
         """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""

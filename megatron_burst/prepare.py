@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from . import cost, probe, recompute
-from .agreement import agree
+from .agreement import agree, identity
 from .arguments import Choices, Draft, NeedsGrad, Shards, check, per_rank, signature
+from .calls import CALLS
 from .choose import Choice, best
 from .cost import Sizes
 from .groups import Groups
@@ -92,13 +93,16 @@ def prepare(
         drafts[0] = plan
     _agree(drafts, groups)
     assert isinstance(plan, Plan)
+    groups.expect(plan.longest_message)
     return plan
 
 
 def _agree(drafts: Sequence[Draft | ValueError], groups: Groups) -> None:
     """Raise the same ValueError on every rank if any has one, or arguments differ."""
     try:
-        agree([d if isinstance(d, ValueError) else d.facts for d in drafts], groups.gather)
+        so_far = {CALLS: groups.calls}
+        facts = [d if isinstance(d, ValueError) else d.facts | so_far for d in drafts]
+        agree(facts, groups.gather)
     except ValueError as error:
         raise error from next((d.__cause__ for d in drafts if isinstance(d, ValueError)), None)
 
@@ -176,6 +180,7 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
         sizes=sizes,
         schedules=(there, back),
         head_groups=draft.head_groups or 1,
+        identity=identity(draft.facts),
         forwards=tuple(forward for forward, _ in passes),
         backwards=tuple(backward for _, backward in passes),
         recompute=again,

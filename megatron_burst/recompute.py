@@ -2,7 +2,7 @@
 
 Turns `store`'s choice of positions into what each local rank runs: which rows it left in the
 frame, which it computes again, and a pass whose chunks hold only the keys that these rows see.
-Knows neither tensors' values nor how the pass is run.
+Knows nothing of how the pass is run.
 """
 
 from __future__ import annotations
@@ -95,3 +95,18 @@ def plan(
         run = Pass("attention recompute", program, works, rows=rows, own_last=program)
         ranks.append(Again(*(torch.from_numpy(x).to(device) for x in indices), run=run))
     return Recompute(keep, schedule, tuple(ranks), mask, tuple(queries), seq_len)
+
+
+def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of x: x itself where they are all of them."""
+    return x if len(rows) == len(x) else x.index_select(0, rows.to(x.device))
+
+
+def woven(again: Again, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The rows that were kept and those computed again, each in its place."""
+    if not len(again.rest):
+        return stored.detach()  # as a result it gets a history of its own
+    whole = new.new_empty((len(again.kept) + len(again.rest), *new.shape[1:]))
+    whole[again.kept.to(new.device)] = stored
+    whole[again.rest.to(new.device)] = new
+    return whole

@@ -27,7 +27,7 @@ from . import parcels
 from .comm import Channel, Endpoint, Pending, Receive, Send
 from .hops import Boundary, Chunk, Hop, Pair
 from .merge import accumulation_dtype
-from .parcels import Parcel
+from .parcels import UNSTAMPED, Parcel, Seal, Stamp
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -42,14 +42,20 @@ class Pass:
     kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
     rows: Sequence[int] = ()  # of each owner's keys, where they differ; empty: all alike
     own_last: Sequence[Boundary] = ()  # the program of groups of heads that end last
+    stamp: Stamp = UNSTAMPED  # which call this is
+
+    def seal(self, content: object) -> Seal:
+        """What the message with this content bears, the same on every rank."""
+        return Seal(self.stamp, crc32(f"{self.name} {content}".encode()))
 
 
 class _Buffers:
     """Receive buffers and gradient sums by kind of chunk, reused once nobody holds them."""
 
-    def __init__(self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device):
+    def __init__(self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device, room: int):
         self.shapes = shapes
         self.device = device
+        self.room = room
         self.free: dict[tuple, list[Parcel]] = defaultdict(list)
 
     def take(self, kind: str, rows: int | None = None) -> Parcel:
@@ -58,7 +64,7 @@ class _Buffers:
         if rows is not None:
             shapes = [(torch.Size((rows, *shape[1:])), dtype) for shape, dtype in shapes]
         free = self.free[kind, tuple(shape for shape, _ in shapes)]
-        return free.pop() if free else parcels.make(shapes, self.device)
+        return free.pop() if free else parcels.make(shapes, self.device, self.room)
 
     def give(self, kind: str, parcel: Parcel) -> None:
         self.free[kind, tuple(t.shape for t in parcel.tensors)].append(parcel)
@@ -86,7 +92,7 @@ class Walk:
         self.flights: list[_Flight] = []
         some = next(iter(held.values()))[0]
         shapes = {chunk.family: [(t.shape, t.dtype) for t in ts] for chunk, ts in held.items()}
-        self.buffers = _Buffers(shapes, some.device)
+        self.buffers = _Buffers(shapes, some.device, endpoint.room)
         self.total_dtype = accumulation_dtype(some.dtype)
         self.wire_dtype = wire or self.total_dtype
 
@@ -102,11 +108,7 @@ class Walk:
             for boundary in self.run.program
             for hop in boundary.posts
         )
-        return parcels.pack(tensors, self._seal(chunk)) if sent else Parcel(None, tensors)
-
-    def _seal(self, chunk: Chunk) -> int:
-        """What the seal of a chunk's parcel bears, the same on every rank."""
-        return crc32(f"{self.run.name} {chunk}".encode())
+        return parcels.pack(tensors, self.run.seal(chunk)) if sent else Parcel(None, tensors)
 
     def _wire(self, family: str) -> str:
         """The kind of buffer in which chunks of `family` travel."""
@@ -147,8 +149,8 @@ class Walk:
             else:
                 rows = self.run.rows[hop.chunk.owner] if self.run.rows else None
                 parcel = self.buffers.take(kind, rows)
-                name = self._seal(hop.chunk)
-                receives.append(Receive(hop.src, parcel.tensors, parcel.flat, name))
+                seal = self.run.seal(hop.chunk)
+                receives.append(Receive(hop.src, parcel.tensors, parcel, seal))
                 arriving.append((hop.chunk, parcel))
         label = f"{self.run.name}, boundary {index}, rank {me}: " + "; ".join(map(_words, hops))
         pending = self.endpoint.exchange(channel, sends, receives, label)
@@ -165,7 +167,7 @@ class Walk:
                 target.copy_(source)
             self.buffers.give(chunk.family, parcel)
             parcel = wire
-        parcels.seal_(parcel, self._seal(chunk))
+        parcels.seal_(parcel, self.run.seal(chunk))
         return parcel
 
     def _land(self, index: int) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst import parcels
 from megatron_burst.comm import Channel, Counters, Receive, Send
+from megatron_burst.parcels import Seal, Stamp
 
 FLAT = Channel("flat", False)
 
@@ -232,10 +233,10 @@ def handed_to_torch():
 
 def test_counters_count_what_torch_is_asked_to_send(ranks):
     """One message per hop: 3 forward, 3 of activations and 3 of gradients backward; each bears a
-    seal of 16 bytes, which is no payload."""
+    seal, which is no payload."""
     for counted, sent, messages in ranks(4).run(handed_to_torch):
         assert messages == 9
-        assert counted == sent - 16 * messages > 0
+        assert counted == sent - parcels.SEAL * messages > 0
 
 
 def calls_of_groups(head):
@@ -311,27 +312,41 @@ def test_a_group_that_is_none_is_refused():
 # --- parcels -------------------------------------------------------------------------------
 
 
+def seal(plan=1, call=1, label=1, content=1):
+    return Seal(Stamp(plan, call, label), content)
+
+
 def test_a_parcel_keeps_tensors_of_any_dtype_aligned():
     tensors = [torch.arange(3.0), torch.arange(5).bfloat16().view(5, 1), torch.arange(2.0).double()]
-    parcel = parcels.pack(tensors, 7)
+    parcel = parcels.pack(tensors, seal())
     assert all(torch.equal(x, y) for x, y in zip(parcel.tensors, tensors, strict=True))
     assert [(t.data_ptr() - parcel.flat.data_ptr()) % 16 for t in parcel.tensors] == [0, 0, 0]
-    assert parcel.flat.numel() == 3 * 16 + 16  # 12, 10 and 16 bytes, each rounded up, and the seal
-    assert parcels.broken(parcel.flat, 7) is None
-    assert "not the message of 64 bytes that was expected" in parcels.broken(parcel.flat, 8)
+    assert parcel.flat.numel() == 3 * 16 + 40  # 12, 10 and 16 bytes, each rounded up, and the seal
+    assert parcels.broken(parcel.flat, seal()) is None
 
 
-def short_message(sent, received, names):
+def test_a_parcel_has_the_room_asked_for():
+    wanted = [(torch.Size([4]), torch.float32)]
+    small, large = (parcels.make(wanted, torch.device("cpu"), room) for room in (0, 1000))
+    assert (small.flat.numel(), small.room.numel()) == (56, 56)
+    assert (large.flat.numel(), large.room.numel()) == (56, 1000)
+    assert large.room.data_ptr() == large.flat.data_ptr() == large.tensors[0].data_ptr()
+
+
+TAIL = "; the ranks do not run the same plans in the same order"
+
+
+def message_of(sent, received, seals, room):
     """Rank 0 sends a parcel of `sent` elements, rank 1 expects `received`: what it raises."""
     me, groups = dist.get_rank(), mb.Groups.from_topology(dist.group.WORLD, intra=2)
     endpoint = groups.members[0].ring
     if me == 0:
-        parcel = parcels.pack([torch.ones(sent)], names[0])
-        pending = endpoint.exchange(FLAT, [Send(1, "intra", *parcel[::-1])], [], "keys")
+        flat, tensors, _ = parcels.pack([torch.ones(sent)], seals[0])
+        pending = endpoint.exchange(FLAT, [Send(1, "intra", tensors, flat)], [], "keys")
     else:
-        tensors = parcels.make([(torch.Size([received]), torch.float32)], torch.device("cpu"))
-        parcels.seal_(tensors, names[1])  # what the memory held before must not pass for a seal
-        receive = Receive(0, tensors.tensors, tensors.flat, names[1])
+        parcel = parcels.make([(torch.Size([received]), torch.float32)], torch.device("cpu"), room)
+        parcels.seal_(parcel, seals[1])  # what the memory held before must not pass for a seal
+        receive = Receive(0, parcel.tensors, parcel, seals[1])
         pending = endpoint.exchange(FLAT, [], [receive], "keys")
     try:
         pending.wait()
@@ -340,15 +355,24 @@ def short_message(sent, received, names):
     return None
 
 
-@pytest.mark.parametrize(("sent", "received", "names"), [(1000, 2000, (1, 1)), (8, 8, (1, 2))])
-def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, names):
-    size = -(-4 * received // 16) * 16 + 16
-    assert ranks(2).run(short_message, sent, received, names) == [
-        None,
-        f"exchange failed: keys: from member 0 of the ring: what arrived is not the message of "
-        f"{size} bytes that was expected; the ranks do not run the same plan in the same order",
-    ]
+@pytest.mark.parametrize(
+    ("sent", "received", "arrived", "words"),
+    [
+        (1000, 2000, seal(), "what arrived is not the message of 8040 bytes that was expected"),
+        (2000, 1000, seal(), "what arrived is not the message of 4040 bytes that was expected"),
+        (8, 8, seal(call=2), "attention call 1 of this rank got a message of call 2"),
+        (8, 8, seal(plan=-7), "attention call 1 has another plan on the rank that sent the"),
+        (8, 8, seal(label=2), "attention call 1 has another label on the rank that sent the"),
+        (8, 8, seal(content=2), "attention call 1 got a message of another pass or chunk"),
+    ],
+)
+def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, arrived, words):
+    """Or, where it is longer than expected, ends the process for."""
+    first, second = ranks(2).run(message_of, sent, received, (arrived, seal()), 8040)
+    assert first is None
+    assert second.startswith(f"exchange failed: keys: from member 0 of the ring: {words}"), second
+    assert second.endswith(TAIL)
 
 
-def test_a_message_of_the_expected_size_and_name_passes(ranks):
-    assert ranks(2).run(short_message, 5, 5, (3, 3)) == [None, None]
+def test_a_message_of_the_expected_size_and_seal_passes(ranks):
+    assert ranks(2).run(message_of, 5, 5, (seal(), seal()), 0) == [None, None]

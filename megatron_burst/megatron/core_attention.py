@@ -81,9 +81,10 @@ class BurstCoreAttention(MegatronModule):
         self._kind = (
             config.num_attention_heads, config.num_query_groups, k_channels, v_channels,
         )  # fmt: skip
-        self._window = layer_window(config, max(1, layer_number))
+        self._layer = max(1, layer_number)
+        self._window = layer_window(config, self._layer)
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
-        self.leads = self.book.join(self._signature(attn_mask_type), max(1, layer_number))
+        self.leads = self.book.join(self._signature(attn_mask_type), self._layer)
 
     def _add_sink(self, heads: int) -> None:
         """``softmax_offset`` [h]: learnable, zeros ("off-by-one" softmax), or None."""
@@ -129,7 +130,9 @@ class BurstCoreAttention(MegatronModule):
             self._fail(error)
             raise
         plan = self.book.plan(self._signature(mask_type), self.leads, query, key, value, pack)
-        out = mb.attention(query, key, value, plan=plan, sink=self.softmax_offset)
+        out = mb.attention(
+            query, key, value, plan=plan, sink=self.softmax_offset, label=self._layer
+        )
         return out.flatten(2) if pack is None else out.flatten(2).squeeze(1)
 
     def sharded_state_dict(

@@ -1,0 +1,51 @@
+"""What an operation with a handwritten first derivative refuses: a second one, and transforms.
+
+torch's `once_differentiable` objects only if the gradient that arrives requires one itself; else
+the second-order terms are dropped without a word. Here a backward that is asked for a graph of
+its own ends in an error. Knows nothing about the operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def first_order_only(
+    operation: str,
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorates the static `backward` of an autograd function; `operation` is its public name.
+
+    The decorated backward raises RuntimeError where torch builds a graph of the backward pass
+    (`create_graph=True`): torch's engine enables gradients in it then, and only then.
+    """
+
+    def decorate(backward: Callable[..., Result]) -> Callable[..., Result]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *gradients: torch.Tensor | None) -> Result:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{operation} cannot be differentiated twice, and this backward was called "
+                    "with create_graph=True: call it without, or write this part of the model in "
+                    "torch's own operators where second derivatives are needed"
+                )
+            return backward(ctx, *gradients)
+
+        return once
+
+    return decorate
+
+
+def refuse_transforms(operation: str) -> None:
+    """ValueError inside torch.func (grad, vmap, jacrev, jvp, ...), which wraps tensors."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    if active is not None and active():
+        raise ValueError(
+            f"{operation} cannot run inside torch.func (grad, vmap, jacrev, jvp, ...): call it "
+            "outside, on whole batches, and take gradients by torch.autograd.grad or backward()"
+        )
