@@ -19,7 +19,7 @@ from .arguments import Shards, check_sink, per_rank, signature
 from .checkpoint import Frame, current
 from .kernels import Rows
 from .merge import row_delta, sink_gradient
-from .once import first_order_only, refuse_transforms
+from .once import first_order_only, outside_graphs, refuse_transforms
 from .parcels import Stamp
 from .plan import Plan
 from .prepare import prepare
@@ -30,6 +30,7 @@ from .walk import Pass, lockstep, staggered
 Tensors = tuple[torch.Tensor, ...]
 
 
+@outside_graphs
 def attention(
     q: Shards,
     k: Shards,

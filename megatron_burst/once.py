@@ -1,4 +1,5 @@
-"""What an operation with a handwritten first derivative refuses: a second one, and transforms.
+"""What an operation with a handwritten first derivative refuses: a second one, and transforms; and
+how it stands outside the graphs of torch.compile.
 
 torch's `once_differentiable` objects only if the gradient that arrives requires one itself; else
 the second-order terms are dropped without a word. Here a backward that is asked for a graph of
@@ -8,11 +9,13 @@ its own ends in an error. Knows nothing about the operations.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -49,3 +52,20 @@ def refuse_transforms(operation: str) -> None:
             f"{operation} cannot run inside torch.func (grad, vmap, jacrev, jvp, ...): call it "
             "outside, on whole batches, and take gradients by torch.autograd.grad or backward()"
         )
+
+
+def outside_graphs(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """`function`, at which torch.compile breaks its graph once and whose inside it leaves alone.
+
+    torch's own decorator would import its compiler with this package; here the compiler is asked
+    only where it is loaded already.
+    """
+    eager = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Given.args, **named: Given.kwargs) -> Result:
+        if "torch._dynamo" in sys.modules:
+            return eager(*args, **named)
+        return function(*args, **named)
+
+    return call
