@@ -1,11 +1,12 @@
 # Everything a person or CI calls. Needs only python3 (3.10 to 3.13) and make.
 # Variables: PYTHON (interpreter), VENV (where to install), TORCH (pip requirement),
-#            DATA (text for the quickstart), ARGS (extra arguments for the command that runs).
+#            JOBS (of tests side by side), DATA (text for the quickstart), ARGS (extra arguments for the command that runs).
 PYTHON ?= python3
 VENV   ?= .venv
 PY      = $(VENV)/bin/python
 MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
 # torch 2.13.0 is the version tested on Python 3.11; other Pythons take the newest that fits.
+JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
@@ -15,15 +16,15 @@ TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 help: ## this list
 	@echo "megatron_burst: BurstAttention context parallelism for Megatron-Core"; echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo; echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=<pip requirement> DATA=<text> ARGS=<more arguments>"
+	@echo; echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=<pip requirement> JOBS=$(JOBS) DATA=<text> ARGS=<more arguments>"
 
 install: $(VENV)/.ready-test ## create VENV and install the package with all that its tests need
 
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: $(VENV)/.ready-test ## run the tests
-	@$(PY) -m pytest $(ARGS) < /dev/null
+test: $(VENV)/.ready-test ## run the tests, files side by side in JOBS processes
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS) < /dev/null
 
 test-recipes: ## the tests with Megatron-Bridge, in an environment of their own, VENV-recipes (2 GB)
 	@if $(MAKE) --no-print-directory $(VENV)-recipes/.ready; then \
