@@ -1,12 +1,13 @@
 # Everything a person or CI calls. Needs only python3 (3.10 to 3.13) and make.
 # Variables: PYTHON (interpreter), VENV (where to install), TORCH (pip requirement),
-#            JOBS (of tests side by side), DATA (text for the quickstart), ARGS (extra arguments for the command that runs).
+#            JOBS (test processes), DATA (text for the quickstart), ARGS (extra arguments for the
+#            command that runs).
 PYTHON ?= python3
 VENV   ?= .venv
 PY      = $(VENV)/bin/python
 MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
-# torch 2.13.0 is the version tested on Python 3.11; other Pythons take the newest that fits.
 JOBS   ?= 2
+# torch 2.13.0 is the version tested on Python 3.11; other Pythons take the newest that fits.
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
