@@ -86,6 +86,14 @@ class _Endpoint:
     def counters(self) -> Counters:
         return self.real.counters
 
+    @property
+    def room(self) -> int:
+        return self.real.room
+
+    @room.setter
+    def room(self, size: int) -> None:
+        self.real.room = size
+
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
     ) -> Pending:
