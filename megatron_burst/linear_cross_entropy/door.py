@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..merge import accumulation_dtype
+from ..once import refuse_transforms
 from . import sweep
 from .formula import Formula
 from .function import LinearCrossEntropy, Sink
@@ -70,6 +71,7 @@ def linear_cross_entropy(
     device-side assertion on CUDA. Raises ValueError on all ranks alike. Cannot be differentiated
     twice. After BurstEngine (arXiv 2509.19836), Algorithm 3.
     """
+    refuse_transforms("linear_cross_entropy")
     split = Split(tp_group, sequence_parallel and tp_group is not None)
     choices = _Choices(
         ignore_index, logit_scale, logit_softcap, z_loss, label_smoothing, vocab_size, tile, mode,

@@ -13,8 +13,8 @@ import warnings
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ..once import first_order_only
 from . import sweep
 from .sweep import Head, Tokens
 
@@ -62,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return found.loss, found.argmax
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("linear_cross_entropy")
     def backward(ctx: Any, dloss: torch.Tensor | None, _: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if dloss is None:
             return (None,) * 7
