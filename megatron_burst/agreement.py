@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,19 @@ LONGEST = 160  # characters of a value that are quoted
 HEADER_BYTES = 8 * FIELDS + TEXT
 
 Facts = dict[str, object]
+T = TypeVar("T")
+
+
+def attempt(make: Callable[[], T]) -> T | ValueError:
+    """What `make` returns, or what it raises: the other ranks must not be left waiting."""
+    try:
+        return make()
+    except ValueError as error:
+        return error
+    except Exception as error:
+        told = ValueError(f"{type(error).__name__} in the arguments: {error}")
+        told.__cause__ = error
+        return told
 
 
 def agree(
@@ -38,8 +51,8 @@ def agree(
     unpacked = [_unpack(header) for header in headers]
     for rank, header in enumerate(unpacked):
         if header.bad:
-            raise ValueError(f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else
-                             header.texts[0])  # fmt: skip
+            told = f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else header.texts[0]
+            raise ValueError(told) from _cause(facts)
     first = unpacked[0]
     for rank, other in enumerate(unpacked):
         if other.digests == first.digests:
@@ -57,6 +70,11 @@ def identity(facts: Facts) -> int:
     """A digest of these facts that fits an int64; equal on ranks that agreed on them."""
     digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _cause(facts: Sequence[Facts | ValueError]) -> BaseException | None:
+    """What the error of a local rank came from, if it was no ValueError to begin with."""
+    return next((fact.__cause__ for fact in facts if isinstance(fact, ValueError)), None)
 
 
 class _Header(NamedTuple):

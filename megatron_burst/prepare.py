@@ -6,15 +6,15 @@ runs is `ring`'s, what moves when is `schedule`'s, what it costs is `cost`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from . import cost, probe, recompute
-from .agreement import agree, identity
+from .agreement import agree, attempt, identity
 from .arguments import Choices, Draft, NeedsGrad, Shards, check, per_rank, signature
 from .calls import CALLS
 from .choose import Choice, best
@@ -71,11 +71,11 @@ def prepare(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
         softcap, grad_wire_dtype, kv_cache, store, head_groups, needs_grad, sink, rates,
     )  # fmt: skip
-    shards = _attempt(lambda: groups.check() or per_rank(groups, q, k, v))
+    shards = attempt(lambda: groups.check() or per_rank(groups, q, k, v))
     if isinstance(shards, ValueError):
         drafts: list[Draft | ValueError] = [shards] * len(groups.local_ranks)
     else:
-        drafts = [_attempt(partial(check, tensors, groups, choices)) for tensors in shards]
+        drafts = [attempt(partial(check, tensors, groups, choices)) for tensors in shards]
     choice: Choice | ValueError | None = None
     if algorithm == "auto":
         # Before anything is measured: who has bad arguments, or others, must not be waited for.
@@ -83,12 +83,12 @@ def prepare(
         draft = drafts[0]
         assert isinstance(draft, Draft)
         known = _measured(draft, groups, rates)
-        choice = _attempt(partial(_choice, draft, groups, known))
+        choice = attempt(partial(_choice, draft, groups, known))
         drafts = [_resolved(d, choice) for d in drafts]
     first = drafts[0]
     plan = first
     if isinstance(first, Draft) and not isinstance(choice, ValueError):
-        plan = _attempt(partial(_plan, first, groups, choice))
+        plan = attempt(partial(_plan, first, groups, choice))
     if isinstance(plan, ValueError):
         drafts[0] = plan
     _agree(drafts, groups)
@@ -137,21 +137,6 @@ def _resolved(draft: Draft | ValueError, choice: Choice | ValueError) -> Draft |
     config = replace(draft.config, algorithm=choice.taken.algorithm, side=choice.taken.side)
     facts = draft.facts | {"chosen": choice.call}
     return replace(draft, config=config, head_groups=choice.taken.head_groups, facts=facts)
-
-
-T = TypeVar("T")
-
-
-def _attempt(make: Callable[[], T]) -> T | ValueError:
-    """What `make` returns, or what it raises: the other ranks must not be left waiting."""
-    try:
-        return make()
-    except ValueError as error:
-        return error
-    except Exception as error:
-        told = ValueError(f"{type(error).__name__} in the arguments: {error}")
-        told.__cause__ = error
-        return told
 
 
 def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:

@@ -116,6 +116,7 @@ OUTSIDE = {
     "parcels": {"torch"},
     "groups": {"torch"},
     "introduction": {"torch"},
+    "once": {"torch"},
     "linear_cross_entropy": {"torch", "triton"},
     "merge": {"torch"},
     "csrc": {"torch"},

@@ -201,6 +201,76 @@ def test_no_tokens():
     assert not weight.grad.any()
 
 
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, *UNSIGNED], ids=str)
+def test_labels_of_any_integer_type(dtype):
+    """Also where the vocabulary, or ignore_index, is beyond what the type can hold."""
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 2, generator=make, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(70_000, 2, generator=make, dtype=torch.float64).requires_grad_()
+    top = torch.iinfo(dtype).max
+    labels = torch.tensor([0, 1, min(top, 69_999), 100, 7, 7])
+    if dtype not in UNSIGNED:
+        labels[4] = -100
+    loss = mb.linear_cross_entropy(hidden, weight, labels.to(dtype))
+    loss.sum().backward()
+    assert worst([loss], [oracle.loss(hidden, weight, labels, Options())[0]]) < TOLERANCE
+    truth = oracle.gradients(hidden, weight, labels, torch.ones(6), Options())
+    assert worst([hidden.grad, weight.grad], truth) < TOLERANCE
+
+
+def test_what_ignore_index_is_modulo_256_is_not_ignored():
+    labels = torch.tensor([156, 3], dtype=torch.uint8)  # -100 modulo 256
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 100\) .*, got 156"):
+        mb.linear_cross_entropy(torch.ones(2, 4), torch.ones(100, 4), labels)
+    hidden, weight = torch.ones(2, 4), torch.ones(200, 4)
+    assert mb.linear_cross_entropy(hidden, weight, labels).all()
+
+
+@pytest.mark.parametrize("upstream", ["ones", "any"])
+@pytest.mark.parametrize("mode", ["single_pass", "recompute"])
+def test_the_sink_gets_a_gradient_only_where_one_is_asked_for(mode, upstream):
+    hidden, weight, labels = problem()
+    upstream = torch.ones(TOKENS) if upstream == "ones" else torch.arange(TOKENS)
+    kept, calls = torch.zeros_like(weight), []
+
+    class Kept:
+        def target(self):
+            return kept
+
+        def done(self):
+            calls.append("done")
+
+    loss = mb.linear_cross_entropy(hidden, weight, labels, mode=mode, sink=Kept())
+    total = (loss * upstream).sum()
+    dh, dw = oracle.gradients(hidden, weight, labels, upstream, Options())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the second computation of the logits
+        (alone,) = torch.autograd.grad(total, hidden, retain_graph=True)
+        assert worst([alone], [dh]) < TOLERANCE
+        assert not kept.any()
+        total.backward(inputs=[hidden], retain_graph=True)
+        assert not kept.any()
+        assert not calls
+        torch.autograd.grad(total, weight, retain_graph=True, allow_unused=True)
+        assert worst([kept], [dw]) < TOLERANCE
+        total.backward()
+    assert worst([kept, hidden.grad], [2 * dw, 2 * dh]) < TOLERANCE
+    assert calls == ["done"] * 2
+
+
+def test_a_scale_that_is_learnt_belongs_into_hidden():
+    """What the refusal of a tensor as logit_scale says to do."""
+    hidden, weight, labels = problem()
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    mb.linear_cross_entropy(hidden * scale, weight, labels).sum().backward()
+    dh, dw = oracle.gradients(hidden, weight, labels, torch.ones(TOKENS), Options(0.7))
+    assert worst([hidden.grad, weight.grad], [dh, dw]) < TOLERANCE
+    assert worst([scale.grad], [(dh * hidden).sum() / 0.7]) < TOLERANCE
+
+
 def test_a_label_outside_the_vocabulary_may_stand_where_nobody_trains():
     hidden, weight, labels = problem()
     labels[2], mask = -1, torch.ones(TOKENS)
@@ -307,50 +377,3 @@ def test_no_tensor_is_larger_than_the_tile(mode, dtype):
     with Largest() as largest:
         mb.linear_cross_entropy(hidden, weight, labels, tile=tile, mode=mode).sum().backward()
     assert largest.bytes == tile  # all logits would be 64 times that
-
-
-# --- what is refused -------------------------------------------------------------------------
-
-REFUSED = {
-    "mode": ({"mode": "twice"}, "mode must be one of single_pass, recompute, got 'twice'"),
-    "tile": ({"tile": 0}, "tile must be a positive number of bytes, got 0"),
-    "softcap": ({"logit_softcap": 0.0}, "logit_softcap must be positive, got 0.0"),
-    "scale": ({"logit_scale": float("nan")}, "logit_scale must be finite, got nan"),
-    "z-loss": ({"z_loss": -1.0}, "z_loss must not be negative, got -1.0"),
-    "smoothing": ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1, got 1.5"),
-    "vocabulary": ({"vocab_size": 14}, "vocab_size must be from 1 to the 13 rows of the weight"),
-    "mask": ({"loss_mask": torch.ones(3)}, r"loss_mask must be shaped like labels, \[11\]"),
-    "mask-gradient": (
-        {"loss_mask": torch.ones(TOKENS, requires_grad=True)},
-        "loss_mask must not require a gradient",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    choices, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        mb.linear_cross_entropy(*problem(), **choices)
-
-
-def test_refused_tensors():
-    hidden, weight, labels = problem()
-    with pytest.raises(ValueError, match="hidden and weight must both be"):
-        mb.linear_cross_entropy(hidden.half(), weight.half(), labels)
-    with pytest.raises(ValueError, match="hidden and weight must both be"):
-        mb.linear_cross_entropy(hidden, weight.float(), labels)
-    with pytest.raises(ValueError, match=r"weight \[v, d\], got"):
-        mb.linear_cross_entropy(hidden[:, :-1], weight, labels)
-    with pytest.raises(ValueError, match=r"labels must be \[11\]"):
-        mb.linear_cross_entropy(hidden, weight, labels[:-1])
-    with pytest.raises(ValueError, match="labels must be integers"):
-        mb.linear_cross_entropy(hidden, weight, labels.double())
-
-
-@pytest.mark.parametrize("label", [-1, VOCABULARY])
-def test_refused_labels(label):
-    hidden, weight, labels = problem()
-    labels[3] = label
-    with pytest.raises(ValueError, match=rf"labels must be in \[0, 13\).*got {label}"):
-        mb.linear_cross_entropy(hidden, weight, labels)

@@ -176,6 +176,11 @@ def test_ranks_recompute_together_or_not_at_all(ranks):
     assert ranks(4).run(different_upstream) == [1] * 4
 
 
+class Odd:
+    def __repr__(self):
+        raise AttributeError("odd")
+
+
 def wrong_call(what):
     hidden, weight, labels = problem(Options())
     odd = dist.get_rank() == 1
@@ -190,6 +195,14 @@ def wrong_call(what):
         labels[3] = 20 if odd else 1
     elif what == "shape":
         labels = labels[:5] if odd else labels
+    elif what == "kind":
+        labels, choices = (None, {"tile": "1GB"}) if odd else (labels, {})
+    elif what == "hidden":
+        hidden = None if odd else hidden
+    elif what == "foreign":
+        choices["tile"] = Odd() if odd else None
+    elif what == "mask":
+        choices["loss_mask"] = torch.ones(TOKENS) if odd else None
     try:
         mb.linear_cross_entropy(hidden, share(weight), labels, tp_group=dist.group.WORLD, **choices)
     except ValueError as error:
@@ -204,6 +217,10 @@ def wrong_call(what):
         "gradients": "gradients of (hidden, weight) (False, False)",
         "label": "rank 1: labels must be in [0, 20)",
         "shape": "rank 1: labels must be [12]",
+        "kind": "rank 1: labels must be a torch.Tensor of integers, got None; tile must be",
+        "hidden": "rank 1: hidden must be a torch.Tensor [..., d], got None",
+        "foreign": "rank 1: AttributeError in the arguments: odd",
+        "mask": "ranks disagree: rank 0 has loss_mask 'none', rank 1 has loss_mask 'given'",
     }.items(),
 )
 def test_a_wrong_call_raises_the_same_error_on_all_ranks(ranks, what, message):

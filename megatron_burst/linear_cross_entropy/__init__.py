@@ -2,9 +2,9 @@
 
 Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile one product for the logits,
 their softmax gradient in their own place, two products for the gradients. What is refused is
-`door`'s, the formula of a token's loss `formula`'s, the size of a tile `tiling`'s, the work on a
-tile `rows`'s and `products`'s, the tensor-parallel group `split`'s, the order of it all `sweep`'s,
-and what is kept between forward and backward `function`'s.
+`checks`'s (of the options, `choices`'s), the formula of a token's loss `formula`'s, the size of a
+tile `tiling`'s, the work on a tile `rows`'s and `products`'s, the tensor-parallel group `split`'s,
+the order of it all `sweep`'s, and what is kept between forward and backward `function`'s.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None]  # of hidden and of 
 
 
 class Sink(Protocol):
-    """Where the weight's gradient goes instead of to autograd."""
+    """Where the weight's gradient goes instead of to autograd, in a backward that asks for it."""
 
     def target(self) -> torch.Tensor:
         """The tensor to add to, shaped like the weight."""
@@ -67,6 +67,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * 7
         hidden, weight, labels, weights, lse, dh, dw = ctx.saved_tensors
+        wants_dh, wants_dw = ctx.needs_input_grad[0], _weight_is_asked_for(ctx)
+        dw = dw if wants_dw else None
         tokens, head = Tokens(hidden, weight, labels), ctx.head
         kept = labels != head.ignore_index
         dloss = torch.where(kept, dloss, 0)
@@ -82,7 +84,18 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "loss_mask, or mode='recompute' if they are unknown in forward",
                 stacklevel=1,  # the caller is torch's engine, whose warnings many leave out
             )
-        return *_recomputed(ctx, tokens, dloss, lse), *(None,) * 5
+        return *_recomputed(ctx, tokens, dloss, lse, wants_dh, wants_dw), *(None,) * 5
+
+
+def _weight_is_asked_for(ctx: Any) -> bool:
+    """Does this backward lead to the weight? Not so in torch.autograd.grad(loss, hidden).
+
+    `needs_input_grad` says only what could be asked for, and what goes into a sink could not be
+    dropped by torch later. The engine does not tell of leaves: the weight arrives as a view.
+    """
+    if not ctx.needs_input_grad[1]:
+        return False
+    return torch._C._will_engine_execute_node(ctx.next_functions[1][0])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,9 +128,15 @@ def _scaled(
     return dh, sink.done()
 
 
-def _recomputed(ctx: Any, tokens: Tokens, weights: torch.Tensor, lse: torch.Tensor) -> Gradients:
+def _recomputed(
+    ctx: Any,
+    tokens: Tokens,
+    weights: torch.Tensor,
+    lse: torch.Tensor,
+    wants_dh: bool,
+    wants_dw: bool,
+) -> Gradients:
     """The gradients for these weights; of the weight straight into the sink where dtypes agree."""
-    wants_dh, wants_dw, *_ = ctx.needs_input_grad
     sink: Sink | None = ctx.sink if wants_dw else None
     dh = torch.empty_like(tokens.hidden) if wants_dh else None
     dw = None if sink is None else sink.target()

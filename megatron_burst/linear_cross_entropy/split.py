@@ -59,6 +59,13 @@ class Split:
         """In how many slices the ranks hold the tokens."""
         return self.size if self.sequence_parallel else 1
 
+    @property
+    def _device(self) -> torch.device:
+        """Where headers travel: the same on every rank, whatever tensors (if any) it was given."""
+        assert self.group is not None
+        kinds = {device.type for device in self.group._device_types}  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.device("cpu") if "cpu" in kinds else torch.empty(0, device=min(kinds)).device
+
     def gather(self, rows: torch.Tensor) -> InFlight:
         """Start to bring together these rows [n, d] of every slice: [parts * n, d]."""
         if self.parts == 1:
@@ -99,16 +106,14 @@ class Split:
             ).wait()
         return [bool(flag) for flag in both.tolist()]
 
-    def agree(self, facts: Facts | ValueError, device: torch.device) -> None:
+    def agree(self, facts: Facts | ValueError) -> None:
         """Raise the same ValueError on all ranks unless all state the same facts."""
-        agree([facts], lambda headers: self._gather_headers(headers, device))
+        agree([facts], self._gather_headers)
 
-    def _gather_headers(
-        self, headers: Sequence[torch.Tensor], device: torch.device
-    ) -> list[torch.Tensor]:
+    def _gather_headers(self, headers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.size == 1:
             return list(headers)
-        mine = headers[0].to(device)
+        mine = headers[0].to(self._device)
         gathered = mine.new_empty(self.size * len(mine))
         InFlight(gathered, _start("all_gather", gathered, mine, group=self.group)).wait()
         return list(gathered.cpu().view(self.size, -1))

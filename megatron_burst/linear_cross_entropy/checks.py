@@ -1,0 +1,181 @@
+"""What `linear_cross_entropy` refuses: tensors, labels, the group; options are `choices`'s.
+
+Each check yields its reasons, so that a call with several faults hears of all of them at once.
+Must not know how a tile is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..agreement import Facts
+from ..merge import accumulation_dtype
+from .choices import Choices, flag, plain, reasons, told
+from .function import Sink
+from .split import Split
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+LABELS = (torch.int64, torch.int32, torch.int16, torch.int8)
+LABELS += (torch.uint8, torch.uint16, torch.uint32)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, as `linear_cross_entropy` has them, and its sink."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor | None
+    sink: Sink | None = None
+
+
+def group(tp_group: Any, sequence_parallel: Any) -> Split:
+    """The group of a call. Its ValueError stays on this rank: there is nobody to tell."""
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
+        hint = ""
+        if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
+            hint = ", which is what dist.new_group returns on a rank outside the group"
+        raise ValueError(
+            "tp_group must be a torch.distributed.ProcessGroup (dist.new_group([0, 1]) or "
+            f"dist.group.WORLD), or None without tensor parallelism, got {told(tp_group)}{hint}"
+        )
+    if tp_group is not None and not dist.is_initialized():
+        raise ValueError(
+            "tp_group: torch.distributed is not initialized (any more): call "
+            "dist.init_process_group before, and dist.destroy_process_group after the last call"
+        )
+    # What is no bool is refused by `checked`, where the other ranks hear of it.
+    return Split(tp_group, sequence_parallel is True and tp_group is not None)
+
+
+def checked(
+    inputs: Inputs, choices: Choices, sequence_parallel: Any, split: Split
+) -> tuple[Inputs, Choices, Facts]:
+    """Labels in int64, the mask in the accumulation dtype, options as Python numbers.
+
+    The facts are those that decide which exchanges a rank takes part in. Raises ValueError with
+    all reasons.
+    """
+    found = [*_kinds(inputs, sequence_parallel)]
+    if not found:
+        found += [*_tensors(inputs, split), *_vocabulary(choices, inputs.weight, split)]
+    _raise([*found, *reasons(choices)])
+    hidden, weight, labels, mask, sink = inputs
+    labels = labels.to(
+        torch.int64
+    )  # first of all: a narrow type cannot hold what it is compared to
+    mask = None if mask is None else mask.to(accumulation_dtype(hidden.dtype))
+    choices = plain(choices)
+    _raise(_labels(labels, mask, choices, choices.vocab_size or len(weight) * split.size))
+    facts: Facts = {
+        "hidden": (tuple(hidden.shape), str(hidden.dtype), hidden.device.type),
+        "weight": tuple(weight.shape),
+        "labels": tuple(labels.shape),
+        "loss_mask": "none" if mask is None else "given",
+        "gradients of (hidden, weight)": (hidden.requires_grad, weight.requires_grad),
+        "sequence_parallel": split.sequence_parallel,
+        "options": choices,
+    }
+    return Inputs(hidden, weight, labels, mask, sink), choices, facts
+
+
+def _raise(found: list[str]) -> None:
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _kinds(inputs: Inputs, sequence_parallel: Any) -> Iterator[str]:
+    """Arguments that are no tensors, or tensors of another kind."""
+    wanted = {
+        "hidden": "a torch.Tensor [..., d]",
+        "weight": "a torch.Tensor [v, d]",
+        "labels": "a torch.Tensor of integers",
+        "loss_mask": "a torch.Tensor of numbers shaped like labels, or None",
+    }
+    for name, want in wanted.items():
+        value = getattr(inputs, name)
+        if name == "loss_mask" and value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            hint = ""
+            if isinstance(value, torch.nn.Module):
+                hint = ": pass its .weight"
+            elif value is not None:
+                hint = ": make one with torch.tensor or torch.as_tensor"
+            yield f"{name} must be {want}, got {told(value)}{hint}"
+        elif value.layout is not torch.strided:
+            yield f"{name} must be dense, got layout {value.layout}: call .to_dense()"
+    sink = inputs.sink
+    if sink is not None and not all(callable(getattr(sink, x, None)) for x in ("target", "done")):
+        yield f"sink must have the methods target() and done(), or be None, got {told(sink)}"
+    yield from flag("sequence_parallel", sequence_parallel)
+
+
+def _tensors(inputs: Inputs, split: Split) -> Iterator[str]:
+    hidden, weight, labels, loss_mask, _ = inputs
+    if hidden.dtype not in DTYPES or weight.dtype != hidden.dtype:
+        yield (
+            f"hidden and weight must both be {', '.join(map(str, DTYPES))}, got {hidden.dtype} "
+            f"and {weight.dtype}"
+        )
+    if hidden.dim() < 2 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        yield (
+            f"hidden must be [..., d] and weight [v, d], got {list(hidden.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    elif not weight.numel():
+        yield f"weight must have rows and a width of at least 1, got {list(weight.shape)}"
+    expected = [s * (split.parts if i == 0 else 1) for i, s in enumerate(hidden.shape[:-1])]
+    if hidden.dim() >= 2 and list(labels.shape) != expected:
+        slices = f", {split.parts} slices" if split.parts > 1 else ""
+        yield (
+            f"labels must be {expected} for hidden {list(hidden.shape)}{slices}, "
+            f"got {list(labels.shape)}"
+        )
+    if labels.dtype not in LABELS:
+        yield (
+            f"labels must be integers ({', '.join(map(str, LABELS))}), got {labels.dtype}: "
+            "call .long()"
+        )
+    if loss_mask is not None:
+        if loss_mask.shape != labels.shape:
+            yield (
+                f"loss_mask must be shaped like labels, {list(labels.shape)}, got "
+                f"{list(loss_mask.shape)}"
+            )
+        if loss_mask.is_complex():
+            yield f"loss_mask must be real, got {loss_mask.dtype}"
+        if loss_mask.requires_grad:
+            yield "loss_mask must not require a gradient: multiply the loss by it instead"
+    devices = {str(t.device) for t in (hidden, weight, labels, loss_mask) if t is not None}
+    if len(devices) > 1:
+        yield f"all tensors must be on one device, got {sorted(devices)}"
+
+
+def _vocabulary(choices: Choices, weight: torch.Tensor, split: Split) -> Iterator[str]:
+    rows, asked = weight.shape[:1].numel() * split.size, choices.vocab_size
+    if isinstance(asked, Integral) and asked > rows:
+        yield f"vocab_size must be from 1 to the {rows} rows of the weight, got {asked}"
+
+
+def _labels(
+    labels: torch.Tensor, mask: torch.Tensor | None, choices: Choices, count: int
+) -> list[str]:
+    """int64 labels outside the vocabulary where they have a weight; on CUDA asserted there."""
+    good = (labels == choices.ignore_index) | ((labels >= 0) & (labels < count))
+    if mask is not None:
+        good |= mask == 0
+    if labels.is_cuda:
+        torch._assert_async(good.all())
+        return []
+    if good.all():
+        return []
+    return [
+        f"labels must be in [0, {count}) or ignore_index ({choices.ignore_index}) where loss_mask "
+        f"is not 0, got {labels[~good][0].item()}"
+    ]
