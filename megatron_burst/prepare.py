@@ -98,13 +98,9 @@ def prepare(
 
 
 def _agree(drafts: Sequence[Draft | ValueError], groups: Groups) -> None:
-    """Raise the same ValueError on every rank if any has one, or arguments differ."""
-    try:
-        so_far = {CALLS: groups.calls}
-        facts = [d if isinstance(d, ValueError) else d.facts | so_far for d in drafts]
-        agree(facts, groups.gather)
-    except ValueError as error:
-        raise error from next((d.__cause__ for d in drafts if isinstance(d, ValueError)), None)
+    """Raise the same ValueError on every rank if any has one, or arguments or past calls differ."""
+    so_far = {CALLS: groups.calls}
+    agree([d if isinstance(d, ValueError) else d.facts | so_far for d in drafts], groups.gather)
 
 
 def _measured(draft: Draft, groups: Groups, rates: Rates | None) -> Rates:
