@@ -1,7 +1,10 @@
 // An O' with rowsum(dout * O') = delta, for attention operators that insist on an output: with m as
 // large as the largest |dout| of a row and n = dout / m, O' = n (delta / m / |n|^2), 0 where dout is 0.
 // Without m rows of tiny gradients lose all accuracy. It is a power of 2 here: nothing is rounded.
+// Where that is beyond float16, O' = sign(dout) (delta / |dout|_1), never larger than the output was.
 #pragma once
+
+#include <type_traits>
 
 #include "functions.h"
 
@@ -24,18 +27,24 @@ struct StandIn {
     const Place place = shape.place(row);
     const T* const from = dout.at(place);
     T* const to = out.at(place);
-    const Acc per_m = inverse(largest(team, from));
-    Acc squares = 0;
-    BURST_ADDS(squares)
+    const Acc m = largest(team, from), per_m = inverse(m);
+    Acc squares = 0, sizes = 0;
+    BURST_ADDS(squares, sizes)
     for (int64_t i = team.first(); i < w; i += team.step()) {
       const auto x = load<Team::N>(from + i);
       for (int n = 0; n < Team::N; ++n) {
         const Acc scaled = Acc(x.at[n]) * per_m;
         squares += scaled * scaled;
+        sizes += std::fabs(scaled);
       }
     }
     squares = team.sum(squares);
     const Acc factor = squares == 0 ? Acc(0) : *delta.at(place) * per_m / squares;
+    if constexpr (std::is_same_v<T, c10::Half>) {  // others reach as far as their sums
+      if (!(std::fabs(m * per_m * factor) <= Acc(65504))) {
+        return fill(team, from, to, *delta.at(place) / team.sum(sizes) * per_m);
+      }
+    }
     for (int64_t i = team.first(); i < w; i += team.step()) {
       auto x = load<Team::N>(from + i);
       for (int n = 0; n < Team::N; ++n) {
@@ -46,6 +55,19 @@ struct StandIn {
   }
 
  private:
+  // `even` with the signs of a row; 0 stays 0, and NaN is NaN.
+  template <class Team>
+  BURST_BOTH void fill(Team team, const T* from, T* to, Acc even) const {
+    for (int64_t i = team.first(); i < w; i += team.step()) {
+      auto x = load<Team::N>(from + i);
+      for (int n = 0; n < Team::N; ++n) {
+        const Acc value = x.at[n];
+        x.at[n] = T(value > 0 ? even : value < 0 ? -even : value * even);
+      }
+      store(to + i, x);
+    }
+  }
+
   // The largest magnitude of a row. A NaN is passed over: it comes back in the squares.
   template <class Team>
   BURST_BOTH Acc largest(Team team, const T* from) const {

@@ -15,13 +15,13 @@
 
 #ifdef __CUDACC__
 #define BURST_BOTH __host__ __device__ __forceinline__
-#define BURST_ADDS(sum)
+#define BURST_ADDS(...)
 #define BURST_MAXIMISES(most)
 #else
 #define BURST_BOTH inline __attribute__((always_inline))
 #define BURST_PRAGMA(text) _Pragma(#text)
 // The next loop may add up, or compare, in any order: else no vector could do it for floats.
-#define BURST_ADDS(sum) BURST_PRAGMA(omp simd reduction(+ : sum))
+#define BURST_ADDS(...) BURST_PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 #define BURST_MAXIMISES(most) BURST_PRAGMA(omp simd reduction(max : most))
 #endif
 

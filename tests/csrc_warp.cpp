@@ -84,6 +84,14 @@ Grid<T> rows(void* x, Shape shape, int64_t w) {
 
 using Low = c10::BFloat16;
 
+template <class T>
+int stood_in(void* dout, void* delta, void* out, Shape shape, int64_t w) {
+  const StandIn<float, T> op{
+      rows<const T>(dout, shape, w), rows<const float>(delta, shape, 1),
+      rows<T>(out, shape, w), shape, w};
+  return go(op, shape.s * shape.b * shape.h);
+}
+
 }  // namespace
 
 extern "C" {
@@ -106,11 +114,12 @@ int delta(void* dout, void* out, void* found, uint32_t s, uint32_t b, uint32_t h
 }
 
 int stand_in(void* dout, void* delta, void* out, uint32_t s, uint32_t b, uint32_t h, int64_t w) {
-  const Shape shape{s, b, h};
-  const StandIn<float, Low> op{
-      rows<const Low>(dout, shape, w), rows<const float>(delta, shape, 1),
-      rows<Low>(out, shape, w), shape, w};
-  return go(op, s * b * h);
+  return stood_in<Low>(dout, delta, out, {s, b, h}, w);
+}
+
+int stand_in_half(void* dout, void* delta, void* out, uint32_t s, uint32_t b, uint32_t h,
+                  int64_t w) {
+  return stood_in<c10::Half>(dout, delta, out, {s, b, h}, w);
 }
 
 int softmax_gradient(void* z, void* index, void* lse, void* of_softmax, void* of_label, void* of_all,

@@ -144,6 +144,32 @@ def test_stand_in_of_zero_rows_is_zero_and_of_nan_is_nan(built, dtype):
     assert made.isnan().sum() == 16
 
 
+def far_rows(w):
+    """(dout, delta, fits) of float16 rows; along dout, the odd ones' stand-in is beyond float16."""
+    dout = randn(6, 2, 2, w, dtype=torch.float16) * 0.1
+    dout[..., 0] = 1 if w > 1 else 0.1
+    dout[3, 0, 1, w // 2] = 0
+    size = torch.where(torch.arange(6) % 2 == 0, 2.0, 6e4)[:, None, None]
+    delta = size * dout.float().abs().sum(-1)
+    delta[1] *= -1
+    most = delta.double() * dout.double().abs().amax(-1) / dout.double().square().sum(-1)
+    return dout, delta, most.abs() <= 65504
+
+
+@pytest.mark.parametrize("w", [5, 64, 200])
+def test_stand_in_beyond_float16_spreads_over_the_row(built, monkeypatch, w):
+    dout, delta, fits = far_rows(w)
+    assert fits.any()
+    assert not fits.all()
+    theirs = by_torch(monkeypatch, stand_in, dout, delta)
+    mine = by_library(stand_in, dout, delta)
+    even = delta.double() / dout.double().abs().sum(-1)
+    along = csrc_library.stood_in(dout, delta)
+    exact = torch.where(fits[..., None], along, dout.double().sign() * even[..., None])
+    for made in (mine, theirs):
+        assert ((made.double() - exact).abs() <= 2**-10 * exact.abs()).all()
+
+
 # --- the gradient of a tile of logits ------------------------------------------------------
 
 FORMULAS = {
@@ -329,6 +355,10 @@ def test_a_warp_does_what_the_cpu_does(built, warp, w, packs):
     warp("stand_in", (x, delta, made), *sizes_of(x), packs=packs)
     assert error(made, stand_in(x, delta).double()) < 2**-7
     assert made[1, 0, 0].count_nonzero() == 0
+    far, delta, _ = far_rows(w)
+    made = torch.empty_like(far)
+    warp("stand_in_half", (far, delta, made), *sizes_of(far), packs=packs)
+    assert error(made, stand_in(far, delta).double()) < 2**-10
 
 
 @pytest.mark.parametrize(("v", "packs"), [(300, 4), (4500, 4), (301, 1)])

@@ -226,6 +226,33 @@ def test_the_stand_in_gives_delta(size, dtype, seed):
     assert oracle.worst(got / size, delta.double() / size) < bound
 
 
+@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+def test_gradients_of_large_float16_values_are_as_good_as_torch_has_them(visiting):
+    """Gradients with one large element: along them, a stand-in would need 1.3e5."""
+    q, k, v, dout = tensors(16, 1, (2, 2), (64, 64), torch.float16)
+    v, dout = 3e4 + 16 * v, torch.full_like(dout, 0.1)
+    dout[..., 0] = 1
+    truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 16))
+    got = run("aten", Causal(), q, k, v, dout, visiting=visiting)
+    theirs = stock(q, k, v, dout, causal=True)
+    for mine, other, right in zip(got[1:], theirs[1:], truth[2:], strict=True):
+        assert oracle.worst(mine, right) <= 3 * oracle.worst(other, right)
+
+
+@given(st.floats(1, 65504), st.floats(1e-4, 1), st.integers(0, 2**31))
+def test_a_stand_in_in_float16_is_no_larger_than_the_output_may_be(size, flat, seed):
+    """Whatever shape a row's gradient has: finite, delta to half a unit in the last place."""
+    generator = torch.Generator().manual_seed(seed)
+    dout = torch.randn(4, 1, 2, 16, generator=generator) * flat
+    dout[..., 0] = 1
+    dout = dout.half()
+    out = (size * (dout.sign() + 1e-3 * torch.randn(dout.shape, generator=generator))).half()
+    out = out.clamp(-65504, 65504)
+    delta = (dout.float() * out.float()).sum(dim=-1)
+    got = (dout.double() * stand_in(dout, delta).double()).sum(dim=-1)
+    assert oracle.worst(got / delta, torch.ones_like(delta)) <= 2**-11 + 1e-6
+
+
 def test_the_stand_in_of_a_zero_row_is_zero():
     dout = torch.zeros(2, 1, 1, 4)
     dout[1, 0, 0, 2] = 5.0

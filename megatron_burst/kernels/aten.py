@@ -152,17 +152,24 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
     dout [s, b, h, w], delta [s, b, h] -> [s, b, h, w] in the dtype of dout. With m the largest
     |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2), and 0 where dout is 0.
-    Without the scaling by m rows of tiny gradients lose all accuracy.
+    Without the scaling by m rows of tiny gradients lose all accuracy. Where that is beyond
+    float16, O' = sign(dout) * (delta / |dout|_1): never larger than the output was, but all
+    elements are rounded alike, so that errors do not average out.
     """
     found = csrc.stand_in(dout, delta)
     if found is not None:
         return found
-    wide = dout.to(delta.dtype)
+    wide, delta = dout.to(delta.dtype), delta.unsqueeze(-1)
     m = wide.abs().amax(dim=-1, keepdim=True)
     m = torch.where(m == 0, torch.ones_like(m), m)
     n = wide / m
-    norm = n.square().sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
-    return (n * (delta.unsqueeze(-1) / m / norm)).to(dout.dtype)
+    tiny = torch.finfo(wide.dtype).tiny
+    most = delta / m / n.square().sum(dim=-1, keepdim=True).clamp_min(tiny)  # n is at most 1
+    if dout.dtype != torch.float16:  # others reach as far as their sums
+        return (n * most).to(dout.dtype)
+    even = delta / n.abs().sum(dim=-1, keepdim=True).clamp_min(tiny) / m
+    fits = most.abs() <= torch.finfo(dout.dtype).max
+    return torch.where(fits, n * most, n.sign() * even).to(dout.dtype)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
