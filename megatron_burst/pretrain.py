@@ -38,11 +38,23 @@ def run(arguments: argparse.Namespace) -> None:
     script = Path(arguments.script)
     if not script.is_file():
         raise ValueError(f"SCRIPT {script}: there is no such file")
+    if not arguments.cpu and "--help" not in arguments.arguments:
+        _check_device()
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)
     _install(arguments.cpu)
     with plainly():
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _check_device() -> None:
+    if not importlib.import_module("torch.cuda").is_available():
+        raise ValueError(
+            "torch sees no CUDA device, and Megatron needs one: nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES say why; for tests and debugging without one: "
+            "megatron_burst pretrain --cpu SCRIPT ... --distributed-backend gloo "
+            "--use-cpu-initialization --transformer-impl local"
+        )
 
 
 def _install(cpu: bool) -> None:

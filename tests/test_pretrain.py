@@ -24,6 +24,7 @@ def megatron(monkeypatch):
         training_available=lambda: True,
         install=lambda: called.append("install"),
         cpu=SimpleNamespace(enable=lambda: called.append("cpu")),
+        is_available=lambda: True,  # as torch.cuda
     )
     monkeypatch.setattr(pretrain.importlib, "import_module", lambda name: fake)
     monkeypatch.setattr(
@@ -52,6 +53,18 @@ def test_the_script_runs_as_if_python_had_started_it(megatron, tmp_path, capsys)
 def test_cpu_is_enabled_before_installing(megatron, tmp_path):
     assert cli.main(["pretrain", "--cpu", script(tmp_path, "")]) == 0
     assert megatron.called == ["cpu", "install"]
+
+
+def test_without_a_device_the_way_without_one_is_told(megatron, tmp_path, capsys):
+    megatron.fake.is_available = lambda: False
+    path = script(tmp_path, "print('ran')")
+    assert cli.main(["pretrain", path]) == 2
+    told = capsys.readouterr()
+    assert "torch sees no CUDA device" in told.err
+    assert "megatron_burst pretrain --cpu SCRIPT" in told.err
+    assert (told.out, megatron.called) == ("", [])
+    assert cli.main(["pretrain", path, "--help"]) == 0  # shows what there is anywhere
+    assert cli.main(["pretrain", "--cpu", path]) == 0
 
 
 def test_our_own_errors_are_one_line(megatron, tmp_path, capsys):

@@ -1,8 +1,9 @@
 """What this integration refuses, each with the flag to change.
 
-Owns: the list of Megatron settings that BurstAttention does not honour, and the check that a
-Megatron function still has the signature a patch was written for. Must not know: processes or
-tensors; every rank reads the same configuration, so every rank raises the same error.
+Owns: the list of Megatron settings that BurstAttention does not honour, as problems that are told
+all at once, and the check that a Megatron function still has the signature a patch was written for.
+Must not know: processes or tensors; every rank reads the same configuration, so every rank raises
+the same error.
 """
 
 from __future__ import annotations
@@ -12,74 +13,88 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from megatron_burst.config import BurstConfig
+from megatron_burst.kernels import flash_packages
+from megatron_burst.megatron.problem import Problem, Refused, refuse
 from megatron_burst.topology import Topology
 
 OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+SIZES = "--hierarchical-context-parallel-sizes"
 
 
 def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
     """Raise ``ValueError`` if a ``TransformerConfig`` asks for what BurstAttention cannot do."""
+    refuse(config_problems(config, burst, seq_length))
+
+
+def config_problems(
+    config: Any, burst: BurstConfig, seq_length: int | None = None
+) -> Iterator[Problem]:
+    """All that BurstAttention cannot do of what a ``TransformerConfig`` asks for.
+
+    config: that, or whatever has attributes of the same names; ``seq_length``: global, tokens.
+    """
     cp = config.context_parallel_size
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
     if type(cp) is not int or cp < 1:
-        raise ValueError(f"--context-parallel-size must be an integer from 1 on, got {cp!r}")
+        yield Problem(f"--context-parallel-size must be an integer from 1 on, got {cp!r}")
+        return
     if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Sequence)):
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes must be two sizes, ranks per node and nodes, "
-            f"got {sizes!r}"
-        )
+        yield Problem(f"{SIZES} must be two sizes, ranks per node and nodes, got {sizes!r}")
+        sizes = None
     if sizes and math.prod(sizes) != cp:
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes {list(sizes)} multiply to {math.prod(sizes)}, "
-            f"which is not --context-parallel-size {cp}"
+        yield Problem(
+            f"{SIZES} {list(sizes)} multiply to {math.prod(sizes)}, which is not "
+            f"--context-parallel-size {cp}"
         )
     if cp == 1:
         return
     if burst.algorithm == "megatron":
         if burst.layout != "zigzag":
-            raise ValueError(
+            yield Problem(
                 f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
                 "own attention knows only zigzag; leave the layout out, or take "
                 "--context-parallel-algo burst"
             )
         return
-    check_topology(cp, sizes, burst.intra_size)
+    of_groups = [*topology_problems(cp, sizes, burst.intra_size), *_head_problems(config, burst)]
+    yield from of_groups
+    if not of_groups:
+        yield from _placement_problems(cp, sizes[0] if sizes else burst.intra_size, burst)
     if seq_length is not None:
-        check_length(seq_length, cp)
-    check_heads(config, head_size(burst, cp))
-    _check_placement(cp, sizes[0] if sizes else burst.intra_size, burst)
+        yield from length_problems(seq_length, cp)
     if burst.store:
-        _check_store(config, burst.store)
-    for problem in _refused(config, burst.layout):
-        raise ValueError(f"{problem} (or --context-parallel-algo megatron)")
+        yield from _store_problems(config, burst.store)
+    yield from _model_problems(config)
+    if burst.layout != "zigzag":
+        yield from _layout_problems(config, burst.layout)
 
 
-def check_length(seq_length: int, cp: int) -> None:
-    """Raise ``ValueError`` unless ``cp`` ranks can hold two equal pieces of a sequence each."""
+def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
+    """Unless ``cp`` ranks can hold two equal pieces of a sequence each."""
     if seq_length % (2 * cp):
-        raise ValueError(
+        yield Problem(
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
             f"({2 * cp}); pad the sequences or change one of the two"
         )
 
 
-def _check_placement(cp: int, intra: int | None, burst: BurstConfig) -> None:
-    """Raise ``ValueError`` unless ranks that share heads leave rings of equal nodes."""
+def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless ranks that share heads leave rings of equal nodes."""
     size = head_size(burst, cp)
     if size == 1 or intra is None:
         return
     try:
         Topology(cp, intra, size, burst.placement)
     except ValueError as error:
-        raise ValueError(
-            f"--burst-head-size {size} --burst-placement {burst.placement}: {error}"
-        ) from error
+        yield Problem(f"--burst-head-size {size} --burst-placement {burst.placement}: {error}")
 
 
-def _check_store(config: Any, store: float) -> None:
-    """Raise ``ValueError`` unless something recomputes attention, by calls that can be framed."""
+def _store_problems(config: Any, store: float) -> Iterator[Problem]:
+    """Unless something recomputes attention, by calls that can be framed."""
 
     def get(name: str) -> Any:
         return getattr(config, name, None)
@@ -88,37 +103,44 @@ def _check_store(config: Any, store: float) -> None:
     granularity, modules = get("recompute_granularity"), get("recompute_modules")
     modules = ["core_attn"] if modules is None else modules  # as Megatron fills it in
     if granularity == "selective" and "core_attn" not in modules:
-        raise ValueError(
+        yield Problem(
             f"{flag} keeps attention between forward and recompute, and --recompute-modules "
             f"{modules} does not recompute it: add core_attn, or leave {flag} out"
         )
     if granularity not in ("full", "selective"):
-        raise ValueError(
+        yield Problem(
             f"{flag} keeps attention between forward and recompute, and nothing recomputes it: "
             f"add --recompute-granularity full or --recompute-activations, or leave {flag} out"
         )
     if get("fp8") or get("fp4"):
-        raise ValueError(f"{flag}: recompute in fp8 goes another way; remove --fp8-format")
+        yield Problem(f"{flag}: recompute in fp8 goes another way", remove=("--fp8-format",))
     graphs = get("cuda_graph_impl")
     if get("enable_cuda_graph") or get("external_cuda_graph") or graphs not in (None, "none"):
-        raise ValueError(f"{flag}: CUDA graphs replay without Python; turn them off")
+        yield Problem(f"{flag}: CUDA graphs replay without Python; turn them off")
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:
     """Raise ``ValueError`` unless the two ways to say ranks per node fit ``cp`` and each other."""
+    refuse(topology_problems(cp, sizes, intra_size))
+
+
+def topology_problems(
+    cp: int, sizes: Sequence[int] | None, intra_size: int | None
+) -> Iterator[Problem]:
+    """What of the two ways to say ranks per node does not fit ``cp``, or each other."""
     if sizes and len(sizes) != 2:
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes {list(sizes)} has {len(sizes)} levels; "
-            "BurstAttention knows two: ranks per node, then nodes"
+        yield Problem(
+            f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention knows two: ranks per "
+            "node, then nodes"
         )
     if intra_size is not None and cp % intra_size:
-        raise ValueError(
+        yield Problem(
             f"--burst-intra-size {intra_size} does not divide --context-parallel-size {cp}"
         )
     if sizes and intra_size not in (None, sizes[0]):
-        raise ValueError(
-            f"--burst-intra-size {intra_size} contradicts --hierarchical-context-parallel-sizes "
-            f"{list(sizes)}; give one of them"
+        yield Problem(
+            f"--burst-intra-size {intra_size} contradicts {SIZES} {list(sizes)}",
+            remove=("--burst-intra-size",),
         )
 
 
@@ -126,30 +148,54 @@ def head_size(burst: BurstConfig, cp: int) -> int:
     """How many of ``cp`` ranks share the heads of the same rows; 1 for a plain ring."""
     if burst.algorithm == "ulysses":
         if burst.head_size not in (None, cp):
-            raise ValueError(
+            refuse([Problem(
                 f"--burst-head-size {burst.head_size}: ulysses shares the heads over all "
                 f"--context-parallel-size {cp} ranks; leave the flag out, or take "
                 "--context-parallel-algo hybrid"
-            )
+            )])  # fmt: skip
         return cp
     if burst.algorithm == "hybrid" and burst.head_size is None:
-        raise ValueError(
+        refuse([Problem(
             "--context-parallel-algo hybrid needs --burst-head-size: how many ranks share heads"
-        )
+        )])  # fmt: skip
     return burst.head_size or 1
 
 
-def check_heads(config: Any, size: int) -> None:
-    """Raise ``ValueError`` unless ``size`` ranks can share the heads of a tensor-parallel rank."""
+def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless the ranks that share heads can, of those of a tensor-parallel rank."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
-    heads = config.num_attention_heads // tp
-    kv_heads = max(1, (config.num_query_groups or config.num_attention_heads) // tp)
-    if cp % size or heads % size or (kv_heads % size and size % kv_heads):
-        raise ValueError(
-            f"--burst-head-size {size} must divide --context-parallel-size {cp} and the {heads} "
-            f"query heads of a tensor-parallel rank, and divide its {kv_heads} key/value heads or "
-            "be a multiple of them; choose another size, or --context-parallel-algo burst"
-        )
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    try:
+        size = head_size(burst, cp)
+    except Refused as error:
+        yield from error.problems
+        return
+    if size == 1 or heads is None:  # read later, from a description of the layers
+        return
+    heads, kv_heads = heads // tp, max(1, (groups or heads) // tp)
+    if _shared(size, cp, heads, kv_heads):
+        return
+    fitting = [n for n in range(2, cp + 1) if _shared(n, cp, heads, kv_heads)]
+    has = f"a tensor-parallel rank has {heads} query heads and {kv_heads} key/value heads"
+    if burst.algorithm == "ulysses":
+        reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: {has}, too few "
+        reason += f"or not divisible for {cp} ranks"
+    else:
+        reason = f"--burst-head-size {size} must divide --context-parallel-size {cp} and the heads "
+        reason += f"of a rank; {has}"
+    if fitting:
+        size = max([n for n in fitting if n <= size], default=fitting[0])
+        algorithm = {"ulysses": "hybrid"}.get(burst.algorithm, burst.algorithm)
+        size = f"--burst-head-size {size}"
+        yield Problem(reason, add=(f"--context-parallel-algo {algorithm}", size))
+    else:
+        left = ("--burst-head-size",) if burst.head_size else ()
+        yield Problem(reason, add=("--context-parallel-algo burst",), remove=left)
+
+
+def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
+    """Can ``size`` ranks share these heads, in whole ones? Key/value heads may be repeated."""
+    return not (cp % size or heads % size or (kv_heads % size and size % kv_heads))
 
 
 def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None] | None:
@@ -167,56 +213,98 @@ def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None
     return left, right
 
 
-def _check_window(size: Any) -> str | None:
+def _window_problems(size: Any) -> Iterator[Problem]:
     if size is None:
-        return None
+        return
+    flag = "--window-size"
     if isinstance(size, int):
-        return f"--window-size {size} must be two sizes, such as {size},0 for {size} tokens back"
-    if len(size) != 2 or any(limit < -1 for limit in size):
-        return f"--window-size {size} must be two sizes, each at least 0, or -1 for no limit"
-    if size[1] > 0:
-        return (
-            f"--window-size {size} looks {size[1]} tokens ahead, and the model is causal; make "
-            f"the second size 0: {size[0]},0"
+        yield Problem(
+            f"{flag} {size} must be two sizes: tokens back, tokens ahead", (f"{flag} {size},0",)
         )
-    return None
+    elif len(size) != 2 or any(limit < -1 for limit in size):
+        yield Problem(f"{flag} {size} must be two sizes, each at least 0, or -1 for no limit")
+    elif size[1] > 0:
+        yield Problem(
+            f"{flag} {size} looks {size[1]} tokens ahead, and the model is causal",
+            (f"{flag} {size[0]},0",),
+        )
 
 
-def _refused(config: Any, layout: str) -> Iterator[str]:
+# Fields of a TransformerConfig that ask for what there is not, and what to remove.
+_ABSENT = (
+    (("qk_clip",), "maximum attention logits are not recorded", "--qk-clip"),
+    (("apply_query_key_layer_scaling",), "query-key layer scaling is not supported",
+     "--apply-query-key-layer-scaling"),
+    (("fp8_dot_product_attention", "fp8_multi_head_attention"),
+     "attention in fp8 is not supported", "--fp8-dot-product-attention"),
+    (("hybrid_context_parallel",), "one context-parallel size per run",
+     "--hybrid-context-parallel"),
+)  # fmt: skip
+
+
+def _model_problems(config: Any) -> Iterator[Problem]:
     def get(name: str, default: Any = None) -> Any:
         return getattr(config, name, default)
 
     if get("attention_dropout", 0):
-        yield f"attention dropout is {config.attention_dropout}; set --attention-dropout 0"
-    window = _check_window(get("window_size"))
-    if window:
-        yield window
+        yield dropout_problem(config.attention_dropout)
+    yield from _window_problems(get("window_size"))
     if get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
-        yield f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are known"
+        yield Problem(
+            f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are known"
+        )
     if get("attn_logit_softcapping"):
-        yield "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
-    if get("qk_clip"):
-        yield "maximum attention logits are not recorded; remove --qk-clip"
-    if get("apply_query_key_layer_scaling"):
-        yield "query-key layer scaling is not supported; remove --apply-query-key-layer-scaling"
-    if get("fp8_dot_product_attention") or get("fp8_multi_head_attention"):
-        yield "attention in fp8 is not supported; remove --fp8-dot-product-attention"
-    if get("hybrid_context_parallel"):
-        yield "one context-parallel size per run; remove --hybrid-context-parallel"
+        yield Problem(
+            "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
+        )
+    for names, reason, flag in _ABSENT:
+        if any(get(name) for name in names):
+            yield Problem(reason, remove=(flag,))
     heads, groups = get("num_attention_heads"), get("num_query_groups")
-    if groups and heads % groups:
-        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
-    if layout == "zigzag":
-        return
-    # Code of Megatron that slices or shifts the sequence for itself, assuming its own layout.
+    if groups and heads and heads % groups:
+        yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
+
+
+def dropout_problem(share: float) -> Problem:
+    return Problem(f"attention dropout is {share}", add=("--attention-dropout 0",))
+
+
+def _layout_problems(config: Any, layout: str) -> Iterator[Problem]:
+    """Code of Megatron that slices or shifts the sequence for itself, assuming zigzag."""
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    zigzag = ("--burst-layout zigzag",)
     if get("mtp_num_layers"):
-        yield f"--mtp-num-layers works only with --burst-layout zigzag, not {layout}"
+        yield Problem(f"--mtp-num-layers works only with --burst-layout zigzag, not {layout}",
+                      add=zigzag)  # fmt: skip
     if get("is_hybrid_model"):
-        yield f"Mamba layers work only with --burst-layout zigzag, not {layout}"
+        yield Problem(f"Mamba layers work only with --burst-layout zigzag, not {layout}",
+                      add=zigzag)  # fmt: skip
     if get("experimental_attention_variant"):
-        yield f"--experimental-attention-variant needs --burst-layout zigzag, not {layout}"
+        yield Problem(
+            f"--experimental-attention-variant needs --burst-layout zigzag, not {layout}",
+            add=zigzag,
+        )
     if get("multi_latent_attention") and get("apply_rope_fusion"):
-        yield "fused MLA rope works only with --burst-layout zigzag: add --no-rope-fusion"
+        yield Problem("fused MLA rope works only with --burst-layout zigzag",
+                      add=("--no-rope-fusion",))  # fmt: skip
+
+
+def kernel_problems(name: str) -> Iterator[Problem]:
+    """Unless this machine can run that local attention."""
+    if name in flash_packages.PACKAGES:
+        try:
+            flash_packages.load(name)
+        except ValueError as error:
+            yield Problem(str(error))
+            return
+    if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
+        yield Problem(
+            f"--burst-kernel {name} is one of CUDA, which this machine does not have",
+            add=("--burst-kernel auto",),
+        )
 
 
 def check_version() -> None:

@@ -20,10 +20,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.agreement import agree
-from megatron_burst.megatron.checks import check_config, layer_window
+from megatron_burst.megatron.checks import check_config, dropout_problem, layer_window
+from megatron_burst.megatron.command_line import RESET
 from megatron_burst.megatron.groups import context_groups
+from megatron_burst.megatron.loader_masks import documents_expected
 from megatron_burst.megatron.packed import Pack
 from megatron_burst.megatron.plans import Signature, plan_book
+from megatron_burst.megatron.problem import refuse
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # What Megatron calls them when documents are packed.
@@ -61,7 +64,7 @@ class BurstCoreAttention(MegatronModule):
         burst = self._burst
         check_config(config, burst)
         if attention_dropout:
-            raise ValueError(f"attention dropout is {attention_dropout}; set --attention-dropout 0")
+            refuse([dropout_problem(attention_dropout)])
         if attention_type != "self":
             raise ValueError(f"attention_type is {attention_type!r}: only self-attention is split")
         for name, value in unknown.items():
@@ -183,12 +186,21 @@ class BurstCoreAttention(MegatronModule):
 
 def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> None:
     known = _CAUSAL if packed is None else _CAUSAL_PACKED
+    if packed is None and documents_expected():
+        raise ValueError(
+            f"{RESET}, and the script handed no documents to the model: pass packed_seq_params "
+            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {RESET}"
+        )
     if mask_type not in known:
         raise ValueError(
             f"attention mask type {mask_type} is not supported: only causal and no_mask are"
         )
     fixes = {
-        "attention_mask": "it would be s x s: pass --no-create-attention-mask-in-dataloader",
+        "attention_mask": (
+            "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
+            "is causal, and with packed_seq_params for documents. Megatron's own data loaders make "
+            "none with --no-create-attention-mask-in-dataloader"
+        ),
         "attention_bias": "remove the relative position bias",
     }
     for name, value in asked.items():

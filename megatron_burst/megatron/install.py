@@ -12,15 +12,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
-from megatron_burst.kernels import flash_packages
 from megatron_burst.megatron import lm_head, patched, registry, training
-from megatron_burst.megatron.checks import check_config, check_version, require_parameters
+from megatron_burst.megatron.checks import (
+    check_version,
+    config_problems,
+    kernel_problems,
+    require_parameters,
+)
 from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.data import slicing_patches
+from megatron_burst.megatron.problem import refuse
 
 _NAME = "burst"
 
@@ -104,24 +107,15 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     patches = registry.installed(_NAME)
     if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
-    check_config(config, burst, seq_length)
-    lm_head.check(config, burst)
-    _check_kernel(burst.kernel)
+    refuse([
+        *config_problems(config, burst, seq_length),
+        *lm_head.problems(config, burst),
+        *kernel_problems(burst.kernel),
+    ])  # fmt: skip
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _settle(patches, burst.layout)
     config.burst = burst
     return config
-
-
-def _check_kernel(name: str) -> None:
-    """Raise ``ValueError`` for a local attention that this machine cannot run."""
-    if name in flash_packages.PACKAGES:
-        flash_packages.load(name)
-    if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
-        raise ValueError(
-            f"--burst-kernel {name} is one of CUDA, which this machine does not have; take "
-            "--burst-kernel auto"
-        )
 
 
 def _patch_attention(patches: registry.PatchSet) -> None:
@@ -184,6 +178,12 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
     module = getattr(core, "module", core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
         return core
+    if module not in stock and not isinstance(module, type):
+        raise ValueError(
+            f"the layer spec has no core attention to replace, but {module!r:.100}: layers of "
+            "Transformer Engine, such as those of pretrain_hybrid.py, need it installed; or take "
+            "--context-parallel-algo megatron"
+        )
     if module not in stock:
         names = " and ".join(one.__name__ for one in stock)
         raise ValueError(

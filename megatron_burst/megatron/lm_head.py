@@ -24,6 +24,7 @@ from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
 from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_parameters
 from megatron_burst.megatron.lazy_logits import LazyLogits, MainGrad
+from megatron_burst.megatron.problem import Problem, refuse
 
 _FLAG = "--burst-lm-head-loss"
 _STARTUP = "lm_head_startup"
@@ -32,26 +33,34 @@ Bound = tuple[bool, torch.Tensor | None]
 
 def check(config: Any, burst: BurstConfig) -> None:
     """Raise ``ValueError`` if a ``TransformerConfig`` asks for what the fused loss cannot do."""
+    refuse(problems(config, burst))
+
+
+def problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """All that the fused loss cannot do of what a ``TransformerConfig`` asks for."""
     if burst.lm_head_loss == "off":
         return
 
     def get(name: str) -> Any:
         return getattr(config, name, None)
 
-    for asked, what in (
-        (get("cross_entropy_loss_fusion"), "replaces it: remove --cross-entropy-loss-fusion"),
+    for asked, what, flag in (
+        (get("cross_entropy_loss_fusion"), "replaces it", "--cross-entropy-loss-fusion"),
         (get("defer_embedding_wgrad_compute"),
-         "makes that gradient at once: remove --defer-embedding-wgrad-compute"),
-        (get("fp16"), "takes bf16 or fp32: remove --fp16"),
-        (get("fp8_output_proj"), "takes bf16 or fp32: remove --fp8-output-proj"),
+         "makes that gradient at once", "--defer-embedding-wgrad-compute"),
+        (get("fp16"), "takes bf16 or fp32", "--fp16"),
+        (get("fp8_output_proj"), "takes bf16 or fp32", "--fp8-output-proj"),
         (get("overlap_moe_expert_parallel_comm"),
-         "needs GPTModel.forward: remove --overlap-moe-expert-parallel-comm"),
-        (get("cuda_graph_impl") == "full_iteration"
-         or "full_iteration" in str(get("cuda_graph_scope")),
-         "reads a flag of the device in backward: no CUDA graph of full iterations"),
+         "needs GPTModel.forward", "--overlap-moe-expert-parallel-comm"),
     ):  # fmt: skip
         if asked:
-            raise ValueError(f"{_FLAG} {burst.lm_head_loss} {what} (or {_FLAG} off)")
+            yield Problem(f"{_FLAG} {burst.lm_head_loss} {what}", remove=(flag,))
+    scope = str(get("cuda_graph_scope"))
+    if get("cuda_graph_impl") == "full_iteration" or "full_iteration" in scope:
+        yield Problem(
+            f"{_FLAG} {burst.lm_head_loss} reads a flag of the device in backward: no CUDA graph "
+            "of full iterations"
+        )
 
 
 def startup_line() -> str | None:

@@ -14,7 +14,6 @@ import argparse
 import functools
 import importlib
 import importlib.util
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +22,10 @@ import torch
 
 from megatron_burst import flags
 from megatron_burst.agreement import agree
-from megatron_burst.megatron.checks import check_length, require_function
+from megatron_burst.megatron import command_line, loader_masks
+from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.log import log, speak
+from megatron_burst.megatron.problem import refuse
 from megatron_burst.megatron.registry import PatchSet
 
 _ASKED = "flags"  # what this process was asked for, from the end of parsing on
@@ -62,6 +63,7 @@ def patch(patches: PatchSet, configure: Configure) -> None:
         home = importlib.import_module(f"megatron.training.{module}")
         original = require_function(home, name, parameters)
         patches.replace_function(home, name, wrap(original, patches))
+    loader_masks.patch(patches)
     from megatron.core import parallel_state
 
     name = "initialize_model_parallel"
@@ -98,62 +100,25 @@ def _validating(original: Callable, patches: PatchSet) -> Callable:
         flags.settle(args)
         check_flags(args, sys.argv[1:])
         patches.notes[_ASKED] = _facts(args)
+        if command_line.takes_over(args):
+            loader_masks.replace_masks(args, patches)
         return original(args, *others, **named)
 
     return validate
 
 
 def check_flags(args: Any, argv: list[str]) -> None:
-    """Raise ``ValueError`` for flags that contradict each other, Megatron's included; say on
-    rank 0 when they ask for nothing."""
-    yaml = getattr(args, "yaml_cfg", None)
-    for name in flags.given(argv) if yaml else ():
-        raise ValueError(
-            f"{name} with --yaml-cfg {yaml}: Megatron reads nothing but that file; write "
-            f"{name.removeprefix('--').replace('-', '_')} into it, at the top level"
-        )
-    burst = flags.burst_config(args)
-    cp = _of(args, "context_parallel_size")
-    sizes = _of(args, "hierarchical_context_parallel_sizes")
-    if sizes and math.prod(sizes) != cp:
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} multiply to "
-            f"{math.prod(sizes)}, which is not --context-parallel-size {cp}"
-        )
-    if burst.algorithm == flags.OFF:
-        idle = [name for name in flags.given(argv) if name not in flags.ALONE]
-        if idle and getattr(args, "rank", 0) == 0:
-            log(f"{', '.join(idle)} without --context-parallel-algo burst: nothing follows them")
-        return
-    length = _of(args, "seq_length")
-    if cp > 1 and length is not None:
-        check_length(length, cp)
-    asked = f"--context-parallel-algo {burst.algorithm}"
-    for name in flags.given(argv, "--cp-comm-type"):
-        raise ValueError(
-            f"{name} chooses how Megatron's own attention exchanges keys and values, and {asked} "
-            f"replaces that attention: drop {name} (or {asked})"
-        )
-    if getattr(args, "transformer_impl", None) == "transformer_engine" and not _has_engine():
-        raise ValueError(
-            "--transformer-impl transformer_engine, and Transformer Engine is not installed: "
-            "install it, or pass --transformer-impl local"
-        )
-    if cp == 1 and getattr(args, "rank", 0) == 0:
-        log(f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs")
-
-
-def _has_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _of(args: Any, name: str) -> Any:
-    """A setting of Megatron, which a yaml file keeps in a section."""
-    return getattr(args, name, getattr(getattr(args, "model_parallel", None), name, None))
+    """Raise ``ValueError`` with all that settled arguments ask for and cannot have; say on rank 0
+    when they ask for nothing."""
+    refuse(command_line.problems(args, argv))
+    line = command_line.idle(args, argv)
+    if line is not None:
+        log(line)
 
 
 def _facts(args: Any) -> dict[str, Any]:
-    sizes = {f"--{name.replace('_', '-')}": _of(args, name) for name in _SIZES}
+    found = command_line.settings_of(args)
+    sizes = {f"--{name.replace('_', '-')}": getattr(found, name, None) for name in _SIZES}
     return flags.stated(args) | sizes
 
 

@@ -18,7 +18,9 @@ BAD_FLAGS = {
     f"{CP4} --burst-kernel cuda": "--burst-kernel",
     f"{CP4} --window-size 8,1": "looks 1 tokens ahead",
     f"{CP4} --context-parallel-algo hybrid": "needs --burst-head-size",
-    f"{CP4} --context-parallel-algo ulysses --num-attention-heads 2": "--burst-head-size 4 must",
+    f"{CP4} --context-parallel-algo ulysses --num-attention-heads 2": (
+        "--context-parallel-algo hybrid --burst-head-size 2"
+    ),
     f"{CP4} --burst-attention-store 0.5": "nothing recomputes it",
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
     f"{CP4} --burst-kv-cache 2": "--burst-kv-cache",
@@ -54,7 +56,7 @@ def test_a_bad_flag_is_named_on_every_rank(four, common, flags):
     [
         ("sequence", "ranks disagree"),
         ("dtype", "ranks disagree"),
-        ("attention_mask", "--no-create-attention-mask-in-dataloader"),
+        ("attention_mask", "call the model with attention_mask=None, which is causal"),
         ("attention_bias", "attention_bias is not supported"),
         ("packed_seq_params", "qkv_format must be 'thd'"),
         ("cross-attention", "cross-attention is not split"),

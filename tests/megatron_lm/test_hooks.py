@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import inspect
 import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip(
     "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
@@ -19,7 +21,7 @@ from megatron.training import arguments, checkpointing, yaml_arguments
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.megatron import checks, training
+from megatron_burst.megatron import checks, loader_masks, training
 
 WRAPPED = [
     (arguments, "add_megatron_arguments"),
@@ -110,12 +112,112 @@ def test_too_old_a_megatron_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("given", ["--cp-comm-type p2p", "--cp-comm-type=a2a"])
 def test_the_type_of_communication_is_refused_only_where_given(given):
-    with pytest.raises(ValueError, match="drop --cp-comm-type"):
+    with pytest.raises(ValueError, match="remove --cp-comm-type"):
         training.check_flags(asked(cp_comm_type=["p2p"]), given.split())
     training.check_flags(asked(cp_comm_type=["p2p"]), [])
     off = asked(cp_comm_type=["p2p"])
     off.context_parallel_algo = "megatron"
     training.check_flags(off, given.split())
+
+
+NO_HEADS_FOR_ALL = {
+    # heads, key/value groups, ranks, our flags: what is said to add
+    (2, None, 4, ""): "--context-parallel-algo hybrid --burst-head-size 2",
+    (3, None, 4, ""): "--context-parallel-algo burst",
+    (12, 4, 8, ""): "--context-parallel-algo hybrid --burst-head-size 4",
+}
+
+
+@pytest.mark.parametrize("case", NO_HEADS_FOR_ALL)
+def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
+    heads, groups, cp, _ = case
+    config = SimpleNamespace(
+        context_parallel_size=cp, tensor_model_parallel_size=1, num_attention_heads=heads,
+        num_query_groups=groups,
+    )  # fmt: skip
+    (problem,) = checks.config_problems(config, mb.BurstConfig("ulysses"))
+    reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: "
+    assert problem.reason.startswith(reason)
+    assert f"{heads} query heads and {groups or heads} key/value heads" in problem.reason
+    assert "--burst-head-size" not in problem.reason
+    assert " ".join(problem.add) == NO_HEADS_FOR_ALL[case]
+    algorithm, *size = [word for word in " ".join(problem.add).split() if "--" not in word]
+    chosen = mb.BurstConfig(algorithm, head_size=int(size[0]) if size else None)
+    assert not list(checks.config_problems(config, chosen))  # what is said does work
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "words"),
+    [
+        (8, {"context_parallel_size": 4}, None),
+        (8, {"context_parallel_size": 6}, "does not divide the 8 ranks.*add --context-par.* 4$"),
+        (8, {"context_parallel_size": 2, "pipeline_model_parallel_size": 8}, "a multiple of 16"),
+        (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 3},
+         "size 2 x --tensor-model-parallel-size 3 does not divide the 4 ranks"),
+    ],
+)  # fmt: skip
+def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
+    args = SimpleNamespace(context_parallel_algo="burst", world_size=world, **sizes)
+    flags.settle(args)
+    if words is None:
+        training.check_flags(args, [])
+        return
+    with pytest.raises(ValueError, match=words):
+        training.check_flags(args, [])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="needs it to be missing"
+)
+def test_the_hybrid_stack_without_transformer_engine():
+    stack = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    training.check_flags(asked(hybrid_layer_pattern="M-M-", spec=stack), [])
+    with pytest.raises(ValueError, match=r"M\*M- has attention .* need Transformer Engine"):
+        training.check_flags(asked(hybrid_layer_pattern="M*M-", spec=stack), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "mask", "packed", "line"),
+    [
+        ({}, False, False, "attention is causal; the data loader makes no s x s mask"),
+        ({"reset_attention_mask": True}, False, True, "documents end after end-of-document"),
+        ({"create_attention_mask_in_dataloader": False}, False, False, ""),
+        ({"create_attention_mask_in_dataloader": False, "reset_attention_mask": True}, False,
+         False, "--reset-attention-mask does nothing with"),
+        ({"reset_attention_mask": True, "dataloader_inter_document_masking": True}, False, True,
+         ""),
+        ({"context_parallel_size": 1}, True, False, ""),
+        ({"context_parallel_algo": "megatron"}, True, False, ""),
+    ],
+)  # fmt: skip
+def test_the_mask_of_the_data_loader_is_not_made(capsys, given, mask, packed, line):
+    burst.install()
+    settings = {
+        "create_attention_mask_in_dataloader": True, "reset_attention_mask": False,
+        "dataloader_inter_document_masking": False, "micro_batch_size": 1,
+        "context_parallel_size": 2, "context_parallel_algo": "burst",
+    } | given  # fmt: skip
+    args = SimpleNamespace(**settings)
+    with pytest.raises(AttributeError):  # Megatron's own check: these are too few arguments
+        arguments.validate_args(args)
+    assert args.create_attention_mask_in_dataloader == mask
+    assert args.dataloader_inter_document_masking == packed
+    said = [text for text in capsys.readouterr().out.splitlines() if "mask" in text]
+    assert line in said[0] if line else not said
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ([5, 5, 5, 5], [4]),
+        ([5, 0, 5, 5], [2, 2]),
+        ([0, 0, 5, 0, 5], [1, 1, 2, 1]),
+        ([5, 5, 0, 5], [3, 1]),  # the last of the tokens that are read
+        ([5, 5, 5, 0], [4]),  # the one that is only predicted ends nothing
+    ],
+)
+def test_documents_end_behind_end_of_document_tokens(text, lengths):
+    assert loader_masks.lengths_of_documents(torch.tensor(text), eod=0) == lengths
 
 
 def test_flags_beside_a_yaml_file_are_refused():

@@ -1,4 +1,4 @@
-"""What cannot be honoured ends every rank by itself, with the same line and no traceback."""
+"""What cannot be honoured ends every rank by itself, with the same words and no traceback."""
 
 import pytest
 from ranks import COMMON
@@ -11,32 +11,68 @@ pytest.importorskip(
 BURST = "--context-parallel-algo burst"
 CP2 = f"{BURST} --context-parallel-size 2"
 BAD = {
-    f"{CP2} --cp-comm-type p2p": "drop --cp-comm-type",
-    f"{CP2} --hierarchical-context-parallel-sizes 2 2": "2 2 multiply to 4, which is not",
-    f"{CP2} --transformer-impl transformer_engine": "Transformer Engine is not installed",
+    f"{CP2} --hierarchical-context-parallel-sizes 2 2": "[2, 2] multiply to 4, which is not",
     f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
-    f"{CP2} --attention-dropout 0.1": "set --attention-dropout 0",
-    f"{CP2} --burst-attention-store 0.5": "nothing recomputes it",
-    f"{CP2} --seq-length 66": "--seq-length 66 is not divisible by 2 x",
     f"{CP2} --burst-kv-cache 0.5 --burst-side query": "--burst-side query",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
 }
+DOCUMENTS = "--dataloader-inter-document-masking"
+# What one start is told of them, and what it is to add and to remove.
+BLOCKS = [
+    (
+        "--attention-dropout 0.1 --cp-comm-type p2p --transformer-impl transformer_engine "
+        "--seq-length 66 --burst-attention-store 0.5",
+        ["attention dropout is 0.1", "--cp-comm-type chooses how", "is not installed",
+         "--seq-length 66 is not divisible by 2 x", "nothing recomputes it"],
+        "--attention-dropout 0 --transformer-impl local",
+        "--cp-comm-type",
+    ),
+    (
+        f"{DOCUMENTS} --mtp-num-layers 1 --apply-query-key-layer-scaling",
+        [f"{DOCUMENTS} with --mtp-num-layers 1", "query-key layer scaling"],
+        "",
+        "--apply-query-key-layer-scaling --mtp-num-layers",
+    ),
+    (
+        "--reset-attention-mask --micro-batch-size 2 --pipeline-model-parallel-size 3",
+        ["--context-parallel-size 2 x --pipeline-model-parallel-size 3 does not divide the 2 ranks "
+         "of this run: start a multiple of 6",
+         "--reset-attention-mask at --micro-batch-size 2",
+         "--reset-attention-mask with --pipeline-model-parallel-size 3"],
+        "--micro-batch-size 1",
+        "--reset-attention-mask",
+    ),
+]  # fmt: skip
 
 
 def messages(run):
-    """The line that each rank ended with; no rank may have a traceback."""
+    """What each rank ended with; no rank may have a traceback."""
     assert all(code == 2 for code in run.codes), (run.codes, "\n".join(run.texts)[-3000:])
     assert not run.lines("Traceback")
-    found = run.lines("megatron-burst pretrain: error: ")
-    assert len(found) == len(run.codes)
+    found = [text.partition("megatron-burst pretrain: error: ")[2] for text in run.texts]
+    assert all(found)
     return found
 
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags(ranks, flags):
-    lines = messages(ranks.run(2, [*COMMON, *flags.split()]))
-    assert lines[0] == lines[1]
-    assert BAD[flags] in lines[0]
+    told = messages(ranks.run(2, [*COMMON, *flags.split()]))
+    assert told[0] == told[1]
+    assert BAD[flags] in told[0]
+
+
+@pytest.mark.parametrize(("flags", "reasons", "add", "remove"), BLOCKS)
+def test_all_that_is_wrong_is_told_at_once_with_what_to_paste(ranks, flags, reasons, add, remove):
+    told = messages(ranks.run(2, [*COMMON, *f"{CP2} {flags}".split()]))
+    assert told[0] == told[1]
+    first, *lines = told[0].strip().splitlines()
+    assert first == f"{len(reasons)} settings cannot be honoured:"
+    said = [line for line in lines if line.startswith("  - ")]
+    assert len(said) == len(reasons)
+    for reason in reasons:
+        assert any(reason in line for line in said), reason
+    fixes = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in lines[len(said) :]}
+    assert fixes == {k: x for k, x in (("add", add), ("remove", remove)) if x}
 
 
 def test_a_rank_with_other_flags_than_the_rest(ranks):

@@ -206,7 +206,7 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
         ({}, ["model.seq_length=65540", "dataset.sequence_length=65540"],
          "^model.seq_length 65540 is not divisible by 2 x model.context_parallel_size"),
         ({}, ["model.attention_backend=local"], "^model.attention_backend local asks for"),
-        ({}, ["model.attention_dropout=0.1"], "set model.attention_dropout 0"),
+        ({}, ["model.attention_dropout=0.1"], "add model.attention_dropout 0"),
         ({}, ["dist.use_decentralized_pg=true"], "^dist.use_decentralized_pg=True: "),
         ({"lm_head_loss": "single_pass"}, ["model.cross_entropy_loss_fusion=true"],
          "^lm_head_loss single_pass .* remove model.cross_entropy_loss_fusion"),

@@ -1,0 +1,194 @@
+"""What a Megatron-LM run asks for that cannot be honoured, found when its arguments are parsed.
+
+Owns: the problems that only a command line has (the number of ranks, packed batches, flags beside
+a yaml file), and how parsed arguments are read like a ``TransformerConfig``, so that one error has
+them all before anything is built. Must not know: patches, processes, tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_burst import flags
+from megatron_burst.config import NAMES, BurstConfig
+from megatron_burst.megatron import lm_head
+from megatron_burst.megatron.checks import config_problems, kernel_problems
+from megatron_burst.megatron.problem import Problem
+
+RESET = "--reset-attention-mask"
+# Further flags of Megatron-LM that make packed batches.
+PACKED = ("--sft", "--dataloader-inter-document-masking")
+_INTERLEAVED = (
+    "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+)  # fmt: skip
+
+
+def settings_of(args: Any) -> SimpleNamespace:
+    """Parsed arguments under the names of a ``TransformerConfig``; a yaml file has sections."""
+    sections = (getattr(args, name, None) for name in ("language_model", "model_parallel"))
+    found = {k: x for section in sections if section is not None for k, x in vars(section).items()}
+    found |= vars(args)
+    if "num_query_groups" in found and not found.get("group_query_attention", True):
+        found["num_query_groups"] = None
+    if found.get("recompute_activations"):
+        found["recompute_granularity"] = "selective"
+    found["is_hybrid_model"] = bool(found.get("hybrid_layer_pattern"))
+    for name in ("num_attention_heads", "num_query_groups"):
+        found.setdefault(name, None)
+    for name in ("context_parallel_size", "tensor_model_parallel_size"):
+        found.setdefault(name, 1)
+    return SimpleNamespace(**found)
+
+
+def takes_over(args: Any) -> bool:
+    """Will BurstAttention run, as settled arguments ask?"""
+    cp = settings_of(args).context_parallel_size
+    return args.context_parallel_algo != flags.OFF and type(cp) is int and cp > 1
+
+
+def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
+    """All that cannot be honoured of settled arguments; ``argv``: what the user gave."""
+    settings = settings_of(args)
+    yield from _beside_yaml(settings, argv)
+    try:
+        burst = flags.burst_config(args)
+    except ValueError as error:
+        yield Problem(str(error))
+        if args.context_parallel_algo not in NAMES:
+            return
+        burst = BurstConfig()  # goes on with what does not depend on our flags
+    yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
+    yield from lm_head.problems(settings, burst)
+    if burst.algorithm == flags.OFF:
+        return
+    yield from kernel_problems(burst.kernel)
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    if getattr(settings, "transformer_impl", None) == "transformer_engine" and not engine:
+        yield Problem(
+            "--transformer-impl transformer_engine, and Transformer Engine is not installed",
+            add=("--transformer-impl local",),
+        )
+    if not takes_over(args):
+        return
+    yield from _world(settings)
+    for name in flags.given(argv, "--cp-comm-type"):
+        yield Problem(
+            f"{name} chooses how Megatron's own attention exchanges keys and values, and "
+            f"--context-parallel-algo {burst.algorithm} replaces that attention",
+            remove=(name,),
+        )
+    yield from _packed(settings)
+    if getattr(settings, "reset_attention_mask", False):
+        yield from _documents(settings)
+    if not engine:
+        yield from _hybrid(settings)
+
+
+def _beside_yaml(settings: Any, argv: list[str]) -> Iterator[Problem]:
+    yaml = getattr(settings, "yaml_cfg", None)
+    for name in flags.given(argv) if yaml else ():
+        key = name.removeprefix("--").replace("-", "_")
+        yield Problem(
+            f"{name} with --yaml-cfg {yaml}: Megatron reads nothing but that file; write {key} "
+            "into it, at the top level",
+            remove=(name,),
+        )
+
+
+def _world(settings: Any) -> Iterator[Problem]:
+    world, cp = getattr(settings, "world_size", None), settings.context_parallel_size
+    tp = settings.tensor_model_parallel_size
+    pp = getattr(settings, "pipeline_model_parallel_size", None) or 1
+    if world is None or world % (tp * pp * cp) == 0:
+        return
+    others = "".join(
+        f" x --{name}-model-parallel-size {size}"
+        for name, size in (("tensor", tp), ("pipeline", pp))
+        if size > 1
+    )
+    reason = f"--context-parallel-size {cp}{others} does not divide the {world} ranks of this run"
+    fitting = [n for n in range(2, cp) if world % (tp * pp * n) == 0]
+    if fitting and not getattr(settings, "hierarchical_context_parallel_sizes", None):
+        yield Problem(reason, add=(f"--context-parallel-size {fitting[-1]}",))
+    else:
+        yield Problem(f"{reason}: start a multiple of {tp * pp * cp}, or change the sizes")
+
+
+def _asks(settings: Any, flag: str) -> Any:
+    return getattr(settings, flag.removeprefix("--").replace("-", "_"), None)
+
+
+def _packed(settings: Any) -> Iterator[Problem]:
+    """What packed batches do not work with."""
+    asked = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
+    if not asked:
+        return
+    for flag in ("--mtp-num-layers", *_INTERLEAVED):
+        if _asks(settings, flag):
+            yield Problem(
+                f"{asked[0]} with {flag} {_asks(settings, flag)}: packed batches do not work "
+                f"with it; leave {asked[0]} or {flag} out",
+                remove=(flag,),
+            )
+    rope = getattr(settings, "position_embedding_type", None) == "rope"
+    rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
+    if rope and getattr(settings, "apply_rope_fusion", False) and asked[0] != "--sft":
+        yield Problem(
+            f"{asked[0]} with fused rope, which knows only documents of multiples of 2 x "
+            "--context-parallel-size tokens",
+            add=("--no-rope-fusion",),
+        )
+
+
+def _documents(settings: Any) -> Iterator[Problem]:
+    """What keeps ``--reset-attention-mask`` from becoming documents."""
+    rows = getattr(settings, "micro_batch_size", None)
+    if not hasattr(settings, "dataloader_inter_document_masking"):
+        yield Problem(
+            f"{RESET}: this Megatron-LM hands no documents to attention, which 0.19 does",
+            remove=(RESET,),
+        )
+    elif rows is not None and rows > 1:
+        yield Problem(
+            f"{RESET} at --micro-batch-size {rows}: the rows of a batch have documents of their "
+            "own, and attention takes one row",
+            add=("--micro-batch-size 1",),
+        )
+    for flag, why in (
+        ("--fim-data", "moves tokens between documents"),
+        ("--sft", "has documents already"),
+    ):
+        if _asks(settings, flag):
+            yield Problem(f"{RESET} with {flag}, which {why}", remove=(RESET,))
+    stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
+    if stages > 2:
+        yield Problem(
+            f"{RESET} with --pipeline-model-parallel-size {stages}: Megatron reads no documents "
+            "on stages in the middle",
+            remove=(RESET,),
+        )
+
+
+def _hybrid(settings: Any) -> Iterator[Problem]:
+    pattern, spec = getattr(settings, "hybrid_layer_pattern", None), _asks(settings, "--spec")
+    if pattern and "*" in pattern and str((spec or ["megatron.core"])[0]).startswith("megatron."):
+        yield Problem(
+            f"--hybrid-layer-pattern {pattern} has attention (*), whose layers in Megatron's "
+            "hybrid stack need Transformer Engine, which is not installed: install it, or train "
+            "with pretrain_gpt.py"
+        )
+
+
+def idle(args: Any, argv: list[str]) -> str | None:
+    """What to say of settled arguments whose flags nothing follows."""
+    asked = f"--context-parallel-algo {args.context_parallel_algo}"
+    if args.context_parallel_algo == flags.OFF:
+        alone = [name for name in flags.given(argv) if name not in flags.ALONE]
+        if alone:
+            return f"{', '.join(alone)} without --context-parallel-algo burst: nothing follows them"
+    elif not takes_over(args):
+        return f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs"
+    return None
