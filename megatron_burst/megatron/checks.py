@@ -259,14 +259,16 @@ def _model_problems(config: Any) -> Iterator[Problem]:
         )
     for names, reason, flag in _ABSENT:
         if any(get(name) for name in names):
-            yield Problem(reason, remove=(flag,))
+            yield Problem(f"{flag}: {reason}", remove=(flag,))
     heads, groups = get("num_attention_heads"), get("num_query_groups")
     if groups and heads and heads % groups:
         yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
 
 
 def dropout_problem(share: float) -> Problem:
-    return Problem(f"attention dropout is {share}", add=("--attention-dropout 0",))
+    return Problem(
+        f"attention dropout is {share}, and BurstAttention has none", add=("--attention-dropout 0",)
+    )
 
 
 def _layout_problems(config: Any, layout: str) -> Iterator[Problem]:

@@ -37,8 +37,7 @@ COMMON = """
     --make-vocab-size-divisible-by 4 --transformer-impl local --distributed-backend gloo
     --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-    --num-workers 0 --calculate-per-token-loss --no-create-attention-mask-in-dataloader
-    --distributed-timeout-minutes 1
+    --num-workers 0 --calculate-per-token-loss --distributed-timeout-minutes 1
 """.split()  # noqa: SIM905
 
 

@@ -1,7 +1,8 @@
 """A user's training script on Megatron-LM: it knows nothing of this project.
 
-As short as one can be: a GPT from Megatron-LM's flags, trained by its `pretrain` on counting
-sequences of documents with uneven lengths. `--packed` keeps the documents from seeing each other.
+As short as one can be: a GPT from Megatron-LM's flags, trained by its `pretrain` on `--data-path`,
+or on counting sequences of documents with uneven lengths. `--packed` keeps the documents from
+seeing each other.
 """
 
 from functools import partial
@@ -9,8 +10,11 @@ from functools import partial
 import numpy as np
 import torch
 from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -54,7 +58,27 @@ class Counting(torch.utils.data.Dataset):
 
 def datasets(sizes, vp_stage=None):
     args = get_args()
+    if args.data_path:
+        return indexed(sizes, args)
     return [Counting(size or 0, seed, args) if size else None for seed, size in enumerate(sizes)]
+
+
+def indexed(sizes, args):
+    """Megatron's own datasets, as pretrain_gpt.py makes them."""
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(args.data_path, None),
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
 
 
 datasets.is_distributed = True  # every rank reads for itself
@@ -72,7 +96,7 @@ def forward_step(data_iterator, model):
     lengths = batch.get("cu_seqlens")
     group = mpu.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-    mask = params = None
+    mask, params = batch.get("attention_mask"), None
     if lengths is not None and group.size() == 1:  # Megatron's local attention knows no packs
         places = torch.arange(args.seq_length)
         document = torch.bucketize(places, lengths[0], right=True)

@@ -1,0 +1,71 @@
+"""`--reset-attention-mask`: documents on two ranks as by Megatron's own dense mask on one.
+
+On Megatron's own dataset. The text ends documents inside of what the dataset calls documents, and
+some of those end without an end-of-document token: only the tokens count.
+"""
+
+import numpy as np
+import pytest
+from ranks import COMMON
+from test_training import same
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+CP2 = "--context-parallel-algo burst --context-parallel-size 2"
+EOD = 60  # of NullTokenizer with --vocab-size 61
+LEARNED = "--position-embedding-type learned_absolute"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Flags that name 400 documents of 10 to 70 tokens that count up in steps of 1 to 3."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path_factory.mktemp("text") / "text")
+    builder, draw = (
+        IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16),
+        np.random.default_rng(7),
+    )
+    for _ in range(400):
+        tokens = draw.integers(1, 4, draw.integers(10, 70)).cumsum() % EOD
+        tokens[draw.integers(0, len(tokens), 2)] = EOD
+        if draw.random() < 0.5:
+            tokens[-1] = EOD
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    return f"--data-path {prefix} --split 80,10,10 --data-cache-path {prefix}-cache"
+
+
+@pytest.mark.parametrize(
+    "how", ["--eod-mask-loss", LEARNED, f"{LEARNED} --reset-position-ids --eod-mask-loss"]
+)
+def test_documents_of_the_mask(train, text, how):
+    asked = f"{text} --reset-attention-mask {how}"
+    stock, ours = train(1, asked), train(2, f"{asked} {CP2}")
+    same(ours, stock)
+    assert ours.lines("--reset-attention-mask: documents end after end-of-document tokens")
+
+
+def test_the_mask_and_the_positions_count(train, text):
+    """What the comparisons above could not tell apart if it did nothing."""
+    losses = {
+        how: train(1, f"{text} {how}").steps[10][0]
+        for how in (
+            LEARNED,
+            f"{LEARNED} --reset-attention-mask",
+            f"{LEARNED} --reset-attention-mask --reset-position-ids",
+        )
+    }
+    assert min(abs(np.diff(list(losses.values())))) > 1e-4, losses
+
+
+def test_a_causal_mask_is_not_made_and_nothing_changes(train, text):
+    same(train(2, f"{text} {CP2}"), train(1, text))
+    assert train(2, f"{text} {CP2}").lines("the data loader makes no s x s mask of it")
+
+
+def test_a_script_that_drops_the_documents_is_told(ranks):
+    run = ranks.run(2, [*COMMON, *CP2.split(), "--reset-attention-mask"])
+    assert run.codes == [2, 2]
+    assert run.lines("--reset-attention-mask, and the script handed no documents to the model")
