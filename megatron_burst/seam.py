@@ -62,6 +62,7 @@ PLACES = (
         "megatron.core.transformer.multi_token_prediction",
         "_compute_mtp_acceptance_counts",
     ),
+    Place("lm-head", "megatron.core.transformer.multi_token_prediction", "process_mtp_loss"),
     Place("flags", "megatron.training.arguments", "add_megatron_arguments", "entrance"),
     Place("flags", "megatron.training.argument_utils", "core_transformer_config_from_args"),
 )

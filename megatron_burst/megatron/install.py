@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron import lm_head, patched, registry, training
+from megatron_burst.megatron import lm_head, mtp, patched, registry, training
 from megatron_burst.megatron.checks import (
     check_version,
     config_problems,
@@ -53,6 +53,7 @@ def install(layout: str | None = None) -> None:
             slicing_patches(layout or "striped")  # checks signatures while all can be undone
             _patch_recompute(patches)
             lm_head.patch(patches)
+            mtp.patch(patches)
             patches.notes["scripts"] = for_scripts
             if for_scripts:
                 training.patch(patches, configure)

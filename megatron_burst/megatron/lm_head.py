@@ -24,6 +24,7 @@ from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
 from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_parameters
 from megatron_burst.megatron.lazy_logits import LazyLogits, MainGrad
+from megatron_burst.megatron.mtp import rolled
 from megatron_burst.megatron.problem import Problem, refuse
 
 _FLAG = "--burst-lm-head-loss"
@@ -148,19 +149,11 @@ def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
     The i-th further head learns the i-th token after the next, so its mask is rolled i times.
     A generator, because the rolls communicate: it goes on when a loss is asked for.
     """
-    from megatron.core.transformer import multi_token_prediction as mtp
-
     mask = given.get("loss_mask")
-    rolled = torch.ones_like(given["labels"]) if mask is None else mask
-    for _ in range(model.config.mtp_num_layers or 0):
-        rolled, _ = mtp.roll_tensor(
-            rolled,
-            shifts=-1,
-            dims=-1,
-            cp_group=model.pg_collection.cp,
-            packed_seq_params=given.get("packed_seq_params"),
-        )
-        yield True, rolled
+    full = torch.ones_like(given["labels"]) if mask is None else mask
+    count, packed = model.config.mtp_num_layers or 0, given.get("packed_seq_params")
+    for moved in rolled(full, count, model.pg_collection.cp, packed):
+        yield True, moved
     yield False, mask
 
 

@@ -155,6 +155,11 @@ def startup_line() -> str | None:
     return None
 
 
+def has_plans(group: Any) -> bool:
+    """Does a model of this process split its attention over this context-parallel group?"""
+    return any(one is group for one, _ in _books())
+
+
 def plan_book(group: Any, key: tuple, make_groups: Callable[[], mb.Groups]) -> PlanBook:
     """The book of a context-parallel group and a topology; made, and kept until `uninstall`."""
     # The entry holds the group itself, so no later group can be mistaken for it.

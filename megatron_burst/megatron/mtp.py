@@ -1,0 +1,110 @@
+"""Multi-token prediction: its losses are averaged over whole sequences, not over each rank's part.
+
+Megatron divides the loss of a further head by the tokens that one rank counts, and then averages
+over ranks; so with uneven masks (or just the last token, which only one rank loses) the loss and
+its gradient depend on how a sequence is split. Here the counts are those of the context-parallel
+group, and what Megatron computes with them is what it computes on one rank. Owns: those counts.
+Must not know: attention, or how a loss is computed.
+
+Shape letters: s tokens of this context-parallel rank, b batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_burst.megatron import registry
+from megatron_burst.megatron.checks import require_parameters
+from megatron_burst.megatron.plans import has_plans
+
+
+def patch(patches: registry.PatchSet) -> None:
+    """Add to a set of patches what counts tokens over context-parallel groups."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    process = getattr(mtp, "process_mtp_loss", None)
+    if process is None:  # until 0.16 its lines are in GPTModel
+        roll = getattr(gpt_model, "roll_tensor", mtp.roll_tensor)
+        require_parameters(roll, ["tensor", "cp_group"], "gpt_model.roll_tensor")
+        patches.replace(gpt_model, "roll_tensor", _counting(roll))
+        return
+    names = ["labels", "loss_mask", "compute_language_model_loss", "config", "cp_group",
+             "packed_seq_params"]  # fmt: skip
+    require_parameters(process, names, "multi_token_prediction.process_mtp_loss")
+    patches.replace_function(mtp, "process_mtp_loss", _normalized(process))
+
+
+def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[torch.Tensor]:
+    """A loss mask [b, s] moved on by 1, 2, ... ``times`` tokens; each step communicates."""
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    for _ in range(times):
+        mask = mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[
+            0
+        ]
+        yield mask
+
+
+def _normalized(original: Callable) -> Callable:
+    """process_mtp_loss with the counts of the group.
+
+    Megatron divides by its own count, clamped to 1: each head's loss is multiplied by that and
+    divided by the group's, and by the group's size because ranks' results are averaged. With
+    ``calculate_per_token_loss`` it then multiplies by its own count before rolling, which may be 0
+    where the rolled one is not: the configuration it sees has that count as a factor instead.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def process_mtp_loss(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        given = bound.arguments
+        config, group = given["config"], given.get("cp_group")
+        labels = given["labels"] if given["labels"] is not None else given.get("input_ids")
+        if group is None or group.size() == 1 or not has_plans(group) or labels is None:
+            return original(*args, **named)
+        mask = given.get("loss_mask")
+        mask = torch.ones_like(labels) if mask is None else mask
+        packed = given.get("packed_seq_params")
+        if given["labels"] is None:  # labels are to be the next inputs, which the last one lacks
+            (mask,) = rolled(mask, 1, group, packed)
+        masks = [mask, *rolled(mask, config.mtp_num_layers, group, packed)]
+        own = torch.stack([mask.sum() for mask in masks]).float()
+        whole = own.clone()
+        torch.distributed.all_reduce(whole, group=group)
+        factors = iter(group.size() * own[1:].clamp(min=1) / whole[1:].clamp(min=1))
+        loss = given["compute_language_model_loss"]
+        given["compute_language_model_loss"] = lambda *args: loss(*args) * next(factors)
+        if config.calculate_per_token_loss:
+            given["config"] = config = copy.copy(config)
+            config.calculate_per_token_loss = False
+            config.mtp_loss_scaling_factor = (
+                config.mtp_loss_scaling_factor * whole[0] / group.size()
+            )
+        return original(*bound.args, **bound.kwargs)
+
+    return process_mtp_loss
+
+
+def _counting(original: Callable) -> Callable:
+    """roll_tensor that counts a rank's equal share of what all ranks of the group hold."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def roll_tensor(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        moved, count = original(*args, **named)
+        group = signature.bind(*args, **named).arguments.get("cp_group")
+        if group is None or group.size() == 1 or not has_plans(group):
+            return moved, count
+        count = count.float()
+        torch.distributed.all_reduce(count, group=group)
+        return moved, count / group.size()
+
+    return roll_tensor
