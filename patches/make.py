@@ -17,7 +17,7 @@ SUBJECTS = {
     "core-attention": "Let megatron_burst choose the core attention of a layer",
     "slicing": "Let megatron_burst cut batches and rotary embeddings for context parallelism",
     "recompute": "Let megatron_burst keep attention results between forward and recompute",
-    "lm-head": "Let megatron_burst compute the LM head's losses, and average those of MTP over sequences",
+    "lm-head": "Let megatron_burst compute the LM head's losses, and count MTP tokens",
     "flags": "Let megatron_burst add its flags and put them on the configuration",
 }
 

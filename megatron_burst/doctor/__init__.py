@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
 
 Owns the flags and the order of the questions; each question is a module's. Changes nothing.
+First what is read, in the time that torch needs to be imported, and shown at once; then what is
+tried: kernels, compiled operators, and the hooks, which import Megatron-Core.
 Exit status: 0 no problem, 1 problems, 2 bad input.
 """
 
@@ -17,6 +19,7 @@ from typing import Any
 from . import installed, library, machine, report, rings
 from .command import Command, hazards
 from .finding import Finding, note, ok, status
+from .refused import refusals
 from .sizes import hierarchical_sizes
 
 NODE = 8  # GPUs of a node, where neither a flag nor this machine says it
@@ -45,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--distributed", action="store_true", help="under torchrun: check and time the real groups"
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="try nothing: leave out kernels, compiled operators and Megatron's hooks",
+    )
     parser.add_argument("--json", action="store_true", help="for scripts")
     parser.add_argument(
         "megatron",
@@ -67,18 +75,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.distributed:
         return rings.run(command, arguments.gpus_per_node, arguments.json)
     here = machine.describe()
-    findings = list(_findings(arguments, command, here))
-    report.show(findings, {"machine": here}, arguments.json)
-    return status(findings)
+    shown = report.Report(arguments.json)
+    shown.add(_read(arguments, command, here))
+    if not arguments.quick:
+        shown.add(_tried(), "trying kernels and Megatron's hooks")
+    shown.end({"machine": here})
+    return status(shown.findings)
 
 
-def _findings(
-    arguments: argparse.Namespace, command: Command, here: dict[str, Any]
-) -> Iterator[Finding]:
-    yield from installed.versions()
+def _tried() -> Iterator[Finding]:
     yield from installed.kernels()
     yield from library.library()
     yield from installed.hooks()
+
+
+def _read(
+    arguments: argparse.Namespace, command: Command, here: dict[str, Any]
+) -> Iterator[Finding]:
+    yield from installed.versions()
     gpus, nics = here["gpus"], here["nics"]
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")
     shown = ", ".join(f"{name} ({speed})" for name, speed in nics.items())
@@ -92,3 +106,4 @@ def _findings(
     if arguments.megatron:
         te = installed.version(*installed.PACKAGES["Transformer Engine"])
         yield from hazards(command, per_node, here, te)
+        yield from refusals(command)

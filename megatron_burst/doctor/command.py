@@ -1,15 +1,14 @@
 """The user's Megatron command, as far as it matters here: what would go wrong, and the fix.
 
 Owns the list of hazards. Reads flags without knowing all of Megatron's: a flag is whatever starts
-with two dashes, its values what follows. What the plugin itself would refuse is asked from the
-plugin (`megatron.checks`), not said again. Must not know processes.
+with two dashes, its values what follows. What the plugin itself would refuse is `refused`'s.
+Must not know processes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from .. import flags
@@ -72,6 +71,12 @@ class Command:
         return self.number("--tensor-model-parallel-size", 1)
 
     @property
+    def fitting_sizes(self) -> list[int] | None:
+        """The hierarchical sizes, where they multiply to the context-parallel size."""
+        sizes = self.numbers(SIZES)
+        return sizes if sizes and math.prod(sizes) == self.cp else None
+
+    @property
     def ours(self) -> bool:
         """Is BurstAttention asked for, and does it do anything?"""
         return self.cp > 1 and self.text(ALGORITHM, "megatron") != "megatron"
@@ -93,8 +98,6 @@ def hazards(
             "Transformer Engine is Megatron's default, and it is not installed here",
             "install transformer-engine, or --transformer-impl local",
         )
-    if any(flag in command for flag in FLAGS):
-        yield from _refused(command)
 
 
 def _choice(command: Command) -> Iterator[Finding]:
@@ -191,65 +194,3 @@ def _connections(command: Command, machine: dict[str, Any]) -> Iterator[Finding]
         yield (problem if old else note)(name, found, f"export {name}=1")
     elif value is not None:
         yield ok(name, value)
-
-
-def _refused(command: Command) -> Iterator[Finding]:
-    """What `configure` would raise, asked with what the flags say."""
-    try:
-        from megatron_burst.megatron import checks, lm_head
-    except ImportError:
-        return  # without Megatron there is nothing to ask
-    unknown = [f for f in command.given if f.startswith("--burst-") and f not in FLAGS]
-    if unknown:
-        yield problem("flags", f"{', '.join(unknown)}: there is no such flag", "see --help")
-    try:
-        config = _config(command)
-        args = SimpleNamespace(mtp_num_layers=config.mtp_num_layers)
-        for name, flag in FLAGS.items():
-            if name in command:
-                text = flag.type is str
-                setattr(args, flag.dest, command.text(name) if text else
-                        command.number(name, None, flag.type))  # fmt: skip
-        flags.settle(args)
-        burst = flags.burst_config(args)
-        checks.check_config(config, burst, command.number("--seq-length", None))
-        lm_head.check(config, burst)
-    except ValueError as error:
-        yield problem("refused at start", str(error), "as it says")
-        return
-    idle = [name for name in FLAGS if name in command and name not in flags.ALONE]
-    if burst.algorithm == flags.OFF and idle:
-        yield problem("flags", f"{', '.join(idle)}: nothing follows them", f"{ALGORITHM} burst")
-    elif command.ours:
-        yield ok("BurstAttention", "takes these settings")
-
-
-def _config(command: Command) -> SimpleNamespace:
-    """What the checks read of a TransformerConfig, from the flags, with Megatron's defaults."""
-    heads = command.number("--num-attention-heads", None)
-    grouped = "--group-query-attention" in command
-    given: dict[str, Any] = {
-        "context_parallel_size": command.cp,
-        "tensor_model_parallel_size": command.tp,
-        "hierarchical_context_parallel_sizes": command.numbers(SIZES),
-        "num_attention_heads": heads or 2**20,  # unknown: divisible by any group
-        "num_query_groups": command.number("--num-query-groups", 1) if grouped else None,
-        "attention_dropout": command.number("--attention-dropout", 0.1, float),
-        "window_size": command.numbers("--window-size"),
-        "softmax_type": command.text("--softmax-type", "vanilla"),
-        "recompute_granularity": "selective"
-        if "--recompute-activations" in command
-        else command.text("--recompute-granularity"),
-        "recompute_modules": command.given.get("--recompute-modules", ["core_attn"]),
-        "fp8": command.text("--fp8-format"),
-        "fp16": "--fp16" in command,
-        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in command,
-        "mtp_num_layers": command.number("--mtp-num-layers", None),
-        "apply_rope_fusion": "--no-rope-fusion" not in command,
-        "is_hybrid_model": "--hybrid-layer-pattern" in command,
-    }
-    for switch in ("qk-clip", "apply-query-key-layer-scaling", "hybrid-context-parallel",
-                   "multi-latent-attention", "defer-embedding-wgrad-compute",
-                   "overlap-moe-expert-parallel-comm", "fp8-dot-product-attention"):  # fmt: skip
-        given[switch.replace("-", "_")] = f"--{switch}" in command
-    return SimpleNamespace(**given)

@@ -1,16 +1,18 @@
 """What is installed here, and does it work: versions, local-attention kernels, Megatron's hooks.
 
-Owns: what counts as tested. Each kernel is run on a small input rather than asked, and the hooks
-are put into this Megatron and taken out again. Must not know the user's command.
+Owns: what counts as tested. Versions are read, and nothing is imported for them. Each kernel is run
+on a small input rather than asked, and the hooks are put into this Megatron and taken out again.
+Must not know the user's command.
 """
 
 from __future__ import annotations
 
 import platform
-import sys
+import re
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib import metadata
+from importlib import metadata, util
+from pathlib import Path
 
 import torch
 from torch.cuda import nccl
@@ -24,6 +26,7 @@ from ..kernels.flash_packages import NotInstalled, load
 from .finding import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
+INSTALL = 'pip install "megatron-burst[megatron]"'
 # What rounding may do to a kernel's results, relative to the largest of them.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 WIDTH = 128
@@ -78,18 +81,32 @@ def flash_attention() -> Iterator[Finding]:
 
 
 def _megatron() -> Finding:
-    found = version("megatron-core", "megatron_core")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import megatron_burst.megatron  # noqa: F401
-    except ImportError as error:
-        reason = f"cannot be imported: {error}" if found else "not installed"
-        return problem("Megatron-Core", reason, 'pip install "megatron-burst[megatron]"')
-    found = sys.modules["megatron.core"].__version__  # a source tree may be ahead of the wheel
+    found = megatron_version()
+    if found is None:
+        return problem("Megatron-Core", "not installed", INSTALL)
     if ".".join(found.split(".")[:2]) in TESTED:
         return ok("Megatron-Core", found)
     return note("Megatron-Core", f"{found}; tested are {' and '.join(TESTED)}")
+
+
+def megatron_version() -> str | None:
+    """The version of the Megatron-Core that would be imported, or None.
+
+    Read from its source: a checkout on the path may be ahead of an installed wheel.
+    """
+    try:
+        found = util.find_spec("megatron.core")
+    except ImportError:
+        return None
+    if found is None:
+        return None
+    for folder in found.submodule_search_locations or ():
+        file = Path(folder, "package_info.py")
+        text = file.read_text() if file.exists() else ""
+        parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.M))
+        if len(parts) == 4:
+            return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(parts)
+    return version("megatron-core", "megatron_core")
 
 
 def kernels() -> Iterator[Finding]:
@@ -179,13 +196,17 @@ def _ring(kernel: str, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list
 
 def hooks() -> Iterator[Finding]:
     """Do the hooks fit this Megatron? They are installed and removed."""
+    if megatron_version() is None:
+        return  # said among the versions
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import megatron_burst.megatron as burst
+            import megatron_burst.megatron.core_attention  # noqa: F401  imports Megatron-Core
             from megatron_burst.megatron.patched import patched_places
-    except ImportError:
-        return  # said among the versions
+    except ImportError as error:
+        yield problem("Megatron-Core", f"cannot be imported: {error}", INSTALL)
+        return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

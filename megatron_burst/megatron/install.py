@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,6 @@ from megatron_burst.megatron.checks import (
     kernel_problems,
     require_parameters,
 )
-from megatron_burst.megatron.core_attention import BurstCoreAttention
 from megatron_burst.megatron.data import slicing_patches
 from megatron_burst.megatron.problem import refuse
 
@@ -45,6 +45,8 @@ def install(layout: str | None = None) -> None:
     check_version()
     present = registry.installed(_NAME)
     if present is None:
+        # Before anything is replaced, so that no module keeps a replacement after `uninstall`.
+        importlib.import_module("megatron_burst.megatron.core_attention")
         for_scripts = layout is None and training.available()
         if for_scripts:
             training.load()  # before seams are looked for
@@ -176,6 +178,8 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
     Raises ``ValueError`` for any other: it would see its own rank's tokens, or split them its way.
     """
+    from megatron_burst.megatron.core_attention import BurstCoreAttention
+
     module = getattr(core, "module", core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
         return core

@@ -1,0 +1,139 @@
+"""What a run of the user's command would be refused for: asked from the plugin, all at once.
+
+Owns how a command line becomes what the plugin's checks read, and how their answers become
+findings. What is refused is `config` and `megatron.checks`'s to say. Must not import
+Megatron-Core, which takes longer than all else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from .. import flags
+from ..config import BurstConfig
+from .command import ALGORITHM, FLAGS, Command
+from .finding import Finding, ok, problem
+
+TOPIC = "refused at start"
+
+
+class Refusal(NamedTuple):
+    """Why a setting cannot be honoured, and the flags that would do instead."""
+
+    reason: str
+    add: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+
+
+def refusals(command: Command) -> Iterator[Finding]:
+    """A finding for each setting that ends a run at its start, or one that says there is none.
+
+    Nothing for a command that has none of our flags.
+    """
+    unknown = [f for f in command.given if f.startswith("--burst-") and f not in FLAGS]
+    asked = [name for name in FLAGS if name in command]
+    if not unknown and not asked:
+        return
+    for name in unknown:
+        near = difflib.get_close_matches(name, FLAGS, 1)
+        yield problem("flags", f"{name}: there is no such flag", *near or [f"remove {name}"])
+    config = _config(command)
+    args = SimpleNamespace(mtp_num_layers=config.mtp_num_layers)
+    refused = list(_read(command, asked, args))
+    flags.settle(args)
+    burst = _settled(args, refused)
+    refused += _problems(config, burst, command.number("--seq-length", None))
+    for one in refused:
+        yield problem(TOPIC, one.reason, _fix(one))
+    idle = [name for name in asked if name not in flags.ALONE]
+    if burst.algorithm == flags.OFF and idle and not refused:
+        yield problem("flags", f"{', '.join(idle)}: nothing follows them", f"{ALGORITHM} burst")
+    elif command.ours and not refused and not unknown:
+        yield ok("BurstAttention", "takes these settings")
+
+
+def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iterator[Refusal]:
+    """Give ``args`` the values of these flags of ours; what is no value of its type is refused."""
+    for name in names:
+        flag = FLAGS[name]
+        try:
+            if flag.type is str:
+                setattr(args, flag.dest, command.text(name))
+            else:
+                setattr(args, flag.dest, command.number(name, None, flag.type))
+        except ValueError as error:
+            yield Refusal(str(error))
+
+
+def _settled(args: SimpleNamespace, refused: list[Refusal]) -> BurstConfig:
+    """The choices of settled arguments; a refused one goes to ``refused``, and gives way to its
+    default, so that the others are looked at too."""
+    while True:
+        try:
+            return flags.burst_config(args)
+        except ValueError as error:
+            refused.append(Refusal(str(error)))
+            flag = FLAGS[_named(str(error))[0]]
+            setattr(args, flag.dest, getattr(BurstConfig(), flag.field))
+
+
+def _problems(config: Any, burst: BurstConfig, seq_length: int | None) -> Iterator[Any]:
+    """What the plugin refuses of these settings: reason, flags to add, flags to remove."""
+    from ..megatron import checks, lm_head
+
+    for check in (
+        lambda: checks.check_config(config, burst, seq_length),
+        lambda: lm_head.check(config, burst),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            yield Refusal(str(error))
+
+
+def _fix(refusal: Any) -> str:
+    """The flags to add and to remove; where none settles it, those that the reason names."""
+    said = [f"add {' '.join(refusal.add)}"] * bool(refusal.add)
+    said += [f"remove {' '.join(refusal.remove)}"] * bool(refusal.remove)
+    return "; ".join(said) or f"change {' or '.join(_named(refusal.reason)) or 'the model'}"
+
+
+def _named(text: str) -> list[str]:
+    """The flags in a text, each once."""
+    return list(dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", text)))
+
+
+def _config(command: Command) -> SimpleNamespace:
+    """What the checks read of a TransformerConfig, from the flags, with Megatron's defaults."""
+    heads = command.number("--num-attention-heads", None)
+    grouped = "--group-query-attention" in command
+    given: dict[str, Any] = {
+        "context_parallel_size": command.cp,
+        "tensor_model_parallel_size": command.tp,
+        # those that do not multiply to the context-parallel size are a finding already
+        "hierarchical_context_parallel_sizes": command.fitting_sizes,
+        "num_attention_heads": heads or 2**20,  # unknown: divisible by any group
+        "num_query_groups": command.number("--num-query-groups", 1) if grouped else None,
+        "attention_dropout": command.number("--attention-dropout", 0.1, float),
+        "window_size": command.numbers("--window-size"),
+        "softmax_type": command.text("--softmax-type", "vanilla"),
+        "recompute_granularity": "selective"
+        if "--recompute-activations" in command
+        else command.text("--recompute-granularity"),
+        "recompute_modules": command.given.get("--recompute-modules", ["core_attn"]),
+        "fp8": command.text("--fp8-format"),
+        "fp16": "--fp16" in command,
+        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in command,
+        "mtp_num_layers": command.number("--mtp-num-layers", None),
+        "apply_rope_fusion": "--no-rope-fusion" not in command,
+        "is_hybrid_model": "--hybrid-layer-pattern" in command,
+    }
+    for switch in ("qk-clip", "apply-query-key-layer-scaling", "hybrid-context-parallel",
+                   "multi-latent-attention", "defer-embedding-wgrad-compute",
+                   "overlap-moe-expert-parallel-comm", "fp8-dot-product-attention"):  # fmt: skip
+        given[switch.replace("-", "_")] = f"--{switch}" in command
+    return SimpleNamespace(**given)
