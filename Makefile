@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-recipes lint format csrc csrc-cuda gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test test-recipes lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -49,6 +49,9 @@ csrc-cuda: $(VENV)/.ready-test ## compile the CUDA code of csrc/ for sm_80, sm_9
 
 gallery: $(VENV)/.ready-test ## draw docs/gallery.md and its pictures again
 	@$(PY) docs/make_gallery.py $(ARGS)
+
+fuzz: $(VENV)/.ready-test ## random calls, faults and misuses by seed; ARGS='attention --seed 1 --seconds 600'
+	@OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS) < /dev/null
 
 mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests catch each
 	@$(PY) tests/mutants.py $(ARGS) < /dev/null

@@ -25,6 +25,7 @@ from .masks import Mask
 from .merge import accumulation_dtype
 from .rates import Rates, check_rates
 from .shares import Share, check_heads
+from .topology import alternatives, divisors
 
 Shards = torch.Tensor | Sequence[torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -196,15 +197,15 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
         raise ValueError(
             "algorithm hybrid needs groups that share heads; make mb.Groups with head=2 or more"
         )
-    check_heads(q.shape[2], k.shape[2], head)
+    check_heads(q.shape[2], k.shape[2], groups.topology, algorithm)
 
 
 def _check_head_groups(head_groups: int, groups: Groups, k: torch.Tensor) -> None:
     mine = Share(k.shape[2], groups.topology.head).each
-    if not isinstance(head_groups, int) or head_groups < 1 or mine % head_groups:
+    if type(head_groups) is not int or head_groups < 1 or mine % head_groups:
         raise ValueError(
             f"head_groups must divide the {mine} key/value heads of a rank's ring, "
-            f"got {head_groups!r}"
+            f"got {head_groups!r}; use {alternatives(divisors(mine))}"
         )
 
 
@@ -280,6 +281,11 @@ def _check_device(groups: Groups, q: torch.Tensor) -> None:
 def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     if not isinstance(layout, (str, Layout)):
         raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
+    if layout == "block_striped":
+        raise ValueError(
+            "layout 'block_striped' has no block; give mb.layout.make('block_striped', "
+            f"cp_size={groups.size}, block=...)"
+        )
     layout = make(layout, cp_size=groups.size) if isinstance(layout, str) else layout
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")

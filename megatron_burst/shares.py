@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .topology import Topology, alternatives
+
 
 class Share(NamedTuple):
     """Which of `heads` the ranks of a head group of `size` take."""
@@ -34,22 +36,25 @@ def shareable(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
-def check_heads(heads: int, kv_heads: int, size: int) -> None:
-    """Raise ValueError unless `size` ranks can share the heads."""
+def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -> None:
+    """Raise ValueError unless the ranks of each head group can share the heads; it says which
+    sizes of head groups can, on these ranks and nodes."""
+    size = topology.head
+    if shareable(heads, kv_heads, size):
+        return
     if heads % size:
-        raise ValueError(
-            f"groups: {size} head-parallel ranks must divide the {heads} query heads; "
-            f"use head={_largest_divisor(heads, size)}"
+        reason = f"{size} head-parallel ranks must divide the {heads} query heads"
+    else:
+        reason = (
+            f"{size} head-parallel ranks must divide the {kv_heads} key/value heads, or be a "
+            "multiple of them"
         )
-    if kv_heads % size and size % kv_heads:
-        raise ValueError(
-            f"groups: {size} head-parallel ranks must divide the {kv_heads} key/value heads, or "
-            "be a multiple of them"
-        )
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, limit + 1) if number % d == 0)
+    sizes = [n for n in topology.heads_that_fit if shareable(heads, kv_heads, n)]
+    fix = f"make mb.Groups with head={alternatives(sizes)}"
+    if algorithm in ("ulysses", "hybrid"):  # ulysses wants all ranks, hybrid more than one
+        some = "algorithm='hybrid' with head above 1, " * any(n > 1 for n in sizes)
+        fix += f" (and {some}algorithm='burst' with any)"
+    raise ValueError(f"groups: {reason}; {fix}")
 
 
 def late_groups(count: int) -> int:

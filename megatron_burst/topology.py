@@ -6,6 +6,7 @@ Pure arithmetic on rank numbers, for `groups`, which makes process groups of it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PLACEMENTS = ("head_first", "context_first")
@@ -26,23 +27,53 @@ class Topology:
     placement: str = "head_first"
 
     def __post_init__(self):
-        for name, value in (("intra", self.per_node), ("head", self.head), ("inter", self.size)):
-            if not isinstance(value, int):
-                raise ValueError(f"{name} must be an integer, got {value!r}")
+        for name, value in (("intra", self.per_node), ("head", self.head), ("ranks", self.size)):
+            check_integer(name, value)
         if self.size < 1:
-            raise ValueError(f"inter: a grid needs at least one rank, got {self.size}")
+            raise ValueError(f"ranks: a grid needs at least one rank, got {self.size}")
+        sizes = alternatives(divisors(self.size))
         if self.per_node < 1 or self.size % self.per_node:
             raise ValueError(
-                f"intra: {self.size} ranks cannot be cut into nodes of {self.per_node}"
+                f"intra: {self.size} ranks cannot be cut into nodes of {self.per_node}; use {sizes}"
             )
         if self.head < 1 or self.size % self.head:
-            raise ValueError(f"head: {self.head} must divide the {self.size} ranks")
+            raise ValueError(f"head: {self.head} must divide the {self.size} ranks; use {sizes}")
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
             )
-        for rank in range(self.size):
-            self._nodes_of_ring(rank)
+        if not self.fits(self.head):
+            raise ValueError(
+                f"placement: {self.placement} with head={self.head} gives a ring whose nodes hold "
+                f"unequal numbers of ranks ({self._nodes_of_ring(0)}); choose head so that it "
+                f"divides, or is a multiple of, the {self.per_node} ranks per node; "
+                f"use head={alternatives(self.heads_that_fit)}"
+            )
+
+    @classmethod
+    def of_nodes(
+        cls, inter: int, intra: int, head: int = 1, placement: str = "head_first"
+    ) -> Topology:
+        """`inter` nodes of `intra` ranks; ValueError naming whichever is no number of them."""
+        for name, value in (("inter", inter), ("intra", intra)):
+            check_integer(name, value)
+            if value < 1:
+                raise ValueError(f"{name}: a grid needs at least one rank, got {name}={value}")
+        return cls(inter * intra, intra, head, placement)
+
+    def fits(self, head: int) -> bool:
+        """Would every node hold equally many ranks of every ring, with heads shared by `head`?"""
+        if self.placement == "head_first":
+            rings = [range(first, self.size, head) for first in range(head)]
+        else:
+            width = self.size // head
+            rings = [range(first, first + width) for first in range(0, self.size, width)]
+        return all(_even([rank // self.per_node for rank in ring]) for ring in rings)
+
+    @property
+    def heads_that_fit(self) -> list[int]:
+        """Every `head` that these ranks, nodes and placement allow."""
+        return [head for head in divisors(self.size) if self.fits(head)]
 
     @property
     def ring_size(self) -> int:
@@ -88,12 +119,26 @@ class Topology:
         return "intra" if src // self.per_node == dst // self.per_node else "inter"
 
     def _nodes_of_ring(self, rank: int) -> list[int]:
-        nodes = [r // self.per_node for r in self.ring(rank)]
-        width = nodes.count(nodes[0])
-        if len(nodes) % width or nodes != [n for n in nodes[::width] for _ in range(width)]:
-            raise ValueError(
-                f"placement: {self.placement} with head={self.head} gives a ring whose nodes hold "
-                f"unequal numbers of ranks ({nodes}); choose head so that it divides, or is a "
-                f"multiple of, the {self.per_node} ranks per node"
-            )
-        return nodes
+        return [r // self.per_node for r in self.ring(rank)]
+
+
+def _even(nodes: list[int]) -> bool:
+    """Are these runs of equal length, one per node?"""
+    width = nodes.count(nodes[0])
+    return len(nodes) % width == 0 and nodes == [n for n in nodes[::width] for _ in range(width)]
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def alternatives(numbers: Sequence[int]) -> str:
+    """ "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is an int, and no bool."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {value!r}")

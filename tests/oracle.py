@@ -39,12 +39,13 @@ def visible(mask, length):
     return torch.tensor([[rule(query, key) for key in range(length)] for query in range(length)])
 
 
-def attention(q, k, v, dout, seen, scale=None, softcap=None):
+def attention(q, k, v, dout, seen, scale=None, softcap=None, sink=None):
     """Everything attention computes, in float64, gradients by formula.
 
     q [S, b, h, d], k [S, b, k, d], v [S, b, k, w], dout [S, b, h, w], seen bool [S, S].
-    softcap: a score t becomes cap * tanh(t / cap). Returns out [S, b, h, w], lse [S, b, h], dq,
-    dk, dv. A row that sees nothing has out 0 and lse -inf, and gives no gradient.
+    softcap: a score t becomes cap * tanh(t / cap). sink [h]: a logit in the softmax of every row
+    (and in lse) that has no value. Returns out [S, b, h, w], lse [S, b, h], dq, dk, dv. A row that
+    sees nothing has out 0 and lse -inf, or its sink, and gives no gradient.
     """
     q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -64,14 +65,24 @@ def attention(q, k, v, dout, seen, scale=None, softcap=None):
             scores = scores.masked_fill(~seen, -math.inf)
             p = torch.zeros_like(scores)
             p[some] = torch.softmax(scores[some], dim=1)
-            out[:, b, h] = p @ value
             lse[some, b, h] = torch.logsumexp(scores[some], dim=1)
+            if sink is not None:
+                alone = lse[:, b, h].clone()
+                lse[:, b, h] = torch.logaddexp(alone, sink[h].double())
+                p *= torch.exp(alone - lse[:, b, h])[:, None]
+            out[:, b, h] = p @ value
             delta = (grad * out[:, b, h]).sum(dim=1, keepdim=True)
             ds = p * (grad @ value.T - delta) * slope
             dq[:, b, h] = ds @ key * scale
             dk[:, b, h // group] += ds.T @ q[:, b, h] * scale
             dv[:, b, h // group] += p.T @ grad
     return out, lse, dq, dk, dv
+
+
+def sink_gradient(sink, lse, out, dout):
+    """[h]: of a sink that is part of lse; every row gives -p_sink * (dout . out)."""
+    share = torch.exp(sink.double() - lse)
+    return -(share * (dout.double() * out).sum(dim=-1)).sum(dim=(0, 1))
 
 
 def hops(algorithm, nodes, per_node, rank):

@@ -29,7 +29,7 @@ ARROWS = {
     "topology": set(),
     "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
     "area": {"masks", "layout"},
-    "shares": set(),
+    "shares": {"topology"},
     "rates": set(),
     "forecast": {"cost", "schedule", "hops", "rates", "shares"},
     "options": {

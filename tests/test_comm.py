@@ -179,7 +179,9 @@ def bad_topologies():
 
 def test_nodes_that_do_not_fit_are_refused(ranks):
     for messages in ranks(3).run(bad_topologies):
-        assert messages == [f"intra: 3 ranks cannot be cut into nodes of {n}" for n in (0, 2, 4)]
+        assert messages == [
+            f"intra: 3 ranks cannot be cut into nodes of {n}; use 1 or 3" for n in (0, 2, 4)
+        ]
 
 
 def uneven_hosts(hosts):

@@ -1,0 +1,72 @@
+"""Whole calls of `mb.attention` on grids in one process: `python -m tests.fuzz attention`."""
+
+import random
+from collections.abc import Iterable
+
+import megatron_burst as mb
+
+from .draw import Case, draw
+from .judge import Run
+from .tally import MOST, Tally, attempt, numbers
+
+SIZES = (1, 2, 3, 4, 4, 6, 8)
+
+
+def case(number: int) -> Case:
+    return draw(f"attention {number}", random.Random(number).choice(SIZES))
+
+
+def faults(case: Case) -> list[str]:
+    """What is wrong with one case."""
+    grid = case.grid
+    try:
+        groups = mb.Groups.in_process(
+            inter=grid.inter, intra=grid.intra, head=grid.head, placement=grid.placement
+        )
+    except ValueError as error:
+        expected = not grid.even and "placement: " in str(error)
+        return [] if expected else [f"{grid} was refused: {error}"]
+    if not grid.even:
+        return [f"{grid} was served: its rings have nodes of unequal size"]
+    return Run(case, groups).go().faults
+
+
+def kinds(case: Case) -> list[str]:
+    """What a case counts for in the tally."""
+    if not case.grid.even:
+        return ["refused: placement of a grid"]
+    found = [f"grid {case.grid.inter} x {case.grid.intra}, {case.grid.head} sharing heads"]
+    for call in case.calls:
+        if call.refused:
+            found.append(f"refused: {call.refused}")
+            continue
+        found += [*call.kinds, f"form {call.form}", f"sink {call.sink}", f"strides {call.strides}"]
+        found += ["checkpoint"] * (call.keep is not None) + ["frozen"] * (not all(call.needs))
+        found += [name for name in ("softcap", "kv_cache", "head_groups", "grad_wire_dtype")
+                  if call.choices.get(name)]  # fmt: skip
+    return [*found, f"calls in flight {len(case.calls)}"]
+
+
+def search(cases: Iterable[int]) -> Tally:
+    """Try these cases, until too many have failed."""
+    tally = Tally("attention")
+    for number in cases:
+        one = case(number)
+        tally.add(kinds(one), attempt(lambda one=one: faults(one)), one, number)
+        if len(tally.failures) == MOST:
+            break
+    return tally
+
+
+def run(seed: int, seconds: float) -> int:
+    """Search that long; 0 if nothing was wrong."""
+    tally = search(numbers(seed, seconds, "attention"))
+    print(tally)
+    return bool(tally.failures)
+
+
+def replay(number: str) -> int:
+    """One case again; 0 if nothing was wrong."""
+    tally = search([int(number)])
+    print(tally)
+    return bool(tally.failures)

@@ -1,0 +1,249 @@
+"""Ranks that fall out of step, raise or die, on real processes: `python -m tests.fuzz faults`.
+
+One rank of two runs another script than the other. Both must end within seconds: the ranks that
+the fault reaches with an error, and nobody with a wrong number.
+
+A script is words: F0a runs call 0 forward with plan a, E0a does and its kernel fails, C0a does in a
+checkpoint (its backward runs it again), B0 runs call 0 backward, P makes a plan, X raises, K kills
+its own process. `PLANS` says what a, m, ... are; all of them are agreed on by both ranks before.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
+
+import cases
+import oracle
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from workers import WorkerError, Workers
+
+import megatron_burst as mb
+
+from .gloo import Pools
+from .tally import Tally
+
+TIMEOUT = 3.0  # seconds, of the process groups under test
+LIMIT = 30.0  # seconds until both ranks must have ended, on a busy machine too
+LENGTH = 16
+PLANS = {
+    "a": {},
+    "m": {"mask": mb.masks.Full()},
+    "l": {"layout": "striped"},
+    "s": {"softmax_scale": 1.0},
+    "q": {"side": "query"},
+    "d": {"layout": "contiguous", "mask": mb.masks.Documents([0, 8, 16])},  # nothing travels
+    "w": {"width": 16},
+    "f": {"dtype": torch.float32},
+}
+
+
+class Fault(NamedTuple):
+    name: str
+    good: str  # the script of rank 0
+    odd: str  # of rank 1
+    algorithms: tuple[str, ...] = ("burst", "ulysses")
+    told: tuple[int, ...] = (0, 1)  # ranks that must end with an error
+    aborts: bool = False  # may gloo end a process, to which a longer message came than expected?
+
+
+FAULTS = [
+    Fault("the plan of another mask", "F0a B0", "F0m B0"),
+    Fault("the plan of another layout", "F0a B0", "F0l B0"),
+    Fault("the plan of another scale", "F0a B0", "F0s B0"),
+    Fault("the plan of another side", "F0a B0", "F0q B0", ("burst",)),
+    Fault("the plan of wider tensors", "F0a", "F0w"),
+    Fault("the plan of another dtype", "F0a", "F0f"),
+    Fault("plans in another order", "F0a F1m", "F1m F0a"),
+    Fault("backwards in another order", "F0a F1a B1 B0", "F0a F1a B0 B1"),
+    Fault("a backward is skipped", "F0a F1a B1 B0", "F0a F1a B0"),
+    Fault("a call is skipped", "F0a F1a F2a B2 B1 B0", "F0a F2a B2 B0"),
+    Fault("a call is skipped, in a step", "F0a F1a B1 B0", "F0a B0"),
+    Fault("a call is skipped where nothing travels", "F0d F1d P", "F0d P", ("burst",)),
+    Fault("a call is skipped, then comes a plan", "F0a F1a P", "F0a P"),
+    Fault("a forward while others are in backward", "F0a B0 F1a B1", "F0a F1a B0 B1"),
+    Fault("one rank alone recomputes", "F0a B0", "C0a B0"),
+    Fault("one call more at the end", "F0a B0", "F0a B0 F1a", told=(1,)),
+    Fault("one backward less at the end", "F0a F1a B1 B0", "F0a F1a B1", told=(0,)),
+    Fault("it raises before a call", "F0a B0", "X"),
+    Fault("it raises within a call", "F0a B0", "E0a B0"),
+    Fault("it raises between forward and backward", "F0a B0", "F0a X"),
+    Fault("it raises before a plan", "F0a P F1a", "F0a X"),
+    Fault("it dies before a call", "F0a B0", "K", told=(0,)),
+    Fault("it dies between forward and backward", "F0a B0", "F0a K", told=(0,)),
+    Fault("it dies before a plan", "F0a P", "F0a K", told=(0,)),
+]
+ALL = {f"{fault.name}, {name}": (fault, name) for fault in FAULTS for name in fault.algorithms}
+# What is not noticed yet.
+PENDING: tuple[str, ...] = (
+    "the plan of another mask, burst",
+    "the plan of another mask, ulysses",
+    "the plan of another layout, burst",
+    "the plan of another layout, ulysses",
+    "the plan of another scale, burst",
+    "the plan of another scale, ulysses",
+    "the plan of another side, burst",
+    "the plan of wider tensors, burst",
+    "the plan of wider tensors, ulysses",
+    "the plan of another dtype, burst",
+    "the plan of another dtype, ulysses",
+    "plans in another order, burst",
+    "plans in another order, ulysses",
+    "backwards in another order, burst",
+    "backwards in another order, ulysses",
+    "a backward is skipped, burst",
+    "a backward is skipped, ulysses",
+    "a call is skipped, burst",
+    "a call is skipped, ulysses",
+    "a call is skipped, in a step, ulysses",
+    "a call is skipped where nothing travels, burst",
+    "a forward while others are in backward, ulysses",
+    "one rank alone recomputes, ulysses",
+)
+
+
+def _tensors(call: int, key: str):
+    """q, k, v, dout of the whole sequence."""
+    plan = PLANS[key]
+    width, dtype = plan.get("width", 8), plan.get("dtype", torch.float64)
+    generator = torch.Generator().manual_seed(call)
+    return [
+        torch.randn(LENGTH, 1, heads, width, generator=generator, dtype=torch.float64).to(dtype)
+        for heads in (4, 2, 2, 4)
+    ]
+
+
+def _rows(key: str, rank: int) -> list[int]:
+    return oracle.permutation(PLANS[key].get("layout", "zigzag"), 2, LENGTH)[rank]
+
+
+def _truth(call: int, key: str):
+    choices = PLANS[key]
+    seen = oracle.visible("causal", LENGTH)
+    if key == "m":
+        seen = oracle.visible("full", LENGTH)
+    elif key == "d":
+        place = torch.arange(LENGTH) // 8
+        seen = place[:, None] == place[None, :]
+    inputs = _tensors(call, key)
+    out, _, *grads = oracle.attention(*inputs, seen, choices.get("softmax_scale"))
+    return out, *grads
+
+
+class _Actor:
+    """One rank and what its script has made so far."""
+
+    def __init__(self, good: str, odd: str, algorithm: str):
+        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        dist.barrier()
+        head = 2 if algorithm == "ulysses" else 1
+        self.groups = mb.Groups.from_topology(group, intra=2, head=head)
+        self.rank, self.algorithm = self.groups.rank, algorithm
+        used = {word[2] for word in (good + " " + odd).split() if len(word) == 3}
+        self.plans = {key: self.plan(key) for key in PLANS if key in used}
+        self.good = {word[1]: word[2] for word in good.split() if word[0] == "F"}
+        self.flying, self.wrong = {}, []
+
+    def plan(self, key: str) -> mb.Plan:
+        rows, choices = _rows(key, self.rank), {"algorithm": self.algorithm, **PLANS[key]}
+        choices = {k: v for k, v in choices.items() if k not in ("width", "dtype")}
+        q, k, v, _ = (x[rows].requires_grad_() for x in _tensors(0, key))
+        return mb.prepare(q, k, v, groups=self.groups, kernel="reference", **choices)
+
+    def act(self, word: str):
+        what, call, key = word[0], word[1:2], word[2:3]
+        if what == "X":
+            raise ArithmeticError("this rank's own")
+        if what == "K":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "P":
+            self.plan("a")
+        elif what == "B":
+            out, leaves, dout, key = self.flying.pop(call)
+            grads = torch.autograd.grad(out, leaves, dout)
+            self._judge(call, key, ("dq", "dk", "dv"), grads, _truth(int(call), key)[1:])
+        else:
+            self._forward(what, call, key)
+
+    def _forward(self, what: str, call: str, key: str):
+        plan, meant = self.plans[key], self.good.get(call, key)
+        tensors = meant if key not in "wf" else key
+        q, k, v, dout = (x[_rows(tensors, self.rank)] for x in _tensors(int(call), tensors))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        if what == "E":
+            plan = replace(plan, kernel=cases.Failing(plan.kernel, "forward", 0))
+        if what == "C":
+            out = checkpoint(lambda *x: mb.attention(*x, plan=plan), *leaves, use_reentrant=False)
+        else:
+            out = mb.attention(*leaves, plan=plan)
+        self.flying[call] = out, leaves, dout, meant
+        self._judge(call, meant, ("out",), [out], _truth(int(call), meant)[:1])
+
+    def _judge(self, call, key, names, got, wanted):
+        for name, x, whole in zip(names, got, wanted, strict=True):
+            right = whole[_rows(key, self.rank)]
+            error = oracle.worst(x, right) if x.shape == right.shape else float("inf")
+            if not error <= cases.TOLERANCE:
+                self.wrong.append(f"{name} of call {call} is off by {error:.2g}")
+
+
+def on_rank(good: str, odd: str, algorithm: str) -> tuple[str, list[str]]:
+    """(the error this rank ended with, or "", the wrong numbers it was given)."""
+    actor = _Actor(good, odd, algorithm)
+    dist.barrier()
+    error = ""
+    try:
+        for word in (odd if actor.rank == 1 else good).split():
+            actor.act(word)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return error, actor.wrong
+
+
+def faults(name: str, pools: Callable[[int], Workers]) -> list[str]:
+    """What is wrong with how the ranks end."""
+    fault, algorithm = ALL[name]
+    may_die = (0, 1) if fault.aborts else (1,) if "K" in fault.odd else ()
+    arguments = fault.good, fault.odd, algorithm
+    try:
+        answers = pools(2).run(on_rank, *arguments, timeout=LIMIT, may_die=may_die)
+    except WorkerError as error:
+        return [str(error)]
+    found = []
+    for rank, answer in enumerate(answers):
+        if answer is None:
+            continue
+        error, wrong = answer
+        found += [f"rank {rank}: {what}" for what in wrong]
+        if rank in fault.told and not error:
+            found.append(f"rank {rank} was told nothing")
+    return found
+
+
+def search(names) -> Tally:
+    """Try these faults."""
+    pools, tally = Pools(), Tally("faults")
+    try:
+        for name in names:
+            tally.add([name.split(", ")[-1]], faults(name, pools), ALL[name], f"'{name}'")
+    finally:
+        pools.close()
+    return tally
+
+
+def run(seed: int, seconds: float) -> int:
+    """All of them, whatever the seed and the time; 0 if nothing was wrong."""
+    tally = search(name for name in ALL if name not in PENDING)
+    print(tally)
+    return bool(tally.failures)
+
+
+def replay(name: str) -> int:
+    """One of them again; 0 if nothing was wrong."""
+    tally = search([name])
+    print(tally)
+    return bool(tally.failures)

@@ -1,0 +1,98 @@
+"""The calls of `attention`, on real gloo ranks: `python -m tests.fuzz gloo`."""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch.distributed as dist
+from workers import WorkerError, Workers
+
+import megatron_burst as mb
+
+from . import attention
+from .draw import Grid, draw
+from .judge import Run
+from .tally import MOST, Tally, numbers
+
+BLOCK = 25  # cases that share their processes
+WORLDS = (2, 4, 3, 2, 4, 6, 8)
+
+
+def world(number: int) -> int:
+    return WORLDS[number // BLOCK % len(WORLDS)]
+
+
+@cache
+def _groups(grid: Grid) -> mb.Groups:
+    """Made once in every process, by all of them at the same time."""
+    return mb.Groups.from_topology(
+        dist.group.WORLD, intra=grid.intra, head=grid.head, placement=grid.placement
+    )
+
+
+def on_rank(number: int) -> tuple[list[str], list[str]]:
+    """What is wrong on this rank with a case, and the refusals it was told."""
+    case = draw(f"gloo {number}", dist.get_world_size())
+    try:
+        groups = _groups(case.grid)
+    except ValueError as error:
+        expected = not case.grid.even and "placement: " in str(error)
+        return [] if expected else [f"{case.grid} was refused: {error}"], []
+    run = Run(case, groups).go()
+    return run.faults, run.messages
+
+
+def search(cases: Iterable[int], pools: Callable[[int], Workers]) -> Tally:
+    """Try these cases on `pools(n)`, n processes that live, until too many have failed."""
+    tally = Tally("gloo")
+    for number in cases:
+        size = world(number)
+        case = draw(f"gloo {number}", size)
+        try:
+            answers = pools(size).run(on_rank, number, timeout=60)
+        except WorkerError as error:
+            found = [str(error)]
+        else:
+            found = [fault for faults, _ in answers for fault in faults]
+            if len({str(messages) for _, messages in answers}) > 1:
+                found.append(f"ranks are told different things: {answers}")
+        tally.add([f"ranks {size}", *attention.kinds(case)], found, case, number)
+        if len(tally.failures) == MOST:
+            break
+    return tally
+
+
+class Pools:
+    """`pools(n)`: n processes, the same ones as long as they live and n stays."""
+
+    def __init__(self, timeout: int = 60):
+        self.timeout, self.pool = timeout, None
+
+    def __call__(self, size: int) -> Workers:
+        if self.pool is None or not self.pool.alive or self.pool.world != size:
+            self.close()
+            self.pool = Workers(size, timeout=self.timeout)
+        return self.pool
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.close()
+
+
+def run(seed: int, seconds: float) -> int:
+    """Search that long; 0 if nothing was wrong."""
+    return _report(numbers(seed, seconds, "gloo"))
+
+
+def replay(number: str) -> int:
+    """One case again; 0 if nothing was wrong."""
+    return _report([int(number)])
+
+
+def _report(cases: Iterable[int]) -> int:
+    pools = Pools()
+    try:
+        tally = search(cases, pools)
+    finally:
+        pools.close()
+    print(tally)
+    return bool(tally.failures)

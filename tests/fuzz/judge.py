@@ -1,0 +1,222 @@
+"""Runs a case on any groups, in one process or on a rank of many, and says what was wrong.
+
+In float64 every number is within 1e-10 of the dense oracle; in others it may err as torch's own
+operator does on one device, and by what travelling gradients are rounded.
+"""
+
+import oracle
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import megatron_burst as mb
+
+from .draw import Call, Case
+
+NAMES = ("out", "dq", "dk", "dv")
+EXACT = 1e-10
+
+
+def inputs(call: Call):
+    """q, k, v, dout and the sink of the whole sequence, in the dtype of the call."""
+    length, b, h, k, d, w = call.shape
+    generator = torch.Generator().manual_seed(call.seed)
+    shapes = (length, b, h, d), (length, b, k, d), (length, b, k, w), (length, b, h, w), (h,)
+    q, k, v, dout, sink = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(call.dtype)
+        for shape in shapes
+    )
+    return q, k, v, torch.ones_like(dout) if call.ones else dout, sink
+
+
+def stock(call: Call, q, k, v, dout):
+    """out, dq, dk, dv of torch's own operator on one device."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    first = [leaves[0], *(x.repeat_interleave(group, dim=2) for x in leaves[1:])]
+    out = F.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in first),
+        attn_mask=torch.from_numpy(call.seen),
+        scale=call.choices["softmax_scale"],
+    ).permute(2, 0, 1, 3)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+class Truth:
+    """What a call must give, and how far each result may be from it."""
+
+    def __init__(self, call: Call, size: int):
+        q, k, v, dout, sink = inputs(call)
+        scale, cap = call.choices["softmax_scale"], call.choices["softcap"]
+        sink = None if call.sink == "none" else sink
+        seen = torch.from_numpy(call.seen)
+        out, lse, dq, dk, dv = oracle.attention(q, k, v, dout, seen, scale, cap, sink)
+        self.results = out, dq, dk, dv
+        self.dsink = None if sink is None else oracle.sink_gradient(sink, lse, out, dout)
+        self.limits = [EXACT] * 4
+        if call.dtype != torch.float64:
+            pairs = zip(stock(call, q, k, v, dout), self.results, strict=True)
+            unit = torch.finfo(call.dtype).eps
+            self.limits = [
+                3 * oracle.worst(theirs, right) + unit * right.abs().max().item()
+                for theirs, right in pairs
+            ]
+        wire = call.choices["grad_wire_dtype"]
+        if wire is not None:  # each hop rounds a sum, which may be larger than the last one
+            unit = torch.finfo(wire).eps
+            largest = max(x.abs().max().item() for x in self.results[1:])
+            for i in (1, 2, 3):
+                self.limits[i] += 4 * size * unit * max(1.0, largest)
+
+
+def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The same numbers, laid out in memory as `kind` says."""
+    if kind == "batch first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == "sliced":
+        return x.repeat_interleave(2, dim=-1)[..., ::2]
+    if kind == "fused":
+        return torch.cat([x, x], dim=2)[:, :, : x.shape[2]]
+    return x.clone()
+
+
+class Run:
+    """One case on these groups; `faults` fills as its events go by."""
+
+    def __init__(self, case: Case, groups: mb.Groups):
+        self.case, self.groups = case, groups
+        self.many = groups.backend == "in_process"
+        self.faults: list[str] = []
+        self.messages: list[str] = []
+        self.plans, self.flying = {}, {}
+        self.truths = {i: Truth(c, groups.size) for i, c in enumerate(case.calls) if not c.refused}
+
+    def go(self):
+        for event, index in self.case.events:
+            call = self.case.calls[index]
+            if call.refused:
+                self._refused(call)
+            elif event == "forward":
+                self._forward(index, call)
+            else:
+                self._backward(index, call)
+        return self
+
+    def _shards(self, call: Call):
+        """(q, k, v as leaves by kind and local rank, douts)."""
+        *qkv, dout, _ = inputs(call)
+        mine = [call.positions[rank] for rank in self.groups.local_ranks]
+        leaves = [
+            [strided(x[rows], call.strides).detach().requires_grad_(need) for rows in mine]
+            for x, need in zip(qkv, call.needs, strict=True)
+        ]
+        one = torch.ones((), dtype=call.dtype)
+        douts = [one.expand_as(dout[rows]) if call.ones else dout[rows] for rows in mine]
+        return leaves, douts
+
+    def _given(self, leaves):
+        return leaves if self.many else [each[0] for each in leaves]
+
+    def _forward(self, index: int, call: Call):
+        leaves, douts = self._shards(call)
+        given = self._given(leaves)
+        sink = None
+        if call.sink != "none":
+            sink = inputs(call)[-1].requires_grad_(call.sink == "learnt")
+        if call.form == "keywords":
+            more = {"groups": self.groups, **call.choices}
+        else:
+            key = id(call.choices)  # micro-batches share the plan of the first
+            if key not in self.plans:
+                self.plans[key] = mb.prepare(*given, groups=self.groups, sink=sink, **call.choices)
+            more = {"plan": self.plans[key]}
+        count = len(self.groups.local_ranks)
+
+        def attend(*flat):
+            q, k, v = (list(flat[i * count : (i + 1) * count]) for i in range(3))
+            one = (q, k, v) if self.many else (q[0], k[0], v[0])
+            outs = mb.attention(*one, sink=sink, **more)
+            return tuple(outs) if self.many else (outs,)
+
+        flat = [x for each in leaves for x in each]
+        outs = attend(*flat) if call.keep is None else mb.checkpoint(attend, *flat, keep=call.keep)
+        self._judge(index, call, "out", 0, [out.detach() for out in outs])
+        self.flying[index] = outs, leaves, douts, sink
+
+    def _backward(self, index: int, call: Call):
+        outs, leaves, douts, sink = self.flying.pop(index)
+        learnt = call.sink == "learnt"
+        wanted = [x for each in leaves for x in each if x.requires_grad] + [sink] * learnt
+        if not wanted:
+            if any(out.requires_grad for out in outs):
+                self.faults.append(f"call {index}: a graph that nobody needs")
+            return
+        grads = torch.autograd.grad(outs, wanted, douts, retain_graph=call.twice)
+        if call.twice:
+            again = torch.autograd.grad(outs, wanted, douts)
+            if not all(torch.equal(x, y) for x, y in zip(grads, again, strict=True)):
+                self.faults.append(f"call {index}: a second backward gives other bits")
+        found = iter(grads)
+        for i, need in enumerate(call.needs):
+            if need:
+                parts = [next(found) for _ in self.groups.local_ranks]
+                self._judge(index, call, NAMES[i + 1], i + 1, parts)
+        if learnt:
+            total = next(found).double()
+            if not self.many:
+                dist.all_reduce(total)
+            error = oracle.worst(total, self.truths[index].dsink)
+            if not error <= EXACT:
+                self.faults.append(f"call {index}: the sink's gradient is off by {error:.3g}")
+
+    def _judge(self, index: int, call: Call, name: str, which: int, parts):
+        truth = self.truths[index]
+        for rank, part in zip(self.groups.local_ranks, parts, strict=True):
+            right = truth.results[which][call.positions[rank]]
+            if part.shape != right.shape or part.dtype != call.dtype:
+                self.faults.append(f"call {index}: {name} is {part.dtype} {tuple(part.shape)}")
+                continue
+            error = oracle.worst(part, right)
+            if not error <= truth.limits[which]:
+                self.faults.append(
+                    f"call {index}, rank {rank}: {name} is off by {error:.3g}, "
+                    f"allowed {truth.limits[which]:.3g}"
+                )
+
+    def _refused(self, call: Call):
+        """It must be, by a ValueError with the words, on every rank alike."""
+        leaves = self._shards(call)[0]
+        # One process passes its keywords once: what differs there by rank are tensors.
+        everywhere = call.odd_rank is None or (self.many and not call.tensors)
+        for place, rank in enumerate(self.groups.local_ranks):
+            if everywhere or rank == call.odd_rank:
+                for shards in leaves:
+                    shards[place] = shards[place].detach()
+                spoil(leaves, place, call.tensors)
+        mine = everywhere or self.many or call.tensors or self.groups.rank == call.odd_rank
+        choices = call.choices if mine else {}
+        try:
+            mb.prepare(*self._given(leaves), groups=self.groups, **choices)
+        except ValueError as error:
+            self.messages.append(str(error))
+            if call.refused not in str(error):
+                self.faults.append(f"refused without the word {call.refused!r}: {error}")
+        else:
+            self.faults.append(f"served, though {call.refused} cannot be")
+
+
+def spoil(leaves, place: int, how: str):
+    """Make the tensors of one rank such as `how` says."""
+    q, k, v = leaves
+    if how == "three dimensions":
+        q[place] = q[place][0]
+    elif how == "other dtype":
+        k[place] = k[place].to(torch.float32 if k[place].dtype != torch.float32 else torch.float64)
+    elif how == "other rows":
+        v[place] = v[place][:-1]
+    elif how == "integers":
+        q[place] = q[place].long()
+    elif how == "other width":
+        k[place] = torch.cat([k[place], k[place]], dim=3)
+    elif how == "no tensor":
+        v[place] = None

@@ -1,0 +1,94 @@
+"""Random masks and layouts, each beside the same stated by hand as a table of positions.
+
+A mask comes with a bool table [S, S] of who sees whom, a layout with the positions of each rank.
+"""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import oracle
+
+import megatron_burst as mb
+from megatron_burst import masks
+
+KINDS = ("full", "causal", "window", "dilated", "documents", "blocks", "prefix", "dense")
+
+
+def mask(rng: random.Random, length: int, depth: int = 0):
+    """(mask, bool table [length, length], the kinds in it)."""
+    kind = rng.choice([*KINDS, *["and", "or"] * (2 if depth < 3 else 0)])
+    if kind in ("and", "or"):
+        (a, seen_a, kinds_a), (b, seen_b, kinds_b) = (mask(rng, length, depth + 1) for _ in "ab")
+        kinds = kinds_a | kinds_b | {kind}
+        return (a & b, seen_a & seen_b, kinds) if kind == "and" else (a | b, seen_a | seen_b, kinds)
+    q, k = np.arange(length)[:, None], np.arange(length)[None, :]
+    made, seen = _one(rng, kind, length, q, k)
+    return made, np.broadcast_to(seen, (length, length)).copy(), {kind}
+
+
+def _one(rng, kind, length, q, k):
+    if kind == "full":
+        return masks.Full(), True
+    if kind == "causal":
+        return masks.Causal(), q >= k
+    if kind == "window":
+        left, right = (
+            rng.choice([None, rng.randint(0, length)]),
+            rng.choice([None, rng.randint(0, 5)]),
+        )
+        seen = (k >= q - (length if left is None else left)) & (
+            k <= q + (length if right is None else right)
+        )
+        return masks.Window(left, right), seen
+    if kind == "dilated":
+        stride = rng.randint(1, 5)
+        return masks.Dilated(stride), (q - k) % stride == 0
+    if kind == "documents":
+        bounds = [0, *sorted(rng.randint(0, length) for _ in range(rng.randint(0, 5))), length]
+        number = np.array([sum(p >= bound for bound in bounds) for p in range(length)])
+        return masks.Documents(bounds), number[:, None] == number[None, :]
+    if kind == "prefix":
+        n = rng.randint(0, length)
+        return masks.Prefix(n), k < n + 0 * q
+    if kind == "blocks":
+        block = rng.choice([n for n in range(1, length + 1) if length % n == 0])
+        table = _table(rng, length // block)
+        return masks.BlockSparse(table, block), np.kron(table, np.ones((block, block))) > 0
+    table = _table(rng, length)
+    return masks.Dense(table), table
+
+
+def _table(rng, n):
+    """Random; often with rows, columns or whole chunks that nothing is seen of."""
+    table = np.array([[rng.random() < 0.5 for _ in range(n)] for _ in range(n)])
+    for _ in range(rng.randint(0, 2)):
+        begin, end = sorted((rng.randint(0, n), rng.randint(0, n)))
+        if rng.random() < 0.5:
+            table[begin:end] = False
+        else:
+            table[:, begin:end] = False
+    return table
+
+
+def layout(rng: random.Random, size: int, rows: int):
+    """(layout as `prepare` takes it, [positions of each rank], its name). `rows` per rank, even."""
+    length = size * rows
+    kind = rng.choice(["zigzag", "zigzag", "striped", "contiguous", "blocks", "documents"])
+    if kind == "blocks":
+        block = size * rng.choice([n for n in range(1, rows + 1) if rows % n == 0])
+        made = mb.layout.make("block_striped", cp_size=size, block=block)
+        return made, oracle.permutation("striped", size, length), kind
+    if kind == "documents":
+        cuts = sorted(rng.randint(0, rows // 2) for _ in range(rng.randint(0, 3)))
+        bounds = [2 * size * cut for cut in [0, *cuts, rows // 2]]
+        shards: list[list[int]] = [[] for _ in range(size)]
+        for start, stop in pairwise(bounds):
+            for shard, part in zip(
+                shards, oracle.permutation("zigzag", size, stop - start), strict=True
+            ):
+                shard += [start + position for position in part]
+        return mb.layout.make("zigzag", cp_size=size, cu_seqlens=bounds), shards, kind
+    shards = oracle.permutation(kind, size, length)
+    as_object = rng.random() < 0.2
+    return mb.layout.make(kind, cp_size=size) if as_object else kind, shards, kind

@@ -1,0 +1,62 @@
+"""How many cases of which kinds were tried, what failed, and how one command replays it."""
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+MOST = 3  # failures until the search ends
+APART = 1_000_000  # cases of one seed
+
+
+@dataclass
+class Tally:
+    """What one search found."""
+
+    what: str
+    tried: int = 0
+    kinds: Counter = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, kinds: Iterable[str], faults: Iterable[str], case: object, number: object):
+        self.tried += 1
+        self.kinds.update(kinds)
+        faults = list(faults)
+        if faults:
+            found = "\n  ".join(faults[:5])
+            self.failures.append(
+                f"case {number}:\n  {found}\n  {case}\n"
+                f"  again: python -m tests.fuzz {self.what} --replay {number}"
+            )
+
+    def __str__(self):
+        many = self.kinds.most_common()
+        lines = [f"{self.what}: {self.tried} cases, {len(self.failures)} failures"]
+        lines += [f"  {count:7d}  {kind}" for kind, count in sorted(many, key=lambda x: x[0])]
+        return "\n".join([*lines, *self.failures])
+
+
+def attempt(check: Callable[[], list[str]]) -> list[str]:
+    """The faults that `check` finds; an error that nobody expected is one."""
+    try:
+        return check()
+    except Exception:
+        return [traceback.format_exc()]
+
+
+def numbers(seed: int, seconds: float, what: str) -> Iterator[int]:
+    """Case after case of a seed until the time is over, with a bar on the terminal."""
+    end, start = time.monotonic() + seconds, time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=seconds)
+        number = seed * APART
+        while time.monotonic() < end:
+            text = f"{what}: case {number}"
+            progress.update(task, completed=time.monotonic() - start, description=text)
+            yield number
+            number += 1
