@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..agreement import attempt
 from ..merge import accumulation_dtype
-from ..once import refuse_transforms
+from ..once import outside_graphs, refuse_transforms
 from . import checks, sweep
 from .choices import Choices
 from .formula import Formula
@@ -20,6 +20,7 @@ from .split import Split
 from .tiling import tiling
 
 
+@outside_graphs
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
