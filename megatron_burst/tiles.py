@@ -8,7 +8,7 @@ knows no devices and no torch, so that costs are counted on exactly what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,14 +76,18 @@ class Cutter:
 
     band_rows: at most how many rows of a band to take at a time; smaller wastes less at the edges,
     None takes them all, for kernels that skip what a triangle hides.
-    table_rows: cut no finer than this where only a table describes what is visible; None for
-    kernels that take no table, which refuses such masks.
+    table_rows: a piece of at most so many rows and columns is given by a table where that is all
+    that describes it, or is cheaper than the calls for its parts; None for kernels that take no
+    table, which refuses masks that need one.
     windows: it takes a band whole; otherwise one with a left edge needs tables.
+    call: what one more call costs beside its pairs, in pairs.
     """
 
     band_rows: int | None
     table_rows: int | None
     windows: bool = False
+    # 500 to 5900 with torch's operator on a CPU, forward and backward: most with few narrow heads.
+    call: int = 2048
     # The pairs of a ring have few different bands, and one table serves every block of a window.
     _bands: dict[tuple, tuple[Part, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -91,8 +95,7 @@ class Cutter:
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[Tile, ...]:
         """The tiles of a pair of shards; rectangles that touch are joined into larger ones."""
-        found = list(self._cut_all(mask, _pieces(q_spans), _pieces(k_spans)))
-        return tuple(_joined(_joined(found, "rows", "columns"), "columns", "rows"))
+        return tuple(_joined(self._cut_all(mask, _pieces(q_spans), _pieces(k_spans))))
 
     def _cut_all(self, mask: Mask, q: list[_Piece], k: list[_Piece]) -> Iterator[Tile]:
         """The tiles of every pair of pieces that has any."""
@@ -111,8 +114,24 @@ class Cutter:
         parts = _split(mask, q, k, self.table_rows)
         if parts is None:
             yield from self._table(mask, q, k)
-        else:
-            yield from self._cut_all(mask, *parts)
+            return
+        found = _joined(self._cut_all(mask, *parts))
+        if not _within(self.table_rows, q, k):
+            yield from found
+            return
+        cheap = self._cheaper(found, q.span.length * k.span.length + self.call)
+        yield from self._table(mask, q, k) if cheap is None else cheap
+
+    def _cheaper(self, tiles: Iterable[Tile], limit: int) -> list[Tile] | None:
+        """The tiles if they cost at most `limit`, in pairs computed; no more of them are made than
+        it takes to see that they do not."""
+        taken, cost = [], 0
+        for tile in tiles:
+            cost += tile.computed + self.call
+            if cost > limit:
+                return None
+            taken.append(tile)
+        return taken
 
     def _table(self, mask: Mask, q: _Piece, k: _Piece) -> Iterator[Tile]:
         if self.table_rows is None:
@@ -168,16 +187,31 @@ def _split(
     mask: Mask, q: _Piece, k: _Piece, smallest: int | None
 ) -> tuple[list[_Piece], list[_Piece]] | None:
     """The parts of both pieces to look at next; None where cutting further is no use."""
-    q_cuts, k_cuts = mask.cuts(q.span), mask.cuts(k.span)
+    q_cuts, k_cuts = (_coarse(mask.cuts(x.span), x, smallest) for x in (q, k))
     if len(q_cuts) or len(k_cuts):
         return _parts(q, q_cuts), _parts(k, k_cuts)
     if any(piece.span.stride % mask.modulus and piece.span.length > 1 for piece in (q, k)):
         return _residues(q, mask.modulus), _residues(k, mask.modulus)
-    if smallest is None or max(q.span.length, k.span.length) <= smallest:
+    if smallest is None or _within(smallest, q, k):
         return None
     if q.span.length >= k.span.length:
         return _parts(q, np.array([q.span.length // 2])), [k]
     return [q], _parts(k, np.array([k.span.length // 2]))
+
+
+def _coarse(cuts: np.ndarray, piece: _Piece, size: int | None) -> np.ndarray:
+    """Of many cuts close together only some: a part that still has cuts inside is then shorter
+    than `size`, where a table may be cheaper than what is between them."""
+    if size is None or piece.span.length <= size:
+        return cuts
+    group = cuts // size
+    first, last = np.diff(group, prepend=-1) > 0, np.diff(group, append=piece.span.length) > 0
+    return cuts[first | last]
+
+
+def _within(size: int | None, q: _Piece, k: _Piece) -> bool:
+    """May a table describe these pieces?"""
+    return size is not None and max(q.span.length, k.span.length) <= size
 
 
 def _parts(piece: _Piece, cuts: np.ndarray) -> list[_Piece]:
@@ -196,17 +230,24 @@ def _residues(piece: _Piece, modulus: int) -> list[_Piece]:
     ]
 
 
-def _joined(tiles: Sequence[Tile], same: str, along: str) -> list[Tile]:
-    """Join neighbouring wholly visible tiles over the `same` slice that touch `along` the other."""
-    joined: list[Tile] = []
+def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
+    """The tiles, of which neighbouring wholly visible ones that touch are one."""
+    return _joined_along(_joined_along(tiles, "rows", "columns"), "columns", "rows")
+
+
+def _joined_along(tiles: Iterable[Tile], same: str, along: str) -> Iterator[Tile]:
+    """Join tiles over the `same` slice that touch `along` the other."""
+    last: Tile | None = None
     for tile in tiles:
-        last = joined[-1] if joined else None
         if last and _touch(last, tile, same, along):
             a, b = getattr(last, along), getattr(tile, along)
-            joined[-1] = last._replace(**{along: slice(a.start, b.stop, a.step)})
-        else:
-            joined.append(tile)
-    return joined
+            last = last._replace(**{along: slice(a.start, b.stop, a.step)})
+            continue
+        if last:
+            yield last
+        last = tile
+    if last:
+        yield last
 
 
 def _touch(a: Tile, b: Tile, same: str, along: str) -> bool:

@@ -12,12 +12,17 @@ from test_masks import LENGTH, RULES, masks, spans, table
 import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.layout import Span
-from megatron_burst.masks import Causal, Dense, Dilated, Documents, Full, Window
+from megatron_burst.masks import BlockSparse, Causal, Dense, Dilated, Documents, Full, Window
 from megatron_burst.tiles import Cutter
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WHOLE = Cutter(band_rows=None, table_rows=None)
-cutters = st.builds(Cutter, st.sampled_from([1, 2, 3, None]), st.sampled_from([1, 2, 5, 64]))
+cutters = st.builds(
+    Cutter,
+    st.sampled_from([1, 2, 3, None]),
+    st.sampled_from([1, 2, 5, 64]),
+    call=st.sampled_from([0, 5, 2048]),
+)
 
 
 def painted(tiles, rows, columns):
@@ -165,6 +170,46 @@ def test_little_is_computed_that_is_not_visible(mask, layout, limit, local):
     cutter = Cutter(*CpuFlash.limits)
     found = [t for q, k in product(shards, shards) for t in cutter.tiles(mask, q, k)]
     assert sum(t.computed for t in found) <= limit * sum(t.visible for t in found)
+
+
+BLOCKS_OF_4 = np.random.default_rng(1).random((256, 256)) < 0.25
+SCATTERED = {
+    "dilated or near": (
+        Dilated(64) | Window(63, 0),
+        lambda q, k: ((q - k) % 64 == 0) | ((q - k >= 0) & (q - k <= 63)),
+    ),
+    "blocks of 4": (BlockSparse(BLOCKS_OF_4, 4), lambda q, k: BLOCKS_OF_4[q // 4, k // 4]),
+    "documents of 10": (
+        Documents([*range(0, 1024, 10), 1024]) & Causal(),
+        lambda q, k: (q // 10 == k // 10) & (k <= q),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("name", SCATTERED)
+def test_where_parts_would_be_tiny_a_table_takes_their_place(name, layout):
+    """About a call for each of 16 pairs; the first of these masks took 39,000."""
+    mask, rule = SCATTERED[name]
+    shards = [mb.layout.make(layout, cp_size=4).spans(rank, 1024) for rank in range(4)]
+    positions = [np.array(each) for each in oracle.permutation(layout, 4, 1024)]
+    cutter, count = Cutter(*CpuFlash.limits), 0
+    for i, j in product(range(4), range(4)):
+        got = cutter.tiles(mask, shards[i], shards[j])
+        wanted = rule(positions[i][:, None], positions[j][None, :])
+        assert np.array_equal(painted(got, 256, 256), wanted)
+        count += len(got)
+    short = name == "documents of 10" and layout == "contiguous"  # few pairs, each in a small tile
+    assert count <= (112 if short else 40)
+
+
+def test_parts_are_kept_where_their_calls_cost_less_than_a_table():
+    """Of blocks as large as pieces only those that see something; a third of a dilated mask."""
+    whole = [Span(0, 1, 1024)]
+    cutter = Cutter(*CpuFlash.limits)
+    blocks = cutter.tiles(BlockSparse(np.eye(8), 128), whole, whole)
+    assert [tile.shape for tile in blocks] == [(128, 128)] * 8
+    assert sum(tile.computed for tile in cutter.tiles(Dilated(3), whole, whole)) < 1024**2 / 2.9
 
 
 def test_kernels_without_tables_refuse_what_needs_one():
