@@ -86,3 +86,41 @@ def test_tiles_that_look_alike_share_a_table():
     found = grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
     assert len(found.bits) <= 4
     assert len(grid(CAUSAL, [Span(4096, 1, 4096)], whole, 128, 128).partial) == 0
+
+
+class Counted(mb.masks.BlockSparse):
+    """How often was it asked position by position?"""
+
+    asked = 0
+
+    def visible(self, q, k):
+        self.asked += 1
+        return super().visible(q, k)
+
+
+def test_the_mask_is_asked_once_for_all_tiles_that_look_alike():
+    """Blocks of 64 under tiles of 128: 2 x 2 blocks are visible in 16 ways, be there 256 tiles or
+    65536; where the tiles begin half a block later, 3 x 3 in 512, and the blocks at the ends."""
+    rng = np.random.default_rng(0)
+    for first, ways in ((0, 16), (32, 512 + 2 * 64)):
+        blocks = rng.random((66, 66)) < 0.25
+        mask = Counted(blocks, 64)
+        span = Span(first, 1, 4096)
+        found = grid(mask, [span], [span], 128, 128)
+        assert len(found.partial) > 600
+        assert mask.asked <= min(ways, len(found.partial) - 100)
+        own = blocks[(first + np.arange(4096)) // 64]
+        wanted = own[:, (first + np.arange(4096)) // 64]
+        assert np.array_equal(shown_packed(found, 4096, 128), wanted)
+
+
+def shown_packed(found, length, size):
+    """As `shown`, for whole tiles, a tile at a time."""
+    table = np.zeros((length, length), dtype=bool)
+    for i, j in found.full:
+        table[i * size : (i + 1) * size, j * size : (j + 1) * size] = True
+    for i, j, which in found.partial:
+        words = found.bits[which].astype("<i4").view(np.uint8)
+        part = np.unpackbits(words, axis=1, bitorder="little").astype(bool)
+        table[i * size : (i + 1) * size, j * size : (j + 1) * size] = part
+    return table

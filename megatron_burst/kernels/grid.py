@@ -20,6 +20,8 @@ from ..layout import Span
 from ..masks import Cover, Mask
 
 WORD = 32  # columns in one entry of a table
+PARTS = 64  # in a tile, at most: with more, looking at them takes longer than at its elements
+AT_ONCE = 1 << 20  # parts
 
 
 class Worklist(NamedTuple):
@@ -76,8 +78,9 @@ def grid(
     tables = _Tables(mask, q, k, rows, columns)
     full, partial = [], []
     tiles = np.argwhere(some & ~all_)
-    for (i, j), band in zip(tiles.tolist(), tables.bands_of(tiles), strict=True):
-        found = tables.of(i, j, band)
+    alike = _alike(mask, _cut(q_spans, rows, mask), _cut(k_spans, columns, mask), tiles)
+    for (i, j), look in zip(tiles.tolist(), alike, strict=True):
+        found = tables.of(i, j, look)
         if found == tables.everything:
             full.append((i, j))
         elif found is not None:
@@ -94,13 +97,31 @@ class _Cut(NamedTuple):
     positions: np.ndarray  # int64 [length]
     length: int
 
+    def parts(self, index: np.ndarray) -> Span:
+        return Span(*(field[index] for field in self.spans))
 
-def _cut(spans: Sequence[Span], size: int) -> _Cut:
+    def counts(self) -> np.ndarray:
+        """[blocks]: how many parts each has."""
+        return np.diff(self.first, append=len(self.spans.start))
+
+    def kinds(self) -> np.ndarray:
+        """[blocks]: a number, equal for blocks whose parts have equal lengths."""
+        seen: dict[bytes, int] = {}
+        ends = self.first + self.counts()
+        parts = [self.spans.length[a:b] for a, b in zip(self.first, ends, strict=True)]
+        return np.array([seen.setdefault(part.tobytes(), len(seen)) for part in parts])
+
+
+def _cut(spans: Sequence[Span], size: int, mask: Mask | None = None) -> _Cut:
+    """At every multiple of `size`, and where the description of the mask changes."""
     lengths = np.array([span.length for span in spans], dtype=np.int64)
     ends = np.cumsum(lengths)
     length = int(ends[-1])
     blocks = np.arange(0, length, size)
     begins = np.union1d(blocks, ends[:-1])
+    if mask is not None:
+        inner = [mask.cuts(span) + end - span.length for span, end in zip(spans, ends, strict=True)]
+        begins = np.union1d(begins, np.concatenate(inner))
     which = np.searchsorted(ends, begins, side="right")
     start, stride, _ = np.array(spans, dtype=np.int64).T
     first = start[which] + (begins - (ends - lengths)[which]) * stride[which]
@@ -109,40 +130,53 @@ def _cut(spans: Sequence[Span], size: int) -> _Cut:
     return _Cut(parts, np.searchsorted(begins, blocks), positions, length)
 
 
+def _alike(mask: Mask, q: _Cut, k: _Cut, tiles: np.ndarray) -> list[tuple[int, int, bytes] | None]:
+    """Of each tile (i, j) a key: tiles of equal keys look alike. None where that is not known.
+
+    A tile is what its parts are, each a band (wholly visible and hidden parts are bands too):
+    where they begin and how far they reach says all there is.
+    """
+    found: list[tuple[int, int, bytes] | None] = [None] * len(tiles)
+    (i, j), sides = tiles.T, (q, k)
+    counts = [cut.counts()[side] for cut, side in zip(sides, (i, j), strict=True)]
+    kinds = [cut.kinds()[side].tolist() for cut, side in zip(sides, (i, j), strict=True)]
+    far = max(int(cut.spans.length.max()) for cut in sides)  # than a part is long: no difference
+    for high, wide in np.unique(np.stack(counts, axis=1), axis=0).tolist():
+        if high * wide > PARTS:
+            continue
+        (which,) = np.nonzero((counts[0] == high) & (counts[1] == wide))
+        for some in np.array_split(which, -(-len(which) * high * wide // AT_ONCE)):
+            rows = q.first[i[some], None, None] + np.arange(high)[:, None]
+            columns = k.first[j[some], None, None] + np.arange(wide)
+            left, right, known = mask.bands(q.parts(rows), k.parts(columns))
+            reach = np.clip(np.stack([left, right], axis=-1), -2 * far, 2 * far).astype(np.int32)
+            sure = known.reshape(len(some), -1).all(axis=1)
+            for n in np.nonzero(sure)[0].tolist():
+                tile = some[n]
+                found[tile] = kinds[0][tile], kinds[1][tile], reach[n].tobytes()
+    return found
+
+
 class _Tables:
     """The different tables of a grid, each kept once."""
 
     def __init__(self, mask: Mask, q: _Cut, k: _Cut, rows: int, columns: int):
         self.mask, self.q, self.k, self.shape = mask, q, k, (rows, columns)
         self.index: dict[bytes, int] = {}
-        self.bands: dict[tuple[int, int], int | None] = {}
+        self.alike: dict[tuple[int, int, bytes], int | None] = {}
         self.everything = self._add(np.ones(self.shape, dtype=bool))
 
-    def of(self, i: int, j: int, band: tuple[int, int] | None) -> int | None:
-        """The table of the tile at (i, j), by its band where that is known; None if it is empty."""
-        if band is None:
+    def of(self, i: int, j: int, look: tuple[int, int, bytes] | None) -> int | None:
+        """The table of the tile at (i, j), by its key in `_alike`; None if it is empty."""
+        if look is None:
             return self._add(self._visible(i, j))
-        if band not in self.bands:
-            ahead = np.arange(self.shape[1])[None, :] - np.arange(self.shape[0])[:, None]
-            self.bands[band] = self._add((ahead >= -band[0]) & (ahead <= band[1]))
-        return self.bands[band]
+        if look not in self.alike:
+            self.alike[look] = self._add(self._visible(i, j))
+        return self.alike[look]
 
     def bits(self) -> np.ndarray:
         packed = np.frombuffer(b"".join(self.index), dtype=np.int32)
         return packed.reshape(-1, self.shape[0], self.shape[1] // WORD)
-
-    def bands_of(self, tiles: np.ndarray) -> list[tuple[int, int] | None]:
-        """Of each tile (i, j): (left, right) if it is whole and the mask is a band there."""
-        (rows, columns), q, k = self.shape, self.q, self.k
-        parts = [
-            Span(*(x[cut.first[side]] for x in cut.spans))
-            for cut, side in ((q, tiles[:, 0]), (k, tiles[:, 1]))
-        ]
-        left, right, known = self.mask.bands(*parts)
-        known = known & (parts[0].length == rows) & (parts[1].length == columns)
-        # farther than the tile is wide makes no difference
-        both = np.stack([np.minimum(left, rows), np.minimum(right, columns)], axis=1).tolist()
-        return [tuple(band) if sure else None for band, sure in zip(both, known, strict=True)]
 
     def _visible(self, i: int, j: int) -> np.ndarray:
         (rows, columns), table = self.shape, np.zeros(self.shape, dtype=bool)
