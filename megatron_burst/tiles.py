@@ -139,10 +139,12 @@ class Cutter:
                 f"mask: {mask!r} is no band of rows and columns over {q.span} and {k.span}, and "
                 "this kernel takes no table; use kernel='triton' on a GPU, or 'reference'"
             )
-        table = mask.visible(q.span.positions()[:, None], k.span.positions()[None, :])
-        if table.any():
-            rows, columns = q.rows(0, q.span.length), k.rows(0, k.span.length)
-            yield Tile(rows, columns, table=np.array(table))
+        table = np.array(mask.visible(q.span.positions()[:, None], k.span.positions()[None, :]))
+        (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
+        if len(rows):  # without what is hidden from all at the ends: padding is, and may hold NaN
+            (top, bottom), (left, right) = ((int(x[0]), int(x[-1]) + 1) for x in (rows, columns))
+            inner = np.ascontiguousarray(table[top:bottom, left:right])
+            yield Tile(q.rows(top, bottom), k.rows(left, right), table=inner)
 
     def _cut_band(self, q: _Piece, k: _Piece, band: Band) -> Iterator[Tile]:
         if band.left + band.right < 0:  # the window lies between the positions of a strided pair

@@ -7,6 +7,7 @@ a few times as far from float64 as torch's scaled_dot_product_attention is, and 
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -166,6 +167,47 @@ def test_backward_adds_to_what_is_there(name):
     )
     for got, right in zip(sums, truth, strict=True):
         assert oracle.worst(got - 7.0, right) < 1e-11
+
+
+# --- keys that are no numbers ---------------------------------------------------------------
+
+
+def beyond(tensors, rows):
+    """Those of `rows` that are not finite, of each tensor."""
+    return [{r for r in rows if not x[r].isfinite().all()} for x in tensors]
+
+
+@pytest.mark.parametrize("what", ["key", "value"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_rows_that_do_not_see_a_bad_key(name, bad, what):
+    """As docs/kernels.md has it: none beyond their tile; within it dq, and out if it is the value,
+    for 0 times NaN is NaN."""
+    q, k, v, dout = tensors(600, 1, (1, 1), (8, 8), torch.float32)
+    {"key": k, "value": v}[what][500] = bad
+    out, dq, *_ = run(name, Causal(), q, k, v, dout, visiting=True)
+    tile, hidden = set(range(600)), set(range(500))
+    if name == "aten":
+        tiles = kernels.make(name, q, k, v).cutter.tiles(Causal(), *[[Span(0, 1, 600)]] * 2)
+        tile = {r for t in tiles if t.columns.start <= 500 < t.columns.stop
+                for r in range(t.rows.start, t.rows.stop)}  # fmt: skip
+        assert len(tile & hidden) < 200
+    wanted = [tile & hidden if what == "value" else set(), tile & hidden]
+    assert beyond((out, dq), hidden) == wanted
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["reference", "aten"])
+def test_a_key_that_nobody_sees_may_be_anything(name, bad):
+    """Padding at the end, under a mask that only a table describes."""
+    q, k, v, dout = tensors(64, 1, (2, 1), (8, 8))
+    table = np.tri(64, dtype=bool) & (np.random.default_rng(0).random((64, 64)) < 0.5)
+    table[:, 0], table[:, 50:] = True, False
+    k[50:], v[50:] = bad, bad
+    got = run(name, mb.masks.Dense(table), q, k, v, dout, visiting=True)
+    k[50:], v[50:] = 0, 0
+    truth = oracle.attention(q, k, v, dout, torch.from_numpy(table))
+    assert_exact(got, (truth[0], *truth[2:]))
 
 
 # --- low precision -------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class ReferenceKernel:
     ) -> None:
         scores = _scores(q, k, work, scoring)
         stats = torch.logsumexp(scores, dim=-1)
-        part = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, stats), _wide(v))
+        part = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, stats), _seen(v, work))
         merge_(out, lse, part.flatten(2, 3), _rows_last(stats))
 
     def backward(
@@ -68,12 +68,12 @@ class ReferenceKernel:
         lse, delta = (x.unflatten(2, grouped).permute(1, 2, 3, 0) for x in (rows.lse, rows.delta))
         p = _probabilities(scores, lse)
         dout = _wide(rows.dout).unflatten(2, grouped)
-        dp = torch.einsum("sbkgw,tbkw->bkgst", dout, _wide(v))
+        dp = torch.einsum("sbkgw,tbkw->bkgst", dout, _seen(v, work))
         ds = p * (dp - delta.unsqueeze(-1)) * scoring.scale
         if scoring.softcap is not None:  # d cap tanh(t / cap) / dt = 1 - tanh^2
             ds = ds * (1 - (scores.masked_fill(~work.to(ds.device), 0.0) / scoring.softcap) ** 2)
         if dq is not None:
-            dq += torch.einsum("bkgst,tbkd->sbkgd", ds, _wide(k)).flatten(2, 3)
+            dq += torch.einsum("bkgst,tbkd->sbkgd", ds, _seen(k, work)).flatten(2, 3)
         if dk is not None:
             dk += torch.einsum("bkgst,sbkgd->tbkd", ds, _wide(rows.q).unflatten(2, grouped))
         if dv is not None:
@@ -82,6 +82,11 @@ class ReferenceKernel:
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _seen(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Keys or values, 0 where no row sees them: 0 times the NaN of some padding would be NaN."""
+    return _wide(x).masked_fill(~table.any(dim=0).to(x.device)[:, None, None, None], 0.0)
 
 
 def _scores(
