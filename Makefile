@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-recipes lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -31,6 +31,9 @@ test-recipes: ## the tests with Megatron-Bridge, in an environment of their own,
 	@if $(MAKE) --no-print-directory $(VENV)-recipes/.ready; then \
 	  $(VENV)-recipes/bin/python -m pytest tests/recipes $(ARGS) < /dev/null; \
 	else echo "test-recipes: SKIPPED: Megatron-Bridge or what it needs cannot be installed here (see above)"; fi
+
+parity: $(VENV)/.ready-test ## 66 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
+	@OMP_NUM_THREADS=1 $(PY) tests/parity/parity.py $(ARGS) < /dev/null
 
 lint: $(VENV)/.ready-test ## ruff (rules and format) and pyright
 	@$(PY) -m ruff check .

@@ -22,7 +22,7 @@ import torch
 
 from megatron_burst import flags
 from megatron_burst.agreement import agree
-from megatron_burst.megatron import command_line, loader_masks
+from megatron_burst.megatron import command_line, loader_masks, validation
 from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.log import log, speak
 from megatron_burst.megatron.problem import refuse
@@ -64,6 +64,7 @@ def patch(patches: PatchSet, configure: Configure) -> None:
         original = require_function(home, name, parameters)
         patches.replace_function(home, name, wrap(original, patches))
     loader_masks.patch(patches)
+    validation.patch(patches)
     from megatron.core import parallel_state
 
     name = "initialize_model_parallel"

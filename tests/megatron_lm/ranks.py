@@ -76,17 +76,14 @@ class Ranks:
                 stderr=log, text=True, env=os.environ | ENVIRONMENT,
             )  # fmt: skip
 
-    def run(self, world, flags, odd=None, script=None):
+    def run(self, world, flags, odd=None, script=None, limit=LIMIT):
         """`flags` on every rank, and on rank 1 those of `odd` besides; `script` runs by itself,
-        with nothing of ours but the CPU's stand-ins."""
+        with nothing of ours but the CPU's stand-ins. A run may take ``limit`` seconds."""
         self.count += 1
         outputs = [str(self.folder / f"{self.count}-{rank}.log") for rank in range(world)]
         argv = [[*flags, *(odd or [])] if rank == 1 else flags for rank in range(world)]
-        print(
-            json.dumps({"outputs": outputs, "argv": argv, "script": script and str(script)}),
-            file=self.server.stdin,
-            flush=True,
-        )
+        asked = {"outputs": outputs, "argv": argv, "script": script and str(script)}
+        print(json.dumps(asked | {"limit": limit}), file=self.server.stdin, flush=True)
         answer = self.server.stdout.readline()
         assert answer, (self.folder / "server.log").read_text()
         return Run(json.loads(answer), [Path(path).read_text() for path in outputs])
@@ -120,7 +117,7 @@ def serve():
             fork(rank, len(asked["argv"]), port, argv, asked["outputs"][rank], asked["script"])
             for rank, argv in enumerate(asked["argv"])
         ]
-        print(json.dumps(wait(children)), file=answers, flush=True)
+        print(json.dumps(wait(children, asked["limit"])), file=answers, flush=True)
 
 
 def fork(rank, world, port, argv, output, script):
@@ -152,9 +149,9 @@ def run_alone(script, argv):
     return 0
 
 
-def wait(children):
+def wait(children, limit):
     """Exit codes; whoever takes too long is killed (-9)."""
-    codes, end = dict.fromkeys(children), time.monotonic() + LIMIT
+    codes, end = dict.fromkeys(children), time.monotonic() + limit
     while None in codes.values():
         for child in [child for child, code in codes.items() if code is None]:
             done, status = os.waitpid(child, os.WNOHANG)

@@ -1,0 +1,74 @@
+"""Validation of supervised fine-tuning: means over whole sequences, not over each rank's part.
+
+With `--sft` Megatron-LM averages, over all ranks, each rank's mean loss per micro-batch; so how a
+sequence is split weighs its tokens: its uneven masks change the loss by up to 1e-3. Here each rank
+of a context-parallel group reports the sums of the group, whose mean is that of one rank with whole
+sequences. Training sums before it divides, and is left alone. Must not know: attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_burst.megatron import registry
+from megatron_burst.megatron.checks import require_function
+from megatron_burst.megatron.data import context_group
+from megatron_burst.megatron.plans import has_plans
+
+
+def patch(patches: registry.PatchSet) -> None:
+    """Add to a set of patches what `--sft` needs of `megatron.training`."""
+    home = importlib.import_module("megatron.training.training")
+    original = require_function(home, "evaluate", ["forward_step_func"])
+    patches.replace_function(home, "evaluate", _evaluating(original))
+
+
+def _evaluating(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def evaluate(*args: Any, **named: Any) -> Any:
+        group = context_group()
+        sft = getattr(importlib.import_module("megatron.training").get_args(), "sft", False)
+        if not sft or group.size() == 1 or not has_plans(group):
+            return original(*args, **named)
+        bound = signature.bind(*args, **named)
+        bound.arguments["forward_step_func"] = _summing(
+            bound.arguments["forward_step_func"], group
+        )
+        return original(*bound.args, **bound.kwargs)
+
+    return evaluate
+
+
+def _summing(forward_step: Callable, group: Any) -> Callable:
+    """A step whose loss function reports [sum, count] of the whole group."""
+
+    @functools.wraps(forward_step)
+    def step(*args: Any, **named: Any) -> Any:
+        output, loss_function = forward_step(*args, **named)
+
+        def loss(*outputs: Any, **options: Any) -> Any:
+            found = loss_function(*outputs, **options)
+            if options or not isinstance(found, tuple):  # asked for something else than losses
+                return found
+            *first, reported = found
+            return *first, {name: _summed(value, group) for name, value in reported.items()}
+
+        return output, loss
+
+    return step
+
+
+def _summed(value: Any, group: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() != 2:
+        return value  # a mean already, which Megatron does not weigh
+    value = value.detach().clone()
+    torch.distributed.all_reduce(value, group=group)
+    return value

@@ -1,0 +1,35 @@
+"""`--cpu`: what needs a GPU is refused by name; what only asks one for numbers runs."""
+
+import pytest
+from ranks import COMMON
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--use-torch-fsdp2", ["--use-torch-fsdp2"]),
+        ("--use-megatron-fsdp --cuda-graph-impl local", ["--use-megatron-fsdp",
+                                                         "--cuda-graph-impl local"]),
+        ("--enable-cuda-graph", ["--enable-cuda-graph"]),
+    ],
+)  # fmt: skip
+def test_what_a_cpu_cannot_stand_in_for_is_refused(ranks, flags, named):
+    run = ranks.run(1, [*COMMON, *flags.split()])
+    assert run.codes == [2], run.texts[0][-3000:]
+    assert not run.lines("Traceback")
+    (line,) = run.lines("megatron-burst pretrain: error: ")
+    for name in named:
+        assert f"{name} " in line
+    assert line.count("leave it out") == len(named)
+
+
+def test_memory_is_logged_as_none(ranks, tmp_path):
+    pytest.importorskip("tensorboard", reason="Megatron writes its event files with tensorboard")
+    flags = f"--log-memory-to-tensorboard --tensorboard-dir {tmp_path} --train-iters 1"
+    run = ranks.run(1, [*COMMON, *flags.split()])
+    assert run.codes == [0], run.texts[0][-3000:]
+    assert list(tmp_path.iterdir())
