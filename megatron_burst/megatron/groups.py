@@ -6,6 +6,7 @@ Owns: which ranks count as one node. Must not know: what the groups are used for
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
     and are said to be none: all of its GPUs are a node's tensor-parallel ranks.
     """
     groups = _grid(pg_collection, sizes, burst)
+    if sizes or burst.intra_size is not None:
+        _say_where_nodes_are(pg_collection.cp, groups.topology.per_node)
     if groups.topology.per_node == 1 < groups.size and torch.distributed.get_rank() == 0:
         logging.getLogger("megatron_burst").info(
             f"one context-parallel rank per node: no ring within nodes, a flat one over all "
@@ -41,6 +44,35 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) ->
     if burst.intra_size is not None:
         return mb.Groups.from_topology(cp, intra=burst.intra_size, **heads)
     return mb.Groups.by_host(cp, **heads)
+
+
+def _say_where_nodes_are(cp: Any, per_node: int) -> None:
+    """Say so if what is called a node lies on several hosts; collective over the group.
+
+    That need not be wrong, since fast links may join hosts (racks with NVLink between them). Mostly
+    it is a size that forgot tensor parallelism: every exchange within a node then takes slow links.
+    """
+    hosts: list[str] = [""] * cp.size()
+    torch.distributed.all_gather_object(hosts, socket.gethostname(), group=cp)
+    line = node_warning(hosts, per_node)
+    if line is not None and torch.distributed.get_rank() == 0:
+        logging.getLogger("megatron_burst").warning(line)
+
+
+def node_warning(hosts: list[str], per_node: int) -> str | None:
+    """What to say of context-parallel ranks on these hosts, in their order; None: all is well."""
+    nodes = [hosts[i : i + per_node] for i in range(0, len(hosts), per_node)]
+    if all(len(set(node)) == 1 for node in nodes):
+        return None
+    fit = max(size for size in range(1, per_node) if not per_node % size and all(
+        len(set(node[i : i + size])) == 1 for node in nodes for i in range(0, per_node, size)
+    ))  # fmt: skip
+    return (
+        f"a node of {per_node} context-parallel ranks lies on several hosts: its ring takes the "
+        f"links between them; unless those are as fast as within a host, make nodes of {fit} "
+        f"(the first of --hierarchical-context-parallel-sizes, or --burst-intra-size): a host's "
+        f"GPUs / --tensor-model-parallel-size"
+    )
 
 
 def _hierarchical(pg_collection: Any) -> list[Any]:

@@ -21,7 +21,7 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
-from megatron_burst.megatron import registry
+from megatron_burst.megatron import registry, words
 from megatron_burst.megatron.checks import require_parameters
 from megatron_burst.megatron.lazy_logits import LazyLogits, MainGrad
 from megatron_burst.megatron.mtp import rolled
@@ -113,18 +113,18 @@ def _check_model(model: Any, mode: str) -> None:
 
     layer = model.output_layer
     if not isinstance(model, GPTModel):
-        raise ValueError(f"{_FLAG} {mode} knows GPTModel, not {type(model).__name__}")
+        raise words.error(f"{_FLAG} {mode} knows GPTModel, not {type(model).__name__}")
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
-        raise ValueError(
+        raise words.error(
             f"{_FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
             f"got {type(layer).__name__}"
         )
     if layer.gather_output:
-        raise ValueError(
+        raise words.error(
             f"{_FLAG} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise ValueError(f"{_FLAG} {mode} needs the whole rows of the weight on every rank")
+        raise words.error(f"{_FLAG} {mode} needs the whole rows of the weight on every rank")
 
 
 def _binding(original: Callable) -> Callable:
@@ -185,7 +185,9 @@ class LazyHead:
         weight = self.layer.weight if weight is None else weight
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):
-            raise ValueError(f"{_FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp")
+            raise words.error(
+                f"{_FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp"
+            )
         return LazyLogits(self._forward, self._loss, input_, weight), None
 
     def _forward(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

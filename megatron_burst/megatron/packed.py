@@ -63,7 +63,8 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
     """The pack that cumulative lengths describe; waits for the device they are on.
 
     cu_seqlens [n] or [1, n]: ends of documents without, ``padded`` with the padding behind them.
-    Repeated entries (empty documents) and tokens after the last document are allowed.
+    Repeated entries (empty documents), tokens after the last document and -1 after the last entry
+    are allowed.
     """
     ends = _increasing("cu_seqlens", cu_seqlens, total)
     if padded is None:
@@ -85,6 +86,7 @@ def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
         raise ValueError(
             f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
         )
+    found = found[: len(np.trim_zeros(found + 1, "b"))]  # NeMo fills up to its longest with -1
     if len(found) < 2 or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] > total:
         raise ValueError(
             f"{name} must start at 0, never decrease and end by the {total} tokens of the pack, "

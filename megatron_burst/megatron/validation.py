@@ -39,9 +39,7 @@ def _evaluating(original: Callable) -> Callable:
         if not sft or group.size() == 1 or not has_plans(group):
             return original(*args, **named)
         bound = signature.bind(*args, **named)
-        bound.arguments["forward_step_func"] = _summing(
-            bound.arguments["forward_step_func"], group
-        )
+        bound.arguments["forward_step_func"] = _summing(bound.arguments["forward_step_func"], group)
         return original(*bound.args, **bound.kwargs)
 
     return evaluate

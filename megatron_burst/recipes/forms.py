@@ -28,12 +28,13 @@ _STRATEGY = (
 
 @dataclass(frozen=True)
 class Form:
-    """One kind of recipe: its name, and where overrides of a transformer's settings go."""
+    """One kind of recipe: its name, and where overrides of its settings go."""
 
     name: str
     transformer: str
     model: str
     strategy: str
+    batch: str
 
     def path(self, flag: str, owner: Any) -> str:
         """What users of this kind of recipe write for a flag; the flag if they cannot."""
@@ -41,6 +42,8 @@ class Form:
             return _FIELDS[flag]
         setting = _ALIASES.get(flag, flag.removeprefix("--").replace("-", "_"))
         name = setting.partition("=")[0]
+        if name == "micro_batch_size":
+            return f"{self.batch}.{setting}"
         if name in _STRATEGY:
             return f"{self.strategy}.{setting}"
         if hasattr(getattr(owner, "transformer", owner), name):
@@ -48,9 +51,11 @@ class Form:
         return f"{self.model}.{setting}" if hasattr(owner, name) else flag
 
 
-PROVIDER = Form("a Megatron-Bridge recipe", "model", "model", "model")
-NESTED = Form("a Megatron-Bridge recipe", "model.transformer", "model", "model.transformer")
-NEMO = Form("a NeMo 2 recipe", "model.config", "model.config", "trainer.strategy")
+PROVIDER = Form("a Megatron-Bridge recipe", "model", "model", "model", "train")
+NESTED = Form(
+    "a Megatron-Bridge recipe", "model.transformer", "model", "model.transformer", "train"
+)
+NEMO = Form("a NeMo 2 recipe", "model.config", "model.config", "trainer.strategy", "data")
 
 
 def form_of(model: Any) -> Form:
@@ -60,12 +65,16 @@ def form_of(model: Any) -> Form:
     return NEMO if type(model).__module__.startswith("nemo.") else PROVIDER
 
 
+def words_of(model: Any, text: str) -> str:
+    """A text about flags as one about the settings of a recipe."""
+    form = form_of(model)
+    return re.sub(r"--[a-z][a-z0-9-]*", lambda m: form.path(m.group(), model), text)
+
+
 @contextmanager
 def in_words_of(model: Any) -> Iterator[None]:
     """Inside, a ``ValueError`` about flags becomes one about the settings of a recipe."""
     try:
         yield
     except ValueError as error:
-        form = form_of(model)
-        words = re.sub(r"--[a-z][a-z0-9-]*", lambda m: form.path(m.group(), model), str(error))
-        raise ValueError(words) from error
+        raise ValueError(words_of(model, str(error))) from error

@@ -216,6 +216,36 @@ def differently_called(keyword, ranks):
         parallel_state.destroy_model_parallel()
 
 
+def node_lines(hosts, sizes, intra_size):
+    """What making groups warns of where ranks run on ``hosts``; the grid's ranks per node."""
+    import logging
+
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import megatron_burst as mb
+    from megatron_burst.megatron.groups import context_groups
+
+    _meet_again()
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("megatron_burst")
+    logger.addHandler(handler)
+    try:
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=4, hierarchical_context_parallel_sizes=sizes
+        )
+        collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        with mock.patch("socket.gethostname", return_value=hosts[dist.get_rank()]):
+            burst = mb.BurstConfig(intra_size=intra_size)
+            groups = context_groups(collection, sizes, burst)
+        return told, groups.topology.per_node
+    finally:
+        logger.removeHandler(handler)
+        parallel_state.destroy_model_parallel()
+
+
 def _two_documents(queries, keys=None):
     """Two documents in 32 tokens, the first of so many; ``keys`` if it differs for them."""
     import torch

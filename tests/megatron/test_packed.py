@@ -49,6 +49,7 @@ def test_documents_and_padding():
     pack = pack_of(24, ends(0, 5, 12), ends(0, 8, 16))
     assert pack.bounds == (0, 8, 16, 24)
     assert pack.documents == (0, 5, 8, 15, 16, 24)
+    assert pack_of(24, ends(0, 5, 12, -1, -1), ends(0, 8, 16, -1)) == pack  # as NeMo fills up
     visible = pack.mask.visible(np.arange(24)[:, None], np.arange(24)[None, :])
     assert visible[:5, :5].all()
     assert visible[8:15, 8:15].all()
@@ -61,6 +62,8 @@ def test_documents_and_padding():
     [
         (ends(0, 5, 4), None, "never decrease"),
         (ends(1, 5), None, "start at 0"),
+        (ends(0, -1, 5), None, "never decrease"),
+        (ends(-1, -1), None, "start at 0"),
         (ends(0, 25), None, "end by the 24 tokens"),
         (ends(0), None, "start at 0"),
         (torch.zeros(2, 3), None, "--micro-batch-size 1"),

@@ -1,7 +1,7 @@
 """What `make parity` runs: flags of Megatron-LM as it stands, and ours for the same training.
 
 Data only. Stock runs on one rank; on two where they are stages of a pipeline or hold different
-experts, whose weights come from seeds of their own. Combinations with equal stock flags share a run.
+experts, whose weights come from seeds of their own. Equal stock flags share a run.
 """
 
 from typing import NamedTuple

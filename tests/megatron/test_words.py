@@ -1,0 +1,70 @@
+"""What is found wrong while a model is built or trained names what its user wrote: flags in a
+script, settings in a recipe."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megatron_burst.megatron as burst
+from megatron_burst.megatron import data, lm_head, words
+from megatron_burst.recipes.forms import words_of
+
+MODEL = SimpleNamespace(seq_length=66, context_parallel_size=2, lm_head_loss="off")
+GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+
+
+def wrong_length():
+    data._shard(torch.zeros(1, 66), "striped", GROUP, 1)
+
+
+def masked_pack():
+    data.take({"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), "striped", 2, 0)
+
+
+def two_packs():
+    data.take({"tokens": torch.zeros(2, 8)}, (None, None), "striped", 2, 0)
+
+
+def not_a_gpt():
+    lm_head._check_model(SimpleNamespace(output_layer=None), "single_pass")
+
+
+@pytest.fixture
+def installed():
+    burst.install("striped")
+    yield
+    burst.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flags", "settings"),
+    [
+        (wrong_length, "--seq-length 66 is not divisible by 2 x --context-parallel-size",
+         "model.seq_length 66 is not divisible by 2 x model.context_parallel_size"),
+        (not_a_gpt, "--burst-lm-head-loss single_pass knows GPTModel", "lm_head_loss single_pass"),
+        (two_packs, "need --micro-batch-size 1", "need train.micro_batch_size 1"),
+        # A setting of the data, which recipes of different data call differently.
+        (masked_pack, "pass --no-create-attention-mask-in-dataloader",
+         "pass --no-create-attention-mask-in-dataloader"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_the_user_wrote(installed, wrong, flags, settings):
+    with pytest.raises(ValueError, match=f"(?s){flags}"):
+        wrong()
+    words.speak_of(functools.partial(words_of, MODEL))
+    with pytest.raises(ValueError, match=f"(?s)^.*{settings}") as raised:
+        wrong()
+    assert flags not in str(raised.value) or flags == settings
+    words.speak_of(None)
+    with pytest.raises(ValueError, match=f"(?s){flags}"):
+        wrong()
+
+
+def test_the_next_installation_starts_with_flags(installed):
+    words.speak_of(functools.partial(words_of, MODEL))
+    burst.uninstall()
+    burst.install("striped")
+    with pytest.raises(ValueError, match="--seq-length 66"):
+        wrong_length()
