@@ -12,12 +12,16 @@ PARTS = ("misuse", "attention", "lm_head", "gloo", "faults")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("what", nargs="*", choices=[[], *PARTS], default=[], help="default: all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each part")
     parser.add_argument("--replay", metavar="CASE", help="only this case of one part")
     given = parser.parse_args()
-    parts = given.what or PARTS
+    parts = given.parts or PARTS
+    if strange := {*parts} - {*PARTS}:
+        parser.error(f"no part {', '.join(sorted(strange))}; there are {', '.join(PARTS)}")
     if given.replay is not None and len(parts) != 1:
         parser.error("--replay needs the part that the case is of")
     import torch
@@ -26,7 +30,13 @@ def main() -> int:
     failed = []
     for name in parts:
         part = importlib.import_module(f"{__package__}.{name}")
-        bad = part.replay(given.replay) if given.replay else part.run(given.seed, given.seconds)
+        if given.replay is not None and not hasattr(part, "replay"):
+            parser.error(f"--replay: {name} has none; run it with --seed {given.replay}")
+        bad = (
+            part.replay(given.replay)
+            if given.replay is not None
+            else part.run(given.seed, given.seconds)
+        )
         failed += [name] * bool(bad)
     print(f"FAILED: {', '.join(failed)}" if failed else f"passed: {', '.join(parts)}")
     return bool(failed)

@@ -51,7 +51,7 @@ class Fault(NamedTuple):
     aborts: bool = False  # may gloo end a process, to which a longer message came than expected?
 
 
-FAULTS = [
+OUT_OF_STEP = [
     Fault("the plan of another mask", "F0a B0", "F0m B0"),
     Fault("the plan of another layout", "F0a B0", "F0l B0"),
     Fault("the plan of another scale", "F0a B0", "F0s B0"),
@@ -67,6 +67,9 @@ FAULTS = [
     Fault("a call is skipped, then comes a plan", "F0a F1a P", "F0a P"),
     Fault("a forward while others are in backward", "F0a B0 F1a B1", "F0a F1a B0 B1"),
     Fault("one rank alone recomputes", "F0a B0", "C0a B0"),
+]
+# Somebody waits for what never comes, until the timeout.
+ALONE = [
     Fault("one call more at the end", "F0a B0", "F0a B0 F1a", told=(1,)),
     Fault("one backward less at the end", "F0a F1a B1 B0", "F0a F1a B1", told=(0,)),
     Fault("it raises before a call", "F0a B0", "X"),
@@ -77,7 +80,14 @@ FAULTS = [
     Fault("it dies between forward and backward", "F0a B0", "F0a K", told=(0,)),
     Fault("it dies before a plan", "F0a P", "F0a K", told=(0,)),
 ]
-ALL = {f"{fault.name}, {name}": (fault, name) for fault in FAULTS for name in fault.algorithms}
+ALL = {
+    f"{fault.name}, {name}": (fault, name)
+    for fault in (*OUT_OF_STEP, *ALONE)
+    for name in fault.algorithms
+}
+# Those that take no time, and the others by turns with one algorithm.
+SHORT = [name for name, (fault, _) in ALL.items() if fault in OUT_OF_STEP]
+SHORT += [f"{fault.name}, {fault.algorithms[i % 2]}" for i, fault in enumerate(ALONE)]
 # What is not noticed yet.
 PENDING: tuple[str, ...] = (
     "the plan of another mask, burst",

@@ -66,7 +66,7 @@ class Truth:
             unit = torch.finfo(wire).eps
             largest = max(x.abs().max().item() for x in self.results[1:])
             for i in (1, 2, 3):
-                self.limits[i] += 4 * size * unit * max(1.0, largest)
+                self.limits[i] += size * unit * max(1.0, largest)
 
 
 def strided(x: torch.Tensor, kind: str) -> torch.Tensor:

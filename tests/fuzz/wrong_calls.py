@@ -1,0 +1,188 @@
+"""Wrong calls of `mb.attention` and `mb.prepare`: (name, call, words of the message[, error])."""
+
+import numpy as np
+import torch
+
+import megatron_burst as mb
+from megatron_burst import masks
+
+
+def tensors(rows=4, batch=1, heads=4, kv=2, d=8, w=8, dtype=torch.float32):
+    """q, k, v of one rank."""
+    shapes = (rows, batch, heads, d), (rows, batch, kv, d), (rows, batch, kv, w)
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+def grid(inter=1, intra=2, **more):
+    return mb.Groups.in_process(inter=inter, intra=intra, **more)
+
+
+def attend(changed=None, groups=None, **choices):
+    """`mb.attention` on two ranks; `changed`: (which of q, k, v, what it becomes on all ranks)."""
+    groups = groups or grid()
+    qkv = tensors()
+    for which, value in (changed or {}).items():
+        qkv["qkv".index(which)] = value(qkv["qkv".index(which)])
+    return mb.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
+
+
+def heads(count, kv, head, inter=1, intra=4, **choices):
+    """`mb.attention` of these heads on groups that share heads."""
+    groups = grid(inter, intra, head=head)
+    qkv = tensors(heads=count, kv=kv)
+    return mb.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
+
+
+def plan(**choices):
+    groups = grid()
+    return mb.prepare(*([x] * 2 for x in tensors()), groups=groups, **choices)
+
+
+def planned(changed, **choices):
+    """A call with a plan that is not for it."""
+    qkv = tensors(**changed)
+    return mb.attention(*([x] * 2 for x in qkv), plan=plan(), **choices)
+
+
+def checkpointed(keep, **choices):
+    groups = grid()
+    q, k, v = (x.requires_grad_() for x in tensors())
+    made = mb.prepare([q] * 2, [k] * 2, [v] * 2, groups=groups, **choices)
+    return mb.checkpoint(lambda q: mb.attention([q] * 2, [k] * 2, [v] * 2, plan=made), q, keep=keep)
+
+
+def rates(**changed):
+    return mb.Rates(**{"intra": 1e9, "inter": 1e9, "compute": 1e12} | changed)
+
+
+def layout(name="zigzag", **more):
+    return mb.layout.make(name, **{"cp_size": 2} | more)
+
+
+NAN, INF = float("nan"), float("inf")
+KEYWORDS = [
+    ("algorithm", {"algorithm": "flash"}, ("algorithm", "burst", "'flash'")),
+    ("algorithm None", {"algorithm": None}, ("algorithm", "burst", "None")),
+    ("algorithm in capitals", {"algorithm": "Burst"}, ("algorithm", "burst", "'Burst'")),
+    ("algorithm megatron", {"algorithm": "megatron"}, ("algorithm", "burst", "'megatron'")),
+    ("algorithm unhashable", {"algorithm": ["burst"]}, ("algorithm", "['burst']")),
+    ("ulysses without heads", {"algorithm": "ulysses"}, ("algorithm ulysses", "head=2")),
+    ("hybrid without heads", {"algorithm": "hybrid"}, ("algorithm hybrid", "head=2")),
+    ("side", {"side": "keys"}, ("side", "query", "'keys'")),
+    ("side None", {"side": None}, ("side", "query", "None")),
+    ("kernel", {"kernel": "flash"}, ("kernel", "reference", "'flash'")),
+    ("kernel of cuda", {"kernel": "aten_cudnn"}, ("aten_cudnn", "cuda", "cpu", "reference")),
+    ("kernel flash2 on cpu", {"kernel": "flash2"}, ("flash2", "kernel='auto'")),
+    ("layout", {"layout": "zig"}, ("layout", "zigzag", "'zig'")),
+    ("layout None", {"layout": None}, ("layout", "None")),
+    ("layout number", {"layout": 2}, ("layout", "got 2")),
+    ("layout class", {"layout": mb.layout.Zigzag}, ("layout", "Zigzag")),
+    ("layout block_striped by name", {"layout": "block_striped"},
+     ("block_striped", "mb.layout.make", "block=")),
+    ("layout of 4 ranks", {"layout": layout(cp_size=4)}, ("layout", "4 ranks", "2")),
+    ("layout of other blocks", {"layout": layout("block_striped", block=6)}, ("block=6", "8")),
+    ("layout of other documents", {"layout": layout(cu_seqlens=[0, 4])}, ("documents", "4", "8")),
+    ("mask name", {"mask": "causal"}, ("mask", "mb.masks", "'causal'")),
+    ("mask tensor", {"mask": torch.ones(8, 8)}, ("mask", "mb.masks", "tensor")),
+    ("mask class", {"mask": masks.Causal}, ("mask", "mb.masks", "Causal")),
+    ("mask of documents that end early", {"mask": masks.Documents([0, 6])},
+     ("cu_seqlens", "8", "6")),
+    ("mask of other blocks", {"mask": masks.BlockSparse(np.ones((3, 3)), 2)}, ("table", "6", "8")),
+    ("mask of a table per rank", {"mask": masks.Dense(np.ones((4, 4)))}, ("table", "4", "8")),
+    ("scale 0", {"softmax_scale": 0}, ("softmax_scale", "positive", "0")),
+    ("scale negative", {"softmax_scale": -1.0}, ("softmax_scale", "positive", "-1.0")),
+    ("scale nan", {"softmax_scale": NAN}, ("softmax_scale", "nan")),
+    ("scale inf", {"softmax_scale": INF}, ("softmax_scale", "inf")),
+    ("scale text", {"softmax_scale": "auto"}, ("softmax_scale", "'auto'")),
+    ("scale bool", {"softmax_scale": True}, ("softmax_scale", "True")),
+    ("scale tensor", {"softmax_scale": torch.tensor(0.5)}, ("softmax_scale", "tensor")),
+    ("softcap 0", {"softcap": 0.0, "kernel": "reference"}, ("softcap", "None", "0.0")),
+    ("softcap of aten", {"softcap": 5.0, "kernel": "aten"}, ("softcap=5.0", "reference")),
+    ("wire integer", {"grad_wire_dtype": torch.int8}, ("grad_wire_dtype", "float32", "int8")),
+    ("wire name", {"grad_wire_dtype": "bf16"}, ("grad_wire_dtype", "bfloat16", "bf16")),
+    ("kv_cache percent", {"kv_cache": 50}, ("kv_cache", "0 to 1", "50")),
+    ("kv_cache negative", {"kv_cache": -0.5}, ("kv_cache", "0 to 1", "-0.5")),
+    ("kv_cache bool", {"kv_cache": True}, ("kv_cache", "0 to 1", "True")),
+    ("kv_cache None", {"kv_cache": None}, ("kv_cache", "0 to 1", "None")),
+    ("kv_cache of queries", {"kv_cache": 0.5, "side": "query"}, ("kv_cache", "side kv")),
+    ("kv_cache and store", {"kv_cache": 0.5, "store": 0.5}, ("kv_cache=0.5", "store=0.5", "one")),
+    ("store percent", {"store": 50}, ("store", "0 to 1", "50")),
+    ("store text", {"store": "half"}, ("store", "0 to 1", "'half'")),
+    ("store nan", {"store": NAN}, ("store", "0 to 1", "nan")),
+    ("head_groups 3", {"head_groups": 3}, ("head_groups", "divide", "2", "got 3")),
+    ("head_groups 0", {"head_groups": 0}, ("head_groups", "got 0")),
+    ("head_groups negative", {"head_groups": -1}, ("head_groups", "got -1")),
+    ("head_groups bool", {"head_groups": True}, ("head_groups", "got True")),
+    ("head_groups float", {"head_groups": 2.0}, ("head_groups", "got 2.0")),
+    ("needs_grad bool", {"needs_grad": True}, ("needs_grad", "three", "True")),
+    ("needs_grad of two", {"needs_grad": (True, True)}, ("needs_grad", "three", "(True, True)")),
+    ("needs_grad of a name", {"needs_grad": "qkv"}, ("needs_grad", "three", "'qkv'")),
+    ("sink number", {"sink": 0.0}, ("sink", "[4]", "0.0")),
+    ("sink too short", {"sink": torch.zeros(2)}, ("sink", "[4]", "(2,)")),
+    ("sink per row", {"sink": torch.zeros(4, 4)}, ("sink", "[4]", "(4, 4)")),
+    ("sink integers", {"sink": torch.zeros(4).long()}, ("sink", "[4]", "int64")),
+    ("sink elsewhere", {"sink": torch.zeros(4, device="meta")}, ("sink", "cpu", "meta")),
+    ("rates without auto", {"rates": rates()}, ("rates", "auto", "'burst'")),
+    ("rates number", {"rates": 3, "algorithm": "auto"}, ("rates", "mb.Rates", "3")),
+    ("rates dict", {"rates": {"intra": 1}, "algorithm": "auto"}, ("rates", "mb.Rates", "intra")),
+]  # fmt: skip
+
+TENSORS = [
+    ("q of three dimensions", {"q": lambda q: q[0]},
+     ("q must be [s, b, heads, width]", "(1, 4, 8)")),
+    ("q None", {"q": lambda q: None}, ("q", "tensor", "None")),
+    ("k an array", {"k": lambda k: k.numpy()}, ("k", "tensor", "array")),
+    ("v a list of lists", {"v": lambda v: v.tolist()}, ("v", "tensor")),
+    ("q sparse", {"q": lambda q: q.to_sparse()}, ("q", "sparse")),
+    ("no rows", {x: lambda x: x[:0] for x in "qkv"}, ("q", "(0, 1, 4, 8)")),
+    ("no heads in v", {"v": lambda v: v[:, :, :0]}, ("v", "(4, 1, 0, 8)")),
+    ("more rows of k", {"k": lambda k: torch.cat([k, k])}, ("s and b", "(8, 1, 2, 8)")),
+    ("more batch of v", {"v": lambda v: torch.cat([v, v], 1)}, ("s and b", "(4, 2, 2, 8)")),
+    ("other heads of v", {"v": lambda v: v[:, :, :1]}, ("heads", "(4, 1, 1, 8)")),
+    ("other width of k", {"k": lambda k: k[..., :4]}, ("k", "width", "8", "4")),
+    ("heads that do not divide", {x: lambda x: torch.cat([x, x[:, :, :1]], 2) for x in "kv"},
+     ("k", "divide", "4", "3")),
+    ("k in double", {"k": lambda k: k.double()}, ("k", "float64", "float32")),
+    ("integers", {x: lambda x: x.int() for x in "qkv"}, ("q", "dtype", "int32")),
+    ("complex", {x: lambda x: x.to(torch.complex64) for x in "qkv"}, ("q", "dtype", "complex64")),
+    ("k elsewhere", {"k": lambda k: k.to("meta")}, ("k", "device", "meta", "cpu")),
+    ("odd rows in zigzag", {x: lambda x: x[:3] for x in "qkv"}, ("3 rows", "pad", "4 on each")),
+]  # fmt: skip
+
+CALLS = [
+    ("no groups", lambda: mb.attention(*tensors()), ("groups",), TypeError),
+    ("groups None", lambda: mb.attention(*tensors(), groups=None), ("groups", "mb.Groups", "None")),
+    ("groups a number", lambda: mb.prepare(*tensors(), groups=4), ("groups", "mb.Groups", "4")),
+    ("groups the class", lambda: mb.attention(*tensors(), groups=mb.Groups),
+     ("groups", "mb.Groups")),
+    ("a keyword that is none", lambda: attend(scale=1.0), ("scale",), TypeError),
+    ("a tensor for two ranks", lambda: mb.attention(*tensors(), groups=grid()),
+     ("q", "2 ranks", "1 tensors")),
+    ("three tensors for two ranks",
+     lambda: mb.attention(*([x] * 3 for x in tensors()), groups=grid()), ("q", "2", "3")),
+    ("lists of unequal length",
+     lambda: mb.attention([tensors()[0]] * 2, [tensors()[1]], [tensors()[2]] * 2, groups=grid()),
+           ("k", "2", "1")),
+    ("a plan and keywords", lambda: planned({}, side="kv"), ("plan", "keywords", "side")),
+    ("a plan and groups", lambda: planned({}, groups=grid()), ("plan", "keywords", "groups")),
+    ("a plan of one's own", lambda: mb.attention(*tensors(), plan={}),
+     ("plan", "mb.prepare", "{}")),
+    ("groups for a plan", lambda: mb.attention(*tensors(), plan=grid()), ("plan", "mb.prepare")),
+    ("a plan for other rows", lambda: planned({"rows": 8}), ("plan", "(8, 1, 4, 8)", "mb.prepare")),
+    ("a plan for other heads", lambda: planned({"kv": 4}), ("plan", "(4, 1, 4, 8)", "mb.prepare")),
+    ("a plan for another dtype", lambda: planned({"dtype": torch.float64}),
+     ("plan", "float64", "mb.prepare")),
+    ("a plan and a bad sink", lambda: planned({}, sink=torch.zeros(3)), ("sink", "[4]", "(3,)")),
+    ("a plan without store in a checkpoint", lambda: checkpointed(0.5),
+     ("plan", "store=0.5", "mb.prepare")),
+    ("a plan with another store", lambda: checkpointed(0.5, store=0.25),
+     ("store=0.25", "store=0.5", "mb.prepare")),
+    ("6 heads on 4 ranks", lambda: heads(6, 6, 4), ("4", "6 query heads", "head=1 or 2")),
+    ("6 heads on 4 ranks, ulysses", lambda: heads(6, 6, 4, algorithm="ulysses"),
+     ("6 query heads", "head=1 or 2", "hybrid")),
+    ("7 heads on 4 ranks", lambda: heads(7, 7, 4), ("7 query heads", "head=1")),
+    ("6 key heads on 4 ranks", lambda: heads(12, 6, 4), ("6 key/value heads", "head=1 or 2")),
+    ("4 heads on 2 x 3 ranks", lambda: heads(4, 4, 6, 2, 3), ("4 query heads", "head=1")),
+]  # fmt: skip
+CALLS += [(name, lambda c=c: attend(**c), words) for name, c, words in KEYWORDS]
+CALLS += [(name, lambda c=c: attend(c), words) for name, c, words in TENSORS]

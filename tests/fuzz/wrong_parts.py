@@ -1,0 +1,189 @@
+"""Wrong uses of everything around a call: (name, call, words of the message[, error])."""
+
+import copy
+import pickle
+
+import numpy as np
+import torch
+
+import megatron_burst as mb
+from megatron_burst import masks
+
+from .wrong_calls import INF, grid, layout, rates, tensors
+
+
+def choose(**changed):
+    given = {"ranks": 4, "intra": 2, "rates": rates(), "tokens": 8, "heads": 4, "width": 8}
+    return mb.choose(**given | changed)
+
+
+def checkpoint_of_something_else():
+    """A function that does not do the same the second time."""
+    groups, times = grid(), []
+    q, k, v = (x.requires_grad_() for x in tensors())
+
+    def layer(q):
+        times.append(1)
+        mask = masks.Full() if len(times) > 1 else masks.Causal()
+        return sum(mb.attention([q] * 2, [k] * 2, [v] * 2, groups=groups, mask=mask))
+
+    mb.checkpoint(layer, q).sum().backward()
+
+
+def shard(**changed):
+    given = {"x": torch.zeros(8, 2), "layout": mb.layout.make("zigzag", cp_size=2), "rank": 0}
+    return mb.shard(**given | changed)
+
+
+def unshard(parts, layout=None, **more):
+    return mb.unshard(parts, layout or mb.layout.make("zigzag", cp_size=2), **more)
+
+
+GROUPS = [
+    ("intra 0", lambda: grid(intra=0), ("intra", "0")),
+    ("intra negative", lambda: grid(inter=2, intra=-2), ("intra", "-2")),
+    ("intra float", lambda: grid(intra=2.0), ("intra", "integer", "2.0")),
+    ("intra bool", lambda: grid(intra=True), ("intra", "integer", "True")),
+    ("intra text", lambda: grid(intra="2"), ("intra", "integer", "'2'")),
+    ("intra None", lambda: grid(intra=None), ("intra", "integer", "None")),
+    ("inter 0", lambda: grid(inter=0), ("inter", "0")),
+    ("inter float", lambda: grid(inter=2.0), ("inter", "integer", "2.0")),
+    ("inter bool", lambda: grid(inter=True), ("inter", "integer", "True")),
+    ("inter negative", lambda: grid(inter=-1), ("inter", "-1")),
+    ("both negative", lambda: grid(inter=-2, intra=-2), ("-2",)),
+    ("head 0", lambda: grid(head=0), ("head", "0")),
+    ("head 3 of 4", lambda: grid(intra=4, head=3), ("head", "3", "4", "use 1, 2 or 4")),
+    ("head float", lambda: grid(head=2.0), ("head", "integer", "2.0")),
+    ("head bool", lambda: grid(head=True), ("head", "integer", "True")),
+    ("head None", lambda: grid(head=None), ("head", "integer", "None")),
+    ("placement", lambda: grid(placement="heads"), ("placement", "head_first", "'heads'")),
+    ("placement None", lambda: grid(placement=None), ("placement", "head_first", "None")),
+    ("uneven rings", lambda: grid(inter=3, head=2, placement="context_first"),
+     ("placement", "head=2", "use")),
+    ("no intra", lambda: mb.Groups.in_process(), ("intra",), TypeError),
+    ("flat of None", lambda: mb.Groups.flat(None), ("group", "None")),
+    ("topology of a list", lambda: mb.Groups.from_topology([0, 1], intra=1), ("group", "[0, 1]")),
+    ("hosts of None", lambda: mb.Groups.by_host(None), ("group", "None")),
+    ("groups of None", lambda: mb.Groups(intra=None, inter=None), ("intra", "None")),
+    ("a copy", lambda: copy.deepcopy(grid()), ("mb.Groups", "copied"), TypeError),
+    ("a pickle", lambda: pickle.dumps(grid()), ("mb.Groups", "pickled"), TypeError),
+]  # fmt: skip
+
+LAYOUTS = [
+    ("name", lambda: layout("zig"), ("layout", "zigzag", "'zig'")),
+    ("name None", lambda: layout(None), ("layout", "zigzag", "None")),
+    ("name unhashable", lambda: layout(["zigzag"]), ("layout", "zigzag")),
+    ("no cp_size", lambda: mb.layout.make("zigzag"), ("cp_size",), TypeError),
+    ("cp_size 0", lambda: layout(cp_size=0), ("cp_size", "0")),
+    ("cp_size float", lambda: layout(cp_size=2.0), ("cp_size", "integer", "2.0")),
+    ("cp_size bool", lambda: layout(cp_size=True), ("cp_size", "integer", "True")),
+    ("block of zigzag", lambda: layout(block=4), ("block", "block_striped", "zigzag")),
+    ("no block", lambda: layout("block_striped"), ("block", "block_striped")),
+    ("block 3 on 2 ranks", lambda: layout("block_striped", block=3), ("block=3", "use 4")),
+    ("block 0", lambda: layout("block_striped", block=0), ("block=0", "use 2")),
+    ("documents in stripes", lambda: layout("striped", cu_seqlens=[0, 8]),
+     ("cu_seqlens", "zigzag")),
+    ("documents too short", lambda: layout(cu_seqlens=[0, 3, 8]), ("multiples of 4", "striped")),
+    ("documents from 1", lambda: layout(cu_seqlens=[1, 8]), ("cu_seqlens", "start at 0")),
+    ("documents that decrease", lambda: layout(cu_seqlens=[0, 8, 4]), ("cu_seqlens", "decrease")),
+    ("a number of documents", lambda: layout(cu_seqlens=8), ("cu_seqlens", "8")),
+    ("no documents", lambda: layout(cu_seqlens=[]), ("cu_seqlens", "[]")),
+    ("empty documents", lambda: layout(cu_seqlens=[0, 0]), ("cu_seqlens", "no position")),
+    ("rank behind the last", lambda: layout().positions(2, 8), ("rank", "0..1", "2")),
+    ("odd length", lambda: layout().positions(0, 6), ("seq_len", "4", "6", "pad to 8")),
+    ("shard of a name", lambda: shard(layout="zigzag"), ("layout", "mb.layout.make", "'zigzag'")),
+    ("shard of no such rank", lambda: shard(rank=2), ("rank", "0..1", "2")),
+    ("shard of rank None", lambda: shard(rank=None), ("rank", "None")),
+    ("shard of odd length", lambda: shard(x=torch.zeros(6)), ("seq_len", "6", "pad to 8")),
+    ("shard along no dimension", lambda: shard(dim=3), ("dim", "3")),
+    ("shard of a list", lambda: shard(x=[0, 1, 2, 3]), ("x", "tensor")),
+    ("unshard of too few", lambda: unshard([torch.zeros(4)]), ("parts", "2", "1")),
+    ("unshard of unequal parts", lambda: unshard([torch.zeros(4), torch.zeros(8)]),
+     ("parts", "[4, 8]")),
+    ("unshard of one tensor", lambda: unshard(torch.zeros(2, 4).unbind()[0]), ("parts",)),
+    ("unshard of numbers", lambda: unshard([1, 2]), ("parts", "tensor")),
+    ("unshard by name", lambda: unshard([torch.zeros(4)] * 2, "zigzag"), ("layout", "mb.layout")),
+]  # fmt: skip
+
+MASKS = [
+    ("window negative", lambda: masks.Window(-1, 0), ("left", "at least 0", "-1")),
+    ("window float", lambda: masks.Window(2.5, 0), ("left", "integer", "2.5")),
+    ("window bool", lambda: masks.Window(True, 0), ("left", "integer", "True")),
+    ("window to the right", lambda: masks.Window(0, -2), ("right", "at least 0", "-2")),
+    ("window of one", lambda: masks.Window(4), ("right",), TypeError),
+    ("dilated 0", lambda: masks.Dilated(0), ("stride", "at least 1", "0")),
+    ("dilated float", lambda: masks.Dilated(1.5), ("stride", "integer", "1.5")),
+    ("prefix negative", lambda: masks.Prefix(-3), ("n", "at least 0", "-3")),
+    ("prefix text", lambda: masks.Prefix("8"), ("n", "integer", "'8'")),
+    ("documents of lengths", lambda: masks.Documents([4, 4]),
+     ("cu_seqlens", "start at 0", "[4, 4]")),
+    ("documents as floats", lambda: masks.Documents([0.0, 8.0]), ("cu_seqlens", "integers")),
+    ("documents None", lambda: masks.Documents(None), ("cu_seqlens", "None")),
+    ("documents padded with -1", lambda: masks.Documents([0, 4, 8, -1]),
+     ("cu_seqlens", "decrease")),
+    ("table not square", lambda: masks.Dense(np.ones((4, 8))), ("table", "square", "(4, 8)")),
+    ("table to be added", lambda: masks.Dense(np.array([[0.0, -INF], [0.0, 0.0]])),
+     ("table", "1 where", "-inf")),
+    ("table of text", lambda: masks.Dense([["a"]]), ("table", "booleans")),
+    ("table None", lambda: masks.Dense(None), ("table", "square")),
+    ("table ragged", lambda: masks.Dense([[1], [1, 0]]), ("table", "square")),
+    ("block 0", lambda: masks.BlockSparse(np.ones((2, 2)), 0), ("block", "at least 1", "0")),
+    ("block float", lambda: masks.BlockSparse(np.ones((2, 2)), 4.0), ("block", "integer", "4.0")),
+    ("mask and a table", lambda: masks.Causal() & np.ones((2, 2)), ("masks",), TypeError),
+    ("mask or None", lambda: masks.Causal() | None, ("masks",), TypeError),
+    ("mask and mask in words", lambda: masks.Causal() and masks.Full(), ("& and |",), TypeError),
+    ("not a mask", lambda: not masks.Causal(), ("& and |",), TypeError),
+]  # fmt: skip
+
+OTHERS = [
+    ("keep percent", lambda: mb.checkpoint(lambda x: x, torch.zeros(1), keep=50), ("keep", "50")),
+    ("keep text", lambda: mb.checkpoint(lambda x: x, torch.zeros(1), keep="all"),
+     ("keep", "'all'")),
+    ("keep bool", lambda: mb.checkpoint(lambda x: x, torch.zeros(1), keep=True), ("keep", "True")),
+    ("checkpoint of nothing callable", lambda: mb.checkpoint(3, torch.zeros(1)),
+     ("callable",), TypeError),
+    ("checkpoint of another call", checkpoint_of_something_else, ("checkpoint", "same")),
+    ("choose no rates", lambda: choose(rates=None), ("rates", "mb.Rates", "None")),
+    ("choose without compute", lambda: choose(rates=rates(compute=None)),
+     ("rates", "compute", "mb.measure_rates")),
+    ("choose tokens 0", lambda: choose(tokens=0), ("tokens", "positive", "0")),
+    ("choose heads bool", lambda: choose(heads=True), ("heads", "integer", "True")),
+    ("choose kv_heads", lambda: choose(kv_heads=3), ("kv_heads", "4", "3")),
+    ("choose width float", lambda: choose(width=8.0), ("width", "integer", "8.0")),
+    ("choose ranks 0", lambda: choose(ranks=0), ("ranks", "0")),
+    ("choose ranks float", lambda: choose(ranks=4.0), ("ranks", "integer", "4.0")),
+    ("choose intra 3 of 4", lambda: choose(intra=3), ("intra", "4", "3", "use 1, 2 or 4")),
+    ("choose layout", lambda: choose(layout="zig"), ("layout", "'zig'")),
+    ("choose layout of 2", lambda: choose(layout=layout()), ("layout", "4")),
+    ("choose mask", lambda: choose(mask="causal"), ("mask", "'causal'")),
+    ("choose odd tokens", lambda: choose(tokens=7), ("7", "pad")),
+    ("choose misspelt", lambda: choose(head=4), ("head",), TypeError),
+    ("rates negative", lambda: rates(intra=-1.0), ("rates", "intra", "-1.0")),
+    ("rates 0", lambda: rates(inter=0), ("rates", "inter", "0")),
+    ("rates text", lambda: rates(compute="fast"), ("rates", "compute", "'fast'")),
+    ("rates latency", lambda: rates(latency=-1e-6), ("rates", "latency", "-1e-06")),
+    ("measure no groups", lambda: mb.measure_rates(None), ("groups", "mb.Groups", "None")),
+    ("measure one tensor", lambda: mb.measure_rates(grid(), like=tensors()[0]),
+     ("like", "q, k, v")),
+    ("measure wrong shapes", lambda: mb.measure_rates(grid(), like=[torch.zeros(4)] * 3),
+     ("like", "[s, b, heads, width]")),
+    ("measure kernel", lambda: mb.measure_rates(grid(), like=tensors(), kernel="x"),
+     ("kernel", "'x'")),
+    ("config algorithm", lambda: mb.BurstConfig("flash"), ("--context-parallel-algo", "'flash'")),
+    ("config layout", lambda: mb.BurstConfig(layout="zig"), ("--burst-layout", "'zig'")),
+    ("config side", lambda: mb.BurstConfig(side="k"), ("--burst-side", "'k'")),
+    ("config kernel", lambda: mb.BurstConfig(kernel="x"), ("--burst-kernel", "'x'")),
+    ("config intra 0", lambda: mb.BurstConfig(intra_size=0), ("--burst-intra-size", "0")),
+    ("config head bool", lambda: mb.BurstConfig(head_size=True), ("--burst-head-size", "True")),
+    ("config placement", lambda: mb.BurstConfig(placement="x"), ("--burst-placement", "'x'")),
+    ("config cache", lambda: mb.BurstConfig(kv_cache=2), ("--burst-kv-cache", "2")),
+    ("config cache of queries", lambda: mb.BurstConfig(kv_cache=0.5, side="query"),
+     ("--burst-kv-cache", "--burst-side kv")),
+    ("config wire", lambda: mb.BurstConfig(wire_dtype=torch.bfloat16),
+     ("--burst-wire-dtype", "bf16")),
+    ("config store", lambda: mb.BurstConfig(store=-1), ("--burst-attention-store", "-1")),
+    ("config store and cache", lambda: mb.BurstConfig(store=0.5, kv_cache=0.5),
+     ("--burst-kv-cache", "--burst-attention-store", "one")),
+    ("config loss", lambda: mb.BurstConfig(lm_head_loss="on"), ("--burst-lm-head-loss", "'on'")),
+    ("config misspelt", lambda: mb.BurstConfig(sides="kv"), ("sides",), TypeError),
+]  # fmt: skip
