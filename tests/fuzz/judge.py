@@ -42,6 +42,19 @@ def stock(call: Call, q, k, v, dout):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
+def rounding(call: Call, q, k, v, dout, scale: float) -> list[float]:
+    """What one rounding in fp32 of a score, and of what gradients subtract from each other, makes
+    of out, dq, dk, dv: without it nothing is allowed where torch's result happens to be exact."""
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    group = q.shape[2] // k.shape[2]
+    wide = [x.repeat_interleave(group, dim=2) for x in (k, v)]
+    scores = torch.einsum("sbhd,tbhd->bhst", q, wide[0]).abs().max().item() * scale
+    slopes = torch.einsum("sbhw,tbhw->bhst", dout, wide[1]).abs().max().item() * scale
+    unit = torch.finfo(torch.float32).eps * (1 + scores)
+    largest = [x.abs().max().item() for x in (v, k, q, dout)]
+    return [unit * x * y for x, y in zip(largest, (1, slopes, slopes, 1), strict=True)]
+
+
 class Truth:
     """What a call must give, and how far each result may be from it."""
 
@@ -55,18 +68,19 @@ class Truth:
         self.dsink = None if sink is None else oracle.sink_gradient(sink, lse, out, dout)
         self.limits = [EXACT] * 4
         if call.dtype != torch.float64:
-            pairs = zip(stock(call, q, k, v, dout), self.results, strict=True)
+            rounded = rounding(call, q, k, v, dout, scale or q.shape[3] ** -0.5)
+            theirs = stock(call, q, k, v, dout)
             unit = torch.finfo(call.dtype).eps
             self.limits = [
-                3 * oracle.worst(theirs, right) + unit * right.abs().max().item()
-                for theirs, right in pairs
+                3 * oracle.worst(other, right) + 2 * unit * right.abs().max().item() + more
+                for other, right, more in zip(theirs, self.results, rounded, strict=True)
             ]
         wire = call.choices["grad_wire_dtype"]
         if wire is not None:  # each hop rounds a sum, which may be larger than the last one
             unit = torch.finfo(wire).eps
             largest = max(x.abs().max().item() for x in self.results[1:])
             for i in (1, 2, 3):
-                self.limits[i] += size * unit * max(1.0, largest)
+                self.limits[i] += 2 * size * unit * max(1.0, largest)
 
 
 def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
