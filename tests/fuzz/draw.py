@@ -91,6 +91,8 @@ def draw(name: str, size: int) -> Case:
         base = rng.choice(calls)
         if base.form == "plan" and rng.random() < 0.5:
             calls.append(replace(base, seed=rng.randrange(1 << 30)))  # another micro-batch
+        elif rng.random() < 0.5:
+            calls.append(_sibling(rng, base, grid))
         else:
             calls.append(_call(rng, grid))
     calls = [_spoilt(rng, call, grid) if rng.random() < 0.12 else call for call in calls]
@@ -173,6 +175,17 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         kinds=frozenset({f"algorithm {algorithm}", f"layout {laid}", f"side {side}",
                          f"dtype {str(dtype)[6:]}", *(f"mask {kind}" for kind in kinds)}),
     )  # fmt: skip
+
+
+def _sibling(rng: random.Random, base: Call, grid: Grid) -> Call:
+    """A call that differs in one thing only: nothing kept for the other may serve it."""
+    layout, positions, laid = rules.layout(rng, grid.size, base.shape[0] // grid.size)
+    kinds = {kind for kind in base.kinds if not kind.startswith("layout")} | {f"layout {laid}"}
+    change, more = rng.choice([
+        ({"layout": layout}, {"positions": positions, "kinds": frozenset(kinds)}),
+        ({"softmax_scale": rng.choice([0.3, 0.9])}, {}),
+    ])  # fmt: skip
+    return replace(base, seed=rng.randrange(1 << 30), choices=base.choices | change, **more)
 
 
 # --- what must be refused -------------------------------------------------------------------
