@@ -148,6 +148,7 @@ class _Actor:
     """One rank and what its script has made so far."""
 
     def __init__(self, good: str, odd: str, algorithm: str):
+        dist.barrier()  # a new process may still have been importing
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
         dist.barrier()
         head = 2 if algorithm == "ulysses" else 1
