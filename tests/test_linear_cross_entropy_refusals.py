@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_burst as mb
 
@@ -56,7 +57,7 @@ REFUSED = {
     "sequence": ({"sequence_parallel": 1}, "sequence_parallel must be True or False, got int 1"),
     "sink": ({"sink": 3}, "sink must have the methods target() and done(), or be None, got int 3"),
     "group": ({"tp_group": 4}, "tp_group must be a torch.distributed.ProcessGroup"),
-    "no-group": ({"tp_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, "outside the group"),
+    "no-group": ({"tp_group": dist.GroupMember.NON_GROUP_MEMBER}, "outside the group"),
     "mask": ({"loss_mask": torch.ones(3)}, "loss_mask must be shaped like labels, [11], got [3]"),
     "mask-list": ({"loss_mask": [1] * TOKENS}, "loss_mask must be a torch.Tensor of numbers"),
     "mask-complex": ({"loss_mask": torch.ones(TOKENS) * 1j}, "loss_mask must be real, got"),
@@ -132,3 +133,12 @@ def test_what_nobody_foresaw_is_a_value_error_with_its_cause():
     with pytest.raises(ValueError, match="KeyError in the arguments: 'odd'") as error:
         mb.linear_cross_entropy(**arguments(tile=Odd()))
     assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_group_that_is_gone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    mb.linear_cross_entropy(**arguments(tp_group=group))
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"tp_group: torch.distributed is not initialized"):
+        mb.linear_cross_entropy(**arguments(tp_group=group))
