@@ -20,7 +20,7 @@ from .config import NAMES, BurstConfig
 from .cost import Sizes
 from .groups import Groups
 from .kernels import Kernel, Scoring
-from .layout import Layout, check_fraction, make
+from .layout import LAYOUTS, Layout, check_fraction, make
 from .masks import Mask
 from .merge import accumulation_dtype
 from .rates import Rates, check_rates
@@ -281,12 +281,14 @@ def _check_device(groups: Groups, q: torch.Tensor) -> None:
 def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     if not isinstance(layout, (str, Layout)):
         raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
-    if layout == "block_striped":
-        raise ValueError(
-            "layout 'block_striped' has no block; give mb.layout.make('block_striped', "
-            f"cp_size={groups.size}, block=...)"
-        )
-    layout = make(layout, cp_size=groups.size) if isinstance(layout, str) else layout
+    if isinstance(layout, str):
+        if layout not in LAYOUTS:
+            raise ValueError(
+                f"layout must be one of {', '.join(sorted(LAYOUTS))}, or one that needs more than "
+                f"a name: mb.layout.make('block_striped', cp_size={groups.size}, block=...); "
+                f"got {layout!r}"
+            )
+        layout = make(layout, cp_size=groups.size)
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
     try:

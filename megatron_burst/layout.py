@@ -33,8 +33,11 @@ class Span(NamedTuple):
 
 
 def integer(name: str, value: object) -> int:
-    """`value` as an int, be it Python's, numpy's or a tensor of one; ValueError for others."""
+    """`value` as an int, be it Python's, numpy's or a tensor of one; ValueError for others, True
+    and False among them."""
     try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+            raise TypeError
         return operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
@@ -51,7 +54,7 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
     """int64 [documents + 1], a copy: cumulative lengths from 0 on, or a ValueError."""
     try:
         given = np.asarray(cu_seqlens)
-    except (TypeError, ValueError) as error:  # a ragged list, or a tensor on another device
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
         raise ValueError(f"cu_seqlens must be integers on the host, got {cu_seqlens}") from error
     bounds = given.astype(np.int64) if given.dtype.kind in "iu" else np.array([1])
     if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
@@ -94,6 +97,7 @@ class Layout:
 
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         """The spans that `rank` holds of a sequence of `seq_len` positions, in shard order."""
+        rank, seq_len = integer("rank", rank), integer("seq_len", seq_len)
         self.check(seq_len)
         if not 0 <= rank < self.cp_size:
             raise ValueError(f"rank must be in 0..{self.cp_size - 1}, got {rank}")
@@ -225,7 +229,9 @@ def make(
     """
     if name not in NAMES:
         raise ValueError(f"layout must be one of {', '.join(NAMES)}, got {name!r}")
-    if (block is not None) != (name == "block_striped"):
+    if block is None and name == "block_striped":
+        raise ValueError("block: layout block_striped needs one, the block of the mask, got None")
+    if block is not None and name != "block_striped":
         raise ValueError(f"block goes with layout block_striped, got {name} with block={block}")
     if cu_seqlens is not None and name != "zigzag":
         raise ValueError(f"cu_seqlens goes with layout zigzag, got {name}")

@@ -21,7 +21,7 @@ from .comm import Channel, Endpoint, Receive, Send
 from .groups import Groups
 from .kernels import Kernel, Rows, Scoring
 from .layout import Span
-from .masks import Full
+from .masks import Full, Mask
 from .merge import accumulation_dtype, empty_result
 from .rates import BACKWARD, Rates
 
@@ -41,12 +41,15 @@ def measure_rates(
     *,
     like: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     kernel: str = "auto",
+    mask: Mask | None = None,
 ) -> Rates:
     """What the links of `groups` carry, measured now; collective, the same on all ranks.
 
     like: (q, k, v) as for `attention`, of which only shapes, dtype and device are read: the
-    kernel's speed is measured too, and `compute` is stated. `prepare(algorithm="auto")` uses what
-    was measured last. Raises the same ValueError on every rank.
+    kernel's speed is measured too, on a tile that shows all, and `compute` is stated. mask, as for
+    `attention` (default: causal), decides what kernel "auto" takes, as `prepare` does.
+    `prepare(algorithm="auto")` uses what was measured last. Raises the same ValueError on every
+    rank.
     """
     if not isinstance(groups, Groups):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
@@ -55,10 +58,15 @@ def measure_rates(
     try:
         groups.check()
         if like is not None:
-            local = kernels.make(kernel, *_like(like))
+            if mask is not None and not isinstance(mask, Mask):
+                raise ValueError(f"mask must be one of mb.masks, got {mask!r:.100}")
+            local = kernels.make(kernel, *_like(like), mask=mask)
     except ValueError as error:
         fault = error
-    facts: Facts = {"like": None if like is None or fault else [tuple(t.shape) for t in like]}
+    facts: Facts = {
+        "like": None if like is None or fault else [tuple(t.shape) for t in like],
+        "kernel": None if local is None else local.name,
+    }
     agree([fault or facts] * len(groups.local_ranks), groups.gather)
     try:
         rates = links(groups)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst import kernels
 from megatron_burst.rates import WORKS_KEPT
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
@@ -110,6 +111,19 @@ def test_what_cannot_be_measured_is_refused():
     groups = mb.Groups.in_process(intra=2)
     with pytest.raises(ValueError, match=r"like must be q, k, v, each \[s, b, heads, width\]"):
         mb.measure_rates(groups, like=(torch.zeros(3), torch.zeros(3), torch.zeros(3)))
+    with pytest.raises(ValueError, match=r"mask must be one of mb\.masks, got 'causal'"):
+        mb.measure_rates(groups, like=[torch.zeros(8, 1, 2, 8)] * 3, mask="causal")
+
+
+def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch):
+    """As on a GPU, where it is another for windows."""
+    takes = {mb.masks.Causal(): ("aten",), mb.masks.Window(3, 0): ("reference",)}
+    monkeypatch.setattr(kernels, "automatic", lambda device, mask: takes[mask])
+    like = [torch.zeros(8, 1, 2, 8)] * 3
+    for mask, wanted in ((None, "aten"), (mb.masks.Window(3, 0), "reference")):
+        groups = mb.Groups.in_process(intra=2)
+        mb.measure_rates(groups, like=like, mask=mask)
+        assert [key[0] for key in groups.known.speeds] == [wanted]
 
 
 # --- between processes ---------------------------------------------------------------------

@@ -114,3 +114,44 @@ def test_layouts_are_equal_by_name_and_size():
     assert hash(zigzag) == hash(mb.layout.make("zigzag", cp_size=2))
     assert zigzag != mb.layout.make("zigzag", cp_size=4)
     assert zigzag != mb.layout.make("striped", cp_size=2)
+
+
+MISUSED = {
+    "layout must be one of contiguous, .*, got None": lambda: mb.layout.make(None, cp_size=2),
+    "cp_size must be an integer, got 2.5": lambda: mb.layout.make("zigzag", cp_size=2.5),
+    "cp_size must be an integer, got True": lambda: mb.layout.make("zigzag", cp_size=True),
+    "block: layout block_striped needs one, .* got None": lambda: mb.layout.make(
+        "block_striped", cp_size=2
+    ),
+    "block must be an integer, got 2.0": lambda: mb.layout.make(
+        "block_striped", cp_size=2, block=2.0
+    ),
+    "block goes with layout block_striped, got zigzag with block=4": lambda: mb.layout.make(
+        "zigzag", cp_size=2, block=4
+    ),
+    "rank must be an integer, got 1.5": lambda: mb.layout.make("zigzag", cp_size=2).spans(1.5, 8),
+    "rank must be an integer, got '0'": lambda: mb.layout.make("zigzag", cp_size=2).spans("0", 8),
+    "seq_len must be an integer, got 8.0": lambda: mb.layout.make("zigzag", cp_size=2).spans(
+        0, 8.0
+    ),
+    "kernel must be one of auto, aten, .*, got .'aten'.": lambda: mb.measure_rates(
+        mb.Groups.in_process(intra=1), like=[torch.zeros(4, 1, 2, 8)] * 3, kernel=["aten"]
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MISUSED)
+def test_what_is_no_integer_or_no_name_is_refused(words):
+    with pytest.raises(ValueError, match=words):
+        MISUSED[words]()
+
+
+def test_prepare_offers_only_names_that_it_takes():
+    """Not block_striped by name: it needs a block, which `prepare` has no argument for."""
+    groups, tensors = mb.Groups.in_process(intra=2), [[torch.zeros(4, 1, 2, 8)] * 2] * 3
+    for name in ("zig", "block_striped"):
+        words = f"layout must be one of contiguous, striped, zigzag, or one .*make .*got '{name}'"
+        with pytest.raises(ValueError, match=words):
+            mb.prepare(*tensors, groups=groups, layout=name)
+    made = mb.layout.make("block_striped", cp_size=2, block=4)
+    assert mb.prepare(*tensors, groups=groups, layout=made).layout == made

@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -211,6 +212,26 @@ WRONG = [
     (lambda: BlockSparse(np.ones((2, 3)), 4), r"table must be square, got shape \(2, 3\)"),
     (lambda: BlockSparse(np.ones((2, 2)), 0), "block must be at least 1, got 0"),
     (lambda: Dense(np.ones(4)), r"table must be square, got shape \(4,\)"),
+    (lambda: Window(True, 0), "left must be an integer, got True"),
+    (lambda: Window(0, torch.tensor(True)), r"right must be an integer, got tensor\(True\)"),
+    (lambda: Dilated(True), "stride must be an integer, got True"),
+    (lambda: Prefix(np.True_), "n must be an integer, got (np.)?True"),
+    (lambda: Prefix([3]), r"n must be an integer, got \[3\]"),
+    (lambda: BlockSparse(np.ones((2, 2)), True), "block must be an integer, got True"),
+    (lambda: BlockSparse(None, 4), r"table must be square, got shape \(\)"),
+    (lambda: BlockSparse(np.ones((2, 2, 2)), 4), r"table must be square, got shape \(2, 2, 2\)"),
+    (lambda: BlockSparse(np.ones((2, 2), complex), 4), "table must hold booleans, got complex"),
+    (lambda: BlockSparse(np.full((2, 2), 2), 4), "table must hold 1 .*, got 2"),
+    (lambda: Dense(torch.ones(2, 2, requires_grad=True)), r"on the host .*table.bool\(\).cpu\(\)"),
+    (lambda: Dense(torch.ones(2, 2).bfloat16()), r"on the host .*table.bool\(\).cpu\(\)"),
+    (lambda: Dense(torch.ones(2, 2, device="meta")), r"on the host .*table.bool\(\).cpu\(\)"),
+    (
+        lambda: Documents(torch.zeros(2, requires_grad=True)),
+        "cu_seqlens must be integers",
+    ),
+    (lambda: Documents([False, True]), "cu_seqlens must be integers .*got .False, True"),
+    (lambda: Documents([[0, 4]]), "cu_seqlens must be integers"),
+    (lambda: Documents(5), "cu_seqlens must be integers .*got 5"),
 ]
 
 

@@ -216,8 +216,8 @@ def pairs():
 
 
 def leaks():
-    """A key that is NaN, at position 60 of 70: which rows get one that do not see it. docs/kernels.md
-    says so: none beyond their tile; within it always dq, and out where it is the value."""
+    """A key that is NaN, at position 60 of 70: which rows get one that do not see it. As
+    docs/kernels.md has it: none beyond their tile; within it dq, and out where it is the value."""
     whole, tile, hidden = SPANS["whole"], range(32, 64), range(60)
     for bad in ("key", "value"):
         q, k, v, dout = (torch.randn(70, 1, 1, 16) for _ in range(4))

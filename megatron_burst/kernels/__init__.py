@@ -129,7 +129,7 @@ def make(
 
     Raises ValueError if there is no such kernel or it cannot serve these tensors.
     """
-    if name != "auto" and name not in TABLE:
+    if not isinstance(name, str) or (name != "auto" and name not in TABLE):
         raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
     reasons = []
     names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)

@@ -136,8 +136,12 @@ def _square(table: np.ndarray) -> np.ndarray:
     visible and -inf where hidden, would mean the opposite, so only 0 and 1 are taken."""
     try:
         given = np.asarray(table)  # np.array warns of tensors, which have no copy keyword
-    except (TypeError, ValueError) as error:  # a ragged list, or a tensor on another device
-        raise ValueError(f"table must be square, and on the host, got {table}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        # a ragged list; or a tensor of bfloat16, on another device, or with a gradient
+        raise ValueError(
+            "table must be square, of booleans on the host (a tensor: table.bool().cpu()), "
+            f"got {table}"
+        ) from error
     if given.ndim != 2 or given.shape[0] != given.shape[1] or not given.size:
         raise ValueError(f"table must be square, got shape {given.shape}")
     if given.dtype.kind not in "biuf":
