@@ -98,7 +98,7 @@ def default(field: str) -> Any:
 def settle(args: Any) -> None:
     """Give ``args`` each flag that it lacks and the layout that follows from the others.
 
-    Arguments that never saw `add_flags` (a yaml file, a checkpoint) leave the attention alone.
+    Arguments that never saw `add_flags` (those of a checkpoint) leave the attention alone.
     """
     for flag in FLAGS:
         if not hasattr(args, flag.dest):

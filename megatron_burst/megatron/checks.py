@@ -13,15 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from megatron_burst.config import BurstConfig
-from megatron_burst.kernels import flash_packages
+from megatron_burst.megatron.model_checks import layout_problems, model_problems
 from megatron_burst.megatron.problem import Problem, Refused, refuse
 from megatron_burst.topology import Topology
 
 OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 SIZES = "--hierarchical-context-parallel-sizes"
 
 
@@ -68,9 +65,9 @@ def config_problems(
         yield from length_problems(seq_length, cp)
     if burst.store:
         yield from _store_problems(config, burst.store)
-    yield from _model_problems(config)
+    yield from model_problems(config)
     if burst.layout != "zigzag":
-        yield from _layout_problems(config, burst.layout)
+        yield from layout_problems(config, burst.layout)
 
 
 def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
@@ -139,7 +136,8 @@ def topology_problems(
         )
     if sizes and intra_size not in (None, sizes[0]):
         yield Problem(
-            f"--burst-intra-size {intra_size} contradicts {SIZES} {list(sizes)}",
+            f"--burst-intra-size {intra_size} contradicts --hierarchical-context-parallel-sizes "
+            f"{list(sizes)}",
             remove=("--burst-intra-size",),
         )
 
@@ -211,102 +209,6 @@ def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None
         return None
     left, right = (None if limit == -1 else limit for limit in size)
     return left, right
-
-
-def _window_problems(size: Any) -> Iterator[Problem]:
-    if size is None:
-        return
-    flag = "--window-size"
-    if isinstance(size, int):
-        yield Problem(
-            f"{flag} {size} must be two sizes: tokens back, tokens ahead", (f"{flag} {size},0",)
-        )
-    elif len(size) != 2 or any(limit < -1 for limit in size):
-        yield Problem(f"{flag} {size} must be two sizes, each at least 0, or -1 for no limit")
-    elif size[1] > 0:
-        yield Problem(
-            f"{flag} {size} looks {size[1]} tokens ahead, and the model is causal",
-            (f"{flag} {size[0]},0",),
-        )
-
-
-# Fields of a TransformerConfig that ask for what there is not, and what to remove.
-_ABSENT = (
-    (("qk_clip",), "maximum attention logits are not recorded", "--qk-clip"),
-    (("apply_query_key_layer_scaling",), "query-key layer scaling is not supported",
-     "--apply-query-key-layer-scaling"),
-    (("fp8_dot_product_attention", "fp8_multi_head_attention"),
-     "attention in fp8 is not supported", "--fp8-dot-product-attention"),
-    (("hybrid_context_parallel",), "one context-parallel size per run",
-     "--hybrid-context-parallel"),
-)  # fmt: skip
-
-
-def _model_problems(config: Any) -> Iterator[Problem]:
-    def get(name: str, default: Any = None) -> Any:
-        return getattr(config, name, default)
-
-    if get("attention_dropout", 0):
-        yield dropout_problem(config.attention_dropout)
-    yield from _window_problems(get("window_size"))
-    if get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
-        yield Problem(
-            f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are known"
-        )
-    if get("attn_logit_softcapping"):
-        yield Problem(
-            "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
-        )
-    for names, reason, flag in _ABSENT:
-        if any(get(name) for name in names):
-            yield Problem(f"{flag}: {reason}", remove=(flag,))
-    heads, groups = get("num_attention_heads"), get("num_query_groups")
-    if groups and heads and heads % groups:
-        yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
-
-
-def dropout_problem(share: float) -> Problem:
-    return Problem(
-        f"attention dropout is {share}, and BurstAttention has none", add=("--attention-dropout 0",)
-    )
-
-
-def _layout_problems(config: Any, layout: str) -> Iterator[Problem]:
-    """Code of Megatron that slices or shifts the sequence for itself, assuming zigzag."""
-
-    def get(name: str) -> Any:
-        return getattr(config, name, None)
-
-    zigzag = ("--burst-layout zigzag",)
-    if get("mtp_num_layers"):
-        yield Problem(f"--mtp-num-layers works only with --burst-layout zigzag, not {layout}",
-                      add=zigzag)  # fmt: skip
-    if get("is_hybrid_model"):
-        yield Problem(f"Mamba layers work only with --burst-layout zigzag, not {layout}",
-                      add=zigzag)  # fmt: skip
-    if get("experimental_attention_variant"):
-        yield Problem(
-            f"--experimental-attention-variant needs --burst-layout zigzag, not {layout}",
-            add=zigzag,
-        )
-    if get("multi_latent_attention") and get("apply_rope_fusion"):
-        yield Problem("fused MLA rope works only with --burst-layout zigzag",
-                      add=("--no-rope-fusion",))  # fmt: skip
-
-
-def kernel_problems(name: str) -> Iterator[Problem]:
-    """Unless this machine can run that local attention."""
-    if name in flash_packages.PACKAGES:
-        try:
-            flash_packages.load(name)
-        except ValueError as error:
-            yield Problem(str(error))
-            return
-    if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
-        yield Problem(
-            f"--burst-kernel {name} is one of CUDA, which this machine does not have",
-            add=("--burst-kernel auto",),
-        )
 
 
 def check_version() -> None:

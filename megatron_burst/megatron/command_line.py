@@ -1,7 +1,7 @@
 """What a Megatron-LM run asks for that cannot be honoured, found when its arguments are parsed.
 
-Owns: the problems that only a command line has (the number of ranks, packed batches, flags beside
-a yaml file), and how parsed arguments are read like a ``TransformerConfig``, so that one error has
+Owns: the problems that only a command line has (the number of ranks, packed batches, a yaml
+file), and how parsed arguments are read like a ``TransformerConfig``, so that one error has
 them all before anything is built. Must not know: patches, processes, tensors.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 from megatron_burst import flags
 from megatron_burst.config import NAMES, BurstConfig
 from megatron_burst.megatron import lm_head
-from megatron_burst.megatron.checks import config_problems, kernel_problems
+from megatron_burst.megatron.checks import config_problems
+from megatron_burst.megatron.model_checks import kernel_problems
 from megatron_burst.megatron.problem import Problem
 
 RESET = "--reset-attention-mask"
@@ -52,7 +53,7 @@ def takes_over(args: Any) -> bool:
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     """All that cannot be honoured of settled arguments; ``argv``: what the user gave."""
     settings = settings_of(args)
-    yield from _beside_yaml(settings, argv)
+    yield from _from_yaml(settings, takes_over(args) or any(flags.given(argv)))
     try:
         burst = flags.burst_config(args)
     except ValueError as error:
@@ -87,14 +88,14 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
         yield from _hybrid(settings)
 
 
-def _beside_yaml(settings: Any, argv: list[str]) -> Iterator[Problem]:
+def _from_yaml(settings: Any, asked: bool) -> Iterator[Problem]:
     yaml = getattr(settings, "yaml_cfg", None)
-    for name in flags.given(argv) if yaml else ():
-        key = name.removeprefix("--").replace("-", "_")
+    if yaml and asked:
         yield Problem(
-            f"{name} with --yaml-cfg {yaml}: Megatron reads nothing but that file; write {key} "
-            "into it, at the top level",
-            remove=(name,),
+            f"--yaml-cfg {yaml}: Megatron-LM itself cannot train from such a file: it asks for "
+            "account_for_embedding_in_pipeline_split both at the top level and in language_model, "
+            "and then fails because it is in both; give flags instead",
+            remove=("--yaml-cfg",),
         )
 
 

@@ -20,10 +20,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.agreement import agree
-from megatron_burst.megatron.checks import check_config, dropout_problem, layer_window
+from megatron_burst.megatron.checks import check_config, layer_window
 from megatron_burst.megatron.command_line import RESET
 from megatron_burst.megatron.groups import context_groups
 from megatron_burst.megatron.loader_masks import documents_expected
+from megatron_burst.megatron.model_checks import dropout_problem
 from megatron_burst.megatron.packed import Pack
 from megatron_burst.megatron.plans import Signature, plan_book
 from megatron_burst.megatron.problem import refuse

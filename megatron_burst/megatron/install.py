@@ -19,10 +19,10 @@ from megatron_burst.megatron import lm_head, mtp, patched, registry, training
 from megatron_burst.megatron.checks import (
     check_version,
     config_problems,
-    kernel_problems,
     require_parameters,
 )
 from megatron_burst.megatron.data import slicing_patches
+from megatron_burst.megatron.model_checks import kernel_problems
 from megatron_burst.megatron.problem import refuse
 
 _NAME = "burst"

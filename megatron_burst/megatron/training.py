@@ -57,7 +57,6 @@ def patch(patches: PatchSet, configure: Configure) -> None:
         ("arguments", "validate_args", ["args", "defaults"], _validating),
         ("yaml_arguments", "validate_yaml", ["args", "defaults"], _validating),
         ("arguments", "core_transformer_config_from_args", ["args"], _configuring(configure)),
-        ("yaml_arguments", "core_transformer_config_from_yaml", ["args"], _configuring(configure)),
         ("checkpointing", "check_checkpoint_args", ["checkpoint_args"], _comparing),
     ):
         home = importlib.import_module(f"megatron.training.{module}")

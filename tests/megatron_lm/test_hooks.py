@@ -28,7 +28,6 @@ WRAPPED = [
     (arguments, "validate_args"),
     (arguments, "core_transformer_config_from_args"),
     (yaml_arguments, "validate_yaml"),
-    (yaml_arguments, "core_transformer_config_from_yaml"),
     (checkpointing, "check_checkpoint_args"),
     (parallel_state, "initialize_model_parallel"),
 ]
@@ -220,53 +219,23 @@ def test_documents_end_behind_end_of_document_tokens(text, lengths):
     assert loader_masks.lengths_of_documents(torch.tensor(text), eod=0) == lengths
 
 
-def test_flags_beside_a_yaml_file_are_refused():
-    with pytest.raises(
-        ValueError, match=r"--burst-side with --yaml-cfg run.yaml.*write burst_side"
-    ):
-        training.check_flags(asked(yaml_cfg="run.yaml"), ["--burst-side", "kv"])
+@pytest.mark.parametrize("given", ["", "--burst-side kv"])
+def test_a_yaml_file_is_refused(given):
+    """Megatron-LM itself cannot train from one; see `test_megatron_cannot_train_from_yaml`."""
+    with pytest.raises(ValueError, match=r"--yaml-cfg run.yaml: Megatron.*; remove --yaml-cfg"):
+        training.check_flags(asked(yaml_cfg="run.yaml"), given.split())
+    off = asked(yaml_cfg="run.yaml")
+    off.context_parallel_algo = "megatron"
+    training.check_flags(off, [])
 
 
-def yaml_settings(**changes):
-    """What load_yaml makes of a file that names every field of a TransformerConfig."""
-    fields = {
-        field.name: field.default
-        for field in dataclasses.fields(TransformerConfig)
-        if field.default is not dataclasses.MISSING
-    }
-    fields |= {
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0,
-        "activation_func": "swiglu", "bias_swiglu_fusion": False, "init_method": None,
-        "embedding_init_method": None, "recompute_modules": None, "cuda_graph_modules": [],
-        "add_bias_linear": False,
-    } | changes  # fmt: skip
-    parallel = {"context_parallel_size": 2, "overlap_p2p_comm": False}
-    for name in parallel:
-        fields.pop(name, None)
-    missing = {
-        field.name
-        for field in dataclasses.fields(TransformerConfig)
-        if field.name not in fields | parallel
-    }
-    fields |= dict.fromkeys(missing)
-    return SimpleNamespace(
-        language_model=SimpleNamespace(**fields),
-        model_parallel=SimpleNamespace(**parallel),
-        seq_length=64,
-        context_parallel_algo="ring",
-        burst_side="kv",
-    )
-
-
-def test_a_yaml_file_reaches_the_configuration():
-    burst.install()
-    config = yaml_arguments.core_transformer_config_from_yaml(yaml_settings(), "language_model")
-    assert config.burst == mb.BurstConfig(algorithm="ring", side="kv")
-    assert burst.installed_layout() == "zigzag"
-    wrong = yaml_settings()
-    wrong.seq_length = 66
-    with pytest.raises(ValueError, match="--seq-length 66"):
-        yaml_arguments.core_transformer_config_from_yaml(wrong, "language_model")
+def test_megatron_cannot_train_from_yaml():
+    """If this fails, it can, and we need not refuse it."""
+    name = "account_for_embedding_in_pipeline_split"
+    assert f"args.{name}" in inspect.getsource(yaml_arguments.validate_yaml)
+    assert name in {field.name for field in dataclasses.fields(TransformerConfig)}
+    merged = "SimpleNamespace(**args.__dict__, **args.language_model.__dict__)"
+    assert merged in inspect.getsource(yaml_arguments.validate_yaml)
 
 
 def test_changes_since_a_checkpoint():
