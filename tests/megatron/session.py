@@ -216,6 +216,88 @@ def differently_called(keyword, ranks):
         parallel_state.destroy_model_parallel()
 
 
+def further_losses(per_token, kept):
+    """Worst errors, against arithmetic on whole sequences, of what two further heads do on this of
+    four ranks to 32 tokens of which only ``kept`` count: (gradients, logged losses)."""
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    import megatron_burst.megatron as burst
+    from megatron_burst.megatron import plans
+
+    _meet_again()
+    burst.install("zigzag")
+    try:
+        parallel_state.initialize_model_parallel(context_parallel_size=4)
+        group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
+        plans._books()[group, ()] = None  # as if a model's attention ran on it
+        mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
+        mask = torch.tensor([float(place in kept) for place in range(32)])
+        values = torch.arange(64.0).reshape(2, 32).sin()  # losses of the two heads, everywhere
+        hidden = torch.cat([torch.zeros(8), values[0, mine], values[1, mine]])
+        hidden = hidden[:, None, None].requires_grad_()
+        mtp.MTPLossLoggingHelper.tracker.clear()
+        config = SimpleNamespace(
+            mtp_num_layers=2, mtp_loss_scaling_factor=0.3, calculate_per_token_loss=per_token,
+            mtp_detach_heads=False,
+        )  # fmt: skip
+        out = mtp.process_mtp_loss(
+            hidden_states=hidden, labels=torch.zeros(1, 8, dtype=torch.long),
+            loss_mask=mask[None, mine], output_layer=lambda x, **named: (x, None),
+            output_weight=None, runtime_gather_output=True, is_training=True,
+            compute_language_model_loss=lambda labels, x: x[:, :, 0].T,
+            config=config, cp_group=group,
+        )  # fmt: skip
+        out.sum().backward()
+        tracker = mtp.MTPLossLoggingHelper.tracker
+        logged = tracker.get("loss_values", tracker.get("values")).clone()
+        dist.all_reduce(logged)
+        errors = [0.0, 0.0]
+        for i in (0, 1):
+            moved = torch.cat([mask[i + 1 :], torch.zeros(i + 1)])
+            count = max(1.0, float(moved.sum()))
+            weight = float(mask.sum()) if per_token else 4  # ranks' gradients: summed, or averaged
+            grad = (0.15 * weight / count * moved)[mine]
+            got = hidden.grad[8 * (i + 1) : 8 * (i + 2), 0, 0]
+            errors[0] = max(errors[0], float((got - grad).abs().max()))
+            loss = float((moved * values[i]).sum()) / count
+            errors[1] = max(errors[1], abs(float(logged[i]) / 4 - loss))
+        return tuple(errors)
+    finally:
+        mtp.MTPLossLoggingHelper.tracker.clear()
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+def counted_by_gpt_model(kept):
+    """What GPTModel of 0.16 counts on this of four ranks when it moves a mask of 32 tokens on, with
+    a model of ours on these ranks and without."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_model
+
+    import megatron_burst.megatron as burst
+    from megatron_burst.megatron import plans
+
+    _meet_again()
+    burst.install("zigzag")
+    try:
+        parallel_state.initialize_model_parallel(context_parallel_size=4)
+        group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
+        mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
+        mask = torch.tensor([float(place in kept) for place in range(32)])[None, mine]
+        _, stock = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
+        plans._books()[group, ()] = None  # as if a model's attention ran on it
+        _, ours = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
+        return float(ours), float(stock)
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
 def node_lines(hosts, sizes, intra_size):
     """What making groups warns of where ranks run on ``hosts``; the grid's ranks per node."""
     import logging
