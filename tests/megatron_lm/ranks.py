@@ -5,8 +5,10 @@ the ranks of each run that it reads from its input (JSON lines, one answer each)
 lets every rank come to its own end, so that tests see whether all of them do.
 """
 
+import contextlib
 import json
 import os
+import random
 import re
 import runpy
 import signal
@@ -110,14 +112,21 @@ def serve():
     os.dup2(2, 1)
     for line in sys.stdin:
         asked = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         children = [
             fork(rank, len(asked["argv"]), port, argv, asked["outputs"][rank], asked["script"])
             for rank, argv in enumerate(asked["argv"])
         ]
         print(json.dumps(wait(children, asked["limit"])), file=answers, flush=True)
+
+
+def free_port():
+    """One below those that the system gives to connections, which could take it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def fork(rank, world, port, argv, output, script):
