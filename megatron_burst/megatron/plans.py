@@ -8,10 +8,11 @@ before, so that ranks that were called differently all get the same ValueError. 
 look up what a leader has made. This holds with several micro-batches in flight and with
 recomputation, where layers run again in another order: plans are made as if everything needed a
 gradient, so one plan serves both passes. Little is lost by it: q, k and v mostly come from one
-projection and need gradients together, and where none does there is no backward. Packed batches have a plan for each pack; the last
-`PLANS_KEPT` are kept, by order of use, which is the same on all ranks. What algorithm "auto" chose
-for the first plan of a kind of layer and its shapes holds for all later ones, whatever documents
-they hold: the groups, and whether ranks share heads, were settled before any shape was known.
+projection and need gradients together, and where none does there is no backward. Packed batches
+have a plan for each pack; the last `PLANS_KEPT` are kept, by order of use, which is the same on all
+ranks. What algorithm "auto" chose for the first plan of a kind of layer and its shapes holds for
+all later ones, whatever documents they hold: the groups, and whether ranks share heads, were
+settled before any shape was known.
 Must not know: Megatron configurations.
 """
 
