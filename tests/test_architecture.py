@@ -75,7 +75,8 @@ ARROWS = {
     | {"trace", "comm", "plan", "prepare", "attention", "show"},  # of show: its colours
     "seam": set(),
     "patch": {"seam"},
-    "doctor": DOOR | {"doctor", "csrc", "comm", "attention", "flags", "megatron", "__init__"},
+    "doctor": DOOR
+    | {"doctor", "csrc", "comm", "attention", "flags", "megatron", "patch", "__init__"},
     "cli": set(),  # names its commands' modules in a table and imports the one that is called
     "plainly": set(),
     "pretrain": {"plainly"},  # imports megatron when it runs, after the script's own is in the path

@@ -385,10 +385,10 @@ def test_the_version_of_megatron_is_that_of_the_source_which_would_be_imported(
 ):
     """A checkout on the path may be ahead of the wheel."""
     paths = lambda where: mock.Mock(submodule_search_locations=where)  # noqa: E731
-    (tmp_path / "package_info.py").write_text(
-        "MAJOR = 7\nMINOR = 21\nPATCH = 3\nPRE_RELEASE = 'rc1'\n"
-    )
-    with mock.patch.object(installed.util, "find_spec", return_value=paths([tmp_path])):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 7\nMINOR = 21\nPATCH = 3\nPRE_RELEASE = 'rc1'\n")
+    with mock.patch.object(installed.util, "find_spec", return_value=paths([core])):
         assert installed.megatron_version() == "7.21.3rc1"
     with mock.patch.object(installed.util, "find_spec", side_effect=ModuleNotFoundError):
         assert installed.megatron_version() is None

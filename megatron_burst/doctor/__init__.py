@@ -75,8 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.distributed:
         return rings.run(command, arguments.gpus_per_node, arguments.json)
     here = machine.describe()
+    read = list(_read(arguments, command, here))  # bad input is told before anything else
     shown = report.Report(arguments.json)
-    shown.add(_read(arguments, command, here))
+    shown.add(read)
     if not arguments.quick:
         shown.add(_tried(), "trying kernels and Megatron's hooks")
     shown.end({"machine": here})
@@ -97,7 +98,8 @@ def _read(
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")
     shown = ", ".join(f"{name} ({speed})" for name, speed in nics.items())
     yield ok("NICs", shown) if nics else note("NICs", "none with hardware that this system shows")
-    per_node = arguments.gpus_per_node or len(gpus) or NODE
+    per_node = arguments.gpus_per_node
+    per_node = len(gpus) or NODE if per_node is None else per_node
     sizes = hierarchical_sizes(command.tp, command.cp, per_node)
     if command.cp > 1:
         flags = sizes.flags or "no --hierarchical-context-parallel-sizes"

@@ -8,7 +8,6 @@ Must not know the user's command.
 from __future__ import annotations
 
 import platform
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata, util
@@ -23,6 +22,7 @@ from ..groups import Groups
 from ..kernels import TABLE, make
 from ..kernels.flash_packages import PACKAGES as FLASH
 from ..kernels.flash_packages import NotInstalled, load
+from ..patch import version_of
 from .finding import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
@@ -101,11 +101,8 @@ def megatron_version() -> str | None:
     if found is None:
         return None
     for folder in found.submodule_search_locations or ():
-        file = Path(folder, "package_info.py")
-        text = file.read_text() if file.exists() else ""
-        parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.M))
-        if len(parts) == 4:
-            return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(parts)
+        if Path(folder, "package_info.py").is_file():
+            return version_of(Path(folder).parents[1])
     return version("megatron-core", "megatron_core")
 
 

@@ -53,7 +53,7 @@ def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
     here: list[dict[str, Any]] = [machine.describe()] * dist.get_world_size()
     dist.all_gather_object(here, here[dist.get_rank()])
     hosts = [one["host"] for one in here]
-    per_node = gpus_per_node or hosts.count(hosts[0])
+    per_node = hosts.count(hosts[0]) if gpus_per_node is None else gpus_per_node
     before = _taken()
     groups, sizes = _context_groups(command, per_node)
     findings = list(_nodes(here, per_node))

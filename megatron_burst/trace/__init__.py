@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace):
     from . import local
 
-    for name in ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width"):
+    for name in ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_groups"):
         if getattr(arguments, name) < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must be at least 1, got {getattr(arguments, name)}")

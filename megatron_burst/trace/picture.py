@@ -23,6 +23,7 @@ LANE = 0.13  # inches
 
 def draw(trace: Trace, path: Path) -> None:
     """Write the PNG of a trace."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # as for the other files of a trace
     with style.context(["default", {"font.family": "DejaVu Sans", "font.size": 9}]):
         _figure(trace).savefig(path, format="png", dpi=130, metadata={"Software": None})
 
