@@ -1,7 +1,7 @@
 # Everything a person or CI calls. Needs only python3 (3.10 to 3.13) and make.
 # Variables: PYTHON (interpreter), VENV (where to install), TORCH (pip requirement),
-#            JOBS (test processes), DATA (text for the quickstart), ARGS (extra arguments for the
-#            command that runs).
+#            JOBS (test processes), DATA (text for the quickstart), MEGATRON (a checkout of
+#            Megatron-LM), ARGS (extra arguments for the command that runs).
 PYTHON ?= python3
 VENV   ?= .venv
 PY      = $(VENV)/bin/python
@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test test-docs test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -26,6 +26,9 @@ quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare wit
 
 test: $(VENV)/.ready-test ## run the tests, files side by side in JOBS processes
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS) < /dev/null
+
+test-docs: ## the commands of docs/megatron-lm.md in a new environment, on a checkout: MEGATRON=path
+	@$(PYTHON) tests/docs_commands.py --megatron "$(MEGATRON)" $(ARGS)
 
 test-recipes: ## the tests with Megatron-Bridge, in an environment of their own, VENV-recipes (2 GB)
 	@if $(MAKE) --no-print-directory $(VENV)-recipes/.ready; then \
