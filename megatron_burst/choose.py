@@ -118,7 +118,12 @@ def choose(
     mask = Causal() if mask is None else mask
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
-    layout.check(tokens * ranks)
+    try:
+        layout.check(tokens * ranks)
+    except ValueError as error:
+        raise ValueError(
+            f"tokens: {tokens} rows on each of {ranks} ranks are {tokens * ranks} positions; {error}"
+        ) from error
     mask.check(tokens * ranks)
     stat = 8 if itemsize == 8 else 4
     sizes = Sizes(tokens, batch, heads, kv_heads, width, value_width, itemsize, stat, wire,

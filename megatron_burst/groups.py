@@ -83,8 +83,10 @@ class Groups:
         head: int = 1,
         placement: str = "head_first",
     ):
+        for name, group in (("intra", intra), ("inter", inter)):
+            process_group(group, name)
         node = introduce(intra, f"head={head}, placement={placement!r}")
-        nodes = [node] * process_group(inter).size()
+        nodes = [node] * inter.size()
         dist.all_gather_object(nodes, node, group=inter)
         if len({len(node) for node in nodes}) != 1:
             rows = [[one.rank for one in node] for node in nodes]
@@ -108,7 +110,7 @@ class Groups:
     ) -> Groups:
         """`intra` consecutive ranks of `group` form a node; `head`, `placement`: see Topology."""
         asked = f"intra={intra!r}, head={head!r}, placement={placement!r}"
-        ranks = agreed(introduce(group, asked))
+        ranks = agreed(introduce(process_group(group), asked))
         self = cls.__new__(cls)
         self._connect(ranks, Topology(len(ranks), intra, head, placement), group)
         return self
@@ -138,7 +140,7 @@ class Groups:
         For tests, and to check the numerics of a large grid on one device; one call at a time.
         """
         self = cls.__new__(cls)
-        self.topology = topology = Topology(inter * intra, intra, head, placement)
+        self.topology = topology = Topology.of_nodes(inter, intra, head, placement)
         self.local_ranks = tuple(range(topology.size))
         self.backend, self.known, self.calls = "in_process", Known(), Calls()
         self._boxes = boxes = {}

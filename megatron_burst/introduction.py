@@ -24,11 +24,11 @@ class Said(NamedTuple):
     asked: str  # its arguments
 
 
-def process_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """`group`, if it is one that this rank can make a grid of."""
+def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.ProcessGroup:
+    """`group`, the argument `name`, if it is one that this rank can make a grid of."""
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            "group must be a process group that this rank is in; call torch.distributed."
+            f"{name} must be a process group that this rank is in; call torch.distributed."
             f"init_process_group before, got {group!r}"
         )
     return group
@@ -36,7 +36,7 @@ def process_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def introduce(group: dist.ProcessGroup, asked: str) -> list[Said]:
     """What each rank of `group` says; a collective."""
-    size = process_group(group).size()
+    size = group.size()
     mine = Said(dist.get_rank(), len(dist.distributed_c10d._world.pg_names), asked)
     said = [mine] * size
     dist.all_gather_object(said, mine, group=group)

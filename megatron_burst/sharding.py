@@ -15,6 +15,7 @@ from .layout import Layout
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
     """The rows of `x` along `dim` (the whole sequence) that `rank` holds, in shard order."""
     _check(layout)
+    _check_tensor("x", x, dim)
     index = torch.from_numpy(layout.positions(rank, x.shape[dim])).to(x.device)
     return x.index_select(dim, index)
 
@@ -24,6 +25,8 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
     _check(layout)
     if len(parts) != layout.cp_size:
         raise ValueError(f"parts: the layout has {layout.cp_size} ranks, got {len(parts)} parts")
+    for part in parts:
+        _check_tensor("parts", part, dim)
     seq_len = sum(part.shape[dim] for part in parts)
     order = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
     wanted, rows = [len(p) for p in order], [part.shape[dim] for part in parts]
@@ -36,3 +39,10 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
 def _check(layout: Layout) -> None:
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+
+
+def _check_tensor(name: str, x: object, dim: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, or tensors, got {type(x).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim: {name} has {x.dim()} dimensions, got dim={dim}")
