@@ -124,3 +124,11 @@ def shown_packed(found, length, size):
         part = np.unpackbits(words, axis=1, bitorder="little").astype(bool)
         table[i * size : (i + 1) * size, j * size : (j + 1) * size] = part
     return table
+
+
+def test_tiles_with_parts_of_other_lengths_do_not_look_alike():
+    """Two documents in each block, wholly visible to themselves: 10 and 54 rows, 26 and 38."""
+    ends = [0, 10, 64, 90, 128]
+    found = grid(mb.masks.Documents(ends), [Span(0, 1, 128)], [Span(0, 1, 128)], 64, 64)
+    own = np.array([sum(p >= end for end in ends) for p in range(128)])
+    assert np.array_equal(shown(found, (128, 128), 64, 64), own[:, None] == own[None, :])
