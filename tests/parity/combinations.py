@@ -145,5 +145,5 @@ COMBINATIONS = (
 )  # fmt: skip
 
 # One of each kind that broke once, or could: what CI runs.
-SAMPLE = ("cp4 2x2 striped", "hybrid", "tp2 sp striped", "two mtp heads 2x2", "vpp2 store",
-          "packed 2x2 striped")  # fmt: skip
+SAMPLE = ("cp4 2x2 striped", "hybrid", "tp2 sp striped", "two mtp heads 2x2",
+          "window, lm head, store", "packed")  # fmt: skip
