@@ -136,7 +136,7 @@ def test_choices_that_cannot_be_are_refused(choice, message):
 
 def test_a_kernel_of_cuda_is_refused_without_it():
     burst.install("zigzag")
-    with pytest.raises(ValueError, match=r"^--burst-kernel aten_cudnn .*take --burst-kernel auto"):
+    with pytest.raises(ValueError, match=r"^--burst-kernel aten_cudnn .*add --burst-kernel auto"):
         burst.configure(config(), mb.BurstConfig(kernel="aten_cudnn"))
 
 
