@@ -11,22 +11,16 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import flags
 from ..config import BurstConfig
+from ..megatron import checks, lm_head
+from ..megatron.problem import Problem
 from .command import ALGORITHM, FLAGS, Command
 from .finding import Finding, ok, problem
 
 TOPIC = "refused at start"
-
-
-class Refusal(NamedTuple):
-    """Why a setting cannot be honoured, and the flags that would do instead."""
-
-    reason: str
-    add: tuple[str, ...] = ()
-    remove: tuple[str, ...] = ()
 
 
 def refusals(command: Command) -> Iterator[Finding]:
@@ -56,7 +50,7 @@ def refusals(command: Command) -> Iterator[Finding]:
         yield ok("BurstAttention", "takes these settings")
 
 
-def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iterator[Refusal]:
+def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iterator[Problem]:
     """Give ``args`` the values of these flags of ours; what is no value of its type is refused."""
     for name in names:
         flag = FLAGS[name]
@@ -66,40 +60,31 @@ def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iter
             else:
                 setattr(args, flag.dest, command.number(name, None, flag.type))
         except ValueError as error:
-            yield Refusal(str(error))
+            yield Problem(str(error))
 
 
-def _settled(args: SimpleNamespace, refused: list[Refusal]) -> BurstConfig:
+def _settled(args: SimpleNamespace, refused: list[Problem]) -> BurstConfig:
     """The choices of settled arguments; a refused one goes to ``refused``, and gives way to its
     default, so that the others are looked at too."""
     while True:
         try:
             return flags.burst_config(args)
         except ValueError as error:
-            refused.append(Refusal(str(error)))
+            refused.append(Problem(str(error)))
             flag = FLAGS[_named(str(error))[0]]
             setattr(args, flag.dest, getattr(BurstConfig(), flag.field))
 
 
-def _problems(config: Any, burst: BurstConfig, seq_length: int | None) -> Iterator[Any]:
-    """What the plugin refuses of these settings: reason, flags to add, flags to remove."""
-    from ..megatron import checks, lm_head
-
-    for check in (
-        lambda: checks.check_config(config, burst, seq_length),
-        lambda: lm_head.check(config, burst),
-    ):
-        try:
-            check()
-        except ValueError as error:
-            yield Refusal(str(error))
+def _problems(config: Any, burst: BurstConfig, seq_length: int | None) -> Iterator[Problem]:
+    yield from checks.config_problems(config, burst, seq_length)
+    yield from lm_head.problems(config, burst)
 
 
-def _fix(refusal: Any) -> str:
+def _fix(refused: Problem) -> str:
     """The flags to add and to remove; where none settles it, those that the reason names."""
-    said = [f"add {' '.join(refusal.add)}"] * bool(refusal.add)
-    said += [f"remove {' '.join(refusal.remove)}"] * bool(refusal.remove)
-    return "; ".join(said) or f"change {' or '.join(_named(refusal.reason)) or 'the model'}"
+    said = [f"add {' '.join(refused.add)}"] * bool(refused.add)
+    said += [f"remove {' '.join(refused.remove)}"] * bool(refused.remove)
+    return "; ".join(said) or f"change {' or '.join(_named(refused.reason)) or 'the model'}"
 
 
 def _named(text: str) -> list[str]:
@@ -109,14 +94,13 @@ def _named(text: str) -> list[str]:
 
 def _config(command: Command) -> SimpleNamespace:
     """What the checks read of a TransformerConfig, from the flags, with Megatron's defaults."""
-    heads = command.number("--num-attention-heads", None)
     grouped = "--group-query-attention" in command
     given: dict[str, Any] = {
         "context_parallel_size": command.cp,
         "tensor_model_parallel_size": command.tp,
         # those that do not multiply to the context-parallel size are a finding already
         "hierarchical_context_parallel_sizes": command.fitting_sizes,
-        "num_attention_heads": heads or 2**20,  # unknown: divisible by any group
+        "num_attention_heads": command.number("--num-attention-heads", None),
         "num_query_groups": command.number("--num-query-groups", 1) if grouped else None,
         "attention_dropout": command.number("--attention-dropout", 0.1, float),
         "window_size": command.numbers("--window-size"),
