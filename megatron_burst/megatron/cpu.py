@@ -48,6 +48,8 @@ def enable() -> None:
             "megatron_burst.megatron.cpu.enable() maps CUDA to the CPU, and this machine has CUDA: "
             "leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES= to debug on the CPU"
         )
+    # Before anything is replaced: Megatron-Core imports torch's compiler, which refuses stand-ins.
+    importlib.import_module("megatron_burst.megatron.core_attention")
     with registry.patching(_NAME) as patches:
         _patch_torch_cuda(patches)
         _enter_everywhere(_CudaMeansCpu(), patches)
