@@ -284,9 +284,8 @@ def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     if isinstance(layout, str):
         if layout not in LAYOUTS:
             raise ValueError(
-                f"layout must be one of {', '.join(sorted(LAYOUTS))}, or one that needs more than "
-                f"a name: mb.layout.make('block_striped', cp_size={groups.size}, block=...); "
-                f"got {layout!r}"
+                f"layout must be one of {', '.join(sorted(LAYOUTS))}, or made, as mb.layout.make("
+                f"'block_striped', cp_size={groups.size}, block=...), got {layout!r}"
             )
         layout = make(layout, cp_size=groups.size)
     if layout.cp_size != groups.size:

@@ -122,7 +122,8 @@ def choose(
         layout.check(tokens * ranks)
     except ValueError as error:
         raise ValueError(
-            f"tokens: {tokens} rows on each of {ranks} ranks are {tokens * ranks} positions; {error}"
+            f"tokens: {tokens} rows on each of {ranks} ranks are {tokens * ranks} positions; "
+            f"{error}"
         ) from error
     mask.check(tokens * ranks)
     stat = 8 if itemsize == 8 else 4

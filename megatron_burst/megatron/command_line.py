@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.config import NAMES, BurstConfig
-from megatron_burst.megatron import lm_head
+from megatron_burst.megatron import lm_head, registry
 from megatron_burst.megatron.checks import config_problems
 from megatron_burst.megatron.model_checks import kernel_problems
 from megatron_burst.megatron.problem import Problem
@@ -50,9 +50,28 @@ def takes_over(args: Any) -> bool:
     return args.context_parallel_algo != flags.OFF and type(cp) is int and cp > 1
 
 
+def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
+    """What ``--cpu`` cannot stand in for."""
+    for name, what in (
+        ("use_torch_fsdp2", "shards a model for CUDA devices"),
+        ("use_megatron_fsdp", "shards a model for CUDA devices"),
+        ("enable_cuda_graph", "records CUDA kernels"),
+        ("external_cuda_graph", "records CUDA kernels"),
+    ):
+        if getattr(settings, name, False):
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem(f"{flag} {what}, and --cpu has none", remove=(flag,))
+    graphs = getattr(settings, "cuda_graph_impl", None)
+    if graphs not in (None, "none"):
+        flag = f"--cuda-graph-impl {graphs}"
+        yield Problem(f"{flag} records CUDA kernels, and --cpu has none", remove=(flag,))
+
+
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     """All that cannot be honoured of settled arguments; ``argv``: what the user gave."""
     settings = settings_of(args)
+    if registry.installed("cpu"):
+        yield from _without_cuda(settings)
     yield from _from_yaml(settings, takes_over(args) or any(flags.given(argv)))
     try:
         burst = flags.burst_config(args)

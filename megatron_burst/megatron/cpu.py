@@ -23,7 +23,7 @@ import functools
 import importlib
 import importlib.util
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,22 +65,6 @@ def enable() -> None:
 def disable() -> None:
     """Undo ``enable()``; nothing happens if it was not called."""
     registry.remove(_NAME)
-
-
-def refused(args: Any) -> Iterator[str]:
-    """What parsed arguments of Megatron-LM ask for and a CPU cannot stand in for, each with its
-    flag."""
-    for name, what in (
-        ("use_torch_fsdp2", "shards a model for CUDA devices"),
-        ("use_megatron_fsdp", "shards a model for CUDA devices"),
-        ("enable_cuda_graph", "records CUDA kernels"),
-        ("external_cuda_graph", "records CUDA kernels"),
-    ):
-        if getattr(args, name, False):
-            yield f"--{name.replace('_', '-')} {what}, and --cpu has none: leave it out"
-    graphs = getattr(args, "cuda_graph_impl", None)
-    if graphs not in (None, "none"):
-        yield f"--cuda-graph-impl {graphs} records CUDA kernels, and --cpu has none: leave it out"
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -233,17 +217,6 @@ def _patch_training(patches: registry.PatchSet) -> None:
         return start(*args, **named | {"allow_no_cuda": True})
 
     patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
-    arguments = importlib.import_module("megatron.training.arguments")
-    validate = arguments.validate_args
-
-    @functools.wraps(validate)
-    def validate_args(args: Any, *others: Any, **named: Any) -> Any:
-        problems = list(refused(args))
-        if problems:
-            raise ValueError("; ".join(problems))
-        return validate(args, *others, **named)
-
-    patches.replace_function(arguments, "validate_args", validate_args)
     # It warms CUDA kernels up on random inputs whose shapes depend on the context-parallel size:
     # with one generator for all devices, weights would depend on it too.
     patches.replace_function(initialize, "_warmup_jit_function", _nothing)

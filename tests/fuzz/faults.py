@@ -5,7 +5,8 @@ the fault reaches with an error, and nobody with a wrong number.
 
 A script is words: F0a runs call 0 forward with plan a, L0a labels it besides, E0a does and its
 kernel fails, C0a does in a checkpoint (its backward runs it again), B0 runs call 0 backward, P
-makes a plan, X raises, K kills its own process. `PLANS` says what a, m, ... are; all of them are agreed on by both ranks before.
+makes a plan, X raises, K kills its own process. `PLANS` says what a, m, ... are; all of them are
+agreed on by both ranks before.
 """
 
 import os
