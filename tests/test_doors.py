@@ -50,7 +50,7 @@ WRONG_CHOICES = [
     ),
     (
         {"layout": "zig"},
-        "layout must be one of .*block_striped, got .zig.",
+        "layout must be one of .*block_striped.*, got .zig.",
     ),
     ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks, groups have 2"),
     ({"mask": "causal"}, "mask must be one of mb.masks, got 'causal'"),

@@ -261,7 +261,10 @@ def test_what_cannot_be_served_is_refused(choices, sizes, words):
             lambda: mb.Groups.in_process(inter=3, intra=2, head=2, placement="context_first"),
             "gives a ring whose nodes hold unequal numbers of ranks",
         ),
-        (lambda: mb.layout.make("block_striped", cp_size=4), "block goes with layout block_str"),
+        (
+            lambda: mb.layout.make("block_striped", cp_size=4),
+            "block: layout block_striped needs one",
+        ),
         (lambda: mb.layout.make("block_striped", cp_size=4, block=6), "4 ranks must divide every"),
         (lambda: mb.layout.make("striped", cp_size=4, block=8), "block goes with layout block_str"),
         (

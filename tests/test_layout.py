@@ -150,7 +150,7 @@ def test_prepare_offers_only_names_that_it_takes():
     """Not block_striped by name: it needs a block, which `prepare` has no argument for."""
     groups, tensors = mb.Groups.in_process(intra=2), [[torch.zeros(4, 1, 2, 8)] * 2] * 3
     for name in ("zig", "block_striped"):
-        words = f"layout must be one of contiguous, striped, zigzag, or one .*make .*got '{name}'"
+        words = f"layout must be one of contiguous, striped, zigzag, or made, .*make.*got '{name}'"
         with pytest.raises(ValueError, match=words):
             mb.prepare(*tensors, groups=groups, layout=name)
     made = mb.layout.make("block_striped", cp_size=2, block=4)

@@ -171,7 +171,7 @@ def test_a_core_attention_that_is_not_megatrons_is_refused(core):
 def test_ulysses_needs_a_head_for_each_rank():
     burst.install()
     few = config(tensor_model_parallel_size=2)
-    with pytest.raises(ValueError, match="2 query heads of a tensor-parallel rank"):
+    with pytest.raises(ValueError, match="a tensor-parallel rank has 2 query heads"):
         burst.configure(few, mb.BurstConfig(algorithm="ulysses"))
 
 
