@@ -50,8 +50,8 @@ def attention(
     sink: [h], a learnable logit per head that takes part in every row's softmax and has no value
     (zeros: "off by one" softmax); its gradient is that of this rank's rows.
 
-    label: what the ranks should agree on about this call, such as the number of a layer; where
-    ranks are out of step, it tells calls of one plan apart.
+    label: what the ranks should agree on about this call, such as the number of a layer (a string,
+    an integer or a tuple of them); where ranks are out of step, it tells calls of one plan apart.
 
     Either `plan`, or the keywords from which `prepare` makes one (collective, see there):
     groups; layout: a name from `layout.LAYOUTS` or a Layout; mask: from `masks`, default
@@ -89,7 +89,7 @@ def attention(
         )
     check_sink(sink, shards[0][0])
     frame = _frame_for(plan, frame)
-    stamp = plan.groups.calls.forward(plan.identity, label)
+    stamp = plan.groups.calls.forward(plan.identity, label, sink is not None)
     flat = (tensor for shard in shards for tensor in shard)
     outs = _Attention.apply(plan, stamp, sink, frame, *flat)
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)

@@ -23,10 +23,16 @@ class Calls:
     backwards: int = 0
     order: int = 0
 
-    def forward(self, plan: int, label: object) -> Stamp:
-        """The next call begins; what its messages and those of its backward bear."""
+    def forward(self, plan: int, label: object, sink: bool) -> Stamp:
+        """The next call begins; what its messages and those of its backward bear. sink: does it
+        have one? A plan does not say so."""
+        if not _plain(label):
+            raise ValueError(
+                "label must be a string, an integer or a tuple of them, which are the same on all "
+                f"ranks, or None; got {type(label).__name__}"
+            )
         self.forwards += 1
-        stamp = Stamp(plan, self.forwards, crc32(repr(label).encode()))
+        stamp = Stamp(plan, self.forwards, crc32(repr((label, sink)).encode()))
         self._note("forward", stamp)
         return stamp
 
@@ -40,3 +46,10 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
+
+
+def _plain(label: object) -> bool:
+    """Is its repr the same in every process?"""
+    if isinstance(label, tuple):
+        return all(map(_plain, label))
+    return label is None or isinstance(label, (str, int))

@@ -122,6 +122,19 @@ def burst_config(args: Any) -> BurstConfig:
     return BurstConfig(**{flag.field: getattr(args, flag.dest) for flag in FLAGS})
 
 
+def choices(args: Any) -> tuple[BurstConfig, list[str]]:
+    """The choices that settled arguments state, and all that is wrong with them; a wrong one gives
+    way to its default."""
+    fields, wrong = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
+    while True:
+        try:
+            return BurstConfig(**fields), wrong
+        except ValueError as error:
+            wrong.append(words := str(error))
+            named = [flag for flag in FLAGS if flag.name in words and flag.field in fields]
+            del fields[min(named, key=lambda flag: words.index(flag.name)).field]
+
+
 def stated(args: Any) -> dict[str, Any]:
     """Flag -> value, of settled arguments."""
     return {flag.name: getattr(args, flag.dest) for flag in FLAGS}

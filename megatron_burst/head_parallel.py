@@ -37,9 +37,8 @@ def scatter(
         for peer in range(size)
     ]
     whole = [p.new_empty((size, *p.shape)) for p in parts[me]]
-    for peer, arrived in (yield from _exchange(endpoint, links, parts, seal, label)):
-        for target, part in zip(whole, arrived, strict=True):
-            target[peer] = part
+    into = [[w[peer] for w in whole] for peer in range(size)]
+    yield from _exchange(endpoint, links, parts, into, seal, label)
     return [w.flatten(0, 1) for w in whole]
 
 
@@ -58,11 +57,14 @@ def gather(
     size = len(links)
     present = [(t, n) for t, n in zip(tensors, heads, strict=True) if t is not None]
     parts = [[t.unflatten(0, (size, -1))[peer] for t, _ in present] for peer in range(size)]
-    totals = [p.new_zeros((*p.shape[:2], n, p.shape[3])) for p, (_, n) in
-              zip(parts[0], present, strict=True)]  # fmt: skip
-    for peer, arrived in (yield from _exchange(endpoint, links, parts, seal, label)):
-        for total, part in zip(totals, arrived, strict=True):
-            total[:, :, Share(total.shape[2], size).of(peer)] += part
+    received = [[p.new_empty(p.shape) for p in parts[0]] for _ in range(size)]
+    yield from _exchange(endpoint, links, parts, received, seal, label)
+    totals = []
+    for index, (part, (_, n)) in enumerate(zip(parts[0], present, strict=True)):
+        total = part.new_zeros((*part.shape[:2], n, part.shape[3]))
+        for peer in range(size):
+            total[:, :, Share(n, size).of(peer)] += received[peer][index]
+        totals.append(total)
     found = iter(totals)
     return [None if t is None else next(found) for t in tensors]
 
@@ -71,29 +73,35 @@ def _exchange(
     endpoint: Endpoint,
     links: Sequence[str],
     parts: Sequence[Sequence[torch.Tensor]],
+    into: Sequence[Sequence[torch.Tensor]],
     seal: Seal,
     label: str,
-) -> Generator[None, None, list[tuple[int, Sequence[torch.Tensor]]]]:
-    """Send every rank its part; (rank, what it sent) in the order of ranks, this one's included.
+) -> Generator[None, None, None]:
+    """Send every rank its part; what a rank sends to this one, and what it keeps, lies in `into`.
 
-    parts: of each rank of the group; what a rank sends to this one has the shapes of parts[me].
+    Where messages are sealed (the CPU) what goes to a rank is one message, and what comes is copied
+    out of it; elsewhere tensors go straight from and to where they belong.
     """
     me = endpoint.rank
     if not parts[me]:
-        return []
+        return
+    sealed = parts[me][0].device.type == "cpu"
     sends, receives = [], []
-    shapes = [(t.shape, t.dtype) for t in parts[me]]
-    arriving: dict[int, Parcel] = {}
-    for peer, part in enumerate(parts):
+    for peer, (part, targets) in enumerate(zip(parts, into, strict=True)):
         if peer == me:
             continue
-        parcel = parcels.pack(part, seal)
-        sends.append(Send(peer, links[peer], parcel.tensors, parcel.flat))
-        arriving[peer] = parcels.make(shapes, part[0].device, endpoint.room)
-        receives.append(Receive(peer, arriving[peer].tensors, arriving[peer], seal))
+        sent, room = Parcel(None, tuple(t.contiguous() for t in part) if not sealed else ()), None
+        if sealed:
+            sent = parcels.pack(part, seal)
+            shapes = [(t.shape, t.dtype) for t in targets]
+            room = parcels.make(shapes, part[0].device, endpoint.room)
+        sends.append(Send(peer, links[peer], sent.tensors, sent.flat))
+        receives.append(Receive(peer, room.tensors if room else targets, room, seal))
     pending = endpoint.exchange(Channel("head", False), sends, receives, label)
     yield
     pending.wait()
-    return [
-        (peer, parts[me] if peer == me else arriving[peer].tensors) for peer in range(len(parts))
-    ]
+    for target, own in zip(into[me], parts[me], strict=True):
+        target.copy_(own)
+    for receive in receives if sealed else ():
+        for target, arrived in zip(into[receive.peer], receive.tensors, strict=True):
+            target.copy_(arrived)

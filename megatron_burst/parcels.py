@@ -23,7 +23,7 @@ SEAL = 5 * 8  # bytes: the length of the message and the fields of `Seal`, int64
 
 class Stamp(NamedTuple):
     """Which call a message belongs to: digest of the plan, number of the call on its groups, and
-    digest of the label that the caller gave it."""
+    digest of the label that the caller gave it and of whether there is a sink."""
 
     plan: int = 0
     call: int = 0
@@ -99,7 +99,7 @@ def broken(flat: torch.Tensor, seal: Seal) -> str | None:
     elif plan != stamp.plan:
         found = f"attention call {call} has another plan on the rank that sent the message"
     elif label != stamp.label:
-        found = f"attention call {call} has another label on the rank that sent the message"
+        found = f"attention call {call} has another label or sink on the rank that sent the message"
     else:
         found = f"attention call {call} got a message of another pass or chunk"
     return f"{found}; the ranks do not run the same plans in the same order"

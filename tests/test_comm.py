@@ -364,7 +364,7 @@ def message_of(sent, received, seals, room):
         (2000, 1000, seal(), "what arrived is not the message of 4040 bytes that was expected"),
         (8, 8, seal(call=2), "attention call 1 of this rank got a message of call 2"),
         (8, 8, seal(plan=-7), "attention call 1 has another plan on the rank that sent the"),
-        (8, 8, seal(label=2), "attention call 1 has another label on the rank that sent the"),
+        (8, 8, seal(label=2), "attention call 1 has another label or sink on the rank that sent"),
         (8, 8, seal(content=2), "attention call 1 got a message of another pass or chunk"),
     ],
 )

@@ -111,7 +111,7 @@ def test_the_messages_of_the_documentation_are_real():
 def found(words, *, environment=None, gpus=(), te=None, per_node=8):
     here = NOWHERE | {"variables": environment or {}, "gpus": list(gpus)}
     command = Command(words.split())
-    return [*hazards(command, per_node, here, te), *refusals(command)]
+    return [*hazards(command, per_node, here, te), *refusals(command, te)]
 
 
 def worst(findings, topic):

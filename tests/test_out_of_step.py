@@ -58,6 +58,10 @@ def another_layer(rank):
         rank.call(plan, label=layer)
 
 
+def another_sink(rank):
+    rank.call(rank.plan(), sink=torch.zeros(2) if rank.odd else None)
+
+
 def forward_beside_backward(rank, side):
     plan = rank.plan(side=side)
     loss = rank.call(plan)
@@ -80,7 +84,8 @@ CASES = {
     "another scale": (another_plan, {"softmax_scale": 1.5}, "another plan"),
     "plans in another order": (other_order, {}, "another plan"),
     "backwards in another order": (backwards_in_another_order, {}, "got a message of call"),
-    "another layer": (another_layer, {}, "another label"),
+    "another layer": (another_layer, {}, "another label or sink"),
+    "a sink on one rank": (another_sink, {}, "another label or sink"),
     "forward beside backward": (forward_beside_backward, {"side": "kv"}, "message of"),
     "forward beside a longer backward": (forward_beside_backward, {"side": "query"}, "message of"),
     "a call left out": (skipped, {}, "message of"),
@@ -138,6 +143,16 @@ def test_a_call_left_out_is_noticed_by_the_next_plan(ranks):
             assert "rank 0 has calls of attention so far 1 forward, 0 backward" in words
             assert "rank 1 has calls of attention so far 0 forward, 0 backward" in words
             assert "make the same calls in the same order" in words
+
+
+@pytest.mark.parametrize("label", [object(), 1.5, torch.ones(1), (1, [2])])
+def test_labels_that_may_differ_between_processes_are_refused(label):
+    """Their repr has addresses in it, or reads a device."""
+    qkv = [[torch.zeros(4, 1, 1, 4)]] * 3
+    groups = mb.Groups.in_process(intra=1)
+    with pytest.raises(ValueError, match="label must be a string, an integer or a tuple"):
+        mb.attention(*qkv, groups=groups, label=label)
+    mb.attention(*qkv, groups=groups, label=("layer", 1))
 
 
 def in_step():

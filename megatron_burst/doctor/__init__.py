@@ -108,4 +108,4 @@ def _read(
     if arguments.megatron:
         te = installed.version(*installed.PACKAGES["Transformer Engine"])
         yield from hazards(command, per_node, here, te)
-        yield from refusals(command)
+        yield from refusals(command, te)

@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import flags
 from ..config import BurstConfig
-from ..megatron import checks, lm_head
+from ..megatron import checks, command_line, lm_head
 from ..megatron.problem import Problem
 from .command import ALGORITHM, FLAGS, Command
 from .finding import Finding, ok, problem
@@ -23,10 +23,10 @@ from .finding import Finding, ok, problem
 TOPIC = "refused at start"
 
 
-def refusals(command: Command) -> Iterator[Finding]:
+def refusals(command: Command, te: str | None) -> Iterator[Finding]:
     """A finding for each setting that ends a run at its start, or one that says there is none.
 
-    Nothing for a command that has none of our flags.
+    te: the version of Transformer Engine, or None. Nothing for a command without flags of ours.
     """
     unknown = [f for f in command.given if f.startswith("--burst-") and f not in FLAGS]
     asked = [name for name in FLAGS if name in command]
@@ -39,8 +39,9 @@ def refusals(command: Command) -> Iterator[Finding]:
     args = SimpleNamespace(mtp_num_layers=config.mtp_num_layers)
     refused = list(_read(command, asked, args))
     flags.settle(args)
-    burst = _settled(args, refused)
-    refused += _problems(config, burst, command.number("--seq-length", None))
+    burst, wrong = flags.choices(args)
+    refused += map(Problem, wrong)
+    refused += _problems(config, burst, command.number("--seq-length", None), te)
     for one in refused:
         yield problem(TOPIC, one.reason, _fix(one))
     idle = [name for name in asked if name not in flags.ALONE]
@@ -63,21 +64,13 @@ def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iter
             yield Problem(str(error))
 
 
-def _settled(args: SimpleNamespace, refused: list[Problem]) -> BurstConfig:
-    """The choices of settled arguments; a refused one goes to ``refused``, and gives way to its
-    default, so that the others are looked at too."""
-    while True:
-        try:
-            return flags.burst_config(args)
-        except ValueError as error:
-            refused.append(Problem(str(error)))
-            flag = FLAGS[_named(str(error))[0]]
-            setattr(args, flag.dest, getattr(BurstConfig(), flag.field))
-
-
-def _problems(config: Any, burst: BurstConfig, seq_length: int | None) -> Iterator[Problem]:
+def _problems(
+    config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
+) -> Iterator[Problem]:
     yield from checks.config_problems(config, burst, seq_length)
     yield from lm_head.problems(config, burst)
+    if burst.algorithm != flags.OFF and config.context_parallel_size > 1:
+        yield from command_line.run_problems(config, engine=te is not None)
 
 
 def _fix(refused: Problem) -> str:
@@ -115,9 +108,19 @@ def _config(command: Command) -> SimpleNamespace:
         "mtp_num_layers": command.number("--mtp-num-layers", None),
         "apply_rope_fusion": "--no-rope-fusion" not in command,
         "is_hybrid_model": "--hybrid-layer-pattern" in command,
+        "hybrid_layer_pattern": command.text("--hybrid-layer-pattern"),
+        "spec": command.given.get("--spec"),
+        "micro_batch_size": command.number("--micro-batch-size", None),
+        "pipeline_model_parallel_size": command.number("--pipeline-model-parallel-size", 1),
+        "position_embedding_type": command.text("--position-embedding-type"),
     }
+    for name in ("--num-layers-per-virtual-pipeline-stage",
+                 "--num-virtual-stages-per-pipeline-rank"):  # fmt: skip
+        given[name.removeprefix("--").replace("-", "_")] = command.number(name, None)
     for switch in ("qk-clip", "apply-query-key-layer-scaling", "hybrid-context-parallel",
                    "multi-latent-attention", "defer-embedding-wgrad-compute",
-                   "overlap-moe-expert-parallel-comm", "fp8-dot-product-attention"):  # fmt: skip
+                   "overlap-moe-expert-parallel-comm", "fp8-dot-product-attention",
+                   "reset-attention-mask", "dataloader-inter-document-masking", "sft", "fim-data",
+                   "use-rotary-position-embeddings"):  # fmt: skip
         given[switch.replace("-", "_")] = f"--{switch}" in command
     return SimpleNamespace(**given)

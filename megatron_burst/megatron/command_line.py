@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst import flags
-from megatron_burst.config import NAMES, BurstConfig
 from megatron_burst.megatron import lm_head, registry
 from megatron_burst.megatron.checks import config_problems
 from megatron_burst.megatron.model_checks import kernel_problems
@@ -73,13 +72,8 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     if registry.installed("cpu"):
         yield from _without_cuda(settings)
     yield from _from_yaml(settings, takes_over(args) or any(flags.given(argv)))
-    try:
-        burst = flags.burst_config(args)
-    except ValueError as error:
-        yield Problem(str(error))
-        if args.context_parallel_algo not in NAMES:
-            return
-        burst = BurstConfig()  # goes on with what does not depend on our flags
+    burst, wrong = flags.choices(args)
+    yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
     yield from lm_head.problems(settings, burst)
     if burst.algorithm == flags.OFF:
@@ -100,6 +94,12 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             f"--context-parallel-algo {burst.algorithm} replaces that attention",
             remove=(name,),
         )
+    yield from run_problems(settings, engine)
+
+
+def run_problems(settings: Any, engine: bool) -> Iterator[Problem]:
+    """What neither a configuration nor the number of ranks tells; ``engine``: is there
+    Transformer Engine?"""
     yield from _packed(settings)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
@@ -151,7 +151,7 @@ def _packed(settings: Any) -> Iterator[Problem]:
             yield Problem(
                 f"{asked[0]} with {flag} {_asks(settings, flag)}: packed batches do not work "
                 f"with it; leave {asked[0]} or {flag} out",
-                remove=(flag,),
+                remove=(asked[0],),
             )
     rope = getattr(settings, "position_embedding_type", None) == "rope"
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
@@ -180,6 +180,7 @@ def _documents(settings: Any) -> Iterator[Problem]:
     for flag, why in (
         ("--fim-data", "moves tokens between documents"),
         ("--sft", "has documents already"),
+        ("--hybrid-layer-pattern", "has layers whose state documents would reset"),
     ):
         if _asks(settings, flag):
             yield Problem(f"{RESET} with {flag}, which {why}", remove=(RESET,))

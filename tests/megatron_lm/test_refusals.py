@@ -31,7 +31,7 @@ BLOCKS = [
         f"{DOCUMENTS} --mtp-num-layers 1 --apply-query-key-layer-scaling",
         [f"{DOCUMENTS} with --mtp-num-layers 1", "query-key layer scaling"],
         "",
-        "--apply-query-key-layer-scaling --mtp-num-layers",
+        f"--apply-query-key-layer-scaling {DOCUMENTS}",
     ),
     (
         "--reset-attention-mask --micro-batch-size 2 --pipeline-model-parallel-size 3",
