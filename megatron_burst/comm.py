@@ -162,7 +162,7 @@ def _buffers(receive: Receive) -> Tensors:
     if parcel is None or parcel.flat is None or parcel.room is None:
         return receive.tensors
     parcels.unseal_(parcel.flat)
-    return [parcel.room if parcel.flat.device.type == "cpu" else parcel.flat]
+    return [parcel.room]
 
 
 def _failed(label: str, reason: str) -> RuntimeError:

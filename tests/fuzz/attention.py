@@ -60,13 +60,9 @@ def search(cases: Iterable[int]) -> Tally:
 
 def run(seed: int, seconds: float) -> int:
     """Search that long; 0 if nothing was wrong."""
-    tally = search(numbers(seed, seconds, "attention"))
-    print(tally)
-    return bool(tally.failures)
+    return search(numbers(seed, seconds, "attention")).report()
 
 
 def replay(number: str) -> int:
     """One case again; 0 if nothing was wrong."""
-    tally = search([int(number)])
-    print(tally)
-    return bool(tally.failures)
+    return search([int(number)]).report()

@@ -225,13 +225,9 @@ def search(names) -> Tally:
 
 def run(seed: int, seconds: float) -> int:
     """All of them, whatever the seed and the time; 0 if nothing was wrong."""
-    tally = search(ALL)
-    print(tally)
-    return bool(tally.failures)
+    return search(ALL).report()
 
 
 def replay(name: str) -> int:
     """One of them again; 0 if nothing was wrong."""
-    tally = search([name])
-    print(tally)
-    return bool(tally.failures)
+    return search([name]).report()

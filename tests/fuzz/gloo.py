@@ -94,5 +94,4 @@ def _report(cases: Iterable[int]) -> int:
         tally = search(cases, pools)
     finally:
         pools.close()
-    print(tally)
-    return bool(tally.failures)
+    return tally.report()

@@ -243,8 +243,7 @@ def _report(cases: Iterable[int]) -> int:
     finally:
         while pools:
             pools.pop().close()
-    print(tally)
-    return bool(tally.failures)
+    return tally.report()
 
 
 def main() -> int:

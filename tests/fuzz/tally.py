@@ -33,6 +33,11 @@ class Tally:
                 f"  again: python -m tests.fuzz {self.what} --replay {number}"
             )
 
+    def report(self) -> int:
+        """Print it; 0 if nothing failed, as a command ends."""
+        print(self)
+        return int(bool(self.failures))
+
     def __str__(self):
         many = self.kinds.most_common()
         lines = [f"{self.what}: {self.tried} cases, {len(self.failures)} failures"]
