@@ -106,7 +106,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
-	rm -rf megatron_burst/libcsrc.so .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatron_burst/kernels/libcsrc.so .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras: a second call does nothing, a new pyproject.toml installs again.

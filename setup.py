@@ -37,7 +37,7 @@ class Package(Distribution):
     """Pure Python, unless the library has been built: then a wheel is for this platform."""
 
     def has_ext_modules(self):
-        return (HERE / "megatron_burst" / "libcsrc.so").exists()
+        return (HERE / "megatron_burst" / "kernels" / "libcsrc.so").exists()
 
 
 setup(cmdclass={"build_csrc": BuildCsrc}, distclass=Package)

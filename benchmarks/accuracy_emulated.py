@@ -12,7 +12,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels import Kernel, Rows, Scoring, make
-from megatron_burst.merge import empty_result
+from megatron_burst.kernels.online_softmax import empty_result
 
 Tensors = tuple[torch.Tensor, ...]  # q, k, v, dout or out, dq, dk, dv: [s, b, h, d]
 

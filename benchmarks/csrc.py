@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from report import DOCS, markdown, milliseconds, progress, provenance, ratio, write_section
 
-from megatron_burst import csrc
+from megatron_burst.kernels import native as csrc
 from megatron_burst.kernels.aten import stand_in
+from megatron_burst.kernels.online_softmax import empty_result, merge_, row_delta
 from megatron_burst.linear_cross_entropy.formula import Formula
 from megatron_burst.linear_cross_entropy.rows import Columns, softmax_gradient_
-from megatron_burst.merge import empty_result, merge_, row_delta
 
 WIDTH, HEADS = 128, 8
 

@@ -23,7 +23,7 @@ import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.layout import Layout, Span
 from megatron_burst.masks import Mask
-from megatron_burst.tiles import Cutter
+from megatron_burst.masks.tiling import Cutter
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 AIM, AIM_ROWS = 1.15, 1024  # computed over visible, for features of at least so many local rows

@@ -17,9 +17,10 @@ from prepare import alone
 from report import human, markdown, progress
 
 import megatron_burst as mb
-from megatron_burst import cost, schedule
-from megatron_burst.hops import ROUTES
-from megatron_burst.schedule import Schedule
+from megatron_burst.schedule import cost
+from megatron_burst.schedule import rings as schedule
+from megatron_burst.schedule.rings import Schedule
+from megatron_burst.schedule.tables import ROUTES
 
 KV_HEADS, WIDTH = 8, 128  # bf16; 8 query heads too: with side kv they do not travel
 SMALL_HEADS, SMALL_WIDTH = 1, 16  # of the run

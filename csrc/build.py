@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "megatron_burst"
-LIBRARY = PACKAGE / "libcsrc.so"
+LIBRARY = PACKAGE / "kernels" / "libcsrc.so"
 ARCHITECTURES = ("80", "90a", "100")
 OLDEST = (2, 10)  # of torch, whose stable ABI has all that is used
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"

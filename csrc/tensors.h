@@ -1,6 +1,6 @@
 // From torch's tensors to what the operators work on, and on to the device: the only header that
 // knows both. What is wrong with a tensor is an exception here; whether an operator is called at all
-// is decided in megatron_burst/csrc.py.
+// is decided in megatron_burst/kernels/native.py.
 #pragma once
 
 #include <limits>

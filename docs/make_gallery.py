@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_burst import cli, show
-from megatron_burst.show import words
+from megatron_burst.cli import main as cli
+from megatron_burst.cli import show
+from megatron_burst.cli.show import words
 
 DOCS = Path(__file__).parent
 INTRO = """\

@@ -5,16 +5,16 @@ Importing it imports torch, and neither Megatron nor Triton, and changes nothing
 
 from . import layout, masks
 from .attention import attention
-from .checkpoint import checkpoint
-from .choose import Choice, choose
+from .autotune.measure import measure_rates
+from .autotune.rates import Rates
+from .autotune.select import Choice, choose
+from .comm.groups import Groups
 from .config import BurstConfig
-from .groups import Groups
+from .layout.sharding import shard, unshard
 from .linear_cross_entropy import linear_cross_entropy
-from .plan import Plan
-from .prepare import prepare
-from .probe import measure_rates
-from .rates import Rates
-from .sharding import shard, unshard
+from .planning.plan import Plan
+from .planning.prepare import prepare
+from .recompute.checkpoint import checkpoint
 
 __version__ = "0.1.0"
 

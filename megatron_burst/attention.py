@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from . import head_parallel, ring
-from .arguments import Shards, check_sink, per_rank, signature
-from .checkpoint import Frame, current
+from .comm.packing import Stamp
+from .execution import passes as ring
+from .execution import ulysses as head_parallel
+from .execution.executor import Pass, lockstep, staggered
 from .kernels import Rows
-from .merge import row_delta, sink_gradient
-from .once import first_order_only, outside_graphs, refuse_transforms
-from .parcels import Stamp
-from .plan import Plan
-from .prepare import prepare
-from .recompute import rows_of, woven
-from .shares import Share, late_groups
-from .walk import Pass, lockstep, staggered
+from .kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from .kernels.online_softmax import row_delta, sink_gradient
+from .planning.plan import Plan
+from .planning.prepare import prepare
+from .planning.validate import Shards, check_sink, per_rank, signature
+from .recompute.checkpoint import Frame, current
+from .recompute.partial_ring import rows_of, woven
+from .schedule.head_shares import Share, late_groups
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .hops import ALGORITHMS, SIDES
 from .layout import LAYOUTS, check_fraction
-from .topology import PLACEMENTS
+from .schedule.tables import ALGORITHMS, SIDES
+from .schedule.topology import PLACEMENTS
 
 NAMES = (*ALGORITHMS, "ulysses", "hybrid", "auto")
 WIRE_DTYPES = ("fp32", "bf16")

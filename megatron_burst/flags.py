@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .config import KERNELS, LM_HEAD_LOSSES, NAMES, WIRE_DTYPES, BurstConfig
-from .hops import SIDES
 from .layout import LAYOUTS
-from .topology import PLACEMENTS
+from .schedule.tables import SIDES
+from .schedule.topology import PLACEMENTS
 
 GROUP = "megatron-burst"
 ALONE = ("--context-parallel-algo", "--burst-lm-head-loss")  # count without any other

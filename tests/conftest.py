@@ -6,7 +6,7 @@ import torch
 from hypothesis import settings
 from workers import Workers
 
-from megatron_burst import csrc
+from megatron_burst.kernels import native as csrc
 
 # Reproducible and without a database on disk; a slow machine is not a failure.
 settings.register_profile("repo", derandomize=True, database=None, deadline=None, max_examples=60)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst import csrc
+from megatron_burst.kernels import native as csrc
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "csrc"

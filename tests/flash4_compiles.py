@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_burst.kernels import Rows, Scoring, flash
+from megatron_burst.kernels.online_softmax import empty_result
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Full, Window
-from megatron_burst.merge import empty_result
 
 kernel = flash.kernel("flash4")
 width, value_width = map(int, sys.argv[1:3])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_burst.agreement import HEADER_BYTES, agree
+from megatron_burst.comm.consensus import HEADER_BYTES, agree
 
 FACTS = {"q": (4, 2), "layout": "zigzag", "softmax_scale": 0.125}
 

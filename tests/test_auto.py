@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst import kernels
-from megatron_burst.rates import WORKS_KEPT
+from megatron_burst.autotune.rates import WORKS_KEPT
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_burst.cli import COMMANDS, main
+from megatron_burst.cli.main import COMMANDS, main
 
 BAD = {
     "": "required: COMMAND",

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst import parcels
-from megatron_burst.comm import Channel, Counters, Receive, Send
-from megatron_burst.parcels import Seal, Stamp
+from megatron_burst.comm import packing as parcels
+from megatron_burst.comm.packing import Seal, Stamp
+from megatron_burst.comm.transport import Channel, Counters, Receive, Send
 
 FLAT = Channel("flat", False)
 

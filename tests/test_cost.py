@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst import hops, layout, masks, schedule
-from megatron_burst.cost import (
+from megatron_burst import layout, masks
+from megatron_burst.layout import Span
+from megatron_burst.schedule import rings as schedule
+from megatron_burst.schedule import tables as hops
+from megatron_burst.schedule.cost import (
     Sizes,
     Traffic,
     best_layout,
@@ -20,13 +23,10 @@ from megatron_burst.cost import (
     visible_pairs,
     work,
 )
-from megatron_burst.cost import (
-    backward_schedule as backward_schedule_of,
-)
-from megatron_burst.hops import Chunk, Grid
-from megatron_burst.layout import Span
-from megatron_burst.schedule import SIDES
-from megatron_burst.topology import Topology
+from megatron_burst.schedule.cost import backward_schedule as backward_schedule_of
+from megatron_burst.schedule.rings import SIDES
+from megatron_burst.schedule.tables import Chunk, Grid
+from megatron_burst.schedule.topology import Topology
 
 ALGORITHMS = ("burst", "double_ring", "ring")
 

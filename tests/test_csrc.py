@@ -10,9 +10,9 @@ import torch
 from csrc_library import SOURCES, as_good_as, by_library, by_torch, error, randn, wide
 
 from megatron_burst.kernels.aten import stand_in
+from megatron_burst.kernels.online_softmax import empty_result, merge_, row_delta
 from megatron_burst.linear_cross_entropy.formula import Formula
 from megatron_burst.linear_cross_entropy.rows import Columns, row_stats, softmax_gradient_
-from megatron_burst.merge import empty_result, merge_, row_delta
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

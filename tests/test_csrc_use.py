@@ -12,9 +12,9 @@ from csrc_library import NONE, ROOT, SOURCES, Calls, by_torch, error, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
-from megatron_burst import csrc
-from megatron_burst.doctor import library as doctor
-from megatron_burst.merge import row_delta
+from megatron_burst.cli.doctor import library as doctor
+from megatron_burst.kernels import native as csrc
+from megatron_burst.kernels.online_softmax import row_delta
 
 pytestmark = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler c++ here to build csrc/ with"

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.cli import main
-from megatron_burst.doctor import installed, machine, report, rings
-from megatron_burst.doctor.command import Command, hazards
-from megatron_burst.doctor.finding import Finding, note, ok, problem, status
-from megatron_burst.doctor.refused import refusals
-from megatron_burst.doctor.sizes import hierarchical_sizes, table
+from megatron_burst.cli.doctor import installed, machine, report, rings
+from megatron_burst.cli.doctor.command import Command, hazards
+from megatron_burst.cli.doctor.finding import Finding, note, ok, problem, status
+from megatron_burst.cli.doctor.refused import refusals
+from megatron_burst.cli.doctor.sizes import hierarchical_sizes, table
+from megatron_burst.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = {"host": "here", "gpus": [], "nics": {}, "variables": {}}
@@ -426,7 +426,7 @@ def test_quick_imports_no_megatron_and_takes_what_torch_takes():
     are the doctor's, when this was written; it was 5 s to 12 s."""
     code = (
         "import sys, time, torch; start = time.process_time()\n"
-        "from megatron_burst.cli import main\n"
+        "from megatron_burst.cli.main import main\n"
         f"main(['doctor', '--quick', '--', 'pretrain_gpt.py', *{GOOD.split()!r}])\n"
         "print('megatron.core' in sys.modules, time.process_time() - start)"
     )

@@ -22,7 +22,7 @@ from test_kernels import HEADS, MASKS, assert_exact, run, tensors
 
 import megatron_burst as mb
 from megatron_burst import kernels
-from megatron_burst.doctor import installed
+from megatron_burst.cli.doctor import installed
 from megatron_burst.kernels import aten, flash
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.aten import AtenKernel

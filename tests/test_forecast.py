@@ -8,14 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst import cost, forecast, hops, layout, masks, schedule
-from megatron_burst.area import pairs_seen
-from megatron_burst.choose import choose, human
-from megatron_burst.cost import Sizes, traffic, visible_pairs
-from megatron_burst.forecast import Pass, Wires, pass_time
-from megatron_burst.hops import Chunk, Grid
-from megatron_burst.rates import Rates
-from megatron_burst.topology import Topology
+from megatron_burst import layout, masks
+from megatron_burst.autotune import simulator as forecast
+from megatron_burst.autotune.pair_counts import pairs_seen
+from megatron_burst.autotune.rates import Rates
+from megatron_burst.autotune.select import choose, human
+from megatron_burst.autotune.simulator import Pass, Wires, pass_time
+from megatron_burst.schedule import cost
+from megatron_burst.schedule import rings as schedule
+from megatron_burst.schedule import tables as hops
+from megatron_burst.schedule.cost import Sizes, traffic, visible_pairs
+from megatron_burst.schedule.tables import Chunk, Grid
+from megatron_burst.schedule.topology import Topology
 
 YES = (True, True, True)
 FREE = np.zeros((4, 4))

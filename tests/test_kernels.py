@@ -20,10 +20,10 @@ import megatron_burst as mb
 from megatron_burst import kernels
 from megatron_burst.kernels import Rows, Scoring
 from megatron_burst.kernels.aten import stand_in
+from megatron_burst.kernels.online_softmax import accumulation_dtype, empty_result
 from megatron_burst.kernels.operators import CudaCudnn, CudaFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Dilated, Documents, Full, Mask, Prefix, Window
-from megatron_burst.merge import accumulation_dtype, empty_result
 
 HEADS = [(4, 4), (4, 2), (4, 1), (3, 1)]
 MASKS = {"full": Full(), "causal": Causal()}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.merge import accumulation_dtype, empty_result, merge_
+from megatron_burst.kernels.online_softmax import accumulation_dtype, empty_result, merge_
 
 S, T, B, H, W = 5, 12, 2, 3, 4
 

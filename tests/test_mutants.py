@@ -17,14 +17,14 @@ def test_every_planted_fault_still_applies():
 
 
 def test_faults_that_no_longer_apply_are_named(monkeypatch, capsys):
-    gone = mutants.Mutant("tiles.py", "no such text", "", "nothing")
+    gone = mutants.Mutant("masks/tiling.py", "no such text", "", "nothing")
     moved = mutants.Mutant("no_such_file.py", "", "", "nothing")
-    twice = mutants.Mutant("tiles.py", "import", "", "nothing")
+    twice = mutants.Mutant("masks/tiling.py", "import", "", "nothing")
     monkeypatch.setattr(mutants, "MUTANTS", [*mutants.MUTANTS[:3], gone, moved, twice])
     assert mutants.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    assert "megatron_burst/tiles.py: 0 times in it: 'no such text'" in lines[0]
+    assert "megatron_burst/masks/tiling.py: 0 times in it: 'no such text'" in lines[0]
     assert "megatron_burst/no_such_file.py: there is no such file" in lines[1]
 
 

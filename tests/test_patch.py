@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst import patch
-from megatron_burst.cli import main
+from megatron_burst.cli import patch
+from megatron_burst.cli.main import main
 from megatron_burst.seam import PLACES, entrance, inside, marked, seam
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_burst import cli, pretrain
+from megatron_burst.cli import main as cli
+from megatron_burst.cli import pretrain
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,7 @@ def test_a_megatron_that_does_not_fit_is_one_line(megatron, tmp_path, capsys, er
 
 
 def test_the_command_needs_no_megatron_to_be_listed():
-    assert importlib.util.find_spec("megatron_burst.pretrain")
+    assert importlib.util.find_spec("megatron_burst.cli.pretrain")
     with pytest.raises(SystemExit) as end:
         cli.main(["pretrain", "--help"])
     assert end.value.code == 0

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.hops import Chunk, Grid, Pair
-from megatron_burst.schedule import SIDES, backward, forward
+from megatron_burst.schedule.rings import SIDES, backward, forward
+from megatron_burst.schedule.tables import Chunk, Grid, Pair
 
 ALGORITHMS = ("burst", "double_ring", "ring")
 

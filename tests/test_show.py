@@ -14,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_burst as mb
-from megatron_burst import cli, cost, masks, show
-from megatron_burst.hops import ALGORITHMS, Grid
+from megatron_burst import masks
+from megatron_burst.cli import main as cli
+from megatron_burst.cli import show
+from megatron_burst.cli.show import colours, language
+from megatron_burst.cli.show.scene import Choices, MaskScene, Shards, schedule_scene
 from megatron_burst.layout import BlockStriped, DocumentZigzag, make
-from megatron_burst.show import colours, language
-from megatron_burst.show.scene import Choices, MaskScene, Shards, schedule_scene
+from megatron_burst.schedule import cost
+from megatron_burst.schedule.tables import ALGORITHMS, Grid
 
 ROOT = Path(mb.__file__).parent.parent
 SIZES = cost.Sizes(8, 1, 8, 2, 16, 16, 2, 4, 4, (True, True, True))
@@ -145,7 +148,7 @@ def shards(mask="causal", layout="zigzag", seq_len=32, ranks=4):
 
 
 def test_who_computes_what_by_hand():
-    from megatron_burst import schedule
+    from megatron_burst.schedule import rings as schedule
 
     scene = MaskScene(shards(seq_len=4, ranks=2), schedule.forward("ring", Grid(1, 2)))
     # zigzag: rank 0 holds 0 and 3, rank 1 holds 1 and 2

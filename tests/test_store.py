@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst import masks, store
+from megatron_burst import masks
 from megatron_burst.layout import Span
-from megatron_burst.store import Interval
+from megatron_burst.recompute import selection as store
+from megatron_burst.recompute.selection import Interval
 
 GRIDS = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 4)]
 MASKS = {
@@ -135,7 +136,7 @@ def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat
 
 def _checkpoint():
     """The module: its name in the package is that of its public function."""
-    return sys.modules["megatron_burst.checkpoint"]
+    return sys.modules["megatron_burst.recompute.checkpoint"]
 
 
 @pytest.mark.parametrize("keep", [0.25, 0.5, 0.75, 1.0])

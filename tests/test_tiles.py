@@ -13,7 +13,7 @@ import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import BlockSparse, Causal, Dense, Dilated, Documents, Full, Window
-from megatron_burst.tiles import Cutter
+from megatron_burst.masks.tiling import Cutter
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WHOLE = Cutter(band_rows=None, table_rows=None)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.cli import main
-from megatron_burst.trace import files, record
-from megatron_burst.trace.record import Event
+from megatron_burst.cli.main import main
+from megatron_burst.cli.trace import files, record
+from megatron_burst.cli.trace.record import Event
 
 EVENTS = (
     Event(0, "intra", "b", 12.0, 13.0),

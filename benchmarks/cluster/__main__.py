@@ -129,7 +129,7 @@ def _trace(arguments: argparse.Namespace) -> int:
         raise ValueError("a trace is of one cell: give one grid, rate, kind of heads and regime")
 
     def inside() -> int:
-        from megatron_burst.trace import files
+        from megatron_burst.cli.trace import files
 
         from . import bench
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_burst.rates import Rates
-from megatron_burst.trace.files import Trace
+from megatron_burst.autotune.rates import Rates
+from megatron_burst.cli.trace.files import Trace
 
 from . import measure, predict
 from .cells import REGIMES, Cell, Rival

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_burst.kernels import Kernel, Rows, Scoring
-from megatron_burst.merge import empty_result, merge_
+from megatron_burst.kernels.online_softmax import empty_result, merge_
 
 BACKWARD = 2.5  # FLOPs of a flash backward over those of its forward: five products for two
 ROWS, COLUMNS = 16, 4  # what is sampled of each head of a tensor

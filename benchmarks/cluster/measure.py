@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.trace.record import Event, traced
+from megatron_burst.cli.trace.record import Event, traced
 
 from . import emulated
 from .cells import Problem, Rival

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from megatron_burst.cost import Sizes
+from megatron_burst.autotune.candidates import Call, Fixed, Option, on_grid
+from megatron_burst.autotune.rates import Rates
 from megatron_burst.layout import make
 from megatron_burst.masks import Causal
-from megatron_burst.options import Call, Fixed, Option, on_grid
-from megatron_burst.rates import Rates
-from megatron_burst.topology import Topology
+from megatron_burst.schedule.cost import Sizes
+from megatron_burst.schedule.topology import Topology
 
 from .cells import REGIMES, Cell, Rival
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_burst.kernels import TABLE, Kernel, Rows, Scoring, make
-from megatron_burst.merge import empty_result
+from megatron_burst.kernels.online_softmax import empty_result
 
 from . import rivals
 from .cases import Case

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_burst.cost import visible_pairs
 from megatron_burst.layout import Span, make
 from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
+from megatron_burst.schedule.cost import visible_pairs
 
 RANKS = 8
 Seen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (row, column) -> may attend?

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import csrc
 from ..layout import Span
 from ..masks import Mask
-from ..merge import merge_
-from ..tiles import Cutter, Tile
+from ..masks.tiling import Cutter, Tile
+from . import native as csrc
+from .online_softmax import merge_
 from .operators import Operator, Window
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from ..layout import Span
 from ..masks import Mask
-from ..merge import merge_
+from .online_softmax import merge_
 
 if TYPE_CHECKING:
     from . import Rows, Scoring

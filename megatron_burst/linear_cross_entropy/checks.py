@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..agreement import Facts
-from ..merge import accumulation_dtype
+from ..comm.consensus import Facts
+from ..kernels.online_softmax import accumulation_dtype
 from .choices import Choices, flag, plain, reasons, told
 from .function import Sink
 from .split import Split

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..agreement import attempt
-from ..merge import accumulation_dtype
-from ..once import outside_graphs, refuse_transforms
+from ..comm.consensus import attempt
+from ..kernels.autograd import outside_graphs, refuse_transforms
+from ..kernels.online_softmax import accumulation_dtype
 from . import checks, sweep
 from .choices import Choices
 from .formula import Formula

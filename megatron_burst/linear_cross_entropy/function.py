@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..once import first_order_only
+from ..kernels.autograd import first_order_only
 from . import sweep
 from .sweep import Head, Tokens
 

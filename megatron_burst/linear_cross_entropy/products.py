@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..merge import accumulation_dtype
+from ..kernels.online_softmax import accumulation_dtype
 
 PANEL_BYTES = 1 << 23  # of widened weight
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import csrc
+from ..kernels import native as csrc
 from .formula import Formula, Stats
 
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..agreement import Facts, agree
+from ..comm.consensus import Facts, agree
 from .formula import Stats, merge
 
 LABEL = "exchange failed: LM head"

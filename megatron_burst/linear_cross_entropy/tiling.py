@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..merge import accumulation_dtype
+from ..kernels.online_softmax import accumulation_dtype
 from .products import logits_dtype
 from .split import Split
 

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.model_checks import layout_problems, model_problems
 from megatron_burst.megatron.problem import Problem, Refused, refuse
-from megatron_burst.topology import Topology
+from megatron_burst.schedule.topology import Topology
 
 OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
 SIZES = "--hierarchical-context-parallel-sizes"

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst import flags
-from megatron_burst.megatron import lm_head, registry
+from megatron_burst.megatron import lm_head
 from megatron_burst.megatron.checks import config_problems
 from megatron_burst.megatron.model_checks import kernel_problems
+from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.problem import Problem
 
 RESET = "--reset-attention-mask"

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
-from megatron_burst.agreement import agree
+from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.checks import check_config, layer_window
 from megatron_burst.megatron.command_line import RESET
 from megatron_burst.megatron.groups import context_groups

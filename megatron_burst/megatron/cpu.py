@@ -31,7 +31,8 @@ import torch
 from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
-from megatron_burst.megatron import registry, training
+from megatron_burst.megatron import training
+from megatron_burst.megatron.patching import registry
 
 _NAME = "cpu"
 

@@ -13,17 +13,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_burst.checkpoint import framed
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron import lm_head, mtp, patched, registry, training
-from megatron_burst.megatron.checks import (
-    check_version,
-    config_problems,
-    require_parameters,
-)
+from megatron_burst.megatron import lm_head, mtp, training
+from megatron_burst.megatron.checks import check_version, config_problems, require_parameters
 from megatron_burst.megatron.data import slicing_patches
 from megatron_burst.megatron.model_checks import kernel_problems
+from megatron_burst.megatron.patching import patched, registry
 from megatron_burst.megatron.problem import refuse
+from megatron_burst.recompute.checkpoint import framed
 
 _NAME = "burst"
 

@@ -21,10 +21,11 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
-from megatron_burst.megatron import registry, words
+from megatron_burst.megatron import words
 from megatron_burst.megatron.checks import require_parameters
 from megatron_burst.megatron.lazy_logits import LazyLogits, MainGrad
 from megatron_burst.megatron.mtp import rolled
+from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.problem import Problem, refuse
 
 _FLAG = "--burst-lm-head-loss"

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_parameters
 from megatron_burst.megatron.command_line import RESET
 from megatron_burst.megatron.log import log
+from megatron_burst.megatron.patching import registry
 
 _DOCUMENTS = "documents of the data loader"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-from megatron_burst.megatron.registry import PatchSet
+from megatron_burst.megatron.patching.registry import PatchSet
 
 _NAME = "megatron_burst"
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_parameters
+from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.plans import has_plans
 
 

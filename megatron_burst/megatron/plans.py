@@ -28,8 +28,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import megatron_burst as mb
-from megatron_burst.megatron import registry
 from megatron_burst.megatron.packed import Pack, pack_of
+from megatron_burst.megatron.patching import registry
 
 PLANS_KEPT = 256  # more than packed micro-batches in flight times kinds of layers
 _WIRE = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from megatron_burst import flags
-from megatron_burst.agreement import agree
+from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron import command_line, loader_masks, validation
 from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.log import log, speak
+from megatron_burst.megatron.patching.registry import PatchSet
 from megatron_burst.megatron.problem import refuse
-from megatron_burst.megatron.registry import PatchSet
 
 _ASKED = "flags"  # what this process was asked for, from the end of parsing on
 _SIZES = (

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.data import context_group
+from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.plans import has_plans
 
 

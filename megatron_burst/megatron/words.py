@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_burst.megatron import registry
+from megatron_burst.megatron.patching import registry
 
 _WORDS = "words"
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron import cpu, registry
+from megatron_burst.megatron import cpu
+from megatron_burst.megatron.patching import registry
 from megatron_burst.recipes.layers import is_ours
 
 _NAME = "recipes on the cpu"

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.log import log, speak
-from megatron_burst.recipes import late
+from megatron_burst.recipes import validate as late
 from megatron_burst.recipes.forms import in_words_of
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 

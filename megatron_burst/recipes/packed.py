@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron import registry
 from megatron_burst.megatron.checks import require_function
 from megatron_burst.megatron.data import context_group, take
 from megatron_burst.megatron.install import installed_layout
+from megatron_burst.megatron.patching import registry
 
 _NAME = "recipes, packed"
 _STEP = "megatron.bridge.training.gpt_step"

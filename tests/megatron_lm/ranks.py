@@ -175,7 +175,7 @@ def wait(children, limit):
 if __name__ == "__main__":
     import megatron.training.training  # noqa: F401  the slow import, once
 
-    from megatron_burst.cli import main
+    from megatron_burst.cli.main import main
     from megatron_burst.megatron import cpu
 
     serve()

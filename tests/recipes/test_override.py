@@ -15,7 +15,7 @@ def llama(environment):
             patch.setenv(name, environment[name])
         patch.setenv("WORLD_SIZE", "32")  # of the recipe: TP 4 x PP 2 x CP 4
 
-        from megatron_burst.megatron import registry
+        from megatron_burst.megatron.patching import registry
         from megatron_burst.recipes import cpu
 
         cpu.enable()

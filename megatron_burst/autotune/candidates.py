@@ -1,0 +1,181 @@
+"""What could run a call, and what each of it would take.
+
+Lists algorithms, sides, groups of heads and ways to share heads, and has `forecast` time each.
+Which is taken is `choose`'s. `double_ring` is not among them: it is burst that waits for every
+gradient hop where it starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..layout import Layout
+from ..masks import Mask, shards_visible
+from ..schedule import cost
+from ..schedule.cost import Sizes, Traffic
+from ..schedule.head_shares import Share, shareable
+from ..schedule.rings import Schedule
+from ..schedule.tables import SIDES, Grid
+from ..schedule.topology import PLACEMENTS, Topology
+from . import simulator as forecast
+from .pair_counts import pairs_seen
+from .rates import BACKWARD, Rates
+from .simulator import Pass
+
+RINGS = ("ring", "burst", "all_gather")
+INSIDE = ("ring", "burst")  # what runs inside groups that share heads
+HEAD_GROUPS = (1, 2, 4, 8)
+IDLE = Pass(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call as all ranks make it; `sizes` are one rank's before heads are shared."""
+
+    sizes: Sizes
+    mask: Mask
+    layout: Layout
+    kept: float = 0.0  # fraction of visiting keys that forward keeps
+
+    @property
+    def seq_len(self) -> int:
+        return self.sizes.tokens * self.layout.cp_size
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is decided already; None: open. algorithm: of the ring, whoever shares heads."""
+
+    algorithm: str | None = None
+    side: str | None = None
+    head_groups: int | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a call, and what it is predicted to take."""
+
+    algorithm: str
+    side: str
+    head_groups: int
+    head: int
+    placement: str
+    forward: Pass
+    backward: Pass
+    sent: Traffic  # by all ranks
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """What is in use the longest: "compute", "intra" or "inter"."""
+        both = (self.forward + self.backward)._asdict()
+        return max(("compute", "intra", "inter"), key=lambda name: both[name])
+
+    @property
+    def name(self) -> str:
+        shared = f", {self.head} sharing heads ({self.placement})"
+        return self.algorithm + shared * (self.head > 1 and self.algorithm != "ulysses")
+
+
+def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Iterator[Option]:
+    """Every algorithm, side and number of groups of heads on one grid."""
+    sizes = shared_sizes(call.sizes, topology.head)
+    grid = Grid(topology.inter_size, topology.intra_size)
+    spans = cost.ring_spans(call.layout, topology, call.seq_len)
+    visible = shards_visible(call.mask, spans, spans)
+    assert rates.compute is not None
+    flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
+    seconds = pairs_seen(call.mask, spans) * (flops / rates.compute)
+    kept = round(call.kept * (grid.size - 1))
+    there_heads, back_heads = _sharing(topology, sizes, rates)
+    alone, trained = grid.size == 1, any(sizes.needs_grad)
+    rings = ["ring"] if alone else RINGS if topology.head == 1 else INSIDE
+    for algorithm in [fixed.algorithm] if fixed.algorithm else rings:
+        there = cost.forward_schedule(algorithm, grid, visible, sizes)
+        sides = ["kv"] if call.kept or alone else SIDES
+        backs = [
+            cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
+            for side in ([fixed.side] if fixed.side else sides)
+        ]
+        for count in _head_groups(sizes, fixed, alone):
+            forward = forecast.pass_time(there, sizes, seconds, rates, count) + there_heads
+            for back in backs:
+                backward = IDLE
+                if trained:
+                    backward = forecast.pass_time(back, sizes, BACKWARD * seconds, rates, count)
+                    backward += back_heads
+                yield Option(
+                    _named(algorithm, topology), back.side, count, topology.head,
+                    topology.placement, forward, backward, _sent((there, back), topology, sizes),
+                )  # fmt: skip
+
+
+def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:
+    """By all ranks of all rings and head groups."""
+    total = Traffic()
+    for plan in schedules:
+        ring = cost.total_traffic(plan, sizes)
+        total += Traffic(ring.intra * topology.head, ring.inter * topology.head)
+    for rank in range(topology.size):
+        group = topology.head_group(rank)
+        links = [topology.link(rank, peer) for peer in group]
+        for sent in cost.head_traffic(links, group.index(rank), sizes):
+            total += sent
+    return total
+
+
+def _head_groups(sizes: Sizes, fixed: Fixed, alone: bool) -> Sequence[int]:
+    if fixed.head_groups is not None:
+        return [fixed.head_groups]
+    return [1] if alone else [n for n in HEAD_GROUPS if sizes.kv_heads % n == 0]
+
+
+def _named(algorithm: str, topology: Topology) -> str:
+    """How `attention` calls this algorithm on groups that share heads."""
+    if 1 < topology.head == topology.size:
+        return "ulysses"
+    return "hybrid" if topology.head > 1 and algorithm == "burst" else algorithm
+
+
+def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[Pass, Pass]:
+    """The exchanges of heads before and after a ring, forward and backward: nothing runs beside
+    them, and both link classes are busy at once."""
+    links = [topology.link(0, peer) for peer in topology.head_group(0)[1:]]
+    passes = []
+    messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
+    for size, count in zip(sizes.scattered_bytes(topology.head), messages, strict=True):
+        busy = [
+            links.count(link) * (count * rates.latency + size / rate)
+            for link, rate in (("intra", rates.intra), ("inter", rates.inter))
+        ]
+        passes.append(Pass(max(busy) + 2 * rates.posting * bool(links), 0.0, *busy))
+    return passes[0], passes[1]
+
+
+def shared_sizes(sizes: Sizes, head: int) -> Sizes:
+    """What a rank holds in its ring, where `head` ranks share the heads of the same rows."""
+    return replace(
+        sizes,
+        tokens=sizes.tokens * head,
+        heads=Share(sizes.heads, head).each,
+        kv_heads=Share(sizes.kv_heads, head).each,
+    )
+
+
+def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
+    """Every way to share these heads; placements that come to the same only once."""
+    found: dict[tuple, Topology] = {}
+    for head in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        if head > 1 and not shareable(sizes.heads, sizes.kv_heads, head):
+            continue
+        for placement in PLACEMENTS:
+            try:
+                grid = Topology(ranks, intra, head, placement)
+            except ValueError:  # rings whose nodes hold unequal numbers of ranks
+                continue
+            found.setdefault((head, tuple(grid.ring(0)), tuple(grid.head_group(0))), grid)
+    return list(found.values())

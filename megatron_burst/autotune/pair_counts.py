@@ -1,0 +1,61 @@
+"""How many pairs the shards of a ring see of each other, for all pairs of shards at once.
+
+`cost.visible_pairs` counts the tiles of one pair of shards, exactly; this serves forecasts of
+large grids: exact where a mask shows all, nothing, or a band, and by a sample where it has to be
+asked position by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..layout import Span
+from ..masks import Cover, Mask
+
+SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing better is known
+
+
+def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
+    """float [G, G]: visible (query, key) pairs of the queries of shard i and the keys of j."""
+    owners = np.repeat(np.arange(len(shards)), [len(each) for each in shards])
+    spans = [span for each in shards for span in each]
+    fields = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+    q, k = Span(*fields[:, :, None]), Span(*fields[:, None, :])
+    rows, columns = fields[2][:, None], fields[2][None, :]
+    covers, bands = mask.covers(q, k), mask.bands(q, k)
+    count = _below(bands.right, rows, columns) - _below(-bands.left - 1, rows, columns)
+    count = np.where(bands.known, np.maximum(count, 0), 0).astype(float)
+    count = np.where(covers == Cover.FULL, rows * columns, count)
+    count = np.where(covers == Cover.EMPTY, 0, count)
+    for i, j in np.argwhere((covers == Cover.PARTIAL) & ~bands.known).tolist():
+        count[i, j] = _sampled(mask, spans[i], spans[j])
+    total = np.zeros((len(shards), len(shards)))
+    np.add.at(total, (owners[:, None], owners[None, :]), count)
+    return total
+
+
+def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """How many (row, column) of each rectangle have column - row <= limit."""
+    limit = np.clip(limit, -rows - 1, columns)
+
+    def summed(t: np.ndarray) -> np.ndarray:
+        """1 + 2 + ... + t, no summand above `columns`."""
+        t = np.maximum(t, 0)
+        low = np.minimum(t, columns)
+        return low * (low + 1) // 2 + (t - low) * columns
+
+    return summed(limit + rows) - summed(limit)
+
+
+def _sampled(mask: Mask, q: Span, k: Span) -> float:
+    """Visible pairs of a rectangle, by an even sample of its rows and columns."""
+    positions = []
+    for span in (q, k):
+        count = min(SAMPLES, span.length)
+        # From the middle of as many equal parts, and not in step with what repeats.
+        index = (2 * np.arange(count) + 1) * span.length // (2 * count)
+        positions.append(span.start + span.stride * index)
+    seen = mask.visible(positions[0][:, None], positions[1][None, :])
+    return float(np.mean(seen) * q.length * k.length)

@@ -1,0 +1,170 @@
+"""Which algorithm, side, groups of heads and head-parallel ranks: the one predicted to be fastest.
+
+Takes one of `options` and says why. `choose` is for use before there are groups; `prepare` asks
+`best` for the groups it has. Knows no tensors: no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..layout import Layout, make
+from ..masks import Causal, Mask
+from ..schedule.cost import Sizes
+from ..schedule.topology import Topology
+from .candidates import Call, Fixed, Option, grids, on_grid
+from .rates import Rates, check_rates
+
+OPEN = Fixed()
+# Predictions closer than this are a tie: the simplest, then the fewest bytes between nodes.
+TIE = 0.015
+# Measured it took up to 1.17 times what was predicted, and it holds all chunks at once.
+HANDICAP = {"all_gather": 1.15}
+BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The option taken, and all others by predicted time.
+
+    `call` are keywords for `mb.prepare` or `mb.attention`, `groups` for
+    `mb.Groups.from_topology`.
+    """
+
+    taken: Option
+    others: tuple[Option, ...] = field(repr=False)
+    rates: Rates
+    per_node: int
+
+    @property
+    def call(self) -> dict[str, Any]:
+        taken = self.taken
+        return {
+            "algorithm": taken.algorithm,
+            "side": taken.side,
+            "head_groups": taken.head_groups,
+        }
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        taken = self.taken
+        return {"intra": self.per_node, "head": taken.head, "placement": taken.placement}
+
+    @property
+    def seconds(self) -> float:
+        """Predicted for one forward and backward."""
+        return self.taken.seconds
+
+    @property
+    def why(self) -> str:
+        """ "41 ms; ring 180 ms; the link between nodes is the bottleneck"."""
+        parts = [human(self.seconds)]
+        rival = next((o for o in self.others if o.name != self.taken.name), None)
+        if rival is not None:
+            parts.append(f"{rival.name} {human(rival.seconds)}")
+        if self.seconds > 0:
+            parts.append(f"{BUSY[self.taken.bottleneck]} is the bottleneck")
+        return "; ".join(parts)
+
+
+def choose(
+    *,
+    ranks: int,
+    intra: int,
+    rates: Rates,
+    tokens: int,
+    heads: int,
+    kv_heads: int | None = None,
+    width: int,
+    value_width: int | None = None,
+    batch: int = 1,
+    itemsize: int = 2,
+    wire_itemsize: int | None = None,
+    mask: Mask | None = None,
+    layout: str | Layout = "zigzag",
+) -> Choice:
+    """The fastest way to run attention on `ranks` ranks, `intra` per node, before groups exist.
+
+    tokens: rows of each rank; heads, kv_heads, width, value_width, batch: of its q, k and v;
+    itemsize: bytes per element, wire_itemsize: of travelling gradients (default: fp32's 4, or
+    itemsize where that is larger); mask, layout: as in `prepare`; rates: with `compute`. Head
+    parallelism is among the options, wherever ranks can share these heads.
+
+        choice = mb.choose(ranks=8, intra=4, rates=mb.Rates(...), tokens=4096, heads=32, width=128)
+        groups = mb.Groups.from_topology(pg, **choice.groups)
+        plan = mb.prepare(q, k, v, groups=groups, **choice.call)
+
+    Raises ValueError naming the argument that cannot be.
+    """
+    _check_stated(rates)
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_width = width if value_width is None else value_width
+    numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "width": width,
+               "value_width": value_width, "batch": batch, "itemsize": itemsize,
+               "wire_itemsize": 4 if wire_itemsize is None else wire_itemsize}  # fmt: skip
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    wire = max(4, itemsize) if wire_itemsize is None else wire_itemsize
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads must divide the {heads} heads, got {kv_heads}")
+    Topology(ranks, intra)
+    layout = make(layout, cp_size=ranks) if isinstance(layout, str) else layout
+    if not isinstance(layout, Layout) or layout.cp_size != ranks:
+        raise ValueError(f"layout must be a name or a Layout of {ranks} ranks, got {layout!r}")
+    mask = Causal() if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
+    try:
+        layout.check(tokens * ranks)
+    except ValueError as error:
+        raise ValueError(
+            f"tokens: {tokens} rows on each of {ranks} ranks are {tokens * ranks} positions; "
+            f"{error}"
+        ) from error
+    mask.check(tokens * ranks)
+    stat = 8 if itemsize == 8 else 4
+    sizes = Sizes(tokens, batch, heads, kv_heads, width, value_width, itemsize, stat, wire,
+                  (True, True, True))  # fmt: skip
+    return best(Call(sizes, mask, layout), grids(ranks, intra, sizes), rates)
+
+
+def best(call: Call, topologies: Sequence[Topology], rates: Rates, fixed: Fixed = OPEN) -> Choice:
+    """The option that is predicted to be fastest; of those within TIE of it the simplest."""
+    found = [o for topology in topologies for o in on_grid(call, topology, rates, fixed)]
+    found.sort(key=lambda option: option.seconds)
+    if not all(math.isfinite(option.seconds) for option in found):
+        raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
+    limit = min(_weighed(option) for option in found) * (1 + TIE)
+    taken = min((o for o in found if _weighed(o) <= limit), key=_simplicity)
+    others = tuple(option for option in found if option is not taken)
+    return Choice(taken, others, rates, topologies[0].per_node)
+
+
+def _weighed(option: Option) -> float:
+    return option.seconds * HANDICAP.get(option.algorithm, 1.0)
+
+
+def _simplicity(option: Option) -> tuple[Any, ...]:
+    order = ("ring", "burst", "ulysses", "hybrid", "all_gather")
+    name = order.index(option.algorithm)
+    sent = option.sent
+    return option.head > 1, option.head_groups, sent.inter, sent.total, name, option.seconds
+
+
+def _check_stated(rates: Rates) -> None:
+    check_rates(rates)
+    if rates.compute is None:
+        raise ValueError(
+            "rates: compute is None, and there are no tensors to measure it with; state it, or "
+            "call mb.measure_rates(groups, like=(q, k, v))"
+        )
+
+
+def human(seconds: float) -> str:
+    """Three digits and a unit."""
+    unit, size = next(((u, n) for u, n in (("s", 1.0), ("ms", 1e-3)) if seconds >= n), ("us", 1e-6))
+    return f"{seconds / size:.3g} {unit}"

@@ -1,0 +1,223 @@
+"""What is installed here, and does it work: versions, local-attention kernels, Megatron's hooks.
+
+Owns: what counts as tested. Versions are read, and nothing is imported for them. Each kernel is run
+on a small input rather than asked, and the hooks are put into this Megatron and taken out again.
+Must not know the user's command.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+from ... import masks
+from ...attention import attention
+from ...comm.groups import Groups
+from ...kernels import TABLE, make
+from ...kernels.flash_packages import PACKAGES as FLASH
+from ...kernels.flash_packages import NotInstalled, load
+from ..patch import version_of
+from .finding import Finding, note, ok, problem
+
+TESTED = ("0.16", "0.19")
+INSTALL = 'pip install "megatron-burst[megatron]"'
+# What rounding may do to a kernel's results, relative to the largest of them.
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+WIDTH = 128
+MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
+PACKAGES = {
+    "Transformer Engine": ("transformer-engine", "transformer_engine"),
+    "triton": ("triton", "pytorch-triton"),
+}
+
+
+def version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed, or None."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def versions() -> Iterator[Finding]:
+    """Python, torch and what it was built with, Megatron-Core, optional packages."""
+    yield ok("Python", platform.python_version())
+    yield ok("torch", torch.__version__)
+    cuda = torch.version.cuda
+    if cuda and torch.cuda.is_available():
+        yield ok("CUDA", cuda)
+        yield ok("NCCL", ".".join(map(str, nccl.version())))
+    else:
+        built = f"torch is built for CUDA {cuda}" if cuda else "torch is built without CUDA"
+        yield note("CUDA", f"{built}, and no GPU is visible: everything runs on the CPU with gloo")
+    yield _megatron()
+    for name, distributions in PACKAGES.items():
+        found = version(*distributions)
+        yield ok(name, found) if found else note(name, "not installed, and not needed")
+    yield from flash_attention()
+
+
+def flash_attention() -> Iterator[Finding]:
+    """Each FlashAttention package: is it there, and do the signatures of its functions fit?"""
+    for name, package in FLASH.items():
+        found = package.version or "of unknown version"
+        try:
+            load(name)
+        except NotInstalled:
+            yield note(package.title, "not installed, and not needed")
+        except ValueError as error:
+            reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
+            yield note(package.title, f"not usable: {reason}", f"install {package.fits}")
+        else:
+            yield ok(package.title, f"{found}; its functions fit --burst-kernel {name}")
+
+
+def _megatron() -> Finding:
+    found = megatron_version()
+    if found is None:
+        return problem("Megatron-Core", "not installed", INSTALL)
+    if ".".join(found.split(".")[:2]) in TESTED:
+        return ok("Megatron-Core", found)
+    return note("Megatron-Core", f"{found}; tested are {' and '.join(TESTED)}")
+
+
+def megatron_version() -> str | None:
+    """The version of the Megatron-Core that would be imported, or None.
+
+    Read from its source: a checkout on the path may be ahead of an installed wheel.
+    """
+    try:
+        found = util.find_spec("megatron.core")
+    except ImportError:
+        return None
+    if found is None:
+        return None
+    for folder in found.submodule_search_locations or ():
+        if Path(folder, "package_info.py").is_file():
+            return version_of(Path(folder).parents[1])
+    return version("megatron-core", "megatron_core")
+
+
+def kernels() -> Iterator[Finding]:
+    """Each local-attention kernel, run forward and backward on this machine's device, and what
+    "auto" takes of them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, list[float | Exception]] = {}
+    for name in TABLE:
+        found[name] = [_outcome(name, device, mask) for mask in MASKS.values()]
+        yield _kernel(name, device, found[name])
+    x = torch.empty(1, 1, 1, WIDTH, device=device, dtype=_dtype(device))
+    taken = [make("auto", x, x, x, mask=mask).name for mask in MASKS.values()]
+    words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
+    broken = {n for i, n in enumerate(taken) if not isinstance(found[n][i], float)}
+    if broken:
+        others = [name for name, each in found.items() if all(isinstance(x, float) for x in each)]
+        yield problem(
+            "kernel auto",
+            f"takes {words}, but {', '.join(sorted(broken))} does not work here",
+            f"--burst-kernel {' or '.join(others) or 'reference'}",
+        )
+    else:
+        yield ok("kernel auto", f"takes {words}")
+
+
+def _kernel(name: str, device: torch.device, found: Sequence[float | Exception]) -> Finding:
+    """Wrong results are a problem, whoever asks for the kernel; one that cannot run is a note."""
+    topic = f"kernel {name}"
+    wrong = next((each for each in found if isinstance(each, Wrong)), None)
+    if wrong is not None:
+        return problem(topic, f"computes wrongly on {device.type}: {wrong}", "take another kernel")
+    causal, window = found
+    if isinstance(causal, Exception):
+        reason = str(causal).split(";")[0].splitlines()[0]
+        return note(topic, f"not usable on {device.type}: {reason}")
+    windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
+    return ok(
+        topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
+    )
+
+
+class Wrong(ArithmeticError):
+    """A kernel ran, and its results are off by more than rounding."""
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | Exception:
+    """The error of a kernel, or why it cannot be used."""
+    try:
+        return _compare(name, device, mask)
+    except Exception as failure:
+        return failure
+
+
+def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
+    """The largest error of a kernel's results over a ring of two, relative to the reference.
+
+    Grouped heads, lengths that are no power of two, queries that travel: what no operator of
+    torch's was made for. `Wrong` if it is no rounding.
+    """
+    dtype = _dtype(device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(200, 1, heads, WIDTH) for heads in (4, 2, 2)] * 2
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    found = [_ring(each, inputs, mask) for each in (name, "reference")]
+    error = 0.0
+    for mine, right in zip(*found, strict=True):
+        off = ((mine - right).abs().max() / right.abs().max()).item()
+        if not off <= ERROR[dtype]:  # nor if it is NaN, which max() passes over
+            raise Wrong(f"its results are off by {off:.1g} of the largest")
+        error = max(error, off)
+    return error
+
+
+def _ring(kernel: str, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list[torch.Tensor]:
+    """Outputs and gradients of two ranks in this process, in float32."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    shards = [[leaves[i], leaves[i + 3]] for i in range(3)]
+    groups = Groups.in_process(intra=2)
+    outs = attention(*shards, groups=groups, mask=mask, kernel=kernel, side="query")
+    (outs[0].float().square().sum() + outs[1].float().square().sum()).backward()
+    return [x.detach().float() for x in (*outs, *(leaf.grad for leaf in leaves)) if x is not None]
+
+
+def hooks() -> Iterator[Finding]:
+    """Do the hooks fit this Megatron? They are installed and removed."""
+    if megatron_version() is None:
+        return  # said among the versions
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import megatron_burst.megatron as burst
+            import megatron_burst.megatron.core_attention  # noqa: F401  imports Megatron-Core
+            from megatron_burst.megatron.patching.patched import patched_places
+    except ImportError as error:
+        yield problem("Megatron-Core", f"cannot be imported: {error}", INSTALL)
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            burst.install()
+    except Exception as error:
+        yield problem(
+            "Megatron hooks",
+            f"{type(error).__name__}: {error}",
+            f"use Megatron-Core {' or '.join(TESTED)}, or report this line",
+        )
+        return
+    burst.uninstall()
+    seams = len(patched_places())
+    patched = (
+        f"; {seams} of its functions have a seam (`patches/`)" if seams else ", which is unpatched"
+    )
+    yield ok("Megatron hooks", f"fit this Megatron{patched}")

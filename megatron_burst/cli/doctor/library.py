@@ -1,0 +1,74 @@
+"""Is the library of `csrc/` here, and are its operators right on this machine's devices?
+
+Each operator is run on a small input and held against its formula in float64, rather than trusted:
+a GPU for which it was not compiled shows here. Must not know how it is built or loaded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from ...kernels import native as csrc
+from .finding import Finding, note, ok, problem
+
+FIX = "python setup.py build_csrc, or remove the file"
+TOLERANCE = 1e-5  # of float32
+
+
+def library() -> Iterator[Finding]:
+    """One finding where there is no library or it cannot be loaded, else one for each device."""
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        devices = csrc.load.__wrapped__(csrc.FILE)  # asked anew: a cached answer has no reason
+    if complaints:
+        yield problem("csrc", str(complaints[0].message), FIX)
+    elif not devices:
+        yield note("csrc", "not built, and not needed: torch's operators do its work")
+    for device in sorted(devices):
+        if device == "cpu" or torch.cuda.is_available():
+            yield _tried(device)
+    if "cuda" not in devices and devices and torch.cuda.is_available():
+        yield note("csrc on cuda", "built without CUDA: torch's operators do its work there")
+
+
+def _tried(device: str) -> Finding:
+    topic = f"csrc on {device}"
+    try:
+        wrong = [name for name, worst in _errors(torch.device(device)) if not worst <= TOLERANCE]
+    except RuntimeError as error:
+        return problem(topic, str(error).splitlines()[0], FIX)
+    if wrong:
+        return problem(topic, f"wrong results: {', '.join(wrong)}", FIX)
+    return ok(topic, "its operators are used, and right")
+
+
+def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Each operator's name and largest error; NaN where it did not run at all."""
+    generator = torch.Generator().manual_seed(0)
+    x, y, z = torch.randn(3, 16, 1, 2, 64, generator=generator).to(device)
+    lse, other = x[..., 0].clone(), y[..., 0].clone()
+    total = torch.logaddexp(lse.double(), other.double())
+    shares = (torch.stack([lse, other]).double() - total).exp()
+    merged = (shares[..., None] * torch.stack([x, y])).sum(0)
+    delta = (x.double() * y.double()).sum(-1)
+    rows, ones = z.reshape(32, 64).clone(), torch.ones(32, device=device)
+    labels, level = torch.arange(32, device=device), rows.logsumexp(1)
+    softmax = rows.double().softmax(1) - torch.eye(32, 64, device=device)
+
+    found = csrc.delta(x, y, torch.float32)
+    yield "delta", _worst(found, delta)
+    made = csrc.stand_in(y, delta.float())
+    yield "stand_in", _worst(None if made is None else (made.double() * y).sum(-1), delta)
+    done = csrc.softmax_gradient_(rows, labels, level, ones, -ones, 0 * ones, 64, 1.0, None)
+    yield "softmax_gradient_", _worst(rows if done else None, softmax)
+    done = csrc.merge_(x, lse, y, other)
+    yield "merge_", max(_worst(x if done else None, merged), _worst(lse, total))
+
+
+def _worst(found: torch.Tensor | None, exact: torch.Tensor) -> float:
+    if found is None:
+        return float("nan")
+    return ((found.double() - exact).abs().max() / exact.abs().max()).item()

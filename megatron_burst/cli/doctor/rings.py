@@ -1,0 +1,253 @@
+"""A five-second check of the real groups: is the result right, and how fast is each ring?
+
+Owns what is run on them and what counts as right. Every rank makes the same input, computes dense
+attention and its gradients from it by hand in float64, and compares its own rows. What one rank
+finds, every rank is told: all exit with the same status. Must not know Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+from ...comm.transport import Channel, Receive, Send
+from . import machine, report
+from .command import Command
+from .finding import Finding, note, ok, problem, status
+from .sizes import Sizes, hierarchical_sizes
+
+ROWS, WIDTH = 8, 16  # per rank; of a head
+SECONDS = 0.7  # of timing per ring
+MESSAGE = {"cpu": 2**20, "cuda": 2**26}  # bytes
+LIMIT = timedelta(seconds=60)
+TOLERANCE = {torch.float64: 1e-10, torch.bfloat16: 2e-2}  # of the largest value
+
+
+def run(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
+    """Join the other processes, check, and report on rank 0; the exit status, alike on all."""
+    if not machine.launched():
+        raise ValueError(
+            "--distributed runs on all ranks: torchrun --nproc-per-node N -m megatron_burst doctor "
+            "--distributed"
+        )
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(machine.local_rank())
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=LIMIT)
+    try:
+        return examine(command, gpus_per_node, as_json)
+    finally:
+        dist.destroy_process_group()
+
+
+def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
+    """Check the groups of a process group that is there; the exit status, alike on all ranks."""
+    here: list[dict[str, Any]] = [machine.describe()] * dist.get_world_size()
+    dist.all_gather_object(here, here[dist.get_rank()])
+    hosts = [one["host"] for one in here]
+    per_node = hosts.count(hosts[0]) if gpus_per_node is None else gpus_per_node
+    before = _taken()
+    groups, sizes = _context_groups(command, per_node)
+    findings = list(_nodes(here, per_node))
+    findings.append(ok("sizes", f"{sizes.intra} x {sizes.inter}: {sizes.reason}"))
+    findings += _correctness(groups)
+    findings += _bandwidths(groups[0][1])
+    findings.append(_communicators(groups[0][1], before))
+    if dist.get_rank() == 0:
+        nodes = {one["host"]: one for one in here}
+        report.show(findings, {"nodes": list(nodes.values())}, as_json)
+    return status(findings)
+
+
+def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb.Groups]], Sizes]:
+    """The grids that algorithms need, of this rank's context-parallel group; collective."""
+    world, tp = dist.get_world_size(), command.tp
+    cp = command.cp if "--context-parallel-size" in command else max(1, world // tp)
+    sizes = hierarchical_sizes(tp, cp, per_node)
+    if cp < 2 or world % (tp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not fit the "
+            f"{world} processes started, or leaves one context-parallel rank; start a multiple "
+            "of their product"
+        )
+    mine: Any = None
+    for first in range(0, world, tp * cp):  # tensor-parallel ranks next to each other
+        for offset in range(tp):
+            members = list(range(first + offset, first + tp * cp, tp))
+            group = dist.new_group(members, timeout=LIMIT)
+            mine = group if dist.get_rank() in members else mine
+    made = [("ring", mb.Groups.from_topology(mine, intra=sizes.intra))]
+    made.append(("ulysses", mb.Groups.from_topology(mine, intra=sizes.intra, head=cp)))
+    if not sizes.flat:
+        made.append(("hybrid", mb.Groups.from_topology(mine, intra=sizes.intra, head=sizes.intra)))
+    return made, sizes
+
+
+def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
+    """Hosts with their GPUs and network interfaces; whether they are alike."""
+    hosts = [one["host"] for one in here]
+    for host in dict.fromkeys(hosts):
+        one = here[hosts.index(host)]
+        nics = ", ".join(f"{name} ({speed})" for name, speed in one["nics"].items()) or "none shown"
+        found = f"{hosts.count(host)} ranks, {len(one['gpus'])} GPUs, NICs: {nics}"
+        yield ok(f"host {host}", found)
+        if hosts.count(host) != per_node:
+            yield note(
+                f"host {host}",
+                f"{hosts.count(host)} ranks run here, and a node is taken to hold {per_node}",
+                "give --gpus-per-node as it is in the run",
+            )
+    sets = {(len(one["gpus"]), len(one["nics"])) for one in here}
+    if len(sets) > 1:
+        yield note("hosts", f"differ in (GPUs, NICs): {sorted(sets)}", "the slowest sets the pace")
+
+
+# --- correctness ---------------------------------------------------------------------------
+
+
+def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
+    """Every algorithm and side that applies to these grids, against dense attention."""
+    grids = dict(made)
+    ring, algorithms = grids["ring"], ["ring", "burst", "all_gather"]
+    if ring.topology.intra_size > 1 and ring.topology.inter_size > 1:
+        algorithms.append("double_ring")
+    cases = [(a, side, ring) for a in algorithms for side in ("kv", "query")]
+    cases += [(name, "kv", groups) for name, groups in made[1:]]
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
+    whole, wanted = _oracle(ring.size, dtype)
+    found: list[tuple[float, str]]
+    for algorithm, side, groups in cases:
+        try:
+            mine = _worst(groups, algorithm, side, whole, wanted), ""
+        except Exception as error:
+            mine = math.inf, f"{type(error).__name__}: {error}"
+        found = [mine] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        worst = max(error for error, _ in found)
+        topic = f"attention {algorithm}, side {side}"
+        if worst <= TOLERANCE[dtype]:
+            yield ok(topic, f"right on all ranks: largest difference {worst:.1e} ({dtype})")
+            continue
+        bad = [rank for rank, (error, _) in enumerate(found) if error > TOLERANCE[dtype]]
+        said = next((words for _, words in found if words), f"largest difference {worst:.1e}")
+        yield problem(
+            topic,
+            f"wrong on ranks {bad}: {said}",
+            "do not train with it; try NCCL_P2P_DISABLE=1 to tell links from software, report this",
+        )
+
+
+def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(q, k, v, dout), (out, dq, dk, dv), all [S, 1, h, d] on the CPU: causal attention, dense, by
+    formula, in float64, a head at a time."""
+    length, heads = 2 * ROWS * ranks, ranks * math.ceil(4 / ranks)
+    draw = torch.Generator().manual_seed(1)
+    shape = length, 1, heads, WIDTH
+    whole = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for _ in range(4)]
+    results = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scale = WIDTH**-0.5
+    for head in range(heads):
+        q, k, v, dout = (x[:, 0, head].double() for x in whole)
+        p = (q @ k.T * scale).masked_fill(hidden, -math.inf).softmax(dim=1)
+        out = p @ v
+        ds = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
+        for result, value in zip(results, (out, ds @ k, ds.T @ q, p.T @ dout), strict=True):
+            result[:, 0, head] = value
+    return whole, results
+
+
+def _worst(
+    groups: mb.Groups, algorithm: str, side: str, whole: list[torch.Tensor], wanted: list
+) -> float:
+    """Largest difference of this rank's out, dq, dk, dv, over the largest value of each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    front, back = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
+    rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (front, back)])
+    q, k, v, dout = (x[rows].to(device) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = mb.attention(q, k, v, groups=groups, algorithm=algorithm, side=side, layout="zigzag")
+    out.backward(dout)
+    worst = 0.0
+    for got, right in zip((out, q.grad, k.grad, v.grad), wanted, strict=True):
+        assert got is not None
+        difference = (got.detach().cpu().double() - right[rows]).abs() / right.abs().max()
+        worst = max(worst, difference.max().item() if difference.isfinite().all() else math.inf)
+    return worst
+
+
+# --- bandwidth -----------------------------------------------------------------------------
+
+
+def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
+    """What each rank sends to its neighbour per second while all do, per ring."""
+    topology = groups.topology
+    for ring, width in (("intra", topology.intra_size), ("inter", topology.inter_size)):
+        name = f"bandwidth {ring}"
+        if width < 2:
+            yield note(name, "there is no such ring")
+            continue
+        rates = [0.0] * dist.get_world_size()
+        dist.all_gather_object(rates, _rate(groups, ring))
+        low, median = min(rates) / 1e9, sorted(rates)[len(rates) // 2] / 1e9
+        yield ok(name, f"{median:.3g} GB/s per rank and direction (median), slowest {low:.3g}")
+
+
+def _rate(groups: mb.Groups, ring: str) -> float:
+    """Bytes per second that this rank sends on a ring of it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width = groups.topology.intra_size
+    node, index = divmod(groups.rank, width)
+    if ring == "intra":
+        to, back = node * width + (index + 1) % width, node * width + (index - 1) % width
+    else:
+        to, back = (groups.rank + width) % groups.size, (groups.rank - width) % groups.size
+    end, size = groups.members[0].ring, MESSAGE[device]
+    there, here = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def shift(times: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            send, receive = Send(to, ring, [there]), Receive(back, [here])
+            end.exchange(Channel(ring, False), [send], [receive], "bandwidth").wait()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    shift(1)  # connects
+    seconds = [0.0] * dist.get_world_size()
+    dist.all_gather_object(seconds, shift(3) / 3)
+    times = max(3, min(200, round(SECONDS / max(seconds))))  # the same on all ranks
+    return times * size / shift(times)
+
+
+# --- memory --------------------------------------------------------------------------------
+
+
+def _communicators(groups: mb.Groups, before: int | None) -> Finding:
+    """How many communicators a run gets on top of Megatron's, and what those made here take."""
+    channels = getattr(groups.members[0].ring, "channels", {}).values()
+    added = len({id(group) for group in channels})
+    what = f"a plain ring adds {added} per rank to Megatron's"
+    after = _taken()
+    if before is not None and after is not None:
+        what += f"; all that were made here take {(after - before) / 2**20:.0f} MiB of GPU memory"
+    return note("communicators", what)
+
+
+def _taken() -> int | None:
+    """Bytes of this GPU that are taken, but for what torch's allocator has."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

@@ -1,0 +1,136 @@
+"""`megatron-burst patch --check PATH`: is this Megatron tree patched, or can it be?
+
+Owns: where the patch series are (`patches/` beside this file, so that they come with the wheel)
+and how one is tried: git applies it to a copy of the files it touches, and every place must then
+have its seam. Never changes the tree, which needs no git of its own. Must not know Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from ..seam import PLACES, Place, marked
+
+SERIES = Path(__file__).parents[1] / "patches"
+PATCHED, PATCHABLE, NEITHER = 0, 1, 2
+
+
+class Tried(NamedTuple):
+    """One patch on one tree: already there, why it does not apply (None: it does)."""
+
+    patch: Path
+    there: bool
+    refusal: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--check",
+        metavar="PATH",
+        type=Path,
+        required=True,
+        help="a Megatron-LM tree, or any folder that holds megatron/core",
+    )
+    parser.epilog = "exit status: 0 patched, 1 patchable, 2 neither"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status, lines = check(arguments.check)
+    print("\n".join(lines))
+    return status
+
+
+def check(tree: Path) -> tuple[int, list[str]]:
+    """(exit status, what to tell the user). ValueError if this is no Megatron."""
+    if not (tree / "megatron" / "core" / "package_info.py").is_file():
+        raise ValueError(
+            f"--check {tree}: no megatron/core/package_info.py in there; give the folder that "
+            "holds the folder megatron"
+        )
+    attempts = [attempt(tree, series) for series in sorted(SERIES.iterdir())]
+    version = version_of(tree)
+    best = min(attempts, key=lambda tried: _rank(tried, version))
+    name = best[0].patch.parent.name
+    if all(one.there for one in best):
+        return PATCHED, [f"patched: Megatron-Core {version} at {tree}"]
+    refused = [one for one in best if one.refusal]
+    if refused:
+        lines = [f"not patchable: Megatron-Core {version} at {tree}, tried series {name}, because"]
+        lines += [f"  {one.patch.name}: {one.refusal}" for one in refused]
+        return NEITHER, [*lines, "run-time hooks (megatron_burst.megatron.install) need no patch"]
+    missing = [shlex.quote(str(one.patch.resolve())) for one in best if not one.there]
+    if len(missing) == len(best):
+        missing = [shlex.quote(str(best[0].patch.parent.resolve())) + "/*.patch"]
+    shown = " ".join(missing)
+    lines = [f"patchable: Megatron-Core {version} at {tree} with series {name}; apply it with"]
+    return PATCHABLE, [*lines, f"  cd {shlex.quote(str(tree))} && git apply " + shown]
+
+
+def _rank(tried: list[Tried], version: str) -> tuple[int, bool]:
+    """How well a series fits a tree: refused patches, then the version it was made for."""
+    made_for = tried[0].patch.parent.name.split("-")[0]
+    return sum(one.refusal is not None for one in tried), not version.startswith(made_for)
+
+
+def attempt(tree: Path, series: Path) -> list[Tried]:
+    """Every patch of a series on (a copy of the files it touches of) a tree."""
+    return [_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
+
+
+def _try(tree: Path, patch: Path) -> Tried:
+    purpose = patch.stem.split("-", 1)[1]
+    places = [place for place in PLACES if place.purpose == purpose]
+    if not _without_seam(tree, places):
+        return Tried(patch, True, None)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for file in {place.file for place in places}:
+            if (tree / file).is_file():
+                (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(tree / file, copy / file)
+        refusal = _apply(patch, copy)
+        left = _without_seam(copy, places)
+    if refusal is None and left:  # git went by the context, and found it somewhere else
+        refusal = f"{left[0].file}: the hunk for {left[0].name} fits another function"
+    return Tried(patch, False, refusal)
+
+
+def _apply(patch: Path, folder: Path) -> str | None:
+    """Apply a patch in a folder; what git said if it could not."""
+    try:
+        # A repository of its own, or git would apply nothing in a folder of another one.
+        subprocess.run(["git", "init", "--quiet", folder], check=True, capture_output=True)
+        done = subprocess.run(
+            ["git", "apply", str(patch.resolve())], cwd=folder, capture_output=True, text=True
+        )
+    except FileNotFoundError as error:
+        raise ValueError("--check applies patches to a copy with git: install git") from error
+    errors = re.findall(r"^error: (.*)$", done.stderr, re.MULTILINE)
+    return None if done.returncode == 0 else "; ".join(errors) or done.stderr.strip()
+
+
+def _without_seam(tree: Path, places: list[Place]) -> list[Place]:
+    return [place for place in places if not _has_seam(tree / place.file, place)]
+
+
+def _has_seam(file: Path, place: Place) -> bool:
+    try:
+        return file.is_file() and marked(file.read_text(encoding="utf-8"), place)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not Python that can be read: {error}") from error
+
+
+def version_of(tree: Path) -> str:
+    """The version that a tree says it is."""
+    text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?([^'\"\n]*)", text, re.M))
+    return ".".join(found.get(key, "?") for key in ("MAJOR", "MINOR", "PATCH")) + found.get(
+        "PRE_RELEASE", ""
+    )

@@ -1,0 +1,206 @@
+"""`megatron-burst show`: draws masks, layouts and schedules, as text or as PNG.
+
+Owns the flags and the limits of a picture. What is drawn comes from `scene`, how it looks is
+`text`'s and `png`'s and `timeline`'s; rich and matplotlib are imported only where they draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from ...layout import LAYOUTS
+from ...schedule import rings as schedule
+from ...schedule.cost import Sizes, best_layout
+from ...schedule.tables import ALGORITHMS, ROUTES, SIDES, Grid
+from . import language
+from .scene import Choices, LayoutScene, MaskScene, ScheduleScene, Shards, schedule_scene
+
+Scene = LayoutScene | MaskScene | ScheduleScene
+
+# What still can be made out: positions of a matrix or a strip, and ranks of a timeline.
+POSITIONS = {"text": 256, "png": 1024}
+RANKS = {"text": 32, "png": 32}
+
+EPILOG = """\
+masks:    full  causal  window:LEFT,RIGHT  dilated:STRIDE  documents:LENGTHS  prefix:N
+          block:N:random  block:N:ROWS  table:ROWS, combined with & | ( )
+          LENGTHS as 3,5,8; ROWS of 0 and 1 as 110/011/001; LEFT or RIGHT may be none
+layouts:  contiguous  zigzag  striped  block_striped:BLOCK  zigzag:LENGTHS (within documents)
+
+  megatron-burst show mask --mask 'causal & window:23,0' --layout striped --ranks 8
+  megatron-burst show schedule --algorithm burst --nodes 2 --ranks-per-node 4
+  megatron-burst show schedule --backward --side query --png backward.png
+  megatron-burst show layout --mask causal --ranks 4
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `show`; what they mean is `run`'s."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    pictures = parser.add_subparsers(dest="picture", metavar="PICTURE", required=True)
+    mask = pictures.add_parser("mask", help="the score matrix, coloured by who computes it")
+    time = pictures.add_parser("schedule", help="what each rank computes and sends at each step")
+    strip = pictures.add_parser("layout", help="which positions each rank holds")
+    for sub in (mask, time, strip):
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        sub.epilog = EPILOG
+        _add_sequence(sub, default_layout=None if sub is strip else "zigzag")
+    _add_schedule(time)
+
+
+def _add_sequence(sub: argparse.ArgumentParser, default_layout: str | None) -> None:
+    sub.add_argument(
+        "--mask",
+        default=None if default_layout is None else "causal",
+        help="which pairs attend" + " (default: causal)" * bool(default_layout),
+    )
+    sub.add_argument(
+        "--layout",
+        default=default_layout,
+        metavar="LAYOUT",
+        help=f"which positions each rank holds (default: {default_layout or 'all'})",
+    )
+    sub.add_argument("--ranks", type=int, help="ranks on one node (default: 4)")
+    sub.add_argument("--nodes", type=int, help="nodes, with --ranks-per-node")
+    sub.add_argument("--ranks-per-node", type=int, help="ranks on each node")
+    sub.add_argument("--seq-len", type=int, help="positions (default: 8 per rank)")
+    sub.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead of text")
+
+
+def _add_schedule(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
+    sub.add_argument("--backward", action="store_true", help="the backward pass")
+    sub.add_argument(
+        "--side",
+        default="auto",
+        choices=("auto", *SIDES),
+        help="what travels in backward (default: the one with fewer bytes)",
+    )
+    sub.add_argument(
+        "--route",
+        default="auto",
+        choices=("auto", *ROUTES),
+        help="round the ring, or direct from owners (default: fewer bytes)",
+    )
+    sub.add_argument(
+        "--kv-cache",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="visiting keys that backward finds kept from forward (default: 0)",
+    )
+    sub.add_argument("--rank", type=int, help="only this rank")
+    sub.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
+    sub.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
+    sub.add_argument("--width", type=int, default=128, help="of a head (default: 128)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Draw what the flags ask for; ValueError for what they get wrong."""
+    scene = scene_of(arguments)
+    rank = getattr(arguments, "rank", None)
+    if arguments.png is None:
+        _need("rich", "text needs rich")
+        from . import text
+
+        text.show(scene, rank)
+        return
+    if arguments.png.suffix != ".png":
+        raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
+    _need("matplotlib", "--png needs matplotlib")
+    from . import png
+
+    png.draw(scene, arguments.png, rank)
+    print(arguments.png)
+
+
+def _need(package: str, reason: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{reason}, which is not installed: pip install 'megatron-burst[show]'")
+
+
+def scene_of(arguments: argparse.Namespace) -> Scene:
+    """The scene the flags describe."""
+    grid = _grid(arguments)
+    kind = "text" if arguments.png is None else "png"
+    _at_least_one(arguments, ("seq_len", "heads", "kv_heads", "width"))
+    seq_len = 8 * grid.size if arguments.seq_len is None else arguments.seq_len
+    if arguments.picture == "schedule":
+        _at_most("--ranks", grid.size, RANKS[kind], kind)
+    else:
+        _at_most("--seq-len", seq_len, POSITIONS[kind], kind)
+    if arguments.picture == "layout":
+        return _layouts(arguments, grid.size, seq_len)
+    mask = language.mask(arguments.mask, seq_len)
+    layout = language.make_layout(arguments.layout, grid.size)
+    layout.check(seq_len)
+    shards = Shards(mask, layout, seq_len, arguments.mask, arguments.layout)
+    if arguments.picture == "mask":
+        return MaskScene(shards, schedule.forward("ring", Grid(1, grid.size)))
+    if arguments.rank is not None and not 0 <= arguments.rank < grid.size:
+        raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {arguments.rank}")
+    choices = Choices(
+        arguments.algorithm, arguments.backward, arguments.side, arguments.route,
+        arguments.kv_cache,
+    )  # fmt: skip
+    return schedule_scene(shards, grid, _sizes(arguments, seq_len // grid.size), choices)
+
+
+def _layouts(arguments: argparse.Namespace, ranks: int, seq_len: int) -> LayoutScene:
+    names = [arguments.layout] if arguments.layout else list(LAYOUTS)
+    mask = language.mask(arguments.mask or "full", seq_len)
+    layouts = [language.make_layout(name, ranks) for name in names]
+    for layout in layouts:
+        layout.check(seq_len)
+    rows = [
+        Shards(mask, layout, seq_len, arguments.mask or "", name)
+        for layout, name in zip(layouts, names, strict=True)
+    ]
+    every = arguments.mask and not arguments.layout
+    return LayoutScene(tuple(rows), best_layout(mask, ranks, seq_len) if every else None)
+
+
+def _grid(arguments: argparse.Namespace) -> Grid:
+    nodes, per_node = arguments.nodes, arguments.ranks_per_node
+    if (nodes is None) != (per_node is None):
+        raise ValueError("--nodes and --ranks-per-node go together; give both, or --ranks")
+    if nodes is not None and arguments.ranks not in (None, nodes * per_node):
+        raise ValueError(
+            f"--ranks {arguments.ranks} is not --nodes {nodes} x --ranks-per-node {per_node}"
+        )
+    _at_least_one(arguments, ("ranks", "nodes", "ranks_per_node"))
+    if nodes is None:
+        return Grid(1, 4 if arguments.ranks is None else arguments.ranks)
+    return Grid(nodes, per_node)
+
+
+def _at_least_one(arguments: argparse.Namespace, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def _at_most(flag: str, value: int, limit: int, kind: str) -> None:
+    if value > limit:
+        larger = f" (--png: {POSITIONS['png']})" * (flag == "--seq-len" and kind == "text")
+        raise ValueError(
+            f"{flag}: a picture as {kind} shows at most {limit}{larger}, got {value}; scale the "
+            "lengths down together"
+        )
+
+
+def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
+    """bf16 on the wire, gradients and row statistics in fp32, batch 1."""
+    if arguments.heads % arguments.kv_heads:
+        raise ValueError(
+            f"--kv-heads must divide --heads, got {arguments.kv_heads} and {arguments.heads}"
+        )
+    return Sizes(
+        tokens=tokens, batch=1, heads=arguments.heads, kv_heads=arguments.kv_heads,
+        width=arguments.width, value_width=arguments.width, itemsize=2, stat_itemsize=4,
+        wire_itemsize=4, needs_grad=(True, True, True),
+    )  # fmt: skip

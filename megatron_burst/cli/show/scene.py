@@ -1,0 +1,246 @@
+"""What a picture shows, read from masks, layouts and schedules: never made up for the picture.
+
+Owns which choices a picture offers; the schedule they lead to is `cost`'s, as a plan's is. Knows
+numbers, and neither colours nor terminals.
+
+Shape letters: G ranks, S positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ...layout import Layout
+from ...masks import Cover, Mask
+from ...schedule import cost
+from ...schedule.rings import Schedule
+from ...schedule.tables import Chunk, Grid, Hop, Pair
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A sequence of `seq_len` positions over ranks, and which of it sees which."""
+
+    mask: Mask
+    layout: Layout
+    seq_len: int
+    mask_text: str  # as the user wrote them
+    layout_text: str
+
+    @property
+    def size(self) -> int:
+        return self.layout.cp_size
+
+    @cached_property
+    def covers(self) -> np.ndarray:
+        """Cover [G, G]: of the queries of rank i over the keys of rank j, all spans together."""
+        covers = np.empty((self.size, self.size), dtype=int)
+        spans = [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
+        for i, j in np.ndindex(covers.shape):
+            found = {self.mask.cover(q, k) for q in spans[i] for k in spans[j]}
+            covers[i, j] = found.pop() if len(found) == 1 else Cover.PARTIAL
+        return covers
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """int64 [G, G]: how many pairs of positions are visible."""
+        spans = [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
+        counts = [[cost.visible_pairs(self.mask, q, k) for k in spans] for q in spans]
+        return np.array(counts, dtype=np.int64)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """int64 [S]: the positions in shard order, rank after rank."""
+        parts = [self.layout.positions(rank, self.seq_len) for rank in range(self.size)]
+        return np.concatenate(parts)
+
+    @cached_property
+    def holders(self) -> np.ndarray:
+        """int64 [S]: the rank that holds each position."""
+        holders = np.empty(self.seq_len, dtype=np.int64)
+        holders[self.order] = np.repeat(np.arange(self.size), self.lengths)
+        return holders
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many positions each rank holds."""
+        spans = (self.layout.spans(rank, self.seq_len) for rank in range(self.size))
+        return [sum(span.length for span in of_rank) for of_rank in spans]
+
+    @property
+    def work(self) -> list[int]:
+        return cost.work(self.layout, self.mask, self.seq_len)
+
+    @property
+    def imbalance(self) -> float:
+        return cost.imbalance(self.layout, self.mask, self.seq_len)
+
+
+@dataclass(frozen=True)
+class MaskScene:
+    """The score matrix, and who computes what of it on the ring that `plan` is."""
+
+    shards: Shards
+    plan: Schedule
+
+    @cached_property
+    def computers(self) -> np.ndarray:
+        """int64 [S, S], global order: the rank that computes each visible pair, else -1."""
+        shards, everywhere = self.shards, np.arange(self.shards.seq_len)
+        ranks = np.full((shards.size, shards.size), -1)
+        for rank in range(shards.size):
+            for step in range(shards.size):
+                ranks[self.plan.pair(rank, step)] = rank
+        of_pair = ranks[np.ix_(shards.holders, shards.holders)]
+        return np.where(shards.mask.visible(everywhere[:, None], everywhere[None, :]), of_pair, -1)
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """int64 [G, G]: the step at which queries of rank i meet keys of rank j; -1 if skipped."""
+        steps = np.full((self.shards.size, self.shards.size), -1)
+        for rank in range(self.shards.size):
+            for step in range(self.shards.size):
+                pair = self.plan.pair(rank, step)
+                if self.shards.pairs[pair]:
+                    steps[pair] = step
+        return steps
+
+
+class Cell(NamedTuple):
+    """What one rank does at one step."""
+
+    pair: Pair
+    cover: Cover  # EMPTY also where a cautious cover says PARTIAL and nothing is visible
+    share: float  # of the pairs of the busiest (rank, step)
+    kept: bool  # its visiting chunk was kept from forward
+
+
+class Total(NamedTuple):
+    """Hops of one kind over all ranks, with and without leaving out what nobody needs."""
+
+    hops: int
+    bytes: int
+    hops_of_all: int
+    bytes_of_all: int
+
+
+@dataclass(frozen=True)
+class ScheduleScene:
+    """One pass: what every rank computes and sends, boundary by boundary."""
+
+    shards: Shards
+    plan: Schedule
+    sizes: cost.Sizes
+    backward: bool
+
+    @property
+    def size(self) -> int:
+        return self.plan.grid.size
+
+    def visitor(self, pair: Pair) -> int:
+        return pair.key if self.plan.side == "kv" else pair.query
+
+    def cell(self, rank: int, step: int) -> Cell:
+        pair = self.plan.pair(rank, step)
+        most = max(int(self.shards.pairs.max()), 1)
+        chunk = Chunk(self.plan.side, self.visitor(pair))
+        kept = self.plan.kept > 0 and chunk in self.plan.kept_chunks(rank)
+        cover = Cover(int(self.shards.covers[pair])) if self.shards.pairs[pair] else Cover.EMPTY
+        return Cell(pair, cover, int(self.shards.pairs[pair]) / most, kept)
+
+    @cached_property
+    def hops(self) -> list[Hop]:
+        return [hop for rank in range(self.size) for hop in self.plan.sends(rank)]
+
+    @cached_property
+    def left_out(self) -> list[Hop]:
+        """The hops that the same schedule would make if every pair had something visible."""
+        everything = replace(self.plan, visible=np.ones_like(self.plan.visible), kept=0)
+        made = {(hop.chunk, hop.src, hop.dst, hop.post) for hop in self.hops}
+        hops = (hop for rank in range(self.size) for hop in everything.sends(rank))
+        return [hop for hop in hops if (hop.chunk, hop.src, hop.dst, hop.post) not in made]
+
+    @cached_property
+    def end(self) -> int:
+        """The boundary at which the last hop has landed and the last pair is computed."""
+        return max([self.size, *(hop.land for hop in self.hops)])
+
+    @property
+    def totals(self) -> dict[tuple[str, bool], Total]:
+        """By link class and whether gradients: what crosses the links, and what would."""
+        hops, sent = Counter(), Counter()
+        left, spared = Counter(), Counter()
+        for one, count, bytes_ in ((self.hops, hops, sent), (self.left_out, left, spared)):
+            for hop in one:
+                kind = hop.link, hop.chunk.gradient
+                count[kind] += 1
+                bytes_[kind] += self.sizes.chunk_bytes(hop.chunk)
+        return {
+            kind: Total(hops[kind], sent[kind], hops[kind] + left[kind], sent[kind] + spared[kind])
+            for kind in sorted(
+                set(hops) | set(left), key=lambda kind: (kind[1], kind[0] != "intra")
+            )
+        }
+
+    @property
+    def computed(self) -> int:
+        """How many of the G x G pairs of shards have something visible."""
+        return int((self.shards.pairs > 0).sum())
+
+    @property
+    def work(self) -> list[int]:
+        """Visible pairs that each rank computes."""
+        ranks, steps = range(self.size), range(self.size)
+        return [sum(int(self.shards.pairs[self.plan.pair(r, s)]) for s in steps) for r in ranks]
+
+    @property
+    def imbalance(self) -> float:
+        """As `cost.imbalance`, over the steps of this schedule."""
+        return cost.imbalance_of(self.plan, self.shards.pairs)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user may choose about a schedule; "auto" is resolved by bytes, as a plan does."""
+
+    algorithm: str = "burst"
+    backward: bool = False
+    side: str = "auto"
+    route: str = "auto"
+    kv_cache: float = 0.0
+
+
+def schedule_scene(
+    shards: Shards, grid: Grid, sizes: cost.Sizes, choices: Choices
+) -> ScheduleScene:
+    """The scene of one pass; ValueError for choices that do not go together."""
+    if not choices.backward and (choices.side != "auto" or choices.kv_cache):
+        raise ValueError("--side and --kv-cache: they say how backward runs; add --backward")
+    if not 0 <= choices.kv_cache <= 1:
+        raise ValueError(f"--kv-cache must be in 0..1, got {choices.kv_cache}")
+    if choices.kv_cache and choices.side == "query":
+        raise ValueError("--kv-cache: with side query no keys travel; use --side kv")
+    visible = shards.covers != Cover.EMPTY
+    kept = round(choices.kv_cache * (grid.size - 1))
+
+    if choices.backward:
+        plan = cost.backward_schedule(
+            choices.algorithm, grid, visible, sizes,
+            side=choices.side, route=choices.route, kept=kept,
+        )  # fmt: skip
+    else:
+        plan = cost.forward_schedule(choices.algorithm, grid, visible, sizes, route=choices.route)
+    return ScheduleScene(shards, plan, sizes, choices.backward)
+
+
+@dataclass(frozen=True)
+class LayoutScene:
+    """Layouts of one sequence, one under the other, and how a mask loads their ranks."""
+
+    rows: tuple[Shards, ...]
+    best: str | None  # the name of the layout with the least imbalance; None where not asked

@@ -1,0 +1,160 @@
+"""Scenes as text for a terminal, with rich: colours where there are any, plain marks always.
+
+Owns the look of the text. Everything it shows comes from the scene.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from rich import box
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from ...masks import Cover
+from ...schedule.tables import Hop
+from . import words
+from .colours import of_rank
+from .scene import Cell, LayoutScene, MaskScene, ScheduleScene
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+HIDDEN = "·"
+COVERS = {Cover.FULL: "■", Cover.PARTIAL: "◪", Cover.EMPTY: HIDDEN}
+ARROWS = {"intra": "→", "inter": "⇒"}
+BAR = 24  # characters of the busiest rank's bar
+
+
+def show(scene: words.Scene, rank: int | None = None) -> None:
+    """Print a scene; of a schedule, with `rank`, only what that rank does."""
+    console = Console(highlight=False)
+    console.print(Text(words.title(scene), style="bold"), soft_wrap=True)
+    console.print(Text(words.subtitle(scene) + "\n", style="dim"), soft_wrap=True)
+    if isinstance(scene, MaskScene):
+        parts = _mask(scene)
+    elif isinstance(scene, LayoutScene):
+        parts = _layouts(scene)
+    else:
+        parts = _schedule(scene, rank)
+    for part in parts:
+        _print(console, part)
+    for line in words.caption(scene):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _print(console: Console, part: RenderableType) -> None:
+    """At the width it needs: a terminal wraps better than a table does."""
+    unbound = console.options.update(max_width=10_000)
+    wanted = Measurement.get(console, unbound, part).maximum
+    before, console.width = console.width, max(console.width, wanted)
+    console.print(part, crop=False)
+    console.width = before
+
+
+def _mask(scene: MaskScene) -> Iterator[RenderableType]:
+    shards, order = scene.shards, scene.shards.order
+    edges = set(np.cumsum(shards.lengths)[:-1].tolist())
+    yield Text("global order", style="bold")
+    yield _matrix(scene.computers, shards.size, set())
+    yield Text("shard order: rank after rank", style="bold")
+    yield _matrix(scene.computers[np.ix_(order, order)], shards.size, edges)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("rank", "visible pairs", ""):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for rank, pairs in enumerate(shards.work):
+        table.add_row(str(rank), f"{pairs:,}", _bar(pairs, max(shards.work), rank, shards.size))
+    yield table
+
+
+def _bar(value: int, most: int, rank: int, ranks: int) -> Text:
+    return Text("█" * round(BAR * value / max(most, 1)), style=of_rank(rank, ranks))
+
+
+def _matrix(computers: np.ndarray, ranks: int, edges: set[int]) -> Text:
+    """A digit per visible pair; rules before the rows and columns in `edges`."""
+    text = Text(no_wrap=True)
+    rule = "".join("┼" * (i in edges) + "─" for i in range(len(computers)))
+    for i, row in enumerate(computers.tolist()):
+        if i in edges:
+            text.append(rule + "\n", style="dim")
+        for j, rank in enumerate(row):
+            if j in edges:
+                text.append("│", style="dim")
+            _append_digit(text, rank, ranks)
+        text.append("\n")
+    return text
+
+
+def _append_digit(text: Text, rank: int, ranks: int) -> None:
+    if rank < 0:
+        text.append(HIDDEN, style="dim")
+    else:
+        text.append(DIGITS[rank % len(DIGITS)], style=of_rank(rank, ranks))
+
+
+def _layouts(scene: LayoutScene) -> Iterator[RenderableType]:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for shards in scene.rows:
+        strip = Text(no_wrap=True)
+        for rank in shards.holders.tolist():
+            _append_digit(strip, rank, shards.size)
+        table.add_row(shards.layout_text, strip)
+    yield table
+    yield Text()
+
+
+# --- schedules -----------------------------------------------------------------------------
+
+
+def _schedule(scene: ScheduleScene, only: int | None) -> Iterator[RenderableType]:
+    table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 1))
+    table.add_column("")
+    last = max([scene.size - 1, *(hop.post for hop in scene.hops)])
+    for boundary in range(last + 1):
+        table.add_column(f"step {boundary}" if boundary < scene.size else f"after {boundary}")
+    width = scene.plan.grid.intra
+    ranks = range(scene.size) if only is None else [only]
+    for rank in ranks:
+        cells = [_cell(scene, rank, boundary) for boundary in range(last + 1)]
+        last_of_node = only is None and rank % width == width - 1 and rank < scene.size - 1
+        table.add_row(f"rank {rank}", *cells, end_section=last_of_node)
+    yield table
+    yield Text()
+    letter = scene.plan.side[0]
+    legend = [
+        f"{COVERS[Cover.FULL]} all visible",
+        f"{COVERS[Cover.PARTIAL]} partly",
+        f"{HIDDEN} nothing, skipped",
+        f"{letter}0{ARROWS['intra']}1 the chunk of rank 0 to rank 1, within a node",
+        f"{ARROWS['inter']} between nodes",
+    ]
+    more = ["@ the boundary where it lands, if not the next"]
+    more += ["d a gradient"] * scene.backward + ["* kept from forward"] * (scene.plan.kept > 0)
+    yield Text("   ".join(legend) + "\n" + "   ".join(more) + "\n", style="dim")
+
+
+def _cell(scene: ScheduleScene, rank: int, boundary: int) -> Text:
+    """The pair that follows the boundary, then the hops that leave there, one a line."""
+    text = Text(no_wrap=True)
+    if boundary < scene.size:
+        _append_pair(text, scene, scene.cell(rank, boundary))
+    sends = (hop for hop in scene.hops if hop.src == rank and hop.post == boundary)
+    for hop in sorted(sends, key=lambda hop: (hop.chunk.gradient, hop.link != "intra", hop.land)):
+        text.append("\n")
+        text.append(_hop(hop), style="bold" if hop.link == "inter" else "")
+    return text
+
+
+def _append_pair(text: Text, scene: ScheduleScene, cell: Cell) -> None:
+    label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}" + "*" * cell.kept
+    style = of_rank(scene.visitor(cell.pair), scene.size)
+    text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)
+
+
+def _hop(hop: Hop) -> str:
+    family, owner = hop.chunk
+    letter = "d" * hop.chunk.gradient + family.removeprefix("d")[0]
+    late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
+    return f"{letter}{owner}{ARROWS[hop.link]}{hop.dst}{late}"

@@ -1,0 +1,86 @@
+"""`megatron-burst trace`: what every rank computed, sent and waited for, and when.
+
+Runs one attention call on gloo ranks of this machine (or reads the events of a run elsewhere)
+and writes a picture and a trace for Chrome's viewer or Perfetto. Owns the flags; how events are
+noted is `record`'s, how they look `picture`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from ...config import NAMES
+from ...schedule.tables import SIDES
+
+RANKS = 16  # as many processes as one machine may reasonably start
+
+EPILOG = """\
+  megatron-burst trace --nodes 2 --ranks-per-node 2 --png burst.png --chrome burst.json
+  megatron-burst trace --head-groups 4 --png groups.png
+  megatron-burst trace --events runs/cluster/trace.json --png cluster.png
+
+--chrome writes a file for chrome://tracing or https://ui.perfetto.dev.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `trace`; what they mean is `run`'s."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture")
+    parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace")
+    parser.add_argument("--events", type=Path, metavar="FILE", help="draw these; run nothing")
+    parser.add_argument("--save-events", type=Path, metavar="FILE", help="keep for --events")
+    parser.add_argument("--nodes", type=int, default=2, help="default: 2")
+    parser.add_argument("--ranks-per-node", type=int, default=2, help="default: 2")
+    rings = [name for name in NAMES if name not in ("ulysses", "hybrid")]
+    parser.add_argument("--algorithm", default="burst", choices=rings, help="default: burst")
+    parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="default: auto")
+    parser.add_argument("--tokens", type=int, default=512, help="per rank (default: 512)")
+    parser.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
+    parser.add_argument("--width", type=int, default=64, help="of a head (default: 64)")
+    parser.add_argument("--head-groups", type=int, default=1, help="default: 1")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Trace, or read a trace, and write what was asked for; ValueError for bad flags."""
+    from . import files
+
+    if not (arguments.png or arguments.chrome or arguments.save_events):
+        raise ValueError("say what to write: --png FILE, --chrome FILE or --save-events FILE")
+    if arguments.png and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")
+    trace = files.load(arguments.events) if arguments.events else _run(arguments)
+    if arguments.save_events:
+        files.save(trace, arguments.save_events)
+        print(arguments.save_events)
+    if arguments.chrome:
+        files.save_chrome(trace, arguments.chrome)
+        print(arguments.chrome)
+    if arguments.png:
+        from . import picture
+
+        picture.draw(trace, arguments.png)
+        print(arguments.png)
+
+
+def _run(arguments: argparse.Namespace):
+    from . import local
+
+    for name in ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_groups"):
+        if getattr(arguments, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least 1, got {getattr(arguments, name)}")
+    ranks = arguments.nodes * arguments.ranks_per_node
+    if ranks > RANKS:
+        raise ValueError(f"--nodes x --ranks-per-node: at most {RANKS} processes, got {ranks}")
+    return local.run(
+        local.Call(
+            arguments.nodes, arguments.ranks_per_node, arguments.algorithm, arguments.side,
+            arguments.tokens, arguments.heads, arguments.kv_heads, arguments.width,
+            arguments.head_groups,
+        )
+    )  # fmt: skip

@@ -1,0 +1,195 @@
+"""What one rank does while a plan runs, as events on four streams, from the clock of the host.
+
+`traced(plan)` gives the plan with a kernel and transports that note when they begin and end:
+compute (a pair's local attention, with its merging), intra and inter (an exchange over links of
+that class, from when it is started until all of it is there) and wait (time in which the rank
+does nothing but wait for an exchange). The plan itself is not changed. Ends of transfers are
+noted by a thread that waits for each, so tracing costs a little time; on CUDA, where the host
+runs ahead of the device, these events would mean nothing and are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...comm.groups import Groups, Member
+from ...comm.transport import Channel, Counters, Endpoint, Pending, Receive, Send
+from ...kernels import Kernel, Rows, Scoring
+from ...planning.plan import Plan
+from ...schedule.topology import Topology
+
+STREAMS = ("compute", "intra", "inter", "wait")
+
+
+class Event(NamedTuple):
+    """Seconds of a clock that all processes of a host share."""
+
+    rank: int
+    stream: str
+    name: str
+    begin: float
+    end: float
+
+
+def traced(plan: Plan) -> tuple[Plan, list[Event]]:
+    """The plan, tracing, and the list to which its events are added as it runs on this rank."""
+    if plan.groups.backend != "gloo" or len(plan.groups.local_ranks) != 1:
+        raise ValueError(
+            "a trace needs one gloo process per rank: the clock of the host says nothing about "
+            f"ranks in one process or on GPUs; these groups are on {plan.groups.backend}"
+        )
+    events: list[Event] = []
+    member = plan.groups.members[0]
+    groups = _with(plan.groups, _member(plan.groups.topology, member, events))
+    kernel = _Kernel(plan.kernel, member.rank, events)
+    return dataclasses.replace(plan, groups=groups, kernel=kernel), events
+
+
+def _with(groups: Groups, member: Member) -> Groups:
+    """The same process groups with another member on top."""
+    other = Groups.__new__(Groups)
+    other.__dict__.update(groups.__dict__, members=[member])
+    return other
+
+
+def _member(topology: Topology, member: Member, events: list[Event]) -> Member:
+    rank = member.rank
+    ends = {"ring": topology.ring(rank), "head": topology.head_group(rank)}
+    wrapped = {
+        name: _Endpoint(
+            getattr(member, name), rank, [topology.link(rank, other) for other in ranks], events
+        )
+        for name, ranks in ends.items()
+    }
+    return dataclasses.replace(member, ring=wrapped["ring"], head=wrapped["head"])
+
+
+@dataclass
+class _Endpoint:
+    real: Endpoint
+    grid_rank: int
+    links: Sequence[str]  # link class to each member of the ring
+    events: list[Event]
+
+    @property
+    def rank(self) -> int:
+        return self.real.rank
+
+    @property
+    def counters(self) -> Counters:
+        return self.real.counters
+
+    @property
+    def room(self) -> int:
+        return self.real.room
+
+    @room.setter
+    def room(self, size: int) -> None:
+        self.real.room = size
+
+    def exchange(
+        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
+    ) -> Pending:
+        begin = time.perf_counter()
+        links = {self.links[message.peer] for message in (*sends, *receives)}
+        name = label.split(": ", 1)[-1]
+        pending = self.real.exchange(channel, sends, receives, label)
+
+        def landed(end: float) -> None:
+            for link in sorted(links):
+                self.events.append(Event(self.grid_rank, link, name, begin, end))
+
+        return _Watched(pending, landed, lambda *span: self._waited(name, *span))
+
+    def _waited(self, name: str, begin: float, end: float) -> None:
+        self.events.append(Event(self.grid_rank, "wait", name, begin, end))
+
+
+class _Watched:
+    """A pending exchange with a thread that waits for it and tells when it was over."""
+
+    def __init__(
+        self,
+        pending: Pending,
+        landed: Callable[[float], None],
+        waited: Callable[[float, float], None],
+    ):
+        self._error: BaseException | None = None
+        self._waited = waited
+
+        def watch() -> None:
+            try:
+                pending.wait()
+            except BaseException as error:
+                self._error = error
+            landed(time.perf_counter())
+
+        self._thread = threading.Thread(target=watch, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        begin = time.perf_counter()
+        self._thread.join()
+        self._waited(begin, time.perf_counter())
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass
+class _Kernel:
+    real: Kernel
+    rank: int
+    events: list[Event]
+
+    @property
+    def name(self) -> str:
+        return self.real.name
+
+    @property
+    def softcaps(self) -> bool:
+        return self.real.softcaps
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        return self.real.refusal(q, k, v)
+
+    def plan(self, mask: Any, q_spans: Any, k_spans: Any) -> Any:
+        return self.real.plan(mask, q_spans, k_spans)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        begin = time.perf_counter()
+        self.real.forward(q, k, v, work, scoring, out, lse)
+        self._took("forward", begin)
+
+    def backward(
+        self,
+        rows: Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        begin = time.perf_counter()
+        self.real.backward(rows, k, v, work, scoring, dq, dk, dv)
+        self._took("backward", begin)
+
+    def _took(self, name: str, begin: float) -> None:
+        self.events.append(Event(self.rank, "compute", name, begin, time.perf_counter()))

@@ -1,0 +1,1 @@
+"""Between ranks: process groups of a grid, transports, messages, and checks that ranks agree."""

@@ -1,0 +1,55 @@
+"""How far a rank has come: the attention calls it made on its groups, counted and digested.
+
+Ranks that leave a call out, or make theirs in another order or with another plan, exchange the
+wrong tensors. On the CPU every message bears the call's number and says so at once; everywhere
+the ranks compare their counts when they make a plan, which needs no device. Knows no processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zlib import crc32
+
+from .packing import Stamp
+
+CALLS = "calls of attention so far"  # the name of the fact that ranks compare
+
+
+@dataclass
+class Calls:
+    """Of one rank. order: digest of all calls, with plan, label and direction, in sequence."""
+
+    forwards: int = 0
+    backwards: int = 0
+    order: int = 0
+
+    def forward(self, plan: int, label: object, sink: bool) -> Stamp:
+        """The next call begins; what its messages and those of its backward bear. sink: does it
+        have one? A plan does not say so."""
+        if not _plain(label):
+            raise ValueError(
+                "label must be a string, an integer or a tuple of them, which are the same on all "
+                f"ranks, or None; got {type(label).__name__}"
+            )
+        self.forwards += 1
+        stamp = Stamp(plan, self.forwards, crc32(repr((label, sink)).encode()))
+        self._note("forward", stamp)
+        return stamp
+
+    def backward(self, stamp: Stamp) -> None:
+        """The backward of a call begins."""
+        self.backwards += 1
+        self._note("backward", stamp)
+
+    def _note(self, direction: str, stamp: Stamp) -> None:
+        self.order = crc32(f"{direction} {stamp}".encode(), self.order)
+
+    def __repr__(self) -> str:
+        return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
+
+
+def _plain(label: object) -> bool:
+    """Is its repr the same in every process?"""
+    if isinstance(label, tuple):
+        return all(map(_plain, label))
+    return label is None or isinstance(label, (str, int))

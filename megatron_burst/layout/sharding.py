@@ -1,0 +1,48 @@
+"""Cutting a tensor into the shards of a layout, and putting shards together again.
+
+For data on the way in and results on the way out; attention itself never calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .layouts import Layout
+
+
+def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
+    """The rows of `x` along `dim` (the whole sequence) that `rank` holds, in shard order."""
+    _check(layout)
+    _check_tensor("x", x, dim)
+    index = torch.from_numpy(layout.positions(rank, x.shape[dim])).to(x.device)
+    return x.index_select(dim, index)
+
+
+def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> torch.Tensor:
+    """The whole sequence again, from the shards of ranks 0, 1, ... along `dim`."""
+    _check(layout)
+    if len(parts) != layout.cp_size:
+        raise ValueError(f"parts: the layout has {layout.cp_size} ranks, got {len(parts)} parts")
+    for part in parts:
+        _check_tensor("parts", part, dim)
+    seq_len = sum(part.shape[dim] for part in parts)
+    order = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
+    wanted, rows = [len(p) for p in order], [part.shape[dim] for part in parts]
+    if rows != wanted:
+        raise ValueError(f"parts: layout {layout.name} gives the ranks rows {wanted}, got {rows}")
+    index = torch.cat([torch.from_numpy(p) for p in order]).argsort().to(parts[0].device)
+    return torch.cat(list(parts), dim=dim).index_select(dim, index)
+
+
+def _check(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+
+
+def _check_tensor(name: str, x: object, dim: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, or tensors, got {type(x).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim: {name} has {x.dim()} dimensions, got dim={dim}")

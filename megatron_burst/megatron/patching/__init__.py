@@ -1,0 +1,1 @@
+"""Replacing functions of Megatron while the process runs, and putting them back."""
