@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 import megatron_burst as mb
-from megatron_burst.kernels import Kernel, Rows, Scoring, make
+from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
+from megatron_burst.kernels.registry import make
 
 Tensors = tuple[torch.Tensor, ...]  # q, k, v, dout or out, dq, dk, dv: [s, b, h, d]
 

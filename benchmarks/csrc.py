@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from report import DOCS, markdown, milliseconds, progress, provenance, ratio, write_section
 
-from megatron_burst.kernels import native as csrc
+from megatron_burst.kernels import native
 from megatron_burst.kernels.aten import stand_in
 from megatron_burst.kernels.online_softmax import empty_result, merge_, row_delta
 from megatron_burst.linear_cross_entropy.formula import Formula
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=41)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not csrc.serves("cpu"):
+    if not native.serves("cpu"):
         print("the library is not built: python setup.py build_csrc", file=sys.stderr)
         return 1
     found = list(cases(64 if args.quick else 2048, 500 if args.quick else 32000))
@@ -97,15 +97,15 @@ def gradients(rows: int, vocabulary: int) -> Iterator[Case]:
 
 def pairs(case: Case, repeats: int) -> dict[str, list[float]]:
     """Seconds with the library and without it, in turns, after a round that does not count."""
-    file, times = csrc.FILE, {"torch": [], "csrc": []}
+    file, times = native.FILE, {"torch": [], "csrc": []}
     for repeat in range(1 + repeats):
         for name, library in (("torch", "none"), ("csrc", file)):
             arguments = case.fresh()
-            csrc.FILE = library
+            native.FILE = library
             begin = time.perf_counter()
             case.run(*arguments)
             taken = time.perf_counter() - begin
-            csrc.FILE = file
+            native.FILE = file
             if repeat:
                 times[name].append(taken)
     return times

@@ -15,8 +15,9 @@ import torch
 from report import Runs, human, interleaved, markdown, milliseconds, progress, ratio
 
 import megatron_burst as mb
-from megatron_burst.kernels import Kernel, Rows, Scoring, make
+from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
+from megatron_burst.kernels.registry import make
 from megatron_burst.layout import Span
 from megatron_burst.masks import Mask
 

@@ -17,8 +17,7 @@ from prepare import alone
 from report import human, markdown, progress
 
 import megatron_burst as mb
-from megatron_burst.schedule import cost
-from megatron_burst.schedule import rings as schedule
+from megatron_burst.schedule import cost, rings
 from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import ROUTES
 
@@ -98,10 +97,8 @@ def drained(groups: mb.Groups) -> list[tuple[int, int]]:
 def routed(plan: Schedule, route: str) -> Schedule:
     """The same pass by another route."""
     if not plan.gradients:
-        return schedule.forward(plan.algorithm, plan.grid, visible=plan.visible, route=route)
-    return schedule.backward(
-        plan.algorithm, plan.grid, plan.side, visible=plan.visible, route=route
-    )
+        return rings.forward(plan.algorithm, plan.grid, visible=plan.visible, route=route)
+    return rings.backward(plan.algorithm, plan.grid, plan.side, visible=plan.visible, route=route)
 
 
 def traffic(plan: Schedule, sizes: cost.Sizes) -> list[cost.Traffic]:

@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from report import DOCS, markdown, milliseconds, progress, provenance, write_section
 
 import megatron_burst as mb
+from megatron_burst.autotune.known import known
 from megatron_burst.masks import Mask
 
 
@@ -83,7 +84,7 @@ def planned(
 
     def run() -> object:
         if not again:
-            groups.known.works.clear()
+            known(groups.cache).works.clear()
         return mb.prepare(
             q, k, v, groups=groups, mask=mask, layout=layout, kernel="aten", needs_grad=needs
         )

@@ -1,22 +1,51 @@
 """megatron_burst: BurstAttention context parallelism for an unmodified Megatron.
 
-Importing it imports torch, and neither Megatron nor Triton, and changes nothing.
+Public names are imported when they are first used: what needs no torch (masks, layouts,
+schedules, forecasts) works without it. Importing the package changes nothing.
 """
 
-from . import layout, masks
-from .attention import attention
-from .autotune.measure import measure_rates
-from .autotune.rates import Rates
-from .autotune.select import Choice, choose
-from .comm.groups import Groups
-from .config import BurstConfig
-from .layout.sharding import shard, unshard
-from .linear_cross_entropy import linear_cross_entropy
-from .planning.plan import Plan
-from .planning.prepare import prepare
-from .recompute.checkpoint import checkpoint
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import layout, masks
+    from .attention import attention
+    from .autotune.measure import measure_rates
+    from .autotune.rates import Rates
+    from .autotune.select import Choice, choose
+    from .comm.groups import Groups
+    from .config import BurstConfig
+    from .layout.sharding import shard, unshard
+    from .linear_cross_entropy import linear_cross_entropy
+    from .planning.plan import Plan
+    from .planning.prepare import prepare
+    from .recompute.checkpoint import checkpoint
 
 __version__ = "0.1.0"
+
+# Public name -> its module; a name that is a module itself is imported as such.
+_HOMES = {
+    "BurstConfig": "config",
+    "Choice": "autotune.select",
+    "Groups": "comm.groups",
+    "Plan": "planning.plan",
+    "Rates": "autotune.rates",
+    "attention": "attention",
+    "checkpoint": "recompute.checkpoint",
+    "choose": "autotune.select",
+    "layout": "",
+    "linear_cross_entropy": "linear_cross_entropy",
+    "masks": "",
+    "measure_rates": "autotune.measure",
+    "megatron": "",  # above this package: imported when asked for, by nothing in it
+    "prepare": "planning.prepare",
+    "shard": "layout.sharding",
+    "unshard": "layout.sharding",
+}
 
 __all__ = [
     "BurstConfig",
@@ -35,3 +64,29 @@ __all__ = [
     "shard",
     "unshard",
 ]
+
+
+class _Package(ModuleType):
+    """`mb.attention` and `mb.linear_cross_entropy` are functions, and their modules have the same
+    names: what the import system binds for a submodule must not hide the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and _HOMES.get(name)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES[name]
+    module = importlib.import_module(f"{__name__}.{home or name}")
+    found = getattr(module, name) if home else module
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from .comm.packing import Stamp
-from .execution import passes as ring
-from .execution import ulysses as head_parallel
+from .execution import passes, ulysses
 from .execution.executor import Pass, lockstep, staggered
-from .kernels import Rows
 from .kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from .kernels.base import Rows
 from .kernels.online_softmax import row_delta, sink_gradient
 from .planning.plan import Plan
 from .planning.prepare import prepare
@@ -194,7 +193,7 @@ def _forward(
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
         seal = run.seal("heads to rows")
-        q, k, v = yield from head_parallel.scatter(member.head, links, shard, seal, label)
+        q, k, v = yield from ulysses.scatter(member.head, links, shard, seal, label)
     share = Share(heads, len(links)).of(member.head.rank)
     mine = None if sink is None else sink[share]
     if stored is None:
@@ -209,19 +208,19 @@ def _forward(
     saved = (q, k, v, out, lse, *(t for some in kept for keys in some for t in keys))
     if len(links) > 1:
         seal = run.seal("rows to heads")
-        (out,) = yield from head_parallel.gather(member.head, links, [out], [heads], seal, label)
+        (out,) = yield from ulysses.gather(member.head, links, [out], [heads], seal, label)
         assert out is not None
     return out, saved
 
 
 def _compute(
     plan: Plan, index: int, run: Pass, tensors: Tensors, sink: torch.Tensor | None
-) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor, Sequence[Sequence[ring.Keys]]]]:
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor, Sequence[Sequence[passes.Keys]]]]:
     """One ring per group of heads, staggered: out, lse, and the keys each leaves for backward."""
     q, k, v = tensors
     member = plan.groups.members[index]
     walks = [
-        ring.forward(part, member.ring, plan.kernel, q[:, :, h], (k[:, :, n], v[:, :, n]),
+        passes.forward(part, member.ring, plan.kernel, q[:, :, h], (k[:, :, n], v[:, :, n]),
                      plan.scoring, None if sink is None else sink[h])
         for part, h, n in _head_groups(plan, run, q, k)
     ]  # fmt: skip
@@ -244,13 +243,13 @@ def _backward(
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
         seal = run.seal("heads to rows")
-        (dout,) = yield from head_parallel.scatter(member.head, links, [dout], seal, label)
+        (dout,) = yield from ulysses.scatter(member.head, links, [dout], seal, label)
     delta = row_delta(dout, out, lse.dtype)
     rows = q, dout.contiguous(), lse, delta, out
     keys = list(zip(kept[::2], kept[1::2], strict=True))
     each = len(run.kept)
     walks = [
-        ring.backward(part, member.ring, plan.kernel, Rows(*(x[:, :, h] for x in rows)),
+        passes.backward(part, member.ring, plan.kernel, Rows(*(x[:, :, h] for x in rows)),
                       (k[:, :, n], v[:, :, n]), keys[i * each : (i + 1) * each], plan.scoring,
                       plan.wire_dtype, plan.needs_grad)
         for i, (part, h, n) in enumerate(_head_groups(plan, run, q, k))
@@ -262,7 +261,7 @@ def _backward(
         counts = (heads, kv_heads, kv_heads)
         wire = [None if g is None else g.to(plan.wire_dtype) for g in grads]
         seal = run.seal("rows to heads")
-        grads = yield from head_parallel.gather(member.head, links, wire, counts, seal, label)
+        grads = yield from ulysses.gather(member.head, links, wire, counts, seal, label)
     dsink = None
     if sink is not None:
         share = Share(heads, len(links)).of(member.head.rank)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,21 +77,21 @@ class Seam:
 
 def seam(function: F) -> F:
     """`function` itself, until something is put around it."""
-    return _made(function, installs=False)
+    return _made(function)
 
 
-def entrance(function: F) -> F:
-    """A seam that installs the plugin when it is first called: where flags are declared."""
-    return _made(function, installs=True)
+def entrance(function: F, install: Callable[[], object]) -> F:
+    """A seam that calls `install` when it is first called: where flags are declared."""
+    return _made(function, install)
 
 
-def _made(function: F, installs: bool) -> F:
+def _made(function: F, install: Callable[[], object] | None = None) -> F:
     inside = Seam(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if installs and inside.inner is None:
-            importlib.import_module("megatron_burst.megatron").install()
+        if install is not None and inside.inner is None:
+            install()
         return (inside.inner or inside.bare)(*args, **kwargs)
 
     setattr(call, MARKER, inside)

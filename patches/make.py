@@ -13,6 +13,8 @@ from pathlib import Path
 
 from megatron_burst.seam import PLACES, Place, definition
 
+HOMES = {"seam": "megatron_burst.seam", "entrance": "megatron_burst.megatron.entrance"}
+
 SUBJECTS = {
     "core-attention": "Let megatron_burst choose the core attention of a layer",
     "slicing": "Let megatron_burst cut batches and rotary embeddings for context parallelism",
@@ -36,8 +38,8 @@ def with_seams(source: str, places: list[Place]) -> str:
     at = next(
         n for n in outside if ast.unparse(n).split()[1].split(".")[0] in ("torch", "megatron")
     )
-    names = ", ".join(sorted({place.decorator for place in places}))
-    inserted[at.lineno - 1] = f"from megatron_burst.seam import {names}\n"
+    (decorator,) = {place.decorator for place in places}
+    inserted[at.lineno - 1] = f"from {HOMES[decorator]} import {decorator}\n"
     return "".join(inserted.get(i, "") + line for i, line in enumerate(lines))
 
 

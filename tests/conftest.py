@@ -6,7 +6,7 @@ import torch
 from hypothesis import settings
 from workers import Workers
 
-from megatron_burst.kernels import native as csrc
+from megatron_burst.kernels import native
 
 # Reproducible and without a database on disk; a slow machine is not a failure.
 settings.register_profile("repo", derandomize=True, database=None, deadline=None, max_examples=60)
@@ -48,5 +48,5 @@ def csrc_file(tmp_path_factory):
 @pytest.fixture
 def built(csrc_file, monkeypatch):
     """With them in use."""
-    monkeypatch.setattr(csrc, "FILE", csrc_file)
-    assert csrc.serves("cpu")
+    monkeypatch.setattr(native, "FILE", csrc_file)
+    assert native.serves("cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst.kernels import native as csrc
+from megatron_burst.kernels import native
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "csrc"
@@ -22,10 +22,10 @@ def library(folder, *options):
 
     A process takes one: its operators cannot be defined twice.
     """
-    if csrc.load(csrc.FILE):
+    if native.load(native.FILE):
         newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
-        assert Path(csrc.FILE).stat().st_mtime >= newest, "old: python setup.py build_csrc"
-        return csrc.FILE
+        assert Path(native.FILE).stat().st_mtime >= newest, "old: python setup.py build_csrc"
+        return native.FILE
     file = Path(folder, "libcsrc.so")
     command = [sys.executable, str(SOURCES / "build.py"), "--out", str(file), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
@@ -49,7 +49,7 @@ class Calls(TorchDispatchMode):
 def by_torch(monkeypatch, function, *arguments):
     """The same without the library."""
     with monkeypatch.context() as patch, Calls() as calls:
-        patch.setattr(csrc, "FILE", NONE)
+        patch.setattr(native, "FILE", NONE)
         result = function(*arguments)
     assert not calls.names
     return result

@@ -13,7 +13,8 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.kernels import Rows, Scoring, flash
+from megatron_burst.kernels import flash
+from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Full, Window

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst import kernels
-from megatron_burst.autotune.rates import WORKS_KEPT
+from megatron_burst.autotune.known import WORKS_KEPT, known
+from megatron_burst.kernels import registry
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
@@ -43,14 +43,14 @@ def test_the_start_up_line_says_what_was_chosen_and_why():
 def test_given_rates_are_not_measured_and_measured_ones_are_kept():
     groups = mb.Groups.in_process(inter=2, intra=2)
     mb.prepare(*tensors(), groups=groups, algorithm="auto", rates=SLOW)
-    assert groups.known.rates is None
+    assert known(groups.cache).rates is None
     mb.prepare(*tensors(), groups=groups, algorithm="auto")
-    found, speeds = groups.known.rates, dict(groups.known.speeds)
+    found, speeds = known(groups.cache).rates, dict(known(groups.cache).speeds)
     assert found is not None
     assert len(speeds) == 1
     mb.prepare(*tensors(), groups=groups, algorithm="auto")
-    assert groups.known.rates is found
-    assert groups.known.speeds == speeds
+    assert known(groups.cache).rates is found
+    assert known(groups.cache).speeds == speeds
     assert mb.prepare(*tensors(), groups=groups).choice is None
 
 
@@ -118,12 +118,12 @@ def test_what_cannot_be_measured_is_refused():
 def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch):
     """As on a GPU, where it is another for windows."""
     takes = {mb.masks.Causal(): ("aten",), mb.masks.Window(3, 0): ("reference",)}
-    monkeypatch.setattr(kernels, "automatic", lambda device, mask: takes[mask])
+    monkeypatch.setattr(registry, "automatic", lambda device, mask: takes[mask])
     like = [torch.zeros(8, 1, 2, 8)] * 3
     for mask, wanted in ((None, "aten"), (mb.masks.Window(3, 0), "reference")):
         groups = mb.Groups.in_process(intra=2)
         mb.measure_rates(groups, like=like, mask=mask)
-        assert [key[0] for key in groups.known.speeds] == [wanted]
+        assert [key[0] for key in known(groups.cache).speeds] == [wanted]
 
 
 # --- between processes ---------------------------------------------------------------------
@@ -208,7 +208,7 @@ def measured_like(bad):
         found = mb.measure_rates(groups, like=like)
     except ValueError as error:
         return str(error)
-    assert groups.known.rates.compute is None
+    assert known(groups.cache).rates.compute is None
     return found
 
 
@@ -262,4 +262,4 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
     for n in range(WORKS_KEPT):
         made(mask=mb.masks.Window(5 + n, 0))
     assert made() is not first
-    assert len(groups.known.works) == WORKS_KEPT
+    assert len(known(groups.cache).works) == WORKS_KEPT

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.comm import packing as parcels
+from megatron_burst.comm import packing
 from megatron_burst.comm.packing import Seal, Stamp
 from megatron_burst.comm.transport import Channel, Counters, Receive, Send
 
@@ -238,7 +238,7 @@ def test_counters_count_what_torch_is_asked_to_send(ranks):
     seal, which is no payload."""
     for counted, sent, messages in ranks(4).run(handed_to_torch):
         assert messages == 9
-        assert counted == sent - parcels.SEAL * messages > 0
+        assert counted == sent - packing.SEAL * messages > 0
 
 
 def calls_of_groups(head):
@@ -320,16 +320,16 @@ def seal(plan=1, call=1, label=1, content=1):
 
 def test_a_parcel_keeps_tensors_of_any_dtype_aligned():
     tensors = [torch.arange(3.0), torch.arange(5).bfloat16().view(5, 1), torch.arange(2.0).double()]
-    parcel = parcels.pack(tensors, seal())
+    parcel = packing.pack(tensors, seal())
     assert all(torch.equal(x, y) for x, y in zip(parcel.tensors, tensors, strict=True))
     assert [(t.data_ptr() - parcel.flat.data_ptr()) % 16 for t in parcel.tensors] == [0, 0, 0]
     assert parcel.flat.numel() == 3 * 16 + 40  # 12, 10 and 16 bytes, each rounded up, and the seal
-    assert parcels.broken(parcel.flat, seal()) is None
+    assert packing.broken(parcel.flat, seal()) is None
 
 
 def test_a_parcel_has_the_room_asked_for():
     wanted = [(torch.Size([4]), torch.float32)]
-    small, large = (parcels.make(wanted, torch.device("cpu"), room) for room in (0, 1000))
+    small, large = (packing.make(wanted, torch.device("cpu"), room) for room in (0, 1000))
     assert (small.flat.numel(), small.room.numel()) == (56, 56)
     assert (large.flat.numel(), large.room.numel()) == (56, 1000)
     assert large.room.data_ptr() == large.flat.data_ptr() == large.tensors[0].data_ptr()
@@ -343,11 +343,11 @@ def message_of(sent, received, seals, room):
     me, groups = dist.get_rank(), mb.Groups.from_topology(dist.group.WORLD, intra=2)
     endpoint = groups.members[0].ring
     if me == 0:
-        flat, tensors, _ = parcels.pack([torch.ones(sent)], seals[0])
+        flat, tensors, _ = packing.pack([torch.ones(sent)], seals[0])
         pending = endpoint.exchange(FLAT, [Send(1, "intra", tensors, flat)], [], "keys")
     else:
-        parcel = parcels.make([(torch.Size([received]), torch.float32)], torch.device("cpu"), room)
-        parcels.seal_(parcel, seals[1])  # what the memory held before must not pass for a seal
+        parcel = packing.make([(torch.Size([received]), torch.float32)], torch.device("cpu"), room)
+        packing.seal_(parcel, seals[1])  # what the memory held before must not pass for a seal
         receive = Receive(0, parcel.tensors, parcel, seals[1])
         pending = endpoint.exchange(FLAT, [], [receive], "keys")
     try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
 from megatron_burst.layout import Span
-from megatron_burst.schedule import rings as schedule
+from megatron_burst.schedule import rings
 from megatron_burst.schedule import tables as hops
 from megatron_burst.schedule.cost import (
     Sizes,
@@ -34,12 +34,12 @@ YES = (True, True, True)
 
 
 def forward_traffic(algorithm, grid, rank, have):
-    return traffic(schedule.forward(algorithm, grid), rank, have)
+    return traffic(rings.forward(algorithm, grid), rank, have)
 
 
 def backward_schedule(algorithm, grid, side, have):
     gradients = have.gradients_travel(side)
-    return schedule.backward(algorithm, grid, side, gradients=gradients)
+    return rings.backward(algorithm, grid, side, gradients=gradients)
 
 
 def backward_traffic(algorithm, grid, rank, have, side):
@@ -161,7 +161,7 @@ def test_hops_counted_are_the_hops_listed(algorithm, grid, side, route, kept, de
     size = grid[0] * grid[1]
     visible = random.random((size, size)) < density
     kept = min(kept, size - 1) if side == "kv" else 0
-    plan = schedule.backward(algorithm, Grid(*grid), side, visible=visible, route=route, kept=kept)
+    plan = rings.backward(algorithm, Grid(*grid), side, visible=visible, route=route, kept=kept)
     listed = Counter((h.chunk.gradient, h.link) for r in range(size) for h in plan.sends(r))
     assert {key: n for key, n in plan.hop_counts().items() if n} == dict(listed)
 
@@ -176,21 +176,21 @@ def test_a_window_over_many_ranks_by_hand():
     chunk = have.chunk_bytes(Chunk("kv", 0))
 
     def total(visible, route):
-        plan = schedule.forward("burst", grid, visible=visible, route=route)
+        plan = rings.forward("burst", grid, visible=visible, route=route)
         return sum(traffic(plan, rank, have).total for rank in range(8)) // chunk
 
     assert (total(before, "ring"), total(before, "direct")) == (7, 7)
     # Owners 1 to 6 go to o + 1 and, seven hops on, to o - 1; 0 goes one hop, 7 goes seven.
     assert (total(both, "ring"), total(both, "direct")) == (6 * 7 + 1 + 7, 14)
     for visible, route in ((before, "ring"), (both, "direct")):
-        made = lambda r, v=visible: schedule.forward("burst", grid, visible=v, route=r)  # noqa: E731
+        made = lambda r, v=visible: rings.forward("burst", grid, visible=v, route=r)  # noqa: E731
         assert cheaper_route(made, have) == route
 
 
 def test_kept_keys_leave_only_gradients_to_be_sent():
     have = sizes(8, 8, 16, 16)
     for kept, activations in ((0, 3), (1, 2), (3, 0)):
-        plan = schedule.backward("ring", Grid(1, 4), "kv", kept=kept)
+        plan = rings.backward("ring", Grid(1, 4), "kv", kept=kept)
         assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
         assert len(plan.kept_chunks(0)) == kept
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst.cli.doctor import library as doctor
-from megatron_burst.kernels import native as csrc
+from megatron_burst.kernels import native
 from megatron_burst.kernels.online_softmax import row_delta
 
 pytestmark = pytest.mark.skipif(
@@ -131,15 +131,15 @@ def asked():
 def test_the_doctor_runs_it(built, monkeypatch):
     with Calls() as calls:
         assert asked() == [("ok", "csrc on cpu", "its operators are used, and right")]
-    assert sorted(calls.names) == sorted(csrc.OPERATORS)
-    monkeypatch.setattr(csrc, "FILE", NONE)
+    assert sorted(calls.names) == sorted(native.OPERATORS)
+    monkeypatch.setattr(native, "FILE", NONE)
     none = "not built, and not needed: torch's operators do its work"
     assert asked() == [("note", "csrc", none)]
 
 
 def broken(name, monkeypatch):
     """An operator that does nothing, cannot run, or is not called."""
-    real = getattr(csrc, name)
+    real = getattr(native, name)
 
     def failing(*arguments):
         raise RuntimeError("CUDA: no kernel image is available for execution on the device")
@@ -151,7 +151,7 @@ def broken(name, monkeypatch):
 
     for fault in (failing, off, lambda *arguments: None):
         with monkeypatch.context() as patch:
-            patch.setattr(csrc, name, fault)
+            patch.setattr(native, name, fault)
             yield asked()
 
 
@@ -169,38 +169,38 @@ def test_the_doctor_sees_an_operator_that_is_wrong(built, monkeypatch, name):
 def test_a_library_that_cannot_be_used_is_a_warning(csrc_file, tmp_path, monkeypatch):
     broken = tmp_path / "libcsrc.so"
     broken.write_text("no library")
-    monkeypatch.setattr(csrc, "_registered", lambda key: False)
+    monkeypatch.setattr(native, "_registered", lambda key: False)
     with pytest.warns(UserWarning, match=r"is not used: .*file too short; build it again"):
-        assert csrc.load(str(broken)) == frozenset()
+        assert native.load(str(broken)) == frozenset()
     lacking = tmp_path / "lacking.so"
     shutil.copy(csrc_file, lacking)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     with pytest.warns(UserWarning, match="lacks operators that this version asks for"):
-        assert csrc.load(str(lacking)) == frozenset()
+        assert native.load(str(lacking)) == frozenset()
 
 
 def test_a_library_of_another_version_is_known_by_its_arguments(built, monkeypatch):
-    assert csrc._registered("CPU")
-    monkeypatch.setitem(csrc.OPERATORS, "merge_", "out lse part")
-    assert not csrc._registered("CPU")
+    assert native._registered("CPU")
+    monkeypatch.setitem(native.OPERATORS, "merge_", "out lse part")
+    assert not native._registered("CPU")
 
 
 def test_who_holds_a_tensor_sees_that_it_was_written_to(built):
     out, lse = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1)
     before = out._version, lse._version
-    assert csrc.merge_(out, lse, torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
+    assert native.merge_(out, lse, torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
     assert out._version > before[0]
     assert lse._version > before[1]
     with torch.inference_mode():  # where nobody counts
         out, lse = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1)
-        assert csrc.merge_(out, lse, torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
+        assert native.merge_(out, lse, torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1))
 
 
 def test_the_doctor_names_a_library_that_cannot_be_used(tmp_path, monkeypatch):
     broken = tmp_path / "libcsrc.so"
     broken.write_text("no library")
-    monkeypatch.setattr(csrc, "_registered", lambda key: False)
-    monkeypatch.setattr(csrc, "FILE", str(broken))
+    monkeypatch.setattr(native, "_registered", lambda key: False)
+    monkeypatch.setattr(native, "FILE", str(broken))
     (found,) = doctor.library()
     assert found.level == "problem"
     assert "file too short" in found.what
@@ -248,7 +248,7 @@ def test_the_same_library_on_another_torch(csrc_file):
         told, devices, worst = elsewhere(python, csrc_file)
         assert (told.split("+")[0], devices) == (
             version.split("+")[0],
-            sorted(csrc.load(csrc_file)),
+            sorted(native.load(csrc_file)),
         )
         assert worst < 1e-12
 
@@ -270,11 +270,11 @@ def test_what_is_missing_is_named(tmp_path, command):
     pytest.importorskip("setuptools")
     words = command.format(tmp_path / "x.so").split()
     nowhere = os.environ | {"PATH": str(tmp_path)}
-    before = os.path.exists(csrc.FILE)
+    before = os.path.exists(native.FILE)
     done = subprocess.run(
         [sys.executable, *words], env=nowhere, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
     assert "there is no C++ compiler c++: install g++, or name one with --cxx" in done.stderr
     assert list(tmp_path.iterdir()) == []
-    assert os.path.exists(csrc.FILE) == before
+    assert os.path.exists(native.FILE) == before

@@ -21,9 +21,8 @@ import torch
 from test_kernels import HEADS, MASKS, assert_exact, run, tensors
 
 import megatron_burst as mb
-from megatron_burst import kernels
 from megatron_burst.cli.doctor import installed
-from megatron_burst.kernels import aten, flash
+from megatron_burst.kernels import aten, flash, registry
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.aten import AtenKernel
 from megatron_burst.layout import Span
@@ -234,7 +233,7 @@ def test_a_package_that_is_absent_is_named(name):
     title, package = packages.PACKAGES[name][:2]
     words = rf"^kernel {name}: {title} is not installed \(package {package}\); .*kernel='auto'"
     with pytest.raises(packages.NotInstalled, match=words):
-        kernels.make(name, x, x, x)
+        registry.make(name, x, x, x)
     with pytest.raises(ValueError, match=words):
         mb.attention([x], [x], [x], groups=mb.Groups.in_process(intra=1), kernel=name)
 

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
-from megatron_burst.autotune import simulator as forecast
+from megatron_burst.autotune import simulator
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose, human
 from megatron_burst.autotune.simulator import Pass, Wires, pass_time
-from megatron_burst.schedule import cost
-from megatron_burst.schedule import rings as schedule
+from megatron_burst.schedule import cost, rings
 from megatron_burst.schedule import tables as hops
 from megatron_burst.schedule.cost import Sizes, traffic, visible_pairs
 from megatron_burst.schedule.tables import Chunk, Grid
@@ -39,7 +38,7 @@ def rates(intra=1.0, inter=1.0, **more):
 
 
 def there(algorithm, grid, **more):
-    return schedule.forward(algorithm, Grid(*grid), **more)
+    return rings.forward(algorithm, Grid(*grid), **more)
 
 
 # --- by hand -------------------------------------------------------------------------------
@@ -61,10 +60,10 @@ def test_two_levels_cross_once_and_then_turn_once_more():
 def test_gradients_follow_and_their_last_hops_are_exposed():
     """Keys cross (8) and turn (1), behind them on the same link the gradient of step 1 (1); that
     of step 3 (1) goes to its node's rank, and the node's sum crosses home (8)."""
-    back = schedule.backward("burst", Grid(2, 2), "kv")
+    back = rings.backward("burst", Grid(2, 2), "kv")
     got = pass_time(back, sizes(), FREE, rates(intra=1, inter=8))
     assert got.seconds == 8 + 1 + 1 + 1 + 8
-    waiting = schedule.backward("double_ring", Grid(2, 2), "kv")
+    waiting = rings.backward("double_ring", Grid(2, 2), "kv")
     assert pass_time(waiting, sizes(), FREE, rates(intra=1, inter=8)).seconds >= got.seconds
 
 
@@ -103,7 +102,7 @@ def test_a_second_group_of_heads_computes_while_the_first_waits():
 def test_the_own_pair_is_computed_last_by_the_last_groups():
     """One group: hop 4 beside the own pair (2), the other pair (2), the gradient home (4): 10.
     Two, in halves: group 1's own pair runs while its gradient is on its way."""
-    back, pairs = schedule.backward("ring", Grid(1, 2), "kv"), np.full((2, 2), 2.0)
+    back, pairs = rings.backward("ring", Grid(1, 2), "kv"), np.full((2, 2), 2.0)
     assert pass_time(back, sizes(), pairs, rates(4)).seconds == 4 + 2 + 4
     # Group 0's keys go from 0 to 2, group 1's, sent when group 0 has waited for its own, from 2 to
     # 4. Group 0 is done computing at 3, but its gradient goes from 4 to 6, and is waited for. So
@@ -131,7 +130,7 @@ def test_a_message_needs_both_its_ends(late):
 
 def test_four_groups_leave_nothing_exposed_where_compute_is_three_times_the_links():
     """The own pairs of the last two fill the time in which gradients go home."""
-    back, pairs = schedule.backward("burst", Grid(2, 2), "query"), np.ones((4, 4))
+    back, pairs = rings.backward("burst", Grid(2, 2), "query"), np.ones((4, 4))
     got = pass_time(back, sizes(), pairs, rates(0.08, 0.32), 4)
     assert max(got.intra, got.inter) < 4 / 3
     assert got.seconds == pytest.approx(got.compute)
@@ -151,7 +150,7 @@ def passes(draw):
     density = draw(st.sampled_from([0.3, 0.8, 1.0]))
     visible = random.random((grid.size, grid.size)) < density
     algorithm = draw(st.sampled_from(hops.ALGORITHMS))
-    plan = schedule.backward(
+    plan = rings.backward(
         algorithm, grid, draw(st.sampled_from(hops.SIDES)), visible=visible,
         gradients=draw(st.booleans()), route=draw(st.sampled_from(hops.ROUTES)),
     )  # fmt: skip
@@ -162,7 +161,7 @@ def passes(draw):
 def test_it_runs_the_schedule_that_runs(made, own_last):
     """Every message of every rank's schedule at its boundaries, and every pair at its own."""
     plan, seconds = made
-    legs = forecast._legs(plan)
+    legs = simulator._legs(plan)
     got = {
         (post, int(src), int(dst), leg.gradient, leg.land, int(between))
         for post, some in legs.items()
@@ -175,7 +174,7 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
         for rank in ranks
         for hop in plan.sends(rank)
     }
-    program = forecast._program(plan, legs, seconds, own_last)
+    program = simulator._program(plan, legs, seconds, own_last)
     for rank in ranks:
         for boundary in plan.program(rank, own_last):
             worth = 0.0 if boundary.pair is None else seconds[boundary.pair]
@@ -257,7 +256,7 @@ def test_it_orders_the_rivals_as_they_were_measured(column, speed):
     predicted = {}
     for (algorithm, side, groups), times in MEASURED.items():
         forward = there(algorithm, grid)
-        back = schedule.backward(algorithm, grid, side)
+        back = rings.backward(algorithm, grid, side)
         total = (
             pass_time(forward, have, seconds, given_rates, groups)
             + pass_time(back, have, 2.5 * seconds, given_rates, groups)
@@ -411,7 +410,7 @@ def test_a_chunk_of_queries_has_its_own_size():
     """Of 8 and 4 heads: queries and dO, twice those of K and V, with lse and delta."""
     have = sizes(8, 4)
     assert have.chunk_bytes(Chunk("kv", 0)) == KV // 2
-    got = pass_time(schedule.backward("ring", Grid(1, 2), "query", gradients=False), have,
+    got = pass_time(rings.backward("ring", Grid(1, 2), "query", gradients=False), have,
                     np.zeros((2, 2)), rates(1))  # fmt: skip
     assert got.seconds == (KV + 16 * 8 * 8) / KV
 

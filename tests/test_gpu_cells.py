@@ -11,8 +11,8 @@ from benchmarks.gpu import attention, rivals, sizes, tables
 from benchmarks.gpu.cases import OneCall, cases
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.sample import TOLERANCE
-from megatron_burst import kernels
-from megatron_burst.kernels import make
+from megatron_burst.kernels import registry
+from megatron_burst.kernels.registry import make
 
 CPU = torch.device("cpu")
 TINY = {case.name: case for case in cases(64, 16, 8)}
@@ -143,7 +143,7 @@ def test_what_a_kernel_refuses_is_told_with_its_reason():
     cell = attention.Cell(TINY["full"], (4, 4), 64)
     record = attention.measure(cell, sizes.CPU, Clock(CPU))
     assert "cuda" in record["refused"]["aten_cudnn"]
-    assert set(record["refused"]) == set(kernels.TABLE) - {"aten", "reference"}
+    assert set(record["refused"]) == set(registry.TABLE) - {"aten", "reference"}
     assert not record["failed"]
     who = {(run["who"], run["pass"]) for run in record["runs"]}
     passes = (attention.FORWARD, attention.KV, attention.QUERY)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
-from megatron_burst import kernels
-from megatron_burst.kernels import Rows, Scoring
+from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import stand_in
+from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import accumulation_dtype, empty_result
 from megatron_burst.kernels.operators import CudaCudnn, CudaFlash
 from megatron_burst.layout import Span
@@ -54,7 +54,7 @@ def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False, k_spa
 
     `visiting`: backward gets no out, only lse and delta, as where the queries travelled.
     """
-    kernel = kernels.make(name, q, k, v) if isinstance(name, str) else name
+    kernel = registry.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
     work = kernel.plan(mask, spans, k_spans or spans)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -142,7 +142,7 @@ def test_blind_rows_of_the_reference(visiting):
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)])
 def test_gradients_nobody_wants_are_left_alone(name, wanted):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
-    kernel = kernels.make(name, q, k, v)
+    kernel = registry.make(name, q, k, v)
     spans = [Span(0, 1, 8)]
     work = kernel.plan(Causal(), spans, spans)
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 8))
@@ -158,7 +158,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
 @pytest.mark.parametrize("name", ["reference", "aten"])
 def test_backward_adds_to_what_is_there(name):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
-    kernel = kernels.make(name, q, k, v)
+    kernel = registry.make(name, q, k, v)
     work = kernel.plan(Full(), [Span(0, 1, 8)], [Span(0, 1, 8)])
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("full", 8))
     sums = [torch.full_like(x, 7.0) for x in (q, k, v)]
@@ -188,7 +188,7 @@ def test_rows_that_do_not_see_a_bad_key(name, bad, what):
     out, dq, *_ = run(name, Causal(), q, k, v, dout, visiting=True)
     tile, hidden = set(range(600)), set(range(500))
     if name == "aten":
-        tiles = kernels.make(name, q, k, v).cutter.tiles(Causal(), *[[Span(0, 1, 600)]] * 2)
+        tiles = registry.make(name, q, k, v).cutter.tiles(Causal(), *[[Span(0, 1, 600)]] * 2)
         tile = {r for t in tiles if t.columns.start <= 500 < t.columns.stop
                 for r in range(t.rows.start, t.rows.stop)}  # fmt: skip
         assert len(tile & hidden) < 200
@@ -313,11 +313,11 @@ def test_the_stand_in_keeps_the_dtype_of_dout():
 
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
-    assert set(kernels.TABLE) == {
+    assert set(registry.TABLE) == {
         "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference",
     }  # fmt: skip
-    assert kernels.make("auto", q, k, v).name == "aten"
-    assert kernels.make("reference", q, k, v).name == "reference"
+    assert registry.make("auto", q, k, v).name == "aten"
+    assert registry.make("reference", q, k, v).name == "reference"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_auto_on_a_gpu(capability, cudnn, mask, first, monkeypatch):
     takes any."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    order = kernels.automatic(torch.device("cuda:0"), mask)
+    order = registry.automatic(torch.device("cuda:0"), mask)
     assert order[0] == first
     assert {"aten", "triton"} <= set(order)
 
@@ -352,10 +352,10 @@ def test_auto_takes_what_deterministic_mode_permits(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     with FakeTensorMode():
         x = torch.empty(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda:0")
-        assert kernels.make("auto", x, x, x).name == "aten_cudnn"
+        assert registry.make("auto", x, x, x).name == "aten_cudnn"
         torch.use_deterministic_algorithms(True)
         try:
-            assert kernels.make("auto", x, x, x).name == "aten"
+            assert registry.make("auto", x, x, x).name == "aten"
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -392,7 +392,7 @@ def test_what_a_kernel_cannot_serve_is_refused(name, device, dtype, width, words
     with FakeTensorMode():
         x = torch.empty(4, 1, 2, width, dtype=dtype, device=device)
         with pytest.raises(ValueError, match=words):
-            kernels.make(name, x, x, x)
+            registry.make(name, x, x, x)
 
 
 @pytest.mark.parametrize(("name", "refused"), [("aten_cudnn", True), ("aten", False)])
@@ -402,10 +402,10 @@ def test_deterministic_mode_refuses_kernels_that_are_not(name, refused):
         torch.use_deterministic_algorithms(True)
         try:
             with pytest.raises(ValueError, match="not deterministic") if refused else nullcontext():
-                kernels.make(name, x, x, x)
+                registry.make(name, x, x, x)
         finally:
             torch.use_deterministic_algorithms(False)
-        kernels.make(name, x, x, x)
+        registry.make(name, x, x, x)
 
 
 @pytest.mark.parametrize(
@@ -434,13 +434,13 @@ def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
 def test_nothing_visible_is_no_work():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     for name in ("reference", "aten"):
-        work = kernels.make(name, q, k, v).plan(Causal(), [Span(0, 1, 4)], [Span(4, 1, 4)])
+        work = registry.make(name, q, k, v).plan(Causal(), [Span(0, 1, 4)], [Span(4, 1, 4)])
         assert work is None
 
 
 def test_lse_is_the_natural_logarithm():
     q = torch.zeros(4, 1, 1, 4)
-    kernel = kernels.make("aten", q, q, q)
+    kernel = registry.make("aten", q, q, q)
     work = kernel.plan(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
     out, lse = empty_result(q, 4)
     kernel.forward(q, q, q, work, Scoring(1.0), out, lse)

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_burst.cli import patch
 from megatron_burst.cli.main import main
-from megatron_burst.seam import PLACES, entrance, inside, marked, seam
+from megatron_burst.megatron.entrance import entrance
+from megatron_burst.seam import PLACES, inside, marked, seam
 
 ROOT = Path(__file__).parents[1]
 SERIES = sorted(patch.SERIES.iterdir())
@@ -88,13 +89,8 @@ def test_a_seam_calls_its_function_until_it_is_filled():
 
 def test_an_entrance_installs_when_it_is_called(monkeypatch):
     calls = []
-
-    class Plugin:
-        @staticmethod
-        def install():
-            calls.append("install")
-
-    monkeypatch.setitem(sys.modules, "megatron_burst.megatron", Plugin)
+    home = sys.modules[entrance.__module__]
+    monkeypatch.setattr(home, "install", lambda: calls.append("install"))
 
     @entrance
     def add_arguments(parser):
@@ -136,7 +132,7 @@ def test_a_series_only_adds_two_lines_per_file_and_one_per_further_place(series)
         "@seam",
         "@entrance",
         "from megatron_burst.seam import seam",
-        "from megatron_burst.seam import entrance",
+        "from megatron_burst.megatron.entrance import entrance",
     }
 
 

@@ -361,7 +361,7 @@ def test_the_command_runs_as_a_module():
 
 def test_text_needs_no_matplotlib_and_nothing_here_imports_megatron():
     probe = (
-        "import sys; from megatron_burst import cli; cli.main(['show', 'mask']);"
+        "import sys; from megatron_burst.cli.main import main; main(['show', 'mask']);"
         "print(sorted({n.split('.')[0] for n in sys.modules} & {'matplotlib', 'megatron'}))"
     )
     done = subprocess.run(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.layout import Span
-from megatron_burst.recompute import selection as store
+from megatron_burst.recompute import selection
 from megatron_burst.recompute.selection import Interval
 
 GRIDS = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 4)]
@@ -183,14 +183,14 @@ def test_zigzag_is_unbalanced_and_says_so():
     ],
 )
 def test_which_positions_are_kept(name, kept, needed):
-    found, rest, keys = store.split(MASKS[name], LENGTH, 0.5, 4)
+    found, rest, keys = selection.split(MASKS[name], LENGTH, 0.5, 4)
     assert found == kept
     assert rest == [Interval(0, 24)]
     assert keys == needed
 
 
 def test_in_documents_the_dearest_rows_are_kept_and_what_the_others_see_is_sent():
-    mask, found = MASKS["documents"], store.split(MASKS["documents"], LENGTH, 0.25, 4)
+    mask, found = MASKS["documents"], selection.split(MASKS["documents"], LENGTH, 0.25, 4)
     seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
     kept, rest, keys = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)
     dear = sorted(range(LENGTH), key=lambda p: (seen[p].sum(), p))[-LENGTH // 4 :]
@@ -200,10 +200,11 @@ def test_in_documents_the_dearest_rows_are_kept_and_what_the_others_see_is_sent(
 
 
 def test_rows_of_a_shard():
-    rows, spans = store.part([Span(1, 2, 5), Span(20, 1, 4)], [Interval(4, 8), Interval(22, 30)])
+    some = [Span(1, 2, 5), Span(20, 1, 4)]
+    rows, spans = selection.part(some, [Interval(4, 8), Interval(22, 30)])
     assert rows.tolist() == [2, 3, 7, 8]  # of 1 3 5 7 9 20 21 22 23
     assert spans == (Span(5, 2, 2), Span(22, 1, 2))
-    assert not len(store.part([Span(0, 1, 4)], []).rows)
+    assert not len(selection.part([Span(0, 1, 4)], []).rows)
 
 
 def test_calls_in_flight_keep_their_own():

@@ -9,8 +9,7 @@ import interpreted
 import pytest
 import torch
 
-from megatron_burst import kernels
-from megatron_burst.kernels import blocks
+from megatron_burst.kernels import blocks, registry
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TESTS = Path(__file__).parent
@@ -60,7 +59,7 @@ def test_on_a_cpu_it_is_refused():
     x = torch.zeros(16, 1, 1, 16)
     wanted = "runs on cuda tensors, got cpu" if HAS_TRITON else "needs the package triton"
     with pytest.raises(ValueError, match=f"kernel triton {wanted}"):
-        kernels.make("triton", x, x, x)
+        registry.make("triton", x, x, x)
 
 
 def test_a_device_or_width_that_is_not_in_the_table_takes_the_next_entry():

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import megatron_burst as mb
-from megatron_burst.kernels import Rows, Scoring, triton_kernel
+from megatron_burst.kernels import triton_kernel
+from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.blocks import Blocks
 from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_burst.kernels import Kernel, Rows, Scoring
+from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result, merge_
 
 BACKWARD = 2.5  # FLOPs of a flash backward over those of its forward: five products for two

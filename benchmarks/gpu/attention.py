@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_burst.kernels import TABLE, Kernel, Rows, Scoring, make
+from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
+from megatron_burst.kernels.registry import TABLE, make
 
 from . import rivals
 from .cases import Case

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import megatron_burst as mb
-from megatron_burst.kernels import TABLE
+from megatron_burst.kernels.registry import TABLE
 
 from .clock import Clock, forget
 from .sizes import Sizes

@@ -18,7 +18,7 @@ from ..schedule.head_shares import Share, shareable
 from ..schedule.rings import Schedule
 from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
-from . import simulator as forecast
+from . import simulator
 from .pair_counts import pairs_seen
 from .rates import BACKWARD, Rates
 from .simulator import Pass
@@ -102,11 +102,11 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
             for side in ([fixed.side] if fixed.side else sides)
         ]
         for count in _head_groups(sizes, fixed, alone):
-            forward = forecast.pass_time(there, sizes, seconds, rates, count) + there_heads
+            forward = simulator.pass_time(there, sizes, seconds, rates, count) + there_heads
             for back in backs:
                 backward = IDLE
                 if trained:
-                    backward = forecast.pass_time(back, sizes, BACKWARD * seconds, rates, count)
+                    backward = simulator.pass_time(back, sizes, BACKWARD * seconds, rates, count)
                     backward += back_heads
                 yield Option(
                     _named(algorithm, topology), back.side, count, topology.head,

@@ -15,14 +15,15 @@ from statistics import median
 
 import torch
 
-from .. import kernels
 from ..comm.consensus import Facts, agree
 from ..comm.groups import Groups
 from ..comm.transport import Channel, Endpoint, Receive, Send
-from ..kernels import Kernel, Rows, Scoring
+from ..kernels import registry
+from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, empty_result
 from ..layout import Span
 from ..masks import Full, Mask
+from .known import known
 from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
@@ -60,7 +61,7 @@ def measure_rates(
         if like is not None:
             if mask is not None and not isinstance(mask, Mask):
                 raise ValueError(f"mask must be one of mb.masks, got {mask!r:.100}")
-            local = kernels.make(kernel, *_like(like), mask=mask)
+            local = registry.make(kernel, *_like(like), mask=mask)
     except ValueError as error:
         fault = error
     facts: Facts = {
@@ -88,17 +89,17 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups) -> Rates:
-    """Rates without `compute`; kept in `groups.known`. Ranks in one process have no links."""
+    """Rates without `compute`; kept for `groups`. Ranks in one process have no links."""
     if len(groups.local_ranks) == groups.size:
-        groups.known.rates = Rates(math.inf, math.inf)
-        return groups.known.rates
+        known(groups.cache).rates = rates = Rates(math.inf, math.inf)
+        return rates
     counters = groups.counters
     before = counters.intra, counters.inter
     latencies, speeds = zip(*(_link(groups, name) for name in ("intra", "inter")), strict=True)
     posting = max(_posting(groups, name) for name in ("intra", "inter"))
     counters.intra, counters.inter = before
-    groups.known.rates = Rates(*speeds, latency=max(latencies), posting=posting)
-    return groups.known.rates
+    known(groups.cache).rates = rates = Rates(*speeds, latency=max(latencies), posting=posting)
+    return rates
 
 
 def _link(groups: Groups, name: str) -> tuple[float, float]:
@@ -197,9 +198,9 @@ def kernel_speed(
     v: torch.Tensor,
 ) -> tuple[float, float]:
     """(FLOP/s, seconds per call) of a kernel on a square tile of the heads of q, k, v, which are
-    only read for shape, dtype and device; kept in `groups.known`. The middle rank's. Collective."""
+    only read for shape, dtype and device; kept for `groups`. The middle rank's. Collective."""
     key = kernel.name, scoring.softcap, q.dtype, q.shape[2:], k.shape[2:], v.shape[3], q.device.type
-    speeds = groups.known.speeds
+    speeds = known(groups.cache).speeds
     if key not in speeds:
         mine = torch.tensor(_speed(kernel, scoring, q, k, v), dtype=torch.float64)
         found = groups.gather([mine] * len(groups.local_ranks))

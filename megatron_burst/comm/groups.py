@@ -10,11 +10,11 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..autotune.rates import Known
 from ..schedule.topology import Topology
 from .calls import CALLS, Calls
 from .consensus import Facts, agree
@@ -54,15 +54,16 @@ class Groups:
     hierarchical groups).
 
     Attributes: `topology`; `local_ranks`, the ranks that live in this process (one, or all of
-    them after `in_process`); `backend`; `members`, one per local rank; `known`, what was measured
-    on this grid and chosen by it (algorithm "auto"); `calls`, how many calls were made on it.
+    them after `in_process`); `backend`; `members`, one per local rank; `cache`, what
+    planning found out about this grid (nothing here reads it); `calls`, how many calls were made
+    on it.
     """
 
     topology: Topology
     local_ranks: tuple[int, ...]
     backend: str
     members: list[Member]
-    known: Known
+    cache: dict[str, Any]
     calls: Calls
     _boxes: dict[tuple[Channel, int, int], deque[Mail]] | None = None  # of `in_process`
     _failure: str | None = None
@@ -134,7 +135,7 @@ class Groups:
         self = cls.__new__(cls)
         self.topology = topology = Topology.of_nodes(inter, intra, head, placement)
         self.local_ranks = tuple(range(topology.size))
-        self.backend, self.known, self.calls = "in_process", Known(), Calls()
+        self.backend, self.cache, self.calls = "in_process", {}, Calls()
         self._boxes = boxes = {}
 
         def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
@@ -231,7 +232,7 @@ class Groups:
         self.topology = topology
         rank = ranks.index(dist.get_rank())
         self.local_ranks = (rank,)
-        self.backend, self.known, self.calls = dist.get_backend(parent), Known(), Calls()
+        self.backend, self.cache, self.calls = dist.get_backend(parent), {}, Calls()
         timeout = timeout_of(parent)
 
         def new(members: list[int], backend: str) -> dist.ProcessGroup:

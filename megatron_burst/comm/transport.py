@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from . import packing as parcels
+from . import packing
 from .packing import UNSTAMPED, Parcel, Seal
 
 Tensors = Sequence[torch.Tensor]
@@ -112,7 +112,7 @@ class _Works:
         for receive in self.receives:
             if receive.parcel is None or receive.parcel.flat is None:
                 continue
-            complaint = parcels.broken(receive.parcel.flat, receive.seal)
+            complaint = packing.broken(receive.parcel.flat, receive.seal)
             if complaint:
                 raise _failed(self.label, f"from member {receive.peer} of the ring: {complaint}")
 
@@ -161,7 +161,7 @@ def _buffers(receive: Receive) -> Tensors:
     parcel = receive.parcel
     if parcel is None or parcel.flat is None or parcel.room is None:
         return receive.tensors
-    parcels.unseal_(parcel.flat)
+    packing.unseal_(parcel.flat)
     return [parcel.room]
 
 

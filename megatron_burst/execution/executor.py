@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 from torch.profiler import record_function
 
-from ..comm import packing as parcels
+from ..comm import packing
 from ..comm.packing import UNSTAMPED, Parcel, Seal, Stamp
 from ..comm.transport import Channel, Endpoint, Pending, Receive, Send
 from ..kernels.online_softmax import accumulation_dtype
@@ -64,7 +64,7 @@ class _Buffers:
         if rows is not None:
             shapes = [(torch.Size((rows, *shape[1:])), dtype) for shape, dtype in shapes]
         free = self.free[kind, tuple(shape for shape, _ in shapes)]
-        return free.pop() if free else parcels.make(shapes, self.device, self.room)
+        return free.pop() if free else packing.make(shapes, self.device, self.room)
 
     def give(self, kind: str, parcel: Parcel) -> None:
         self.free[kind, tuple(t.shape for t in parcel.tensors)].append(parcel)
@@ -108,7 +108,7 @@ class Walk:
             for boundary in self.run.program
             for hop in boundary.posts
         )
-        return parcels.pack(tensors, self.run.seal(chunk)) if sent else Parcel(None, tensors)
+        return packing.pack(tensors, self.run.seal(chunk)) if sent else Parcel(None, tensors)
 
     def _wire(self, family: str) -> str:
         """The kind of buffer in which chunks of `family` travel."""
@@ -167,7 +167,7 @@ class Walk:
                 target.copy_(source)
             self.buffers.give(chunk.family, parcel)
             parcel = wire
-        parcels.seal_(parcel, self.run.seal(chunk))
+        packing.seal_(parcel, self.run.seal(chunk))
         return parcel
 
     def _land(self, index: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from ..comm.transport import Endpoint
-from ..kernels import Kernel, Rows, Scoring
+from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import add_sink_, empty_result
 from ..schedule.tables import Chunk, Pair
 from .executor import Pass, Tensors, Walk

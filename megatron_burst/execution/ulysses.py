@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from ..comm import packing as parcels
+from ..comm import packing
 from ..comm.packing import Parcel, Seal
 from ..comm.transport import Channel, Endpoint, Receive, Send
 from ..schedule.head_shares import Share
@@ -92,9 +92,9 @@ def _exchange(
             continue
         sent, room = Parcel(None, tuple(t.contiguous() for t in part) if not sealed else ()), None
         if sealed:
-            sent = parcels.pack(part, seal)
+            sent = packing.pack(part, seal)
             shapes = [(t.shape, t.dtype) for t in targets]
-            room = parcels.make(shapes, part[0].device, endpoint.room)
+            room = packing.make(shapes, part[0].device, endpoint.room)
         sends.append(Send(peer, links[peer], sent.tensors, sent.flat))
         receives.append(Receive(peer, room.tensors if room else targets, room, seal))
     pending = endpoint.exchange(Channel("head", False), sends, receives, label)

@@ -12,7 +12,7 @@ Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,10 @@ import torch.nn.functional as F
 from ..layout import Span
 from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
-from . import native as csrc
+from . import native
+from .base import Rows, Scoring
 from .online_softmax import merge_
 from .operators import Operator, Window
-
-if TYPE_CHECKING:
-    from . import Rows, Scoring
 
 
 class AtenKernel:
@@ -156,7 +154,7 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     float16, O' = sign(dout) * (delta / |dout|_1): never larger than the output was, but all
     elements are rounded alike, so that errors do not average out.
     """
-    found = csrc.stand_in(dout, delta)
+    found = native.stand_in(dout, delta)
     if found is not None:
         return found
     wide, delta = dout.to(delta.dtype), delta.unsqueeze(-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from . import native as csrc
+from . import native
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -36,7 +36,7 @@ def merge_(
     out, out_new [s, b, h, d]; lse, lse_new [s, b, h], natural log. The new pair may have a
     lower precision than the accumulators.
     """
-    if csrc.merge_(out, lse, out_new, lse_new):
+    if native.merge_(out, lse, out_new, lse_new):
         return
     total = torch.logaddexp(lse, lse_new.to(lse.dtype))
     base = _finite(total)
@@ -59,7 +59,7 @@ def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
 
 def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
-    found = csrc.delta(dout, out, dtype)
+    found = native.delta(dout, out, dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if found is None else found
 
 

@@ -8,17 +8,14 @@ Shape letters as in `kernels`; g = h / k query heads share a key head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..layout import Span
 from ..masks import Mask
+from .base import Rows, Scoring
 from .online_softmax import merge_
-
-if TYPE_CHECKING:
-    from . import Rows, Scoring
 
 
 class ReferenceKernel:

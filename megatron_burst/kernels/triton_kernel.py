@@ -14,17 +14,15 @@ work (seven products for five).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..layout import Span
 from ..masks import Mask
+from .base import Rows, Scoring
 from .blocks import WIDEST, Blocks, blocks
 from .grid import Grid, grid
-
-if TYPE_CHECKING:
-    from . import Rows, Scoring
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COARSE = 128  # tiles by which a pair is first looked at

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels import native as csrc
+from ..kernels import native
 from .formula import Formula, Stats
 
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -86,7 +86,7 @@ def softmax_gradient_(
     if peak is not None:
         of_softmax = of_softmax * (peak - lse).exp_()
     logits_lse = None if peak is not None else lse
-    if csrc.softmax_gradient_(
+    if native.softmax_gradient_(
         z, index, logits_lse, of_softmax, of_label, of_all,
         columns.real, formula.scale, formula.softcap,
     ):  # fmt: skip

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from ..autotune.select import Choice
-from ..comm import packing as parcels
+from ..comm import packing
 from ..comm.groups import Groups
 from ..execution.executor import Pass
-from ..kernels import Kernel, Scoring
-from ..kernels import native as csrc
+from ..kernels import native
+from ..kernels.base import Kernel, Scoring
 from ..layout import Layout
 from ..masks import Mask
 from ..recompute.partial_ring import Recompute
@@ -95,7 +95,7 @@ class Plan:
         families = ("kv", "query", "dkv", "dquery")
         shared = self.sizes.scattered_bytes(self.groups.topology.head)
         payload = max(*(self.sizes.chunk_bytes(Chunk(family, 0)) for family in families), *shared)
-        return payload + len(families) * parcels.ALIGNMENT + parcels.SEAL
+        return payload + len(families) * packing.ALIGNMENT + packing.SEAL
 
     def describe(self) -> str:
         """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
@@ -113,7 +113,7 @@ class Plan:
                 f"side {self.side}",
                 *[f"{self.head_groups} groups of heads"] * (self.head_groups > 1),
                 f"layout {self.layout.name}",
-                f"kernel {self.kernel.name}" + " with csrc" * csrc.serves(self._device_type),
+                f"kernel {self.kernel.name}" + " with csrc" * native.serves(self._device_type),
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
                 f"store {self._describe_store()}, keys kept {cost.human_bytes(self.kept_bytes)}",

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..autotune import measure as probe
+from ..autotune import measure
 from ..autotune.candidates import Call, Fixed, shared_sizes
+from ..autotune.known import known
 from ..autotune.rates import Rates
 from ..autotune.select import Choice, best
 from ..comm.calls import CALLS
@@ -23,7 +24,7 @@ from ..comm.groups import Groups
 from ..execution.executor import Pass
 from ..layout import Layout, Span
 from ..masks import Causal, Mask, shards_visible
-from ..recompute import partial_ring as recompute
+from ..recompute import partial_ring
 from ..schedule import cost
 from ..schedule.cost import Sizes
 from ..schedule.rings import Schedule
@@ -84,8 +85,8 @@ def prepare(
         _agree(drafts, groups)
         draft = drafts[0]
         assert isinstance(draft, Draft)
-        known = _measured(draft, groups, rates)
-        choice = attempt(partial(_choice, draft, groups, known))
+        found = _measured(draft, groups, rates)
+        choice = attempt(partial(_choice, draft, groups, found))
         drafts = [_resolved(d, choice) for d in drafts]
     first = drafts[0]
     plan = first
@@ -108,9 +109,9 @@ def _agree(drafts: Sequence[Draft | ValueError], groups: Groups) -> None:
 def _measured(draft: Draft, groups: Groups, rates: Rates | None) -> Rates:
     """All rates: those given, else those known of these groups, else measured now. Collective."""
     try:
-        found = rates or groups.known.rates or probe.links(groups)
+        found = rates or known(groups.cache).rates or measure.links(groups)
         if found.compute is None:
-            kernel = probe.kernel_speed(groups, draft.kernel, draft.scoring, *draft.tensors)
+            kernel = measure.kernel_speed(groups, draft.kernel, draft.scoring, *draft.tensors)
             found = replace(found, compute=kernel[0], launch=kernel[1])
         return found
     except BaseException as error:
@@ -123,7 +124,7 @@ def _choice(draft: Draft, groups: Groups, rates: Rates) -> Choice:
     side = None if draft.config.side == "auto" else draft.config.side
     fixed = Fixed(side=side, head_groups=draft.head_groups)
     call = Call(draft.sizes, draft.mask, draft.layout, draft.kv_cache)
-    return groups.known.choice(
+    return known(groups.cache).choice(
         (call, fixed, rates), lambda: best(call, [groups.topology], rates, fixed)
     )
 
@@ -148,7 +149,7 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
         q, config, places = draft.tensors[0], draft.config, tuple(map(tuple, spans))
         key = (draft.kernel.name, q.device, draft.mask, places, algorithm, config.side, sizes,
                draft.kv_cache, draft.store)  # fmt: skip
-        work = partial(groups.known.work, key, work)
+        work = partial(known(groups.cache).work, key, work)
     there, back, passes, again = work()
     return Plan(
         groups=groups,
@@ -178,7 +179,7 @@ class _Work(NamedTuple):
     there: Schedule
     back: Schedule
     passes: Sequence[tuple[Pass, Pass]]
-    again: recompute.Recompute | None
+    again: partial_ring.Recompute | None
 
 
 def _work(
@@ -196,7 +197,7 @@ def _work(
     ranks = [member.ring.rank for member in groups.members]
     again = None
     if draft.store is not None:
-        again = recompute.plan(
+        again = partial_ring.plan(
             draft.mask, draft.kernel, algorithm, grid, spans, ranks, draft.store, groups.size,
             sizes, draft.tensors[0].device,
         )  # fmt: skip

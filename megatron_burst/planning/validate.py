@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import kernels
 from ..autotune.rates import Rates, check_rates
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..config import NAMES, BurstConfig
-from ..kernels import Kernel, Scoring
+from ..kernels import registry
+from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Mask
@@ -121,7 +121,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
     choices.mask.check(q.shape[0] * groups.size)
     _check_numbers(choices)
-    kernel = kernels.make(config.kernel, q, k, v, choices.softcap, choices.mask)
+    kernel = registry.make(config.kernel, q, k, v, choices.softcap, choices.mask)
     wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
     if wire_dtype not in DTYPES:
         raise ValueError(f"grad_wire_dtype must be None or one of {DTYPES}, got {wire_dtype}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.log import log, speak
-from megatron_burst.recipes import validate as late
+from megatron_burst.recipes import validate
 from megatron_burst.recipes.forms import in_words_of
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 
@@ -61,7 +61,7 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
         base, before = base.keywords["base"], base.keywords.get("before", {})
     spec = functools.partial(burst_layer_spec, base=base, **choices)
     model.transformer_layer_spec = _following(model, choices, before, spec)
-    late.watch()
+    validate.watch()
     return recipe
 
 

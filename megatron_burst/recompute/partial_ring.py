@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from ..execution.executor import Pass
-from ..kernels import Kernel
+from ..kernels.base import Kernel
 from ..layout import Span
 from ..masks import Mask, shards_visible
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
-from . import selection as store
+from . import selection
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Recompute:
     schedule: Schedule
     ranks: tuple[Again, ...]  # one per local rank
     mask: Mask
-    queries: tuple[store.Part, ...]  # of every rank of the ring: the rows computed again
+    queries: tuple[selection.Part, ...]  # of every rank of the ring: the rows computed again
     seq_len: int
 
     def imbalance(self) -> float:
@@ -76,9 +76,9 @@ def plan(
     """What the ranks `ring_ranks` of a ring, whose shards are `spans`, keep and compute again;
     their tensors are on `device`, and so are the row numbers."""
     seq_len = sum(span.length for each in spans for span in each)
-    kept, rest, needed = store.split(mask, seq_len, keep, cp_size)
-    queries = [store.part(each, rest) for each in spans]
-    keys = [store.part(each, needed) for each in spans]
+    kept, rest, needed = selection.split(mask, seq_len, keep, cp_size)
+    queries = [selection.part(each, rest) for each in spans]
+    keys = [selection.part(each, needed) for each in spans]
     visible = shards_visible(mask, [q.spans for q in queries], [k.spans for k in keys])
     schedule = cost.forward_schedule(algorithm, grid, visible, sizes)
     rows = tuple(len(k.rows) for k in keys)
@@ -92,7 +92,7 @@ def plan(
                 work = kernel.plan(mask, queries[pair.query].spans, keys[pair.key].spans)
                 if work is not None:
                     works[pair] = work
-        indices = store.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
+        indices = selection.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
         run = Pass("attention recompute", program, works, rows=rows, own_last=program)
         ranks.append(Again(*(torch.from_numpy(x).to(device) for x in indices), run=run))
     return Recompute(keep, schedule, tuple(ranks), mask, tuple(queries), seq_len)

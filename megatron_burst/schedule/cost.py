@@ -15,7 +15,7 @@ import numpy as np
 from ..layout import LAYOUTS, Layout, Span, make
 from ..masks import Mask
 from ..masks.tiling import Cutter
-from . import rings as schedule
+from . import rings
 from .rings import Schedule
 from .tables import ROUTES, SIDES, Chunk, Grid
 from .topology import Topology
@@ -119,7 +119,7 @@ def forward_schedule(
 ) -> Schedule:
     """The forward schedule of a plan; route "auto" takes fewer bytes. Others as in `Schedule`."""
     return _by_route(
-        lambda route: schedule.forward(algorithm, grid, visible=visible, route=route), route, sizes
+        lambda route: rings.forward(algorithm, grid, visible=visible, route=route), route, sizes
     )
 
 
@@ -141,7 +141,7 @@ def backward_schedule(
 
     def of(side: str) -> Schedule:
         def by(route: str) -> Schedule:
-            return schedule.backward(
+            return rings.backward(
                 algorithm, grid, side, gradients=sizes.gradients_travel(side), visible=visible,
                 route=route, kept=kept if side == "kv" else 0,
             )  # fmt: skip
@@ -244,7 +244,7 @@ def imbalance(
     spans = ring_spans(layout, topology, seq_len)
     pairs = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
     grid = Grid(topology.inter_size, topology.intra_size)
-    return imbalance_of(schedule.forward(algorithm, grid), pairs)
+    return imbalance_of(rings.forward(algorithm, grid), pairs)
 
 
 def imbalance_of(plan: Schedule, pairs: np.ndarray) -> float:

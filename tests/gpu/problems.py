@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatron_burst as mb
-from megatron_burst import kernels
-from megatron_burst.kernels import Rows, Scoring
+from megatron_burst.kernels import registry
+from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
 from megatron_burst.masks import BlockSparse, Causal, Dilated, Documents, Full, Prefix, Window
 
@@ -94,14 +94,14 @@ def on(device, *values):
 def kernel_names(device):
     if device == "cpu":
         return ("aten", "reference")
-    return tuple(name for name in kernels.TABLE if name != "reference")
+    return tuple(name for name in registry.TABLE if name != "reference")
 
 
 def kernel_for(device, name, tensors, softcap=None):
     """The kernel; the test is skipped where one of an optional package is refused, or where cuDNN
     has no such width."""
     try:
-        return kernels.make(name, *tensors, softcap=softcap)
+        return registry.make(name, *tensors, softcap=softcap)
     except ValueError as reason:
         too_wide = name == "aten_cudnn" and "takes widths" in str(reason)
         if name not in OPTIONAL and not too_wide:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems import LAYOUTS, SHAPES, Two, judge, kernel_for, kernel_names, on, problem
 
-from megatron_burst import kernels
+from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import stand_in
 
 
@@ -67,7 +67,7 @@ def test_the_same_bits_twice(device, name):
     kernel_for(device, name, inputs[:3])
     torch.use_deterministic_algorithms(True)
     try:
-        kernel = kernels.make(name, *inputs[:3])
+        kernel = registry.make(name, *inputs[:3])
     except ValueError:
         pytest.skip(f"{name} is not deterministic, and says so")
     else:
@@ -96,7 +96,7 @@ def test_float32(device, name, widths):
     rows = [int(p) for rank in range(2) for p in order.positions(rank, shape.length)]
     rows = torch.tensor(rows, device=device)
     out, _, *grads = oracle.attention(*inputs, rows[:, None] >= rows[None, :])
-    ring = Two(kernels.make(name, *inputs[:3]), "causal", "zigzag", shape, inputs)
+    ring = Two(registry.make(name, *inputs[:3]), "causal", "zigzag", shape, inputs)
     got, lse = ring.forward()
     for mine, right in zip((got, *ring.backward(got, lse, True)), (out, *grads), strict=True):
         assert oracle.worst(mine, right) < 1e-5 * right.abs().max().item()

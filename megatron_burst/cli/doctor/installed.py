@@ -19,9 +19,9 @@ from torch.cuda import nccl
 from ... import masks
 from ...attention import attention
 from ...comm.groups import Groups
-from ...kernels import TABLE, make
 from ...kernels.flash_packages import PACKAGES as FLASH
 from ...kernels.flash_packages import NotInstalled, load
+from ...kernels.registry import TABLE, make
 from ..patch import version_of
 from .finding import Finding, note, ok, problem
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels import native as csrc
+from ...kernels import native
 from .finding import Finding, note, ok, problem
 
 FIX = "python setup.py build_csrc, or remove the file"
@@ -22,7 +22,7 @@ def library() -> Iterator[Finding]:
     """One finding where there is no library or it cannot be loaded, else one for each device."""
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
-        devices = csrc.load.__wrapped__(csrc.FILE)  # asked anew: a cached answer has no reason
+        devices = native.load.__wrapped__(native.FILE)  # asked anew: a cached answer has no reason
     if complaints:
         yield problem("csrc", str(complaints[0].message), FIX)
     elif not devices:
@@ -58,13 +58,13 @@ def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
     labels, level = torch.arange(32, device=device), rows.logsumexp(1)
     softmax = rows.double().softmax(1) - torch.eye(32, 64, device=device)
 
-    found = csrc.delta(x, y, torch.float32)
+    found = native.delta(x, y, torch.float32)
     yield "delta", _worst(found, delta)
-    made = csrc.stand_in(y, delta.float())
+    made = native.stand_in(y, delta.float())
     yield "stand_in", _worst(None if made is None else (made.double() * y).sum(-1), delta)
-    done = csrc.softmax_gradient_(rows, labels, level, ones, -ones, 0 * ones, 64, 1.0, None)
+    done = native.softmax_gradient_(rows, labels, level, ones, -ones, 0 * ones, 64, 1.0, None)
     yield "softmax_gradient_", _worst(rows if done else None, softmax)
-    done = csrc.merge_(x, lse, y, other)
+    done = native.merge_(x, lse, y, other)
     yield "merge_", max(_worst(x if done else None, merged), _worst(lse, total))
 
 

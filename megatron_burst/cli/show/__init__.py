@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 
 from ...layout import LAYOUTS
-from ...schedule import rings as schedule
+from ...schedule import rings
 from ...schedule.cost import Sizes, best_layout
 from ...schedule.tables import ALGORITHMS, ROUTES, SIDES, Grid
 from . import language
@@ -139,7 +139,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     layout.check(seq_len)
     shards = Shards(mask, layout, seq_len, arguments.mask, arguments.layout)
     if arguments.picture == "mask":
-        return MaskScene(shards, schedule.forward("ring", Grid(1, grid.size)))
+        return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
     if arguments.rank is not None and not 0 <= arguments.rank < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {arguments.rank}")
     choices = Choices(

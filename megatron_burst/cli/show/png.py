@@ -14,13 +14,12 @@ import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
 from PIL import Image
 
-from . import words
+from . import timeline, words
 from .colours import GREY, INK, PAPER, RULE, channels, ink_on, mixed, of_rank
-from .scene import LayoutScene, MaskScene, ScheduleScene
+from .page import box, headed
+from .scene import LayoutScene, MaskScene
 
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -45,14 +44,8 @@ def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
         elif isinstance(scene, LayoutScene):
             figure = _layouts(scene)
         else:
-            figure = _timeline(scene, rank)
+            figure = timeline.draw(scene, rank)
         _save(figure, path)
-
-
-def _timeline(scene: ScheduleScene, rank: int | None) -> Figure:
-    from . import timeline
-
-    return timeline.draw(scene, rank)
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -64,31 +57,6 @@ def _save(figure: Figure, path: Path) -> None:
     picture.quantize(SHADES, method=Image.Quantize.MEDIANCUT, dither=dither).save(
         path, format="png", optimize=True
     )
-
-
-def headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
-    """A figure of so many inches with the scene's title, and its numbers at the foot."""
-    figure = Figure(figsize=(width, height))
-    left = 0.3 / width
-    figure.text(left, 1 - 0.36 / height, words.title(scene), fontsize=13, fontweight="bold")
-    figure.text(left, 1 - 0.62 / height, words.subtitle(scene), fontsize=9.5, color=GREY)
-    lines = words.caption(scene) if numbers else []
-    for i, line in enumerate(lines):
-        y = (0.2 + 0.19 * (len(lines) - 1 - i)) / height
-        figure.text(left, y, line, fontsize=9, color=INK)
-    return figure
-
-
-def box(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Axes at so many inches from the lower left corner."""
-    w, h = figure.get_size_inches()
-    return figure.add_axes((left / w, bottom / h, width / w, height / h))
-
-
-def inches(text: str, size: float) -> float:
-    """How wide a text of so many points is; the title is bold."""
-    font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
-    return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
 
 
 # --- the score matrix ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from matplotlib.transforms import Affine2D
 from ...masks import Cover
 from ...schedule.tables import Hop
 from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
-from .png import box, headed, inches
+from .page import box, headed, inches
 from .scene import ScheduleScene
 from .words import caption, title
 

@@ -21,7 +21,7 @@ import torch
 
 from ...comm.groups import Groups, Member
 from ...comm.transport import Channel, Counters, Endpoint, Pending, Receive, Send
-from ...kernels import Kernel, Rows, Scoring
+from ...kernels.base import Kernel, Rows, Scoring
 from ...planning.plan import Plan
 from ...schedule.topology import Topology
 

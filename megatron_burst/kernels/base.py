@@ -1,0 +1,84 @@
+"""What a kernel of the local attention is: the protocol that the executor calls.
+
+A kernel computes one pair of shards, given as spans of positions and a mask. It must not know
+ranks, schedules or communication.
+
+Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h),
+d width of queries and keys, w width of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..layout import Span
+from ..masks import Mask
+
+
+class Rows(NamedTuple):
+    """A query chunk in backward. `out` is None where the queries are visiting: it did not travel.
+
+    q [s, b, h, d]; dout [s, b, h, w]; lse, delta [s, b, h] in the accumulation dtype: the
+    log-sum-exp over the whole sequence and delta = rowsum(dout * out); out [s, b, h, w] or None.
+    """
+
+    q: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    out: torch.Tensor | None = None
+
+
+class Scoring(NamedTuple):
+    """How a query and a key make a score: t = scale * q.k, or cap * tanh(t / cap)."""
+
+    scale: float
+    softcap: float | None = None
+
+
+class Kernel(Protocol):
+    name: str
+    softcaps: bool  # does it know softcap?
+    deterministic: bool  # the same bits every time, if torch.use_deterministic_algorithms asks
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
+        ...
+
+    def plan(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
+        """What `forward` and `backward` need to know of a pair; None if nothing is visible."""
+        ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merge this pair's result into out [s, b, h, w] and lse [s, b, h], both in the
+        accumulation dtype, by online softmax: a row that saw nothing yet has out 0, lse -inf."""
+        ...
+
+    def backward(
+        self,
+        rows: Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        """Add this pair's gradients to dq [s, b, h, d], dk [t, b, k, d], dv [t, b, k, w].
+
+        None stands for a gradient nobody wants.
+        """
+        ...

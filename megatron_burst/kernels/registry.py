@@ -1,0 +1,80 @@
+"""The table of kernels: `make` turns a name into a kernel that can serve the given tensors.
+
+`TABLE` has one line per kernel. Decides what "auto" takes, and says why a kernel is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..masks import Causal, Mask
+from . import flash
+from .aten import AtenKernel
+from .base import Kernel
+from .operators import CpuFlash, CudaCudnn, CudaFlash, prefers_cudnn
+from .reference import ReferenceKernel
+from .triton_kernel import TritonKernel
+
+
+def _aten(device: torch.device) -> Kernel:
+    return AtenKernel("aten", CudaFlash() if device.type == "cuda" else CpuFlash())
+
+
+TABLE: dict[str, Callable[[torch.device], Kernel]] = {
+    "aten": _aten,
+    "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
+    "flash2": lambda device: flash.kernel("flash2"),
+    "flash3": lambda device: flash.kernel("flash3"),
+    "flash4": lambda device: flash.kernel("flash4"),
+    "reference": lambda device: ReferenceKernel(),
+    "triton": lambda device: TritonKernel(),
+}
+
+
+def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
+    """What "auto" tries, in this order: torch's own operators where few of their tiles show what
+    the mask shows, for they are everywhere and fast; else ours, which takes any mask in one
+    launch, as it takes what they do not (a softcap). cuDNN compiles for every shape, so it is not
+    for masks that have others in every batch."""
+    if not mask.stairs:
+        return ("triton", "aten") if device.type == "cuda" else ("aten", "triton")
+    cudnn = device.type == "cuda" and mask.lasting and prefers_cudnn(device)
+    return ("aten_cudnn", "aten", "triton") if cudnn else ("aten", "triton")
+
+
+def make(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softcap: float | None = None,
+    mask: Mask | None = None,
+) -> Kernel:
+    """The kernel called `name` for tensors like q, k, v; "auto": the first of `automatic` that
+    can, for this mask (default: causal).
+
+    Raises ValueError if there is no such kernel or it cannot serve these tensors.
+    """
+    if not isinstance(name, str) or (name != "auto" and name not in TABLE):
+        raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
+    reasons = []
+    names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
+    for each in names:
+        kernel = TABLE[each](q.device)
+        reason = _refusal(kernel, q, k, v, softcap)
+        if reason is None:
+            return kernel
+        reasons.append(f"kernel {each} {reason}")
+    raise ValueError("; ".join([*reasons, "kernel='reference' takes anything"]))
+
+
+def _refusal(
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None
+) -> str | None:
+    if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic:
+        return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
+    if softcap is not None and not kernel.softcaps:
+        return f"has no softcap, got softcap={softcap}"
+    return kernel.refusal(q, k, v)
