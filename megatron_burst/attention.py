@@ -25,7 +25,7 @@ from .planning.prepare import prepare
 from .planning.validate import Shards, check_sink, per_rank, signature
 from .recompute.checkpoint import Frame, current
 from .recompute.partial_ring import rows_of, woven
-from .schedule.head_shares import Share, late_groups
+from .schedule.head_shares import Share, deferred_chunks
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -57,12 +57,12 @@ def attention(
     groups; layout: a name from `layout.LAYOUTS` or a Layout; mask: from `masks`, default
     Causal(); algorithm: "burst", "double_ring", "ring", "all_gather", and with groups that
     share heads also "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted
-    to be fastest, with its side and head_groups, at `rates` (`Rates`; what they do not state is
+    to be fastest, with its side and head_chunks, at `rates` (`Rates`; what they do not state is
     measured, once per groups); side: "auto" (fewer bytes), "kv" or
     "query"; kernel: "auto", "aten", "aten_cudnn", "triton", "reference", or "flash2", "flash3",
     "flash4", the installed FlashAttention packages; softmax_scale: default d ** -0.5; softcap:
     cap * tanh(score / cap); grad_wire_dtype: of travelling gradients, None for the accumulation
-    dtype; kv_cache: the fraction of visiting keys that forward keeps for backward; head_groups:
+    dtype; kv_cache: the fraction of visiting keys that forward keeps for backward; head_chunks:
     into how many groups the key/value heads (and their query heads) are cut, whose rings run
     staggered, so that the last hops of one hide behind the compute of another, at that many times
     the messages; 1: one ring.
@@ -188,13 +188,13 @@ def _forward(
     stored: out and lse of the rows that were kept when this call ran first, if it runs again.
     """
     member, run = plan.groups.members[index], replace(plan.forwards[index], stamp=stamp)
-    links, heads = member.head_links, shard[0].shape[2]
+    links, heads = member.ulysses_links, shard[0].shape[2]
     q, k, v = shard
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
         seal = run.seal("heads to rows")
-        q, k, v = yield from ulysses.scatter(member.head, links, shard, seal, label)
-    share = Share(heads, len(links)).of(member.head.rank)
+        q, k, v = yield from ulysses.scatter(member.ulysses, links, shard, seal, label)
+    share = Share(heads, len(links)).of(member.ulysses.rank)
     mine = None if sink is None else sink[share]
     if stored is None:
         out, lse, kept = yield from _compute(plan, index, run, (q, k, v), mine)
@@ -208,7 +208,7 @@ def _forward(
     saved = (q, k, v, out, lse, *(t for some in kept for keys in some for t in keys))
     if len(links) > 1:
         seal = run.seal("rows to heads")
-        (out,) = yield from ulysses.gather(member.head, links, [out], [heads], seal, label)
+        (out,) = yield from ulysses.gather(member.ulysses, links, [out], [heads], seal, label)
         assert out is not None
     return out, saved
 
@@ -222,7 +222,7 @@ def _compute(
     walks = [
         passes.forward(part, member.ring, plan.kernel, q[:, :, h], (k[:, :, n], v[:, :, n]),
                      plan.scoring, None if sink is None else sink[h])
-        for part, h, n in _head_groups(plan, run, q, k)
+        for part, h, n in _head_chunks(plan, run, q, k)
     ]  # fmt: skip
     outs, lses, kept = zip(*(yield from staggered(walks)), strict=True)
     return _joined(outs), _joined(lses), kept
@@ -238,12 +238,12 @@ def _backward(
 ) -> Generator[None, None, tuple[torch.Tensor | None, ...]]:
     """One local rank: dq, dk, dv in the accumulation dtype, and the gradient of the sink."""
     member, run = plan.groups.members[index], replace(plan.backwards[index], stamp=stamp)
-    links, heads = member.head_links, dout.shape[2]
+    links, heads = member.ulysses_links, dout.shape[2]
     q, k, v, out, lse, *kept = saved
     label = f"{run.name}, heads of rank {member.rank}"
     if len(links) > 1:
         seal = run.seal("heads to rows")
-        (dout,) = yield from ulysses.scatter(member.head, links, [dout], seal, label)
+        (dout,) = yield from ulysses.scatter(member.ulysses, links, [dout], seal, label)
     delta = row_delta(dout, out, lse.dtype)
     rows = q, dout.contiguous(), lse, delta, out
     keys = list(zip(kept[::2], kept[1::2], strict=True))
@@ -252,7 +252,7 @@ def _backward(
         passes.backward(part, member.ring, plan.kernel, Rows(*(x[:, :, h] for x in rows)),
                       (k[:, :, n], v[:, :, n]), keys[i * each : (i + 1) * each], plan.scoring,
                       plan.wire_dtype, plan.needs_grad)
-        for i, (part, h, n) in enumerate(_head_groups(plan, run, q, k))
+        for i, (part, h, n) in enumerate(_head_chunks(plan, run, q, k))
     ]  # fmt: skip
     parts = yield from staggered(walks)
     grads = [None if None in g else _joined(g) for g in zip(*parts, strict=True)]
@@ -261,16 +261,16 @@ def _backward(
         counts = (heads, kv_heads, kv_heads)
         wire = [None if g is None else g.to(plan.wire_dtype) for g in grads]
         seal = run.seal("rows to heads")
-        grads = yield from ulysses.gather(member.head, links, wire, counts, seal, label)
+        grads = yield from ulysses.gather(member.ulysses, links, wire, counts, seal, label)
     dsink = None
     if sink is not None:
-        share = Share(heads, len(links)).of(member.head.rank)
+        share = Share(heads, len(links)).of(member.ulysses.rank)
         dsink = torch.zeros(heads, dtype=lse.dtype, device=lse.device)
         dsink[share] = sink_gradient(sink[share], lse, delta)
     return *grads, dsink
 
 
-def _head_groups(
+def _head_chunks(
     plan: Plan, run: Pass, q: torch.Tensor, k: torch.Tensor
 ) -> Iterator[tuple[Pass, slice, slice]]:
     """The pass of each group of heads, and which heads of q and of k are in it.
@@ -278,8 +278,8 @@ def _head_groups(
     The last ones keep what waits for nobody for the end, when their gradients travel home: others
     have started before them, so that nobody misses it at the beginning.
     """
-    count = plan.head_groups
-    late = late_groups(count)
+    count = plan.head_chunks
+    late = deferred_chunks(count)
     heads, kv_heads = q.shape[2] // count, k.shape[2] // count
     for i in range(count):
         mine, keys = (slice(i * n, (i + 1) * n) for n in (heads, kv_heads))

@@ -23,15 +23,15 @@ class BurstConfig:
     """Choices for `mb.megatron.configure`; the flag of each is `--burst-<name>`.
 
     algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
-    takes the ring, side and groups of heads that are predicted to be fastest on the groups there
-    are (which are made before shapes are known, so whether ranks share heads stays `head_size`'s).
+    takes the ring, side and head chunks that are predicted to be fastest on the groups there are
+    (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
     layout: which positions each rank holds.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
     "flash3" and "flash4" are the installed FlashAttention packages.
     intra_size: ranks per node, where neither hierarchical sizes nor host names say it.
-    head_size: how many ranks share the heads of the same rows ("hybrid" needs it; "ulysses" takes
-    all ranks).
+    ulysses_size: how many ranks share the heads of the same rows by all-to-all ("hybrid" needs it;
+    "ulysses" takes all ranks).
     placement: "head_first" puts the ranks that share heads next to each other, "context_first"
     those of a ring.
     kv_cache: fraction of visiting keys and values that forward keeps for backward.
@@ -46,7 +46,7 @@ class BurstConfig:
     side: str = "auto"
     kernel: str = "auto"
     intra_size: int | None = None
-    head_size: int | None = None
+    ulysses_size: int | None = None
     placement: str = "head_first"
     kv_cache: float = 0.0
     wire_dtype: str | None = None
@@ -78,7 +78,7 @@ class BurstConfig:
                 f"--burst-kv-cache {self.kv_cache} keeps keys of a forward that "
                 f"--burst-attention-store {self.store} does not run again; use one of them"
             )
-        for name in ("intra_size", "head_size"):
+        for name in ("intra_size", "ulysses_size"):
             size = getattr(self, name)
             if size is not None and (type(size) is not int or size < 1):
                 flag = f"--burst-{name.replace('_', '-')}"

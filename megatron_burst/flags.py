@@ -53,7 +53,8 @@ FLAGS = (
     Flag("intra_size", "--burst-intra-size", int, "N",
          "context-parallel ranks per node, where neither --hierarchical-context-parallel-sizes "
          "nor host names say it"),
-    Flag("head_size", "--burst-head-size", int, "N", "ranks that share heads, around any ring"),
+    Flag("ulysses_size", "--burst-ulysses-size", int, "N",
+         "ranks that share heads by all-to-all, around any ring"),
     Flag("placement", "--burst-placement", str, _of(*PLACEMENTS),
          "whether neighbouring ranks share heads or a ring"),
     Flag("kv_cache", "--burst-kv-cache", float, "F",

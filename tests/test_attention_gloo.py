@@ -60,7 +60,7 @@ def grouped(case):
     """What is wrong on this rank when the heads go round in two and in four groups."""
     faults = []
     for number in (2, 4):
-        got, counters = cases.run_on_rank(case, head_groups=number)
+        got, counters = cases.run_on_rank(case, head_chunks=number)
         faults += cases.judge(case, dist.get_rank(), got, counters)
     return faults
 

@@ -21,8 +21,8 @@ def tensors(heads=8, kv_heads=8, rows=16, d=16, count=4):
     return q, k, k
 
 
-def planned(*shape, rates=SLOW, nodes=2, head=1, **choices):
-    groups = mb.Groups.in_process(inter=nodes, intra=4 // nodes, head=head)
+def planned(*shape, rates=SLOW, nodes=2, ulysses=1, **choices):
+    groups = mb.Groups.in_process(inter=nodes, intra=4 // nodes, ulysses=ulysses)
     return mb.prepare(*tensors(*shape), groups=groups, algorithm="auto", rates=rates, **choices)
 
 
@@ -63,17 +63,17 @@ def test_few_key_heads_make_keys_travel_and_one_node_has_one_ring():
     few = planned(8, 8, kv_cache=0.1)  # less than a chunk
     again = mb.prepare(*tensors(8, 8), groups=few.groups, kv_cache=0.1, **few.choice.call)
     assert again.side == few.side == "kv"
-    assert planned(8, 8, head_groups=8).head_groups == 8
+    assert planned(8, 8, head_chunks=8).head_chunks == 8
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (6, 3), (9, 9), (12, 6)])
 def test_groups_of_heads_divide_whatever_heads_there_are(heads, kv_heads):
-    assert kv_heads % planned(heads, kv_heads).head_groups == 0
+    assert kv_heads % planned(heads, kv_heads).head_chunks == 0
 
 
 def test_on_groups_that_share_heads_the_ring_inside_is_chosen():
-    assert planned(head=4).algorithm == "ulysses"
-    assert planned(head=2).algorithm in ("ring", "hybrid")
+    assert planned(ulysses=4).algorithm == "ulysses"
+    assert planned(ulysses=2).algorithm in ("ring", "hybrid")
 
 
 def test_without_gradients_only_forward_counts():
@@ -83,16 +83,20 @@ def test_without_gradients_only_forward_counts():
 
 def test_a_choice_is_a_choice_of_before_there_were_groups():
     choice = mb.choose(ranks=4, intra=2, rates=SLOW, tokens=16, heads=8, width=16, itemsize=4)
-    groups = mb.Groups.in_process(inter=2, intra=2, head=choice.taken.head)
+    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=choice.taken.ulysses)
     plan = mb.prepare(*tensors(), groups=groups, **choice.call)
     assert plan.algorithm == choice.taken.algorithm
-    assert choice.groups == {"intra": 2, "head": groups.topology.head, "placement": "head_first"}
+    assert choice.groups == {
+        "intra": 2,
+        "ulysses": groups.topology.ulysses,
+        "placement": "head_first",
+    }
 
 
 REFUSED = [
     ({"rates": "fast", "algorithm": "auto"}, "rates must be mb.Rates .* got 'fast'"),
     ({"rates": SLOW}, "rates are for algorithm='auto', got 'burst' beside them"),
-    ({"algorithm": "auto", "head_groups": 3}, "head_groups must divide the 8 key/value heads"),
+    ({"algorithm": "auto", "head_chunks": 3}, "head_chunks must divide the 8 key/value heads"),
     ({"algorithm": "auto", "side": "both"}, "side .*both"),
     ({"algorithm": "automatic"}, "algorithm must be one of .*, auto, got 'automatic'"),
 ]
@@ -129,9 +133,11 @@ def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch
 # --- between processes ---------------------------------------------------------------------
 
 
-def one_call(head, placement, kv_heads):
+def one_call(ulysses, placement, kv_heads):
     """On every rank: (what was chosen, rates, error against the oracle, bytes off the plan's)."""
-    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head, placement=placement)
+    groups = mb.Groups.from_topology(
+        dist.group.WORLD, intra=2, ulysses=ulysses, placement=placement
+    )
     problem = cases.Problem("causal", (4, kv_heads), 1, (4, 4), 32)
     inputs, truths = cases.solve(problem)
     rows = oracle.permutation("zigzag", groups.size, 32)[groups.rank]
@@ -148,11 +154,11 @@ def one_call(head, placement, kv_heads):
 
 
 @pytest.mark.parametrize(
-    ("head", "placement"),
+    ("ulysses", "placement"),
     [(1, "head_first"), (2, "head_first"), (2, "context_first"), (4, "head_first")],
 )
-def test_all_ranks_measure_and_choose_the_same(ranks, head, placement):
-    answers = ranks(4).run(one_call, head, placement, 2)
+def test_all_ranks_measure_and_choose_the_same(ranks, ulysses, placement):
+    answers = ranks(4).run(one_call, ulysses, placement, 2)
     for call, rates, error, off in answers:
         assert (call, rates) == answers[0][:2]
         assert error < cases.TOLERANCE

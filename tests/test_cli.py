@@ -48,7 +48,7 @@ BAD = {
     "trace --png x.png --nodes 40": "at most 16 processes",
     "trace --png x.png --events nowhere.json": "nowhere.json",
     "trace --png x.png --algorithm ulysses": "invalid choice: 'ulysses'",
-    "trace --png x.png --head-groups 0": "--head-groups must be at least 1",
+    "trace --png x.png --head-chunks 0": "--head-chunks must be at least 1",
     # patch
     "patch": "--check",
     "patch --check": "--check: expected one argument",

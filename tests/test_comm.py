@@ -241,7 +241,7 @@ def test_counters_count_what_torch_is_asked_to_send(ranks):
         assert counted == sent - packing.SEAL * messages > 0
 
 
-def calls_of_groups(head):
+def calls_of_groups(ulysses):
     """(groups of this rank, those whose first call was a collective) after a forward and backward
     in which some ranks have nothing to send."""
     first, seen = {}, {"all_reduce": dist.all_reduce, "batch_isend_irecv": dist.batch_isend_irecv}
@@ -258,20 +258,20 @@ def calls_of_groups(head):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "all_reduce", reduce)
         patched.setattr(dist, "batch_isend_irecv", batch)
-        groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head)
+        groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, ulysses=ulysses)
         qkv = [torch.randn(4, 1, 2, 4, requires_grad=True) for _ in range(3)]
         mask = mb.masks.Documents([0, 4, 12, 16]) & mb.masks.Causal()
         out = mb.attention(*qkv, groups=groups, mask=mask, layout="contiguous")
         out.sum().backward()
     member = groups.members[0]
-    mine = {*member.ring.channels.values(), *member.head.channels.values()}
+    mine = {*member.ring.channels.values(), *member.ulysses.channels.values()}
     return len(mine), sum(first.get(group) == "all_reduce" for group in mine)
 
 
-@pytest.mark.parametrize("head", [1, 2])
-def test_all_members_take_part_in_the_first_call_of_a_group(ranks, head):
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_all_members_take_part_in_the_first_call_of_a_group(ranks, ulysses):
     """NCCL makes a communicator there, and waits for whoever has nothing to send."""
-    for made, joined in ranks(4).run(calls_of_groups, head):
+    for made, joined in ranks(4).run(calls_of_groups, ulysses):
         assert made == joined >= 2
 
 
@@ -286,7 +286,7 @@ def refused_grid(arguments):
     [
         ({"intra": 4}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=4"),
         ({"intra": 3}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=3"),
-        ({"intra": 2, "head": 2}, "ranks disagree: .*head=1.* rank 1 for .*head=2"),
+        ({"intra": 2, "ulysses": 2}, "ranks disagree: .*ulysses=1.* rank 1 for .*ulysses=2"),
         ({"intra": 2, "placement": "context_first"}, "ranks disagree: .*'context_first'"),
         ({"intra": 2, "placement": "nowhere"}, "ranks disagree: .*'nowhere'"),
     ],

@@ -236,7 +236,7 @@ def test_nodes_and_shared_heads_change_who_waits():
     assert imbalance(rows, mask, 4) == 3 * 4 / 8
     assert imbalance(rows, mask, 4, topology=nodes) == 3 * 4 / 8
     assert imbalance(rows, mask, 4, topology=nodes, algorithm="burst") == 1.0
-    shared = Topology(4, 4, head=2)
+    shared = Topology(4, 4, ulysses=2)
     # Halves of four rows: step 0: 10 pairs each; step 1: 16 and nothing.
     got = imbalance(rows, masks.Causal(), 8, topology=shared)
     assert got == pytest.approx(26 * 2 / 36)

@@ -235,7 +235,7 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (without("--attention-dropout", 2), "--attention-dropout 0"),
         (GOOD.replace("131072", "131080"), "--seq-length 131080"),
         (GOOD + " --burst-layout zagzig", "--burst-layout"),
-        (GOOD + " --burst-head-size 3", "--burst-head-size 3"),
+        (GOOD + " --burst-ulysses-size 3", "--burst-ulysses-size 3"),
         (GOOD + " --burst-kv-cache 2", "--burst-kv-cache"),
         (GOOD + " --burst-attention-store 0.5", "--recompute-granularity"),
         (GOOD.replace("algo burst", "algo brust"), "--context-parallel-algo"),
@@ -243,7 +243,7 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (GOOD + " --burst-lm-head-loss single_pass --fp16", "--fp16"),
         (GOOD + " --burst-kv-cache 0.5 --burst-side query", "--burst-side query"),
         (
-            GOOD + " --burst-head-size 2 --num-attention-heads 12 --num-query-groups 4 "
+            GOOD + " --burst-ulysses-size 2 --num-attention-heads 12 --num-query-groups 4 "
             "--context-parallel-size 12 "
             "--hierarchical-context-parallel-sizes 3 4 --seq-length 2400",
             "--burst-placement head_first",
@@ -268,14 +268,14 @@ def test_a_flag_of_ours_that_the_doctor_does_not_know():
 def test_all_refusals_are_told_at_once_each_with_its_flag():
     words = GOOD.replace("131072", "131080") + (
         " --burst-layuot striped --burst-kernel fash --burst-kv-cache 0.5 --burst-side query"
-        " --burst-head-size x --burst-lm-head-loss recompute --fp16 --qk-clip"
+        " --burst-ulysses-size x --burst-lm-head-loss recompute --fp16 --qk-clip"
     )
     told = {f.what: f.fix for f in found(words) if f.topic in ("flags", "refused at start")}
     for flag, fix in (
         ("--burst-layuot", "--burst-layout"),
         ("--burst-kernel", "--burst-kernel"),
         ("--burst-kv-cache", "--burst-kv-cache"),
-        ("--burst-head-size", "--burst-head-size"),
+        ("--burst-ulysses-size", "--burst-ulysses-size"),
         ("--seq-length", "--seq-length"),
         ("maximum attention logits", "remove --qk-clip"),
         ("--burst-lm-head-loss", "--fp16"),

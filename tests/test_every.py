@@ -1,4 +1,4 @@
-"""Everything at once: any mask, layout, algorithm, head group, sink, softcap and kept keys.
+"""Everything at once: any mask, layout, algorithm, ulysses group, sink, softcap and kept keys.
 
 Hypothesis draws the whole call; the truth is a dense softmax over a handwritten table, written
 once more here because sinks and softcaps change it. Gradients of the truth are autograd's, on
@@ -61,19 +61,19 @@ def calls(draw):
     """Keyword arguments of one call and the sizes of its grid and tensors."""
     nodes, per_node = draw(st.sampled_from(GRIDS))
     size = nodes * per_node
-    head = draw(st.sampled_from([n for n in (1, 1, 2, 3, 4, 8) if size % n == 0]))
+    ulysses = draw(st.sampled_from([n for n in (1, 1, 2, 3, 4, 8) if size % n == 0]))
     heads, kv_heads = draw(
         st.sampled_from(
             [(h, k) for h, k in ((8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 1), (12, 3))
-             if h % head == 0 and (k % head == 0 or head % k == 0)] or [(24, 24)]
+             if h % ulysses == 0 and (k % ulysses == 0 or ulysses % k == 0)] or [(24, 24)]
         )
     )  # fmt: skip
     length = size * 2 * draw(st.integers(1, 3))
     mask, seen = draw(rules(length))
     algorithms = ["burst", "double_ring", "ring", "all_gather"]
-    algorithms += ["hybrid"] * (head > 1) + ["ulysses"] * 3 * (head == size) + ["auto"] * 2
+    algorithms += ["hybrid"] * (ulysses > 1) + ["ulysses"] * 3 * (ulysses == size) + ["auto"] * 2
     softcap = draw(st.sampled_from([None, None, 0.8]))
-    mine = max(1, kv_heads // head)
+    mine = max(1, kv_heads // ulysses)
     side = draw(st.sampled_from(["auto", "kv", "query"]))
     algorithm = draw(st.sampled_from(algorithms))
     groups_of_heads = [n for n in (1, 1, 2, 3, 4, 8) if mine % n == 0]
@@ -85,7 +85,7 @@ def calls(draw):
         "side": side,
         "kernel": "reference" if softcap else draw(st.sampled_from(["reference", "aten"])),
         "softcap": softcap,
-        "head_groups": draw(
+        "head_chunks": draw(
             st.sampled_from([*groups_of_heads, *[None] * 8 * (algorithm == "auto")])
         ),
         "kv_cache": 0.0 if side == "query" else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
@@ -96,7 +96,7 @@ def calls(draw):
         choices["rates"] = draw(st.sampled_from([rates, None]))
     shape = (length, draw(st.integers(1, 2)), heads, kv_heads, *draw(st.sampled_from(cases.WIDTHS)))
     placement = draw(st.sampled_from(["head_first", "context_first"]))
-    return (nodes, per_node, head, placement), shape, choices, seen, draw(st.booleans())
+    return (nodes, per_node, ulysses, placement), shape, choices, seen, draw(st.booleans())
 
 
 def truth(q, k, v, dout, seen, softcap, sink):
@@ -117,9 +117,11 @@ def truth(q, k, v, dout, seen, softcap, sink):
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
 def test_any_call_is_exact_and_sends_what_it_said(call):
-    (nodes, per_node, head, placement), shape, choices, seen, has_sink = call
+    (nodes, per_node, ulysses, placement), shape, choices, seen, has_sink = call
     try:
-        groups = mb.Groups.in_process(inter=nodes, intra=per_node, head=head, placement=placement)
+        groups = mb.Groups.in_process(
+            inter=nodes, intra=per_node, ulysses=ulysses, placement=placement
+        )
     except ValueError as error:
         assert "unequal numbers of ranks" in str(error)  # noqa: PT017
         return
@@ -159,8 +161,8 @@ def test_any_call_is_exact_and_sends_what_it_said(call):
 
 def one_head_group_step(algorithm, layout):
     """On every rank: the worst error of a head-parallel call against the oracle."""
-    head = dist.get_world_size() if algorithm == "ulysses" else 2
-    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head)
+    ulysses = dist.get_world_size() if algorithm == "ulysses" else 2
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, ulysses=ulysses)
     problem = cases.Problem("causal", (4, 2), 1, (4, 4), 32)
     inputs, (out, dq, dk, dv) = cases.solve(problem)
     rows = oracle.permutation(layout, groups.size, 32)[groups.rank]
@@ -172,7 +174,7 @@ def one_head_group_step(algorithm, layout):
     return max(oracle.worst(x, y[rows]) for x, y in zip((got, *grads), truths, strict=True))
 
 
-def test_head_groups_on_real_processes(ranks):
+def test_head_chunks_on_real_processes(ranks):
     pool = ranks(4)
     for algorithm in ("ulysses", "hybrid", "double_ring", "all_gather"):
         errors = pool.run(one_head_group_step, algorithm, "zigzag")
@@ -199,8 +201,8 @@ def test_a_sink_of_minus_infinity_is_no_sink():
 
 def sink_alone(algorithm):
     """On every rank: (gradient of a sink where nothing else needs one, the same by hand)."""
-    head = {"ulysses": dist.get_world_size(), "hybrid": 2}.get(algorithm, 1)
-    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, head=head)
+    ulysses = {"ulysses": dist.get_world_size(), "hybrid": 2}.get(algorithm, 1)
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, ulysses=ulysses)
     problem = cases.Problem("causal", (4, 2), 1, (4, 4), 32)
     inputs, _ = cases.solve(problem)
     sink = torch.linspace(-1, 1, 4, dtype=torch.float64)
@@ -229,24 +231,24 @@ REFUSED = [
     ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
     ({"algorithm": "ulysses"}, {}, "algorithm ulysses shares the heads over all 4 ranks"),
     ({"algorithm": "hybrid"}, {}, "algorithm hybrid needs groups that share heads"),
-    ({"head_groups": 3}, {}, "head_groups must divide the 4 key/value heads .* got 3"),
-    ({"head_groups": 0}, {}, "head_groups must divide the 4 key/value heads .* got 0"),
-    ({"head_groups": "4"}, {}, "head_groups must divide the 4 key/value heads .* got '4'"),
-    ({"head_groups": 2}, {"head": 2, "heads": 4, "kv_heads": 2}, "the 1 key/value heads"),
+    ({"head_chunks": 3}, {}, "head_chunks must divide the 4 key/value heads .* got 3"),
+    ({"head_chunks": 0}, {}, "head_chunks must divide the 4 key/value heads .* got 0"),
+    ({"head_chunks": "4"}, {}, "head_chunks must divide the 4 key/value heads .* got '4'"),
+    ({"head_chunks": 2}, {"ulysses": 2, "heads": 4, "kv_heads": 2}, "the 1 key/value heads"),
     ({"mask": masks.Documents([0, 9])}, {}, "cu_seqlens must end at .*, 16, got 9"),
     (
         {},
-        {"head": 4, "heads": 6},
-        "4 head-parallel ranks must divide the 6 query heads; make mb.Groups with head=1 or 2",
+        {"ulysses": 4, "heads": 6},
+        "4 ulysses ranks must divide the 6 query heads; make mb.Groups with ulysses=1 or 2",
     ),
-    ({}, {"head": 4, "heads": 12, "kv_heads": 6}, "4 head-parallel ranks must divide the 6 key"),
+    ({}, {"ulysses": 4, "heads": 12, "kv_heads": 6}, "4 ulysses ranks must divide the 6 key"),
 ]
 
 
 @pytest.mark.parametrize(("choices", "sizes", "words"), REFUSED)
 def test_what_cannot_be_served_is_refused(choices, sizes, words):
-    sizes = {"heads": 4, "kv_heads": sizes.get("heads", 4), "head": 1} | sizes
-    groups = mb.Groups.in_process(inter=2, intra=2, head=sizes["head"])
+    sizes = {"heads": 4, "kv_heads": sizes.get("heads", 4), "ulysses": 1} | sizes
+    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=sizes["ulysses"])
     q, k = (torch.zeros(4, 1, sizes[n], 8) for n in ("heads", "kv_heads"))
     with pytest.raises(ValueError, match=words):
         mb.attention([q] * 4, [k] * 4, [k] * 4, groups=groups, **choices)
@@ -255,10 +257,10 @@ def test_what_cannot_be_served_is_refused(choices, sizes, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mb.Groups.in_process(intra=4, head=3), "head: 3 must divide the 4 ranks"),
+        (lambda: mb.Groups.in_process(intra=4, ulysses=3), "ulysses: 3 must divide the 4 ranks"),
         (lambda: mb.Groups.in_process(intra=4, placement="heads"), "placement must be one of"),
         (
-            lambda: mb.Groups.in_process(inter=3, intra=2, head=2, placement="context_first"),
+            lambda: mb.Groups.in_process(inter=3, intra=2, ulysses=2, placement="context_first"),
             "gives a ring whose nodes hold unequal numbers of ranks",
         ),
         (
@@ -285,7 +287,7 @@ def test_what_cannot_be_served_is_refused(choices, sizes, words):
         ),
         (lambda: mb.Groups.in_process(inter=0, intra=2), "at least one rank, got .*0"),
         (lambda: mb.Groups.in_process(intra=2.0), "intra .*integer, got 2.0"),
-        (lambda: mb.Groups.in_process(intra=2, head=None), "head .*integer, got None"),
+        (lambda: mb.Groups.in_process(intra=2, ulysses=None), "head .*integer, got None"),
     ],
 )
 def test_grids_and_layouts_that_mean_nothing_are_refused(make, words):

@@ -27,7 +27,7 @@ def test_every_choice_has_a_flag_and_the_same_default():
 def test_all_flags_reach_the_configuration():
     args = parsed(
         "--context-parallel-algo hybrid --burst-layout contiguous --burst-side kv "
-        "--burst-kernel aten --burst-intra-size 2 --burst-head-size 4 --burst-kv-cache 0.5 "
+        "--burst-kernel aten --burst-intra-size 2 --burst-ulysses-size 4 --burst-kv-cache 0.5 "
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
         "--burst-lm-head-loss recompute"
     )

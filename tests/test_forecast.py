@@ -87,7 +87,7 @@ def test_a_rank_that_starts_an_exchange_does_not_compute():
     pairs = np.full((2, 2), 5.0)
     got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5))
     assert got == Pass(0.5 + 5 + 5, 10, 4, 0)
-    two = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5), head_groups=2)
+    two = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5), head_chunks=2)
     assert two.seconds == 2 * 0.5 + 4 * 2.5
 
 
@@ -234,7 +234,7 @@ def test_large_rectangles_that_only_a_table_describes_are_sampled():
 # --- beside what was measured --------------------------------------------------------------
 
 # docs/cluster.md, 2026-11-21: 2 x 4, 50M/200M, MHA, 256 tokens; plain transfers reached 182 and 48
-# Mbit/s. (algorithm, side, groups of heads) -> median seconds, communication-bound and balanced.
+# Mbit/s. (algorithm, side, head chunks) -> median seconds, communication-bound and balanced.
 MEASURED = {
     ("ring", "kv", 1): (7.389, 7.455),
     ("ring", "kv", 4): (7.384, 7.410),
@@ -300,7 +300,7 @@ def chosen(ranks=4, intra=2, given_rates=SLOW, **more):
 def test_one_node_has_one_ring():
     quick = Rates(1e12, 1e12, compute=1e9)
     taken = chosen(intra=4, given_rates=quick).taken
-    assert (taken.algorithm, taken.head) == ("ring", 1)
+    assert (taken.algorithm, taken.ulysses) == ("ring", 1)
 
 
 def test_slow_links_between_nodes_are_crossed_once():
@@ -322,14 +322,14 @@ def test_fewer_key_heads_make_keys_travel():
 def test_heads_are_shared_where_links_are_all_there_is():
     choice = chosen(given_rates=Rates(50e6, 12.5e6, compute=math.inf))
     assert choice.taken.algorithm == "ulysses"
-    assert choice.groups == {"intra": 2, "head": 4, "placement": "head_first"}
+    assert choice.groups == {"intra": 2, "ulysses": 4, "placement": "head_first"}
     # 3 heads cannot be shared by 2 or 4 ranks
-    assert chosen(given_rates=Rates(50e6, 12.5e6, compute=math.inf), heads=3).taken.head == 1
+    assert chosen(given_rates=Rates(50e6, 12.5e6, compute=math.inf), heads=3).taken.ulysses == 1
 
 
 def test_one_rank_needs_no_ring():
     choice = chosen(ranks=1, intra=1)
-    assert choice.call == {"algorithm": "ring", "side": "kv", "head_groups": 1}
+    assert choice.call == {"algorithm": "ring", "side": "kv", "head_chunks": 1}
     # 512 * 513 / 2 pairs, 4 * 64 * 16 FLOPs each, and 2.5 times as many in backward
     assert choice.seconds == pytest.approx(512 * 513 / 2 * 4 * 64 * 16 * 3.5 / 9e9)
     assert choice.why == "209 ms; compute is the bottleneck"
@@ -340,7 +340,7 @@ def test_one_rank_needs_no_ring():
 def test_groups_of_heads_divide_the_key_heads(kv_heads):
     choice = chosen(heads=6, kv_heads=kv_heads)
     for option in (choice.taken, *choice.others):
-        assert (max(1, kv_heads // option.head)) % option.head_groups == 0
+        assert (max(1, kv_heads // option.ulysses)) % option.head_chunks == 0
 
 
 def test_masks_and_layouts_are_counted():
@@ -363,10 +363,10 @@ def test_masks_and_layouts_are_counted():
 
 def test_messages_that_cost_much_are_few():
     dear = Rates(50e6, 12.5e6, latency=0.2, compute=9e9)
-    assert chosen(given_rates=dear).taken.head_groups == 1
+    assert chosen(given_rates=dear).taken.head_chunks == 1
     busy = Rates(50e6, 12.5e6, posting=0.2, compute=9e9)
-    assert chosen(given_rates=busy).taken.head_groups == 1
-    assert chosen(given_rates=Rates(50e6, 12.5e6, compute=9e9)).taken.head_groups > 1
+    assert chosen(given_rates=busy).taken.head_chunks == 1
+    assert chosen(given_rates=Rates(50e6, 12.5e6, compute=9e9)).taken.head_chunks > 1
 
 
 BAD = [

@@ -18,9 +18,9 @@ APART = mb.masks.Documents([0, 8, 16])  # one document per rank: nothing travels
 class Rank:
     """What a case is told: the groups of this rank, and whether it is the one out of step."""
 
-    def __init__(self, head):
+    def __init__(self, ulysses):
         parent = dist.new_group(timeout=timedelta(seconds=2))
-        self.groups = mb.Groups.flat(parent, head=head)
+        self.groups = mb.Groups.flat(parent, ulysses=ulysses)
         self.odd = dist.get_rank() == 1
 
     def qkv(self):
@@ -92,10 +92,10 @@ CASES = {
 }
 
 
-def failure(case, head):
+def failure(case, ulysses):
     """The error of a case on this rank, or None."""
     run, choices, _ = CASES[case]
-    rank = Rank(head)
+    rank = Rank(ulysses)
     try:
         run(rank, **choices)
     except (RuntimeError, ValueError) as error:
@@ -103,8 +103,8 @@ def failure(case, head):
     return None
 
 
-def raised(case, ranks, head=1):
-    errors = ranks(2).run(failure, case, head)
+def raised(case, ranks, ulysses=1):
+    errors = ranks(2).run(failure, case, ulysses)
     assert all(errors), f"{case}: no error on some rank: {errors}"
     assert any(CASES[case][2] in error for error in errors), errors
     return errors
@@ -117,7 +117,7 @@ def test_ranks_of_a_ring_that_are_out_of_step_get_an_error(ranks, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if "layout" not in case])
 def test_ranks_that_share_heads_and_are_out_of_step_get_an_error(ranks, case):
-    raised(case, ranks, head=2)
+    raised(case, ranks, ulysses=2)
 
 
 def left_out_unnoticed():

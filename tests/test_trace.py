@@ -109,7 +109,7 @@ def same_result():
     groups = cases.groups_on_rank(2, 2)
     torch.manual_seed(dist.get_rank())
     leaves = [torch.randn(8, 1, 4, 8, requires_grad=True) for _ in "qkv"]
-    plan = mb.prepare(*leaves, groups=groups, head_groups=2)
+    plan = mb.prepare(*leaves, groups=groups, head_chunks=2)
     tracing, events = record.traced(plan)
     results = []
     for each in (plan, tracing):
@@ -119,7 +119,7 @@ def same_result():
 
 
 def test_tracing_changes_no_bit(ranks):
-    """Each of two head groups: 4 pairs forward and 4 backward; 3 exchanges forward, 6 backward,
+    """Each of two ulysses groups: 4 pairs forward and 4 backward; 3 exchanges forward, 6 backward,
     each on one link and waited for once."""
     assert ranks(4).run(same_result) == [([True] * 4, 2 * (8 + 9 + 9))] * 4
 

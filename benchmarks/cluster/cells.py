@@ -35,27 +35,29 @@ class Rival(NamedTuple):
     side: str = "kv"
     # how many ranks share heads: "none", "all", "node" (as many as a node has ranks), "nodes",
     # or "chosen" by `mb.choose`
-    head: str = "none"
+    ulysses: str = "none"
     placement: str = "head_first"
-    head_groups: int = 1
+    head_chunks: int = 1
 
-    def head_size(self, nodes: int, per_node: int) -> int:
-        return {"none": 1, "all": nodes * per_node, "node": per_node, "nodes": nodes}[self.head]
+    def ulysses_size(self, nodes: int, per_node: int) -> int:
+        return {"none": 1, "all": nodes * per_node, "node": per_node, "nodes": nodes}[self.ulysses]
 
 
 RIVALS = (
     Rival("ring", "ring"),
-    Rival("ring, 4 head groups", "ring", head_groups=4),
+    Rival("ring, 4 head groups", "ring", head_chunks=4),
     Rival("double_ring, published", "double_ring"),
     Rival("double_ring, overlapped (= burst kv)", "burst", "kv"),
     Rival("burst query", "burst", "query"),
-    Rival("double_ring, overlapped, 4 head groups", "burst", "kv", head_groups=4),
-    Rival("burst query, 4 head groups", "burst", "query", head_groups=4),
+    Rival("double_ring, overlapped, 4 head groups", "burst", "kv", head_chunks=4),
+    Rival("burst query, 4 head groups", "burst", "query", head_chunks=4),
     Rival("all_gather", "all_gather"),
-    Rival("ulysses", "ulysses", head="all"),
-    Rival("hybrid, heads in the node", "hybrid", "auto", head="node"),
-    Rival("hybrid, heads across nodes", "hybrid", "auto", head="nodes", placement="context_first"),
-    Rival("auto", "auto", "auto", head="chosen"),
+    Rival("ulysses", "ulysses", ulysses="all"),
+    Rival("hybrid, heads in the node", "hybrid", "auto", ulysses="node"),
+    Rival(
+        "hybrid, heads across nodes", "hybrid", "auto", ulysses="nodes", placement="context_first"
+    ),
+    Rival("auto", "auto", "auto", ulysses="chosen"),
     Rival("auto, on one ring", "auto", "auto"),
 )
 

@@ -33,7 +33,7 @@ RIVALS = (
     Rival("burst query", "burst", "query"),
     Rival("double_ring", "double_ring"),
     Rival("all_gather", "all_gather"),
-    Rival("ulysses", "ulysses", head="all"),
+    Rival("ulysses", "ulysses", ulysses="all"),
 )
 PROBLEM = Problem(tokens=256, heads=8, kv_heads=8, width=64)
 VICTIM = 1

@@ -105,7 +105,7 @@ def prepare(state: State, rival: Rival, rates: mb.Rates | None = None) -> Work:
     problem: Problem = state["problem"]
     pairs = sum(visible(plan.forwards[0].works[pair]) for pair in _pairs(plan, 0))
     back_pairs = sum(visible(plan.backwards[0].works[pair]) for pair in _pairs(plan, 1))
-    share = 1 / plan.groups.topology.head  # of the heads
+    share = 1 / plan.groups.topology.ulysses  # of the heads
     flops = problem.flops_per_pair * share
     return Work(
         {name: {"intra": t.intra, "inter": t.inter} for name, t in passes.items()},
@@ -202,38 +202,38 @@ def _emulated(state: State, plan: mb.Plan, speed: float | None) -> EmulatedKerne
 def _plan(state: State, rival: Rival, rates: mb.Rates | None) -> mb.Plan:
     q, k, v = (x.detach().requires_grad_() for x in state["inputs"][:3])
     network, problem = state["network"], state["problem"]
-    if rival.head == "chosen":
+    if rival.ulysses == "chosen":
         assert rates is not None
         choice = mb.choose(
             ranks=network.size, intra=network.per_node, rates=rates, tokens=problem.tokens,
             heads=problem.heads, kv_heads=problem.kv_heads, width=problem.width, itemsize=4,
         )  # fmt: skip
-        groups = _groups(state, choice.groups["head"], choice.groups["placement"])
+        groups = _groups(state, choice.groups["ulysses"], choice.groups["placement"])
         plan = mb.prepare(q, k, v, groups=groups, kernel="aten", **choice.call)
         return dataclasses.replace(plan, choice=choice)
-    head = rival.head_size(network.nodes, network.per_node)
+    ulysses = rival.ulysses_size(network.nodes, network.per_node)
     return mb.prepare(
-        q, k, v, groups=_groups(state, head, rival.placement), algorithm=rival.algorithm,
+        q, k, v, groups=_groups(state, ulysses, rival.placement), algorithm=rival.algorithm,
         side=rival.side, kernel="aten", rates=rates,
-        head_groups=None if rival.algorithm == "auto" else rival.head_groups,
+        head_chunks=None if rival.algorithm == "auto" else rival.head_chunks,
     )  # fmt: skip
 
 
 def _words(plan: mb.Plan) -> str:
-    """ "burst, side query, 4 groups of heads (predicted: ...)"."""
+    """ "burst, side query, 4 head chunks (predicted: ...)"."""
     assert plan.choice is not None
     taken = plan.choice.taken
-    groups = f", {taken.head_groups} groups of heads" * (taken.head_groups > 1)
+    groups = f", {taken.head_chunks} head chunks" * (taken.head_chunks > 1)
     side = f", side {taken.side}" * (taken.algorithm != "ulysses")
     return f"{taken.name}{side}{groups} (predicted: {plan.choice.why})"
 
 
-def _groups(state: State, head: int, placement: str) -> mb.Groups:
+def _groups(state: State, ulysses: int, placement: str) -> mb.Groups:
     """A grid, made once per rank's life and in the same order everywhere."""
     network, made = state["network"], state.setdefault("groups", {})
-    key = head, placement
+    key = ulysses, placement
     if key not in made:
         made[key] = mb.Groups.from_topology(
-            dist.group.WORLD, intra=network.per_node, head=head, placement=placement
+            dist.group.WORLD, intra=network.per_node, ulysses=ulysses, placement=placement
         )
     return made[key]

@@ -25,8 +25,8 @@ PER_RIVAL, PER_RUN = 4.0, 0.35
 def predict(cell: Cell, rival: Rival, rates: Rates) -> Option | None:
     """What a rival is predicted to take at these rates; None if its ranks cannot share heads."""
     problem, size = cell.problem(), cell.nodes * cell.per_node
-    head = rival.head_size(cell.nodes, cell.per_node)
-    topology = Topology(size, cell.per_node, head, rival.placement)
+    ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
+    topology = Topology(size, cell.per_node, ulysses, rival.placement)
     sizes = Sizes(
         problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4, 4,
         (True, True, True),
@@ -35,7 +35,7 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Option | None:
     fixed = Fixed(
         RINGS.get(rival.algorithm, rival.algorithm),
         None if rival.side == "auto" else rival.side,
-        rival.head_groups,
+        rival.head_chunks,
     )
     try:
         found = list(on_grid(call, topology, rates, fixed))

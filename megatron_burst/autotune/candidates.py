@@ -1,6 +1,6 @@
 """What could run a call, and what each of it would take.
 
-Lists algorithms, sides, groups of heads and ways to share heads, and has `forecast` time each.
+Lists algorithms, sides, head chunks and ways to share heads, and has `forecast` time each.
 Which is taken is `choose`'s. `double_ring` is not among them: it is burst that waits for every
 gradient hop where it starts it.
 """
@@ -25,7 +25,7 @@ from .simulator import Pass
 
 RINGS = ("ring", "burst", "all_gather")
 INSIDE = ("ring", "burst")  # what runs inside groups that share heads
-HEAD_GROUPS = (1, 2, 4, 8)
+HEAD_CHUNKS = (1, 2, 4, 8)
 IDLE = Pass(0.0, 0.0, 0.0, 0.0)
 
 
@@ -49,7 +49,7 @@ class Fixed:
 
     algorithm: str | None = None
     side: str | None = None
-    head_groups: int | None = None
+    head_chunks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Option:
 
     algorithm: str
     side: str
-    head_groups: int
-    head: int
+    head_chunks: int
+    ulysses: int
     placement: str
     forward: Pass
     backward: Pass
@@ -77,13 +77,13 @@ class Option:
 
     @property
     def name(self) -> str:
-        shared = f", {self.head} sharing heads ({self.placement})"
-        return self.algorithm + shared * (self.head > 1 and self.algorithm != "ulysses")
+        shared = f", {self.ulysses} sharing heads ({self.placement})"
+        return self.algorithm + shared * (self.ulysses > 1 and self.algorithm != "ulysses")
 
 
 def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Iterator[Option]:
-    """Every algorithm, side and number of groups of heads on one grid."""
-    sizes = shared_sizes(call.sizes, topology.head)
+    """Every algorithm, side and number of head chunks on one grid."""
+    sizes = shared_sizes(call.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(call.layout, topology, call.seq_len)
     visible = shards_visible(call.mask, spans, spans)
@@ -93,7 +93,7 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
     kept = round(call.kept * (grid.size - 1))
     there_heads, back_heads = _sharing(topology, sizes, rates)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
-    rings = ["ring"] if alone else RINGS if topology.head == 1 else INSIDE
+    rings = ["ring"] if alone else RINGS if topology.ulysses == 1 else INSIDE
     for algorithm in [fixed.algorithm] if fixed.algorithm else rings:
         there = cost.forward_schedule(algorithm, grid, visible, sizes)
         sides = ["kv"] if call.kept or alone else SIDES
@@ -101,7 +101,7 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
             cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
             for side in ([fixed.side] if fixed.side else sides)
         ]
-        for count in _head_groups(sizes, fixed, alone):
+        for count in _head_chunks(sizes, fixed, alone):
             forward = simulator.pass_time(there, sizes, seconds, rates, count) + there_heads
             for back in backs:
                 backward = IDLE
@@ -109,45 +109,45 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
                     backward = simulator.pass_time(back, sizes, BACKWARD * seconds, rates, count)
                     backward += back_heads
                 yield Option(
-                    _named(algorithm, topology), back.side, count, topology.head,
+                    _named(algorithm, topology), back.side, count, topology.ulysses,
                     topology.placement, forward, backward, _sent((there, back), topology, sizes),
                 )  # fmt: skip
 
 
 def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:
-    """By all ranks of all rings and head groups."""
+    """By all ranks of all rings and ulysses groups."""
     total = Traffic()
     for plan in schedules:
         ring = cost.total_traffic(plan, sizes)
-        total += Traffic(ring.intra * topology.head, ring.inter * topology.head)
+        total += Traffic(ring.intra * topology.ulysses, ring.inter * topology.ulysses)
     for rank in range(topology.size):
-        group = topology.head_group(rank)
+        group = topology.ulysses_group(rank)
         links = [topology.link(rank, peer) for peer in group]
         for sent in cost.head_traffic(links, group.index(rank), sizes):
             total += sent
     return total
 
 
-def _head_groups(sizes: Sizes, fixed: Fixed, alone: bool) -> Sequence[int]:
-    if fixed.head_groups is not None:
-        return [fixed.head_groups]
-    return [1] if alone else [n for n in HEAD_GROUPS if sizes.kv_heads % n == 0]
+def _head_chunks(sizes: Sizes, fixed: Fixed, alone: bool) -> Sequence[int]:
+    if fixed.head_chunks is not None:
+        return [fixed.head_chunks]
+    return [1] if alone else [n for n in HEAD_CHUNKS if sizes.kv_heads % n == 0]
 
 
 def _named(algorithm: str, topology: Topology) -> str:
     """How `attention` calls this algorithm on groups that share heads."""
-    if 1 < topology.head == topology.size:
+    if 1 < topology.ulysses == topology.size:
         return "ulysses"
-    return "hybrid" if topology.head > 1 and algorithm == "burst" else algorithm
+    return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
 def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[Pass, Pass]:
     """The exchanges of heads before and after a ring, forward and backward: nothing runs beside
     them, and both link classes are busy at once."""
-    links = [topology.link(0, peer) for peer in topology.head_group(0)[1:]]
+    links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     passes = []
     messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
-    for size, count in zip(sizes.scattered_bytes(topology.head), messages, strict=True):
+    for size, count in zip(sizes.scattered_bytes(topology.ulysses), messages, strict=True):
         busy = [
             links.count(link) * (count * rates.latency + size / rate)
             for link, rate in (("intra", rates.intra), ("inter", rates.inter))
@@ -156,26 +156,26 @@ def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[Pass, Pass
     return passes[0], passes[1]
 
 
-def shared_sizes(sizes: Sizes, head: int) -> Sizes:
+def shared_sizes(sizes: Sizes, ulysses: int) -> Sizes:
     """What a rank holds in its ring, where `head` ranks share the heads of the same rows."""
     return replace(
         sizes,
-        tokens=sizes.tokens * head,
-        heads=Share(sizes.heads, head).each,
-        kv_heads=Share(sizes.kv_heads, head).each,
+        tokens=sizes.tokens * ulysses,
+        heads=Share(sizes.heads, ulysses).each,
+        kv_heads=Share(sizes.kv_heads, ulysses).each,
     )
 
 
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
     """Every way to share these heads; placements that come to the same only once."""
     found: dict[tuple, Topology] = {}
-    for head in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        if head > 1 and not shareable(sizes.heads, sizes.kv_heads, head):
+    for ulysses in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        if ulysses > 1 and not shareable(sizes.heads, sizes.kv_heads, ulysses):
             continue
         for placement in PLACEMENTS:
             try:
-                grid = Topology(ranks, intra, head, placement)
+                grid = Topology(ranks, intra, ulysses, placement)
             except ValueError:  # rings whose nodes hold unequal numbers of ranks
                 continue
-            found.setdefault((head, tuple(grid.ring(0)), tuple(grid.head_group(0))), grid)
+            found.setdefault((ulysses, tuple(grid.ring(0)), tuple(grid.ulysses_group(0))), grid)
     return list(found.values())

@@ -147,11 +147,11 @@ def _slowest(groups: Groups, value: float) -> float:
 
 
 def _neighbours(groups: Groups, link: str) -> Neighbours | None:
-    """The next and the last rank over one link class, in this rank's ring or its head group."""
+    """The next and the last rank over one link class, in this rank's ring or its ulysses group."""
     member, topology = groups.members[0], groups.topology
     for endpoint, ring, ranks in (
         (member.ring, link, topology.ring(member.rank)),
-        (member.head, "head", topology.head_group(member.rank)),
+        (member.ulysses, "ulysses", topology.ulysses_group(member.rank)),
     ):
         nodes = [rank // topology.per_node for rank in ranks]
         width, me = nodes.count(nodes[0]), ranks.index(member.rank)

@@ -1,4 +1,4 @@
-"""Which algorithm, side, groups of heads and head-parallel ranks: the one predicted to be fastest.
+"""Which algorithm, side, head chunks and head-parallel ranks: the one predicted to be fastest.
 
 Takes one of `options` and says why. `choose` is for use before there are groups; `prepare` asks
 `best` for the groups it has. Knows no tensors: no torch.
@@ -45,13 +45,13 @@ class Choice:
         return {
             "algorithm": taken.algorithm,
             "side": taken.side,
-            "head_groups": taken.head_groups,
+            "head_chunks": taken.head_chunks,
         }
 
     @property
     def groups(self) -> dict[str, Any]:
         taken = self.taken
-        return {"intra": self.per_node, "head": taken.head, "placement": taken.placement}
+        return {"intra": self.per_node, "ulysses": taken.ulysses, "placement": taken.placement}
 
     @property
     def seconds(self) -> float:
@@ -152,7 +152,7 @@ def _simplicity(option: Option) -> tuple[Any, ...]:
     order = ("ring", "burst", "ulysses", "hybrid", "all_gather")
     name = order.index(option.algorithm)
     sent = option.sent
-    return option.head > 1, option.head_groups, sent.inter, sent.total, name, option.seconds
+    return option.ulysses > 1, option.head_chunks, sent.inter, sent.total, name, option.seconds
 
 
 def _check_stated(rates: Rates) -> None:

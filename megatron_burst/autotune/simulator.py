@@ -4,7 +4,7 @@ The schedule that would run is walked boundary by boundary, as `walk` does it, o
 ring at once, with three things that take time: a message occupies the sender's and the receiver's
 end of a link class (each sends and receives at once, and messages follow one another in the order
 they are started), a pair of chunks occupies the device, and a rank waits for what must have
-landed. So overlap, exposed hops and staggered groups of heads are what the schedule makes of
+landed. So overlap, exposed hops and staggered head chunks are what the schedule makes of
 them, and no formula. Seconds per rank and call; sizes are plain numbers: no torch.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..schedule.cost import Sizes
-from ..schedule.head_shares import late_groups
+from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
 from ..schedule.tables import Chunk
 from .rates import Rates
@@ -127,25 +127,25 @@ def pass_time(
     sizes: Sizes,
     seconds: np.ndarray,
     rates: Rates,
-    head_groups: int = 1,
+    head_chunks: int = 1,
     wires: Wires = ONE_WAY,
 ) -> Pass:
     """From the common start of all ranks to the end of the last one's pass.
 
     seconds: [G, G], how long a device needs for the pair of query chunk i and key chunk j, all
-    heads; with groups of heads each computes its part of it.
+    heads; with head chunks each computes its part of it.
     """
     line = _Line(plan.grid.size, rates, wires)
-    each = seconds / head_groups + rates.launch * (seconds > 0)
+    each = seconds / head_chunks + rates.launch * (seconds > 0)
     legs = _legs(plan)
-    late = late_groups(head_groups)
+    late = deferred_chunks(head_chunks)
     bytes_of = {
-        gradient: sizes.chunk_bytes(Chunk("d" * gradient + plan.side, 0)) / head_groups
+        gradient: sizes.chunk_bytes(Chunk("d" * gradient + plan.side, 0)) / head_chunks
         for gradient in (False, True)
     }
     walks = [
-        line.walk(_program(plan, legs, each, own_last=group >= head_groups - late), bytes_of)
-        for group in range(head_groups)
+        line.walk(_program(plan, legs, each, own_last=group >= head_chunks - late), bytes_of)
+        for group in range(head_chunks)
     ]
     _staggered(walks)
     busy = line.computing.max(), *line.sending.max(axis=1)

@@ -28,12 +28,12 @@ class Member:
 
     rank: int
     ring: Endpoint  # its rank is the index in the ring
-    head: Endpoint  # its rank is the index in the head group
-    head_links: tuple[str, ...]  # link class to each rank of the head group
+    ulysses: Endpoint  # its rank is the index in the ulysses group
+    ulysses_links: tuple[str, ...]  # link class to each rank of the ulysses group
 
     @property
     def counters(self) -> Counters:
-        """Bytes sent by this rank, over all rings and the head group."""
+        """Bytes sent by this rank, over all rings and the ulysses group."""
         return self.ring.counters
 
 
@@ -73,24 +73,24 @@ class Groups:
         *,
         intra: dist.ProcessGroup,
         inter: dist.ProcessGroup,
-        head: int = 1,
+        ulysses: int = 1,
         placement: str = "head_first",
     ):
         for name, group in (("intra", intra), ("inter", inter)):
             process_group(group, name)
-        node = introduce(intra, f"head={head}, placement={placement!r}")
+        node = introduce(intra, f"ulysses={ulysses}, placement={placement!r}")
         nodes = [node] * inter.size()
         dist.all_gather_object(nodes, node, group=inter)
         if len({len(node) for node in nodes}) != 1:
             rows = [[one.rank for one in node] for node in nodes]
             raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
         ranks = agreed([one for node in nodes for one in node])
-        self._connect(ranks, Topology(len(ranks), len(node), head, placement), intra)
+        self._connect(ranks, Topology(len(ranks), len(node), ulysses, placement), intra)
 
     @classmethod
-    def flat(cls, group: dist.ProcessGroup, *, head: int = 1) -> Groups:
+    def flat(cls, group: dist.ProcessGroup, *, ulysses: int = 1) -> Groups:
         """All ranks of `group` as one node."""
-        return cls.from_topology(group, intra=process_group(group).size(), head=head)
+        return cls.from_topology(group, intra=process_group(group).size(), ulysses=ulysses)
 
     @classmethod
     def from_topology(
@@ -98,19 +98,19 @@ class Groups:
         group: dist.ProcessGroup,
         *,
         intra: int,
-        head: int = 1,
+        ulysses: int = 1,
         placement: str = "head_first",
     ) -> Groups:
         """`intra` consecutive ranks of `group` form a node; `head`, `placement`: see Topology."""
-        asked = f"intra={intra!r}, head={head!r}, placement={placement!r}"
+        asked = f"intra={intra!r}, ulysses={ulysses!r}, placement={placement!r}"
         ranks = agreed(introduce(process_group(group), asked))
         self = cls.__new__(cls)
-        self._connect(ranks, Topology(len(ranks), intra, head, placement), group)
+        self._connect(ranks, Topology(len(ranks), intra, ulysses, placement), group)
         return self
 
     @classmethod
     def by_host(
-        cls, group: dist.ProcessGroup, *, head: int = 1, placement: str = "head_first"
+        cls, group: dist.ProcessGroup, *, ulysses: int = 1, placement: str = "head_first"
     ) -> Groups:
         """Ranks of `group` that share a host name form a node (a collective over `group`)."""
         hosts: list[str] = [""] * process_group(group).size()
@@ -122,18 +122,18 @@ class Groups:
                 f"ranks are not placed evenly and in order on hosts: {hosts}; "
                 "give the ranks per node yourself (intra size)"
             )
-        return cls.from_topology(group, intra=intra, head=head, placement=placement)
+        return cls.from_topology(group, intra=intra, ulysses=ulysses, placement=placement)
 
     @classmethod
     def in_process(
-        cls, *, inter: int = 1, intra: int, head: int = 1, placement: str = "head_first"
+        cls, *, inter: int = 1, intra: int, ulysses: int = 1, placement: str = "head_first"
     ) -> Groups:
         """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
 
         For tests, and to check the numerics of a large grid on one device; one call at a time.
         """
         self = cls.__new__(cls)
-        self.topology = topology = Topology.of_nodes(inter, intra, head, placement)
+        self.topology = topology = Topology.of_nodes(inter, intra, ulysses, placement)
         self.local_ranks = tuple(range(topology.size))
         self.backend, self.cache, self.calls = "in_process", {}, Calls()
         self._boxes = boxes = {}
@@ -184,7 +184,7 @@ class Groups:
 
     def expect(self, message: int) -> None:
         """From now on messages of so many bytes may come."""
-        for end in (end for member in self.members for end in (member.ring, member.head)):
+        for end in (end for member in self.members for end in (member.ring, member.ulysses)):
             end.room = max(end.room, message) if self._boxes is None else 0
 
     def fail(self, error: BaseException) -> None:
@@ -219,12 +219,12 @@ class Groups:
 
     def _member(self, rank: int, end: Callable[[list[int], int, Counters], Endpoint]) -> Member:
         topology, counters = self.topology, Counters()
-        group = topology.head_group(rank)
+        group = topology.ulysses_group(rank)
         return Member(
             rank=rank,
             ring=end(topology.ring(rank), rank, counters),
-            head=end(group, rank, counters),
-            head_links=tuple(topology.link(rank, other) for other in group),
+            ulysses=end(group, rank, counters),
+            ulysses_links=tuple(topology.link(rank, other) for other in group),
         )
 
     def _connect(self, ranks: list[int], topology: Topology, parent: dist.ProcessGroup) -> None:
@@ -259,7 +259,7 @@ class Groups:
     def _channels(
         self, rank: int, new: Callable[[list[int]], dist.ProcessGroup]
     ) -> dict[Channel, dist.ProcessGroup]:
-        """Two groups per ring, one for the head group. Rings over the same ranks share theirs."""
+        """Two groups per ring, one for ulysses. Rings over the same ranks share theirs."""
         ring, width = self.topology.ring(rank), self.topology.intra_size
         node, index = divmod(ring.index(rank), width)
         wanted = {
@@ -271,7 +271,7 @@ class Groups:
             )
             for gradient in (False, True)
         }
-        wanted[Channel("head", False)] = self.topology.head_group(rank)
+        wanted[Channel("ulysses", False)] = self.topology.ulysses_group(rank)
         made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
         channels = {}
         for channel, members in wanted.items():

@@ -24,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Channel(NamedTuple):
-    """A ring ("flat", "intra", "inter") or "head", and whether it carries gradients."""
+    """A ring ("flat", "intra", "inter") or "ulysses", and whether it carries gradients."""
 
     ring: str
     gradient: bool
@@ -77,7 +77,7 @@ class Counters:
 
 
 class Endpoint(Protocol):
-    """One rank's end of a transport; `rank` and peers count from 0 in its ring (or head group).
+    """One rank's end of a transport; `rank` and peers count from 0 in its ring (or ulysses group).
 
     `exchange` starts transfers and does not block.
     """

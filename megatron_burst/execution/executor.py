@@ -6,7 +6,7 @@ program and in each pair's work. Decides how buffers are reused and what travels
 
 Walks are generators that yield once per boundary, after everything that starts there has been
 started: one process that holds all ranks can drive them in lock-step (`lockstep`), a process that
-holds one rank just runs its own to the end, and several groups of heads of one rank can run one
+holds one rank just runs its own to the end, and several head chunks of one rank can run one
 behind the other (`staggered`). torch's profiler, and NVTX where it is emitted, see every pair and
 every wait by name.
 """
@@ -41,7 +41,7 @@ class Pass:
     works: dict[Pair, Any]  # a pair with nothing visible is absent
     kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
     rows: Sequence[int] = ()  # of each owner's keys, where they differ; empty: all alike
-    own_last: Sequence[Boundary] = ()  # the program of groups of heads that end last
+    own_last: Sequence[Boundary] = ()  # the program of head chunks that end last
     stamp: Stamp = UNSTAMPED  # which call this is
 
     def seal(self, content: object) -> Seal:
@@ -212,7 +212,7 @@ def lockstep(walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
 def staggered(
     walks: Sequence[Generator[None, None, Any]],
 ) -> Generator[None, None, list[Any]]:
-    """Walks of independent groups of heads on one rank, each one boundary behind the one before.
+    """Walks of independent head chunks on one rank, each one boundary behind the one before.
 
     So the hops of one group are on the links while another computes, and of the last hops, which
     nothing follows that could hide them, only those of the last group are waited for in vain.

@@ -1,13 +1,13 @@
 """Head parallelism: an all-to-all that trades sequence rows for heads, around any ring.
 
-The ranks of a head group hold different rows of the sequence and all heads; after `scatter`
+The ranks of a ulysses group hold different rows of the sequence and all heads; after `scatter`
 each holds the rows of the whole group and its share of the heads, and after `gather` it is as
-before. With one head group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D
+before. With one ulysses group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D
 attention (LoongTrain section 4.2). Where key/value heads are fewer than ranks each rank takes
 the one it needs, and the gradients of its copies are summed at home. Knows heads and rows only.
 What goes to one rank is one message, sealed like those of the rings.
 
-Shape letters: s local rows, b batch, n heads, d width; p ranks of the head group.
+Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _exchange(
             room = packing.make(shapes, part[0].device, endpoint.room)
         sends.append(Send(peer, links[peer], sent.tensors, sent.flat))
         receives.append(Receive(peer, room.tensors if room else targets, room, seal))
-    pending = endpoint.exchange(Channel("head", False), sends, receives, label)
+    pending = endpoint.exchange(Channel("ulysses", False), sends, receives, label)
     yield
     pending.wait()
     for target, own in zip(into[me], parts[me], strict=True):

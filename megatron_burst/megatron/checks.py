@@ -81,13 +81,13 @@ def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
 
 def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Iterator[Problem]:
     """Unless ranks that share heads leave rings of equal nodes."""
-    size = head_size(burst, cp)
+    size = ulysses_size(burst, cp)
     if size == 1 or intra is None:
         return
     try:
         Topology(cp, intra, size, burst.placement)
     except ValueError as error:
-        yield Problem(f"--burst-head-size {size} --burst-placement {burst.placement}: {error}")
+        yield Problem(f"--burst-ulysses-size {size} --burst-placement {burst.placement}: {error}")
 
 
 def _store_problems(config: Any, store: float) -> Iterator[Problem]:
@@ -142,21 +142,21 @@ def topology_problems(
         )
 
 
-def head_size(burst: BurstConfig, cp: int) -> int:
+def ulysses_size(burst: BurstConfig, cp: int) -> int:
     """How many of ``cp`` ranks share the heads of the same rows; 1 for a plain ring."""
     if burst.algorithm == "ulysses":
-        if burst.head_size not in (None, cp):
+        if burst.ulysses_size not in (None, cp):
             refuse([Problem(
-                f"--burst-head-size {burst.head_size}: ulysses shares the heads over all "
+                f"--burst-ulysses-size {burst.ulysses_size}: ulysses shares the heads over all "
                 f"--context-parallel-size {cp} ranks; leave the flag out, or take "
                 "--context-parallel-algo hybrid"
             )])  # fmt: skip
         return cp
-    if burst.algorithm == "hybrid" and burst.head_size is None:
+    if burst.algorithm == "hybrid" and burst.ulysses_size is None:
         refuse([Problem(
-            "--context-parallel-algo hybrid needs --burst-head-size: how many ranks share heads"
+            "--context-parallel-algo hybrid needs --burst-ulysses-size: how many ranks share heads"
         )])  # fmt: skip
-    return burst.head_size or 1
+    return burst.ulysses_size or 1
 
 
 def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -164,7 +164,7 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
     try:
-        size = head_size(burst, cp)
+        size = ulysses_size(burst, cp)
     except Refused as error:
         yield from error.problems
         return
@@ -179,15 +179,17 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: {has}, too few "
         reason += f"or not divisible for {cp} ranks"
     else:
-        reason = f"--burst-head-size {size} must divide --context-parallel-size {cp} and the heads "
+        reason = (
+            f"--burst-ulysses-size {size} must divide --context-parallel-size {cp} and the heads "
+        )
         reason += f"of a rank; {has}"
     if fitting:
         size = max([n for n in fitting if n <= size], default=fitting[0])
         algorithm = {"ulysses": "hybrid"}.get(burst.algorithm, burst.algorithm)
-        size = f"--burst-head-size {size}"
+        size = f"--burst-ulysses-size {size}"
         yield Problem(reason, add=(f"--context-parallel-algo {algorithm}", size))
     else:
-        left = ("--burst-head-size",) if burst.head_size else ()
+        left = ("--burst-ulysses-size",) if burst.ulysses_size else ()
         yield Problem(reason, add=("--context-parallel-algo burst",), remove=left)
 
 

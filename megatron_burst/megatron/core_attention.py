@@ -76,7 +76,7 @@ class BurstCoreAttention(MegatronModule):
         sizes = config.hierarchical_context_parallel_sizes
         self.book = plan_book(
             pg_collection.cp,
-            (tuple(sizes or ()), burst.intra_size, burst.head_size, burst.placement),
+            (tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement),
             lambda: context_groups(pg_collection, sizes, burst),
         )
         self.tp_group = pg_collection.tp

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks import check_topology, head_size
+from megatron_burst.megatron.checks import check_topology, ulysses_size
 
 
 def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
@@ -37,7 +37,7 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
 def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
     cp = pg_collection.cp
     check_topology(cp.size(), sizes, burst.intra_size)
-    heads = {"head": head_size(burst, cp.size()), "placement": burst.placement}
+    heads = {"ulysses": ulysses_size(burst, cp.size()), "placement": burst.placement}
     if sizes:
         intra, inter = _hierarchical(pg_collection)
         return mb.Groups(intra=intra, inter=inter, **heads)

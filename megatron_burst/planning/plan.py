@@ -42,7 +42,7 @@ class Plan:
     signature: Signature
     sizes: cost.Sizes
     schedules: tuple[Schedule, Schedule]  # forward and backward
-    head_groups: int
+    head_chunks: int
     forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
     backwards: tuple[Pass, ...]
     identity: int
@@ -67,7 +67,7 @@ class Plan:
                 back.algorithm, back.grid, back.visible, self.sizes, side=side, kept=back.kept
             )
         member = self.groups.members[0]
-        heads = cost.head_traffic(member.head_links, member.head.rank, self.sizes)
+        heads = cost.head_traffic(member.ulysses_links, member.ulysses.rank, self.sizes)
         there_bytes, back_bytes = (
             cost.traffic(s, member.ring.rank, self.sizes) + h
             for s, h in zip((there, back), heads, strict=True)
@@ -93,7 +93,7 @@ class Plan:
     def longest_message(self) -> int:
         """Bytes, seal and alignment included, of the longest message that any rank sends."""
         families = ("kv", "query", "dkv", "dquery")
-        shared = self.sizes.scattered_bytes(self.groups.topology.head)
+        shared = self.sizes.scattered_bytes(self.groups.topology.ulysses)
         payload = max(*(self.sizes.chunk_bytes(Chunk(family, 0)) for family in families), *shared)
         return payload + len(families) * packing.ALIGNMENT + packing.SEAL
 
@@ -102,16 +102,16 @@ class Plan:
         topology = self.groups.topology
         there, back = self.traffic()
         other = "kv" if self.side == "query" else "query"
-        heads = f", {topology.head} sharing heads ({topology.placement})"
+        heads = f", {topology.ulysses} sharing heads ({topology.placement})"
         return " | ".join(
             [
                 f"burst attention: algorithm {self.algorithm}{self._why()}",
                 f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
-                + heads * (topology.head > 1),
+                + heads * (topology.ulysses > 1),
                 *(f"{name} sent {s.route}ly" for name, s in zip(("forward", "backward"),
                   self.schedules, strict=True) if s.route == "direct"),
                 f"side {self.side}",
-                *[f"{self.head_groups} groups of heads"] * (self.head_groups > 1),
+                *[f"{self.head_chunks} head chunks"] * (self.head_chunks > 1),
                 f"layout {self.layout.name}",
                 f"kernel {self.kernel.name}" + " with csrc" * native.serves(self._device_type),
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "

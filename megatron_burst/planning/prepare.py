@@ -32,7 +32,7 @@ from ..schedule.tables import Grid, Pair
 from .plan import Plan
 from .validate import Choices, Draft, NeedsGrad, Shards, check, per_rank, signature
 
-# The ring that head-parallel algorithms run inside their head groups.
+# The ring that head-parallel algorithms run inside their ulysses groups.
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
 
 
@@ -52,7 +52,7 @@ def prepare(
     grad_wire_dtype: torch.dtype | None = None,
     kv_cache: float = 0.0,
     store: float | None = None,
-    head_groups: int | None = None,
+    head_chunks: int | None = None,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
     rates: Rates | None = None,
@@ -72,7 +72,7 @@ def prepare(
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     choices = Choices(
         layout, Causal() if mask is None else mask, algorithm, side, kernel, softmax_scale,
-        softcap, grad_wire_dtype, kv_cache, store, head_groups, needs_grad, sink, rates,
+        softcap, grad_wire_dtype, kv_cache, store, head_chunks, needs_grad, sink, rates,
     )  # fmt: skip
     shards = attempt(lambda: groups.check() or per_rank(groups, q, k, v))
     if isinstance(shards, ValueError):
@@ -122,7 +122,7 @@ def _measured(draft: Draft, groups: Groups, rates: Rates | None) -> Rates:
 def _choice(draft: Draft, groups: Groups, rates: Rates) -> Choice:
     """What is predicted to be fastest on these groups; remembered."""
     side = None if draft.config.side == "auto" else draft.config.side
-    fixed = Fixed(side=side, head_groups=draft.head_groups)
+    fixed = Fixed(side=side, head_chunks=draft.head_chunks)
     call = Call(draft.sizes, draft.mask, draft.layout, draft.kv_cache)
     return known(groups.cache).choice(
         (call, fixed, rates), lambda: best(call, [groups.topology], rates, fixed)
@@ -135,12 +135,12 @@ def _resolved(draft: Draft | ValueError, choice: Choice | ValueError) -> Draft |
         return choice if isinstance(choice, ValueError) else draft
     config = replace(draft.config, algorithm=choice.taken.algorithm, side=choice.taken.side)
     facts = draft.facts | {"chosen": choice.call}
-    return replace(draft, config=config, head_groups=choice.taken.head_groups, facts=facts)
+    return replace(draft, config=config, head_chunks=choice.taken.head_chunks, facts=facts)
 
 
 def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
     topology = groups.topology
-    sizes = shared_sizes(draft.sizes, topology.head)
+    sizes = shared_sizes(draft.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(draft.layout, topology, draft.tensors[0].shape[0] * groups.size)
     algorithm = RINGS.get(draft.config.algorithm, draft.config.algorithm)
@@ -163,7 +163,7 @@ def _plan(draft: Draft, groups: Groups, choice: Choice | None) -> Plan:
         signature=signature(*draft.tensors),
         sizes=sizes,
         schedules=(there, back),
-        head_groups=draft.head_groups or 1,
+        head_chunks=draft.head_chunks or 1,
         identity=identity(draft.facts),
         forwards=tuple(forward for forward, _ in passes),
         backwards=tuple(backward for _, backward in passes),

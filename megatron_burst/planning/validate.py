@@ -65,7 +65,7 @@ class Choices:
     grad_wire_dtype: torch.dtype | None
     kv_cache: float
     store: float | None
-    head_groups: int | None
+    head_chunks: int | None
     needs_grad: NeedsGrad | None
     sink: torch.Tensor | None
     rates: Rates | None
@@ -84,7 +84,7 @@ class Draft:
     wire_dtype: torch.dtype
     kv_cache: float
     store: float | None
-    head_groups: int | None
+    head_chunks: int | None
     needs_grad: NeedsGrad
     facts: Facts
 
@@ -112,8 +112,8 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     _check_shapes(q, k, v)
     _check_device(groups, q)
     _check_algorithm(choices.algorithm, groups, q, k)
-    if choices.head_groups is not None:
-        _check_head_groups(choices.head_groups, groups, k)
+    if choices.head_chunks is not None:
+        _check_head_chunks(choices.head_chunks, groups, k)
     _check_rates(choices)
     config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
     layout = _layout(choices.layout, groups, q.shape[0])
@@ -128,7 +128,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
     check_sink(choices.sink, q)
     scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
     # With algorithm "auto" None is resolved later, like the algorithm.
-    head_groups = choices.head_groups or (None if choices.algorithm == "auto" else 1)
+    head_chunks = choices.head_chunks or (None if choices.algorithm == "auto" else 1)
     needs_grad = (q.requires_grad, k.requires_grad, v.requires_grad)
     if choices.needs_grad is not None:
         q_needs, k_needs, v_needs = choices.needs_grad
@@ -151,7 +151,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "kv_cache": choices.kv_cache,
         "store": choices.store,
         "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
-        "head_groups": head_groups,
+        "head_chunks": head_chunks,
         "rates": choices.rates,
     }
     return Draft(
@@ -164,7 +164,7 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         wire_dtype=wire_dtype,
         kv_cache=choices.kv_cache,
         store=choices.store or None,
-        head_groups=head_groups,
+        head_chunks=head_chunks,
         needs_grad=needs_grad,
         facts=facts,
     )
@@ -187,25 +187,25 @@ def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
 def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.Tensor) -> None:
     if algorithm not in NAMES:
         raise ValueError(f"algorithm must be one of {', '.join(NAMES)}, got {algorithm!r}")
-    head, size = groups.topology.head, groups.size
-    if algorithm == "ulysses" and head != size:
+    ulysses, size = groups.topology.ulysses, groups.size
+    if algorithm == "ulysses" and ulysses != size:
         raise ValueError(
-            f"algorithm ulysses shares the heads over all {size} ranks, groups over {head}; make "
-            f"mb.Groups with head={size}"
+            f"algorithm ulysses shares the heads over all {size} ranks, groups over {ulysses}; "
+            f"make mb.Groups with ulysses={size}"
         )
-    if algorithm == "hybrid" and head == 1 < size:
+    if algorithm == "hybrid" and ulysses == 1 < size:
         raise ValueError(
-            "algorithm hybrid needs groups that share heads; make mb.Groups with head=2 or more"
+            "algorithm hybrid needs groups that share heads; make mb.Groups with ulysses=2 or more"
         )
     check_heads(q.shape[2], k.shape[2], groups.topology, algorithm)
 
 
-def _check_head_groups(head_groups: int, groups: Groups, k: torch.Tensor) -> None:
-    mine = Share(k.shape[2], groups.topology.head).each
-    if type(head_groups) is not int or head_groups < 1 or mine % head_groups:
+def _check_head_chunks(head_chunks: int, groups: Groups, k: torch.Tensor) -> None:
+    mine = Share(k.shape[2], groups.topology.ulysses).each
+    if type(head_chunks) is not int or head_chunks < 1 or mine % head_chunks:
         raise ValueError(
-            f"head_groups must divide the {mine} key/value heads of a rank's ring, "
-            f"got {head_groups!r}; use {alternatives(divisors(mine))}"
+            f"head_chunks must divide the {mine} key/value heads of a rank's ring, "
+            f"got {head_chunks!r}; use {alternatives(divisors(mine))}"
         )
 
 

@@ -52,7 +52,7 @@ class Recompute:
         return max(work) * len(work) / sum(work) if any(work) else 1.0
 
     def traffic(self, rank: int, sizes: cost.Sizes) -> cost.Traffic:
-        """Bytes that a rank of the ring sends per recompute, without those of head groups."""
+        """Bytes that a rank of the ring sends per recompute, without those of ulysses groups."""
         rows = self.ranks[0].run.rows
         sent = {"intra": 0.0, "inter": 0.0}
         whole = sizes.chunk_bytes

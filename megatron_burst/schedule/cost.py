@@ -74,7 +74,7 @@ class Sizes:
         )
 
     def scattered_bytes(self, ranks: int) -> tuple[int, int]:
-        """What one rank of a head group of `ranks` sends to one other, forward and backward."""
+        """What one rank of a ulysses group of `ranks` sends to one other, forward and backward."""
         query, key, value, out = self._elements
         q, k, v = self.needs_grad
         forward = (query + key + value + out) * self.itemsize
@@ -106,7 +106,7 @@ def traffic(plan: Schedule, rank: int, sizes: Sizes) -> Traffic:
 
 
 def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic, Traffic]:
-    """The bytes `rank` of a head group sends, forward and backward; `links` to each of it."""
+    """The bytes `rank` of a ulysses group sends, forward and backward; `links` to each of it."""
     others = [link for peer, link in enumerate(links) if peer != rank]
     counts = {link: others.count(link) for link in ("intra", "inter")}
     both = sizes.scattered_bytes(len(links))
@@ -202,10 +202,10 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
 
 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[Span, ...]]:
-    """The positions each member of a ring computes with: those of its whole head group. The
+    """The positions each member of a ring computes with: those of its whole ulysses group. The
     rings of a grid are alike."""
     return [
-        tuple(s for rank in topology.head_group(member) for s in layout.spans(rank, seq_len))
+        tuple(s for rank in topology.ulysses_group(member) for s in layout.spans(rank, seq_len))
         for member in topology.ring(0)
     ]
 

@@ -1,5 +1,5 @@
-"""Which heads each rank of a head group takes, how many ranks may share them, and which of the
-groups of heads of one rank end last.
+"""Which heads each rank of a ulysses group takes, how many ranks may share them, and which of the
+head chunks of one rank end last.
 
 Plain arithmetic, for `head_parallel` and `attention`, which move them, and for `options` and
 `forecast`, which ask what is possible before there are process groups.
@@ -13,7 +13,7 @@ from .topology import Topology, alternatives
 
 
 class Share(NamedTuple):
-    """Which of `heads` the ranks of a head group of `size` take."""
+    """Which of `heads` the ranks of a ulysses group of `size` take."""
 
     heads: int
     size: int
@@ -37,26 +37,26 @@ def shareable(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -> None:
-    """Raise ValueError unless the ranks of each head group can share the heads; it says which
-    sizes of head groups can, on these ranks and nodes."""
-    size = topology.head
+    """Raise ValueError unless the ranks of each ulysses group can share the heads; it says which
+    sizes of ulysses groups can, on these ranks and nodes."""
+    size = topology.ulysses
     if shareable(heads, kv_heads, size):
         return
     if heads % size:
-        reason = f"{size} head-parallel ranks must divide the {heads} query heads"
+        reason = f"{size} ulysses ranks must divide the {heads} query heads"
     else:
         reason = (
-            f"{size} head-parallel ranks must divide the {kv_heads} key/value heads, or be a "
+            f"{size} ulysses ranks must divide the {kv_heads} key/value heads, or be a "
             "multiple of them"
         )
-    sizes = [n for n in topology.heads_that_fit if shareable(heads, kv_heads, n)]
-    fix = f"make mb.Groups with head={alternatives(sizes)}"
+    sizes = [n for n in topology.ulysses_that_fit if shareable(heads, kv_heads, n)]
+    fix = f"make mb.Groups with ulysses={alternatives(sizes)}"
     if algorithm in ("ulysses", "hybrid"):  # ulysses wants all ranks, hybrid more than one
         some = "algorithm='hybrid' with head above 1, " * any(n > 1 for n in sizes)
         fix += f" (and {some}algorithm='burst' with any)"
     raise ValueError(f"groups: {reason}; {fix}")
 
 
-def late_groups(count: int) -> int:
-    """How many of `count` groups of heads, the last ones, compute their own pair at the end."""
+def deferred_chunks(count: int) -> int:
+    """How many of `count` head chunks, the last ones, compute their own pair at the end."""
     return min(2, count // 2)

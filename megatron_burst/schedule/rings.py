@@ -219,7 +219,7 @@ class Schedule:
         """The part of `rank`: its boundaries in order, the steps and the draining after them.
 
         own_last: the pair of the own chunks, which waits for nobody, is not computed at step 0 but
-        while the last gradient hop travels; for groups of heads that follow others.
+        while the last gradient hop travels; for head chunks that follow others.
         """
         size = self.grid.size
         sends, receives = list(self.sends(rank)), list(self.receives(rank))

@@ -1,4 +1,4 @@
-"""Where the ranks of a grid are: which node, which ring, which head group.
+"""Where the ranks of a grid are: which node, which ring, which ulysses group.
 
 Pure arithmetic on rank numbers, for `groups`, which makes process groups of it, and for
 `cost`, which counts bytes on it. Source: LoongTrain sections 4.2 and 4.4 (placements).
@@ -16,18 +16,22 @@ PLACEMENTS = ("head_first", "context_first")
 class Topology:
     """Ranks 0 .. size - 1, `per_node` consecutive ones on each node.
 
-    head: how many ranks share the heads of the same rows; 1 for a plain ring.
-    placement: "head_first" gives neighbours to a head group (all-to-all inside a node),
+    ulysses: how many ranks share the heads of the same rows; 1 for a plain ring.
+    placement: "head_first" gives neighbours to a ulysses group (all-to-all inside a node),
     "context_first" gives neighbours to a ring.
     """
 
     size: int
     per_node: int
-    head: int = 1
+    ulysses: int = 1
     placement: str = "head_first"
 
     def __post_init__(self):
-        for name, value in (("intra", self.per_node), ("head", self.head), ("ranks", self.size)):
+        for name, value in (
+            ("intra", self.per_node),
+            ("ulysses", self.ulysses),
+            ("ranks", self.size),
+        ):
             check_integer(name, value)
         if self.size < 1:
             raise ValueError(f"ranks: a grid needs at least one rank, got {self.size}")
@@ -36,72 +40,74 @@ class Topology:
             raise ValueError(
                 f"intra: {self.size} ranks cannot be cut into nodes of {self.per_node}; use {sizes}"
             )
-        if self.head < 1 or self.size % self.head:
-            raise ValueError(f"head: {self.head} must divide the {self.size} ranks; use {sizes}")
+        if self.ulysses < 1 or self.size % self.ulysses:
+            raise ValueError(
+                f"ulysses: {self.ulysses} must divide the {self.size} ranks; use {sizes}"
+            )
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
             )
-        if not self.fits(self.head):
+        if not self.fits(self.ulysses):
             raise ValueError(
-                f"placement: {self.placement} with head={self.head} gives a ring whose nodes hold "
-                f"unequal numbers of ranks ({self._nodes_of_ring(0)}); choose head so that it "
-                f"divides, or is a multiple of, the {self.per_node} ranks per node; "
-                f"use head={alternatives(self.heads_that_fit)}"
+                f"placement: {self.placement} with ulysses={self.ulysses} gives a ring whose nodes "
+                f"hold unequal numbers of ranks ({self._nodes_of_ring(0)}); choose ulysses so that "
+                f"it divides, or is a multiple of, the {self.per_node} ranks per node; "
+                f"use ulysses={alternatives(self.ulysses_that_fit)}"
             )
 
     @classmethod
     def of_nodes(
-        cls, inter: int, intra: int, head: int = 1, placement: str = "head_first"
+        cls, inter: int, intra: int, ulysses: int = 1, placement: str = "head_first"
     ) -> Topology:
         """`inter` nodes of `intra` ranks; ValueError naming whichever is no number of them."""
         for name, value in (("inter", inter), ("intra", intra)):
             check_integer(name, value)
             if value < 1:
                 raise ValueError(f"{name}: a grid needs at least one rank, got {name}={value}")
-        return cls(inter * intra, intra, head, placement)
+        return cls(inter * intra, intra, ulysses, placement)
 
-    def fits(self, head: int) -> bool:
+    def fits(self, ulysses: int) -> bool:
         """Would every node hold equally many ranks of every ring, with heads shared by `head`?"""
         if self.placement == "head_first":
-            rings = [range(first, self.size, head) for first in range(head)]
+            rings = [range(first, self.size, ulysses) for first in range(ulysses)]
         else:
-            width = self.size // head
+            width = self.size // ulysses
             rings = [range(first, first + width) for first in range(0, self.size, width)]
         return all(_even([rank // self.per_node for rank in ring]) for ring in rings)
 
     @property
-    def heads_that_fit(self) -> list[int]:
-        """Every `head` that these ranks, nodes and placement allow."""
-        return [head for head in divisors(self.size) if self.fits(head)]
+    def ulysses_that_fit(self) -> list[int]:
+        """Every `ulysses` that these ranks, nodes and placement allow."""
+        return [size for size in divisors(self.size) if self.fits(size)]
 
     @property
     def ring_size(self) -> int:
-        return self.size // self.head
+        return self.size // self.ulysses
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(index in the head group, index in the ring) of a rank."""
+        """(index in the ulysses group, index in the ring) of a rank."""
         if self.placement == "head_first":
-            ring, head = divmod(rank, self.head)
+            ring, index = divmod(rank, self.ulysses)
         else:
-            head, ring = divmod(rank, self.ring_size)
-        return head, ring
+            index, ring = divmod(rank, self.ring_size)
+        return index, ring
 
-    def rank_at(self, head: int, ring: int) -> int:
-        """The rank at a place: the inverse of `place`."""
+    def rank_at(self, index: int, ring: int) -> int:
+        """The rank at a place (index in the ulysses group, in the ring): the inverse of `place`."""
         if self.placement == "head_first":
-            return ring * self.head + head
-        return head * self.ring_size + ring
+            return ring * self.ulysses + index
+        return index * self.ring_size + ring
 
     def ring(self, rank: int) -> list[int]:
         """The ranks of the ring of `rank`, in ring order."""
-        head, _ = self.place(rank)
-        return [self.rank_at(head, ring) for ring in range(self.ring_size)]
+        index, _ = self.place(rank)
+        return [self.rank_at(index, ring) for ring in range(self.ring_size)]
 
-    def head_group(self, rank: int) -> list[int]:
+    def ulysses_group(self, rank: int) -> list[int]:
         """The ranks that share the heads of the same rows with `rank`, in order."""
         _, ring = self.place(rank)
-        return [self.rank_at(head, ring) for head in range(self.head)]
+        return [self.rank_at(index, ring) for index in range(self.ulysses)]
 
     @property
     def intra_size(self) -> int:

@@ -21,7 +21,7 @@ def faults(case: Case) -> list[str]:
     grid = case.grid
     try:
         groups = mb.Groups.in_process(
-            inter=grid.inter, intra=grid.intra, head=grid.head, placement=grid.placement
+            inter=grid.inter, intra=grid.intra, ulysses=grid.ulysses, placement=grid.placement
         )
     except ValueError as error:
         expected = not grid.even and "placement: " in str(error)
@@ -35,14 +35,14 @@ def kinds(case: Case) -> list[str]:
     """What a case counts for in the tally."""
     if not case.grid.even:
         return ["refused: placement of a grid"]
-    found = [f"grid {case.grid.inter} x {case.grid.intra}, {case.grid.head} sharing heads"]
+    found = [f"grid {case.grid.inter} x {case.grid.intra}, {case.grid.ulysses} sharing heads"]
     for call in case.calls:
         if call.refused:
             found.append(f"refused: {call.refused}")
             continue
         found += [*call.kinds, f"form {call.form}", f"sink {call.sink}", f"strides {call.strides}"]
         found += ["checkpoint"] * (call.keep is not None) + ["frozen"] * (not all(call.needs))
-        found += [name for name in ("softcap", "kv_cache", "head_groups", "grad_wire_dtype")
+        found += [name for name in ("softcap", "kv_cache", "head_chunks", "grad_wire_dtype")
                   if call.choices.get(name)]  # fmt: skip
     return [*found, f"calls in flight {len(case.calls)}"]
 

@@ -28,7 +28,7 @@ LOW = (torch.float32, torch.bfloat16, torch.float16)
 class Grid:
     inter: int
     intra: int
-    head: int
+    ulysses: int
     placement: str
 
     @property
@@ -38,7 +38,7 @@ class Grid:
     @property
     def even(self):
         """Do the nodes hold equally many ranks of every ring?"""
-        p, per_ring = self.head, self.size // self.head
+        p, per_ring = self.ulysses, self.size // self.ulysses
         for first in range(p):
             ring = [
                 r * p + first if self.placement == "head_first" else first * per_ring + r
@@ -84,8 +84,8 @@ def draw(name: str, size: int) -> Case:
     """The case called `name` on `size` ranks, the same in every process."""
     rng = random.Random(name)
     inter, intra = rng.choice(GRIDS[size])
-    head = rng.choice([1, 1, *[n for n in range(2, size + 1) if size % n == 0] * 2])
-    grid = Grid(inter, intra, head, rng.choice(["head_first", "context_first"]))
+    ulysses = rng.choice([1, 1, *[n for n in range(2, size + 1) if size % n == 0] * 2])
+    grid = Grid(inter, intra, ulysses, rng.choice(["head_first", "context_first"]))
     calls = [_call(rng, grid)]
     for _ in range(rng.choice([0, 0, 1, 2])):
         base = rng.choice(calls)
@@ -115,12 +115,12 @@ def _events(rng, calls):
     return events
 
 
-def _heads(rng, head):
+def _heads(rng, ulysses):
     """(query heads, key/value heads) that `head` ranks can share."""
     while True:
         kv = rng.choice([1, 1, 2, 3, 4, 6, 8])
         heads = kv * rng.choice([1, 1, 2, 3, 4])
-        if heads <= 16 and heads % head == 0 and (kv % head == 0 or head % kv == 0):
+        if heads <= 16 and heads % ulysses == 0 and (kv % ulysses == 0 or ulysses % kv == 0):
             return heads, kv
 
 
@@ -133,13 +133,13 @@ def _call(rng: random.Random, grid: Grid) -> Call:
     mask, seen, kinds = rules.mask(rng, length)
     if low:  # the operator to compare with does not know rows that see nothing
         mask, seen = mask | mb.masks.Window(0, 0), seen | np.eye(length, dtype=bool)
-    heads, kv_heads = _heads(rng, grid.head)
-    names = [*RINGS, "auto", *["hybrid"] * 3 * (grid.head > 1)]
-    names += ["ulysses"] * 4 * (grid.head == grid.size)
+    heads, kv_heads = _heads(rng, grid.ulysses)
+    names = [*RINGS, "auto", *["hybrid"] * 3 * (grid.ulysses > 1)]
+    names += ["ulysses"] * 4 * (grid.ulysses == grid.size)
     algorithm, side = rng.choice(names), rng.choice(["auto", "kv", "query"])
     softcap = None if low else rng.choice([None] * 4 + [0.7])
     keep = rng.choice([None, None, 0.0, 0.3, 0.5, 1.0])
-    mine = max(1, kv_heads // grid.head)
+    mine = max(1, kv_heads // grid.ulysses)
     choices = {
         "layout": layout,
         "mask": mask,
@@ -148,7 +148,7 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         "kernel": "reference" if softcap else rng.choice(["auto", "aten", "reference"]),
         "softcap": softcap,
         "softmax_scale": rng.choice([None, None, 0.05, 1.0]),
-        "head_groups": rng.choice([None, None, *[n for n in range(1, mine + 1) if mine % n == 0]]),
+        "head_chunks": rng.choice([None, None, *[n for n in range(1, mine + 1) if mine % n == 0]]),
         "grad_wire_dtype": rng.choice([None] * 5 + [torch.float64, torch.float32, torch.bfloat16]),
     }
     if side != "query" and not keep:
@@ -156,8 +156,8 @@ def _call(rng: random.Random, grid: Grid) -> Call:
     if algorithm == "auto":
         speeds = (rng.choice([1e-3, 1.0, 1e3]) for _ in range(4))
         choices["rates"] = mb.Rates(next(speeds), next(speeds), 1e-2 * next(speeds), next(speeds))
-    elif choices["head_groups"] is None and rng.random() < 0.5:
-        del choices["head_groups"]
+    elif choices["head_chunks"] is None and rng.random() < 0.5:
+        del choices["head_chunks"]
     form = rng.choice(["plan", "keywords"])
     if form == "plan" and keep is not None:
         choices["store"] = keep
@@ -194,11 +194,11 @@ def _sibling(rng: random.Random, base: Call, grid: Grid) -> Call:
 def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
     """The call with one thing wrong, on all ranks or on one of them."""
     length, _, _, kv_heads, _, _ = call.shape
-    mine = max(1, kv_heads // grid.head)
+    mine = max(1, kv_heads // grid.ulysses)
     documents = mb.masks.Documents([0, length + 1])
     auto = call.choices["algorithm"] == "auto"
     options = [
-        ("head_groups", {"head_groups": mine + 1}),
+        ("head_chunks", {"head_chunks": mine + 1}),
         ("algorithm", {"algorithm": "rings"}),
         ("side", {"side": "keys"}),
         ("kernel", {"kernel": "flash9"}),
@@ -224,9 +224,9 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
     ]  # fmt: skip
     if not auto:
         options.append(("rates", {"rates": mb.Rates(1.0, 1.0)}))
-    if grid.head != grid.size:
+    if grid.ulysses != grid.size:
         options.append(("ulysses", {"algorithm": "ulysses", "rates": None}))
-    if grid.head == 1 < grid.size:
+    if grid.ulysses == 1 < grid.size:
         options.append(("hybrid", {"algorithm": "hybrid", "rates": None}))
     tensors = {
         "three dimensions": "q must be [s, b, heads, width]",

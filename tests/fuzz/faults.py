@@ -128,8 +128,8 @@ class _Actor:
         dist.barrier()  # a new process may still have been importing
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
         dist.barrier()
-        head = 2 if algorithm == "ulysses" else 1
-        self.groups = mb.Groups.from_topology(group, intra=2, head=head)
+        ulysses = 2 if algorithm == "ulysses" else 1
+        self.groups = mb.Groups.from_topology(group, intra=2, ulysses=ulysses)
         self.rank, self.algorithm = self.groups.rank, algorithm
         used = {word[2] for word in (good + " " + odd).split() if len(word) == 3}
         self.plans = {key: self.plan(key) for key in PLANS if key in used}

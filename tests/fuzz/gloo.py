@@ -25,7 +25,7 @@ def world(number: int) -> int:
 def _groups(grid: Grid) -> mb.Groups:
     """Made once in every process, by all of them at the same time."""
     return mb.Groups.from_topology(
-        dist.group.WORLD, intra=grid.intra, head=grid.head, placement=grid.placement
+        dist.group.WORLD, intra=grid.intra, ulysses=grid.ulysses, placement=grid.placement
     )
 
 

@@ -26,9 +26,9 @@ def attend(changed=None, groups=None, **choices):
     return mb.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
 
 
-def heads(count, kv, head, inter=1, intra=4, **choices):
+def heads(count, kv, ulysses, inter=1, intra=4, **choices):
     """`mb.attention` of these heads on groups that share heads."""
-    groups = grid(inter, intra, head=head)
+    groups = grid(inter, intra, ulysses=ulysses)
     qkv = tensors(heads=count, kv=kv)
     return mb.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
 
@@ -66,8 +66,8 @@ KEYWORDS = [
     ("algorithm in capitals", {"algorithm": "Burst"}, ("algorithm", "burst", "'Burst'")),
     ("algorithm megatron", {"algorithm": "megatron"}, ("algorithm", "burst", "'megatron'")),
     ("algorithm unhashable", {"algorithm": ["burst"]}, ("algorithm", "['burst']")),
-    ("ulysses without heads", {"algorithm": "ulysses"}, ("algorithm ulysses", "head=2")),
-    ("hybrid without heads", {"algorithm": "hybrid"}, ("algorithm hybrid", "head=2")),
+    ("ulysses without heads", {"algorithm": "ulysses"}, ("algorithm ulysses", "ulysses=2")),
+    ("hybrid without heads", {"algorithm": "hybrid"}, ("algorithm hybrid", "ulysses=2")),
     ("side", {"side": "keys"}, ("side", "query", "'keys'")),
     ("side None", {"side": None}, ("side", "query", "None")),
     ("kernel", {"kernel": "flash"}, ("kernel", "reference", "'flash'")),
@@ -109,11 +109,11 @@ KEYWORDS = [
     ("store percent", {"store": 50}, ("store", "0 to 1", "50")),
     ("store text", {"store": "half"}, ("store", "0 to 1", "'half'")),
     ("store nan", {"store": NAN}, ("store", "0 to 1", "nan")),
-    ("head_groups 3", {"head_groups": 3}, ("head_groups", "divide", "2", "got 3")),
-    ("head_groups 0", {"head_groups": 0}, ("head_groups", "got 0")),
-    ("head_groups negative", {"head_groups": -1}, ("head_groups", "got -1")),
-    ("head_groups bool", {"head_groups": True}, ("head_groups", "got True")),
-    ("head_groups float", {"head_groups": 2.0}, ("head_groups", "got 2.0")),
+    ("head_chunks 3", {"head_chunks": 3}, ("head_chunks", "divide", "2", "got 3")),
+    ("head_chunks 0", {"head_chunks": 0}, ("head_chunks", "got 0")),
+    ("head_chunks negative", {"head_chunks": -1}, ("head_chunks", "got -1")),
+    ("head_chunks bool", {"head_chunks": True}, ("head_chunks", "got True")),
+    ("head_chunks float", {"head_chunks": 2.0}, ("head_chunks", "got 2.0")),
     ("needs_grad bool", {"needs_grad": True}, ("needs_grad", "three", "True")),
     ("needs_grad of two", {"needs_grad": (True, True)}, ("needs_grad", "three", "(True, True)")),
     ("needs_grad of a name", {"needs_grad": "qkv"}, ("needs_grad", "three", "'qkv'")),
@@ -177,12 +177,12 @@ CALLS = [
      ("plan", "store=0.5", "mb.prepare")),
     ("a plan with another store", lambda: checkpointed(0.5, store=0.25),
      ("store=0.25", "store=0.5", "mb.prepare")),
-    ("6 heads on 4 ranks", lambda: heads(6, 6, 4), ("4", "6 query heads", "head=1 or 2")),
+    ("6 heads on 4 ranks", lambda: heads(6, 6, 4), ("4", "6 query heads", "ulysses=1 or 2")),
     ("6 heads on 4 ranks, ulysses", lambda: heads(6, 6, 4, algorithm="ulysses"),
-     ("6 query heads", "head=1 or 2", "hybrid")),
-    ("7 heads on 4 ranks", lambda: heads(7, 7, 4), ("7 query heads", "head=1")),
-    ("6 key heads on 4 ranks", lambda: heads(12, 6, 4), ("6 key/value heads", "head=1 or 2")),
-    ("4 heads on 2 x 3 ranks", lambda: heads(4, 4, 6, 2, 3), ("4 query heads", "head=1")),
+     ("6 query heads", "ulysses=1 or 2", "hybrid")),
+    ("7 heads on 4 ranks", lambda: heads(7, 7, 4), ("7 query heads", "ulysses=1")),
+    ("6 key heads on 4 ranks", lambda: heads(12, 6, 4), ("6 key/value heads", "ulysses=1 or 2")),
+    ("4 heads on 2 x 3 ranks", lambda: heads(4, 4, 6, 2, 3), ("4 query heads", "ulysses=1")),
 ]  # fmt: skip
 CALLS += [(name, lambda c=c: attend(**c), words) for name, c, words in KEYWORDS]
 CALLS += [(name, lambda c=c: attend(c), words) for name, c, words in TENSORS]

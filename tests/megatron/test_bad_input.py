@@ -17,9 +17,9 @@ BAD_FLAGS = {
     f"{CP4} --burst-side both": "--burst-side",
     f"{CP4} --burst-kernel cuda": "--burst-kernel",
     f"{CP4} --window-size 8,1": "looks 1 tokens ahead",
-    f"{CP4} --context-parallel-algo hybrid": "needs --burst-head-size",
+    f"{CP4} --context-parallel-algo hybrid": "needs --burst-ulysses-size",
     f"{CP4} --context-parallel-algo ulysses --num-attention-heads 2": (
-        "--context-parallel-algo hybrid --burst-head-size 2"
+        "--context-parallel-algo hybrid --burst-ulysses-size 2"
     ),
     f"{CP4} --burst-attention-store 0.5": "nothing recomputes it",
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",

@@ -119,10 +119,10 @@ def test_configure_refuses_what_is_not_supported(changes, flag):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"algorithm": "hybrid"}, "needs --burst-head-size"),
-        ({"algorithm": "hybrid", "head_size": 3}, "--burst-head-size 3 must divide"),
-        ({"algorithm": "ulysses", "head_size": 2}, "--burst-head-size 2: ulysses"),
-        ({"head_size": 0}, "--burst-head-size"),
+        ({"algorithm": "hybrid"}, "needs --burst-ulysses-size"),
+        ({"algorithm": "hybrid", "ulysses_size": 3}, "--burst-ulysses-size 3 must divide"),
+        ({"algorithm": "ulysses", "ulysses_size": 2}, "--burst-ulysses-size 2: ulysses"),
+        ({"ulysses_size": 0}, "--burst-ulysses-size"),
         ({"placement": "sideways"}, "--burst-placement"),
         ({"kv_cache": 1.5}, "--burst-kv-cache"),
         ({"wire_dtype": "fp8"}, "--burst-wire-dtype"),

@@ -101,10 +101,10 @@ CASES = {
     "packed-pp2": (f"--packed {PP}", "--context-parallel-size 2"),
     "all-gather": ("", f"{TWO_BY_TWO} --context-parallel-algo all_gather"),
     "ulysses": ("", "--context-parallel-size 4 --context-parallel-algo ulysses"),
-    "hybrid": ("", f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-head-size 2"),
+    "hybrid": ("", f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2"),
     "hybrid-context-first": (
         GQA,
-        f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-head-size 2 "
+        f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2 "
         "--burst-placement context_first --burst-layout striped",
     ),
     "packed-ulysses": ("--packed", "--context-parallel-size 4 --context-parallel-algo ulysses"),
@@ -151,7 +151,7 @@ CASES = {
     "auto": ("", f"{TWO_BY_TWO} --context-parallel-algo auto"),
     "auto-packed-heads": (
         f"--packed {GQA}",
-        f"{TWO_BY_TWO} --context-parallel-algo auto --burst-head-size 2 --burst-side kv",
+        f"{TWO_BY_TWO} --context-parallel-algo auto --burst-ulysses-size 2 --burst-side kv",
     ),
     "auto-store": (
         DEEP,

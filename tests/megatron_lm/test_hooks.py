@@ -121,9 +121,9 @@ def test_the_type_of_communication_is_refused_only_where_given(given):
 
 NO_HEADS_FOR_ALL = {
     # heads, key/value groups, ranks, our flags: what is said to add
-    (2, None, 4, ""): "--context-parallel-algo hybrid --burst-head-size 2",
+    (2, None, 4, ""): "--context-parallel-algo hybrid --burst-ulysses-size 2",
     (3, None, 4, ""): "--context-parallel-algo burst",
-    (12, 4, 8, ""): "--context-parallel-algo hybrid --burst-head-size 4",
+    (12, 4, 8, ""): "--context-parallel-algo hybrid --burst-ulysses-size 4",
 }
 
 
@@ -138,10 +138,10 @@ def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
     reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: "
     assert problem.reason.startswith(reason)
     assert f"{heads} query heads and {groups or heads} key/value heads" in problem.reason
-    assert "--burst-head-size" not in problem.reason
+    assert "--burst-ulysses-size" not in problem.reason
     assert " ".join(problem.add) == NO_HEADS_FOR_ALL[case]
     algorithm, *size = [word for word in " ".join(problem.add).split() if "--" not in word]
-    chosen = mb.BurstConfig(algorithm, head_size=int(size[0]) if size else None)
+    chosen = mb.BurstConfig(algorithm, ulysses_size=int(size[0]) if size else None)
     assert not list(checks.config_problems(config, chosen))  # what is said does work
 
 

@@ -70,9 +70,9 @@ COMBINATIONS = (
                 f"--context-parallel-algo double_ring {GRID} {STRIPED}"),
     Combination("all-gather", "", 4, f"--context-parallel-algo all_gather {GRID}"),
     Combination("ulysses", "", 4, "--context-parallel-algo ulysses --context-parallel-size 4"),
-    Combination("hybrid", "", 4, f"--context-parallel-algo hybrid {GRID} --burst-head-size 2"),
+    Combination("hybrid", "", 4, f"--context-parallel-algo hybrid {GRID} --burst-ulysses-size 2"),
     Combination("hybrid, context first", "", 4,
-                f"--context-parallel-algo hybrid {GRID} --burst-head-size 2 "
+                f"--context-parallel-algo hybrid {GRID} --burst-ulysses-size 2 "
                 f"--burst-placement context_first {STRIPED}"),
     Combination("auto", "", 4, f"--context-parallel-algo auto {GRID}"),
     Combination("side query", "", 4, f"{NODES} --burst-side query"),

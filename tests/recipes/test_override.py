@@ -212,7 +212,7 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
          "^lm_head_loss single_pass .* remove model.cross_entropy_loss_fusion"),
         ({"store": 0.5}, ["model.recompute_granularity=null"],
          "^store 0.5 .* add model.recompute_granularity full"),
-        ({"algorithm": "hybrid"}, [], "^algorithm hybrid needs head_size"),
+        ({"algorithm": "hybrid"}, [], "^algorithm hybrid needs ulysses_size"),
         ({"store": 0.5}, ["model.recompute_granularity=selective", "model.recompute_modules=[mlp]"],
          r"^store 0.5 .* model.recompute_modules \['mlp'\] does not recompute it: add core_attn"),
         ({}, ["model.window_size=128"], "^model.window_size 128 must be two sizes"),

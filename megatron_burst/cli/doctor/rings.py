@@ -85,9 +85,11 @@ def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb
             group = dist.new_group(members, timeout=LIMIT)
             mine = group if dist.get_rank() in members else mine
     made = [("ring", mb.Groups.from_topology(mine, intra=sizes.intra))]
-    made.append(("ulysses", mb.Groups.from_topology(mine, intra=sizes.intra, head=cp)))
+    made.append(("ulysses", mb.Groups.from_topology(mine, intra=sizes.intra, ulysses=cp)))
     if not sizes.flat:
-        made.append(("hybrid", mb.Groups.from_topology(mine, intra=sizes.intra, head=sizes.intra)))
+        made.append(
+            ("hybrid", mb.Groups.from_topology(mine, intra=sizes.intra, ulysses=sizes.intra))
+        )
     return made, sizes
 
 
@@ -155,13 +157,13 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     results = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     scale = WIDTH**-0.5
-    for head in range(heads):
-        q, k, v, dout = (x[:, 0, head].double() for x in whole)
+    for ulysses in range(heads):
+        q, k, v, dout = (x[:, 0, ulysses].double() for x in whole)
         p = (q @ k.T * scale).masked_fill(hidden, -math.inf).softmax(dim=1)
         out = p @ v
         ds = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
         for result, value in zip(results, (out, ds @ k, ds.T @ q, p.T @ dout), strict=True):
-            result[:, 0, head] = value
+            result[:, 0, ulysses] = value
     return whole, results
 
 

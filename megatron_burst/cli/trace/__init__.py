@@ -18,7 +18,7 @@ RANKS = 16  # as many processes as one machine may reasonably start
 
 EPILOG = """\
   megatron-burst trace --nodes 2 --ranks-per-node 2 --png burst.png --chrome burst.json
-  megatron-burst trace --head-groups 4 --png groups.png
+  megatron-burst trace --head-chunks 4 --png groups.png
   megatron-burst trace --events runs/cluster/trace.json --png cluster.png
 
 --chrome writes a file for chrome://tracing or https://ui.perfetto.dev.
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
     parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
     parser.add_argument("--width", type=int, default=64, help="of a head (default: 64)")
-    parser.add_argument("--head-groups", type=int, default=1, help="default: 1")
+    parser.add_argument("--head-chunks", type=int, default=1, help="default: 1")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace):
     from . import local
 
-    for name in ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_groups"):
+    for name in ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_chunks"):
         if getattr(arguments, name) < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must be at least 1, got {getattr(arguments, name)}")
@@ -81,6 +81,6 @@ def _run(arguments: argparse.Namespace):
         local.Call(
             arguments.nodes, arguments.ranks_per_node, arguments.algorithm, arguments.side,
             arguments.tokens, arguments.heads, arguments.kv_heads, arguments.width,
-            arguments.head_groups,
+            arguments.head_chunks,
         )
     )  # fmt: skip

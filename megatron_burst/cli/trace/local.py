@@ -38,11 +38,11 @@ class Call:
     heads: int
     kv_heads: int
     width: int
-    head_groups: int
+    head_chunks: int
 
     @property
     def title(self) -> str:
-        groups = f", {self.head_groups} groups of heads" * (self.head_groups > 1)
+        groups = f", {self.head_chunks} head chunks" * (self.head_chunks > 1)
         return (
             f"{self.algorithm}, {self.nodes} nodes x {self.per_node} ranks, {self.tokens} tokens "
             f"per rank, {self.heads} heads ({self.kv_heads} for keys) of {self.width}{groups}"
@@ -108,7 +108,7 @@ def _trace(rank: int, call: Call) -> tuple[list[Event], list[Mark]]:
     q, k, v = (torch.randn(shapes[i > 0], requires_grad=True) for i in range(3))
     plan = prepare(
         q, k, v, groups=groups, algorithm=call.algorithm, side=call.side,
-        head_groups=call.head_groups,
+        head_chunks=call.head_chunks,
     )  # fmt: skip
     attention(q, k, v, plan=plan).sum().backward()  # connections are made on first use
     tracing, events = traced(plan)

@@ -61,14 +61,14 @@ def _with(groups: Groups, member: Member) -> Groups:
 
 def _member(topology: Topology, member: Member, events: list[Event]) -> Member:
     rank = member.rank
-    ends = {"ring": topology.ring(rank), "head": topology.head_group(rank)}
+    ends = {"ring": topology.ring(rank), "ulysses": topology.ulysses_group(rank)}
     wrapped = {
         name: _Endpoint(
             getattr(member, name), rank, [topology.link(rank, other) for other in ranks], events
         )
         for name, ranks in ends.items()
     }
-    return dataclasses.replace(member, ring=wrapped["ring"], head=wrapped["head"])
+    return dataclasses.replace(member, ring=wrapped["ring"], ulysses=wrapped["ulysses"])
 
 
 @dataclass
