@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import bench, cells, document, faults, measure, table
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster import bench, cells, document, faults, measure, results, table
 from benchmarks.cluster.network import Rates
 from benchmarks.cluster.ranks import Answer, RankError
 
@@ -108,7 +109,7 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = json.loads(out.read_text())["cells"]
     assert [r["name"] for r in record["rivals"]] == [
-        "burst query", "burst query, 4 head groups", "ulysses",
+        "burst query", "burst query, 4 head chunks", "ulysses",
     ]  # fmt: skip
     burst = record["rivals"][0]
     chunk = 64 * 16 * 64 * 4  # bytes of Q of a rank
@@ -117,7 +118,9 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
     assert burst["bytes"]["inter"]["formula"] == 4 * (5 * chunk + stats)
     assert burst["bytes"]["intra"]["formula"] == 4 * 2 * (5 * chunk + stats)
     assert len(burst["seconds"]) == 2
-    assert "| burst query, 4 head groups |" in doc.read_text()
+    assert "| burst query, 4 head chunks |" in document.tables(doc).read_text()
+    kept = results.load(doc.with_suffix(".json"))
+    assert document.block(kept, doc) in doc.read_text()
     assert doc.with_suffix(".png").exists()
 
 
@@ -152,7 +155,7 @@ def test_the_limit_by_hand():
     assert row.limit == 2.0 + 8.0
     assert (row.low, row.middle, row.high) == (10.5, 11.0, 11.5)
     assert row.over_limit == pytest.approx(1.1)
-    assert row.sent == {"intra": pytest.approx(0.01)}
+    assert row.extra == {"intra": pytest.approx(1.0)}
 
 
 RING = {
@@ -184,11 +187,14 @@ def test_the_summary_counts_and_names_what_misses():
         | {"rivals": [RECORD["rivals"][0], RING, auto], "cell": RECORD["cell"] | {"heads": h}}
         for auto, h in ((slow, "MHA"), (quick, "GQA"))
     ]
-    first, second = table.summary(records).splitlines()
-    again, _ = table.summary([*records, records[0]]).splitlines()
-    assert "within 1.05 in 1 of 3 cells" in again  # measured twice, counted twice
-    assert "0.67 to 2.00, within 1.05 in 1 of 2 cells; 2.00 in 2 x 2 1M/8M MHA balanced" in first
-    assert "1.00 to 1.83, within 1.10 in 1 of 2 cells; 1.83 in 2 x 2 1M/8M MHA balanced" in second
+    found = [table.measured(record) for record in records]
+    first, second = table.goals(found)
+    again, _ = table.goals([*found, found[0]])
+    assert "within 1.05 in 1 of 3 cells" in str(again)  # measured twice, counted twice
+    assert str(first).endswith("0.67 to 2.00, within 1.05 in 1 of 2 cells")
+    assert str(second).endswith("1.00 to 1.83, within 1.10 in 1 of 2 cells")
+    assert first.missed == [("2 x 2 1M/8M MHA balanced, 64 tokens", 2.0)]
+    assert second.missed == [("2 x 2 1M/8M MHA balanced, 64 tokens", 1.83)]
 
 
 def test_a_wrong_result_or_other_bytes_end_the_benchmark():
@@ -207,21 +213,68 @@ def test_a_wrong_result_or_other_bytes_end_the_benchmark():
             bench._check(rival, wanted, works, [right, odd])
 
 
-def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
+def gathered(*cells, command="bench --here"):
+    return table.gathered({"machine": "a machine", "command": command, "cells": list(cells)})
+
+
+def test_the_block_goes_between_the_markers_and_nowhere_else(tmp_path):
     path = tmp_path / "doc.md"
     path.write_text(f"before\n{document.BEGIN}old{document.END}\nafter\n")
-    results = {"machine": "a machine", "commands": ["bench"], "cells": [RECORD]}
     for _ in range(2):
-        document.write(results, path)
-    text = path.read_text()
+        document.write(gathered(RECORD), path)
+    text, tables = path.read_text(), document.tables(path).read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert text.count("| burst query | 11.000 (10.500 to 11.500) | 3.000 + 8.000 | 10.000 |") == 1
-    assert "ulysses cannot run here" in text
+    assert text.count("![") == 1
+    assert "1 settings, measured on a machine." in text
+    assert tables.count("| burst query | 11.000 (10.500 to 11.500) | 3.000 + 8.000 | 10.000 |") == 1
+    assert "ulysses cannot run here" in tables
+    assert "- Run 1: `bench --here`." in tables
     path.write_text("no markers")
     with pytest.raises(ValueError, match="has text but not the markers"):
-        document.write(results, path)
+        document.write(gathered(RECORD), path)
+
+
+def test_numbers_are_kept_and_later_ones_keep_their_own_run(tmp_path):
+    first, later = gathered(RECORD, RECORD), gathered(RECORD, command="bench --later")
+    both = first + later
+    assert [both.runs[cell.run].command for cell in both.cells] == [
+        "bench --here", "bench --here", "bench --later",
+    ]  # fmt: skip
+    results.save(both, tmp_path / "x.json")
+    assert results.load(tmp_path / "x.json") == both
+
+
+def test_document_adds_the_records_of_a_run_that_was_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(document.heatmap, "draw", lambda found, path: None)
+    page, records = tmp_path / "x.md", tmp_path / "records.json"
+    records.write_text(json.dumps({"machine": "m", "command": "bench", "cells": [RECORD]}))
+    for words, count in ((), 1), (("--append",), 2):
+        arguments = ["document", "--doc", str(page), "--records", str(records), *words]
+        parsed = command._parser().parse_args(arguments)
+        assert parsed.run(parsed) == 0
+        assert document.tables(page).read_text().count("| burst query | 11.000") == count
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["bench", "--append"], "--append adds records to the numbers of a page: give --doc"),
+        (["bench", "--append", "--doc", "X.md"], "X.json, which does not exist"),
+        (["document", "--doc", "X.md"], "X.json, which does not exist"),
+        (["bench", "--doc", "bare.md"], "bare.md has text but not the markers"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_runs(
+    words, refusal, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "enclosed", lambda inside: pytest.fail("it ran"))
+    Path("bare.md").write_text("no markers")
+    parsed = command._parser().parse_args(words)
+    with pytest.raises(ValueError, match=re.escape(refusal)):
+        parsed.run(parsed)
 
 
 # --- faults --------------------------------------------------------------------------------

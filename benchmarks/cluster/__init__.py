@@ -3,6 +3,7 @@
 One network namespace per rank, two kinds of links of their own rates ("ib" between nodes, "nv"
 within), real gloo ranks and real bytes. `python -m benchmarks.cluster --help`, or `make
 bench-cluster`. Reading order: `enclosure` (how everything goes away), `network` (the links),
-`ranks` (the processes), `cells` and `rivals` (what is measured), `measure` (one timed run),
-`emulated` (compute that takes a stated time), `table` and `plot` (what comes out), `faults`.
+`ranks` (the processes), `cells` (what is measured), `measure` (one timed run), `emulated` (compute
+that takes a stated time), `table` and `results` (what is kept), `heatmap` and `document` (what is
+read), `faults`.
 """

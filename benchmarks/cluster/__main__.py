@@ -44,15 +44,20 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="can this machine emulate a cluster?")
     check.set_defaults(run=_check)
-    bench = commands.add_parser("bench", help="measure; the table goes to docs/cluster.md")
+    bench = commands.add_parser("bench", help="measure; --doc writes a page, tables and a figure")
     bench.set_defaults(run=_bench)
     _add_cells(bench, "MHA", "communication,balanced,compute")
     bench.add_argument("--repeats", type=int, default=3, help="runs of each rival (default: 3)")
     bench.add_argument("--rivals", default="", help="only those whose name contains one of A,B,...")
     bench.add_argument("--out", type=Path, default=RESULTS / "results.json", help="JSON to write")
     bench.add_argument("--full", action="store_true", help="every cell; predicted: 2.5 hours")
-    bench.add_argument("--append", action="store_true", help="add to the JSON that is there")
-    bench.add_argument("--doc", type=Path, help="also write this Markdown file and a PNG beside it")
+    bench.add_argument("--doc", type=Path, metavar="X.md", help="also write X.md and its files")
+    bench.add_argument("--append", action="store_true", help="add to the cells that X.json has")
+    write = commands.add_parser("document", help="write page, tables and figure from X.json again")
+    write.set_defaults(run=_document)
+    write.add_argument("--doc", type=Path, required=True, metavar="X.md")
+    write.add_argument("--records", type=Path, help="what `bench --out` wrote, instead of X.json")
+    write.add_argument("--append", action="store_true", help="the records, and what X.json has")
     trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
     trace.set_defaults(run=_trace)
     _add_cells(trace, "MHA", "balanced")
@@ -94,18 +99,52 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--full says which cells and how often, got {', '.join(given)} too")
         vars(arguments).update(FULL)
     todo = _cells(arguments)
+    _check_page(arguments, arguments.out)
 
     def inside() -> int:
         from . import screen
 
-        return screen.show(todo, rivals, arguments.repeats, arguments.out, arguments.append)
+        return screen.show(todo, rivals, arguments.repeats, arguments.out)
 
     code = enclosed(inside)
     if code == 0 and arguments.doc:
-        from . import document
-
-        document.write(json.loads(arguments.out.read_text()), arguments.doc)
+        _write(arguments, arguments.out)
     return code
+
+
+def _document(arguments: argparse.Namespace) -> int:
+    _check_page(arguments, arguments.records)
+    _write(arguments, arguments.records)
+    return 0
+
+
+def _check_page(arguments: argparse.Namespace, records: Path | None) -> None:
+    """Before hours are spent on what cannot be written."""
+    from . import document
+
+    page = arguments.doc
+    if arguments.append and not (page and records):
+        raise ValueError("--append adds records to the numbers of a page: give --doc X.md as well")
+    if page is None:
+        return
+    data = page.with_suffix(".json")
+    if (arguments.append or records is None) and not data.exists():
+        raise ValueError(f"--doc {page}: its numbers would be in {data}, which does not exist")
+    if page.exists():
+        document.with_block(page.read_text(), "", page)
+
+
+def _write(arguments: argparse.Namespace, records: Path | None) -> None:
+    """The records, or the numbers that are there, or both, into the page."""
+    from . import document, results, table
+
+    page = arguments.doc
+    parts = []
+    if arguments.append or records is None:
+        parts.append(results.load(page.with_suffix(".json")))
+    if records is not None:
+        parts.append(table.gathered(json.loads(records.read_text())))
+    document.write(parts[0] + parts[1] if len(parts) > 1 else parts[0], page)
 
 
 def _cells(arguments: argparse.Namespace) -> list[Cell]:

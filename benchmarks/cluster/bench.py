@@ -140,13 +140,13 @@ def _one_cell(
         "plain": plain,
         "rates": dataclasses.asdict(rates),
         "rivals": [
-            _rival_record(rival, works[rival], done) | {"forecast": _forecast(cell, rival, rates)}
+            _rival_record(rival, works[rival], done) | {"predicted": _predicted(cell, rival, rates)}
             for rival, done in runs.items()
         ],
     }
 
 
-def _forecast(cell: Cell, rival: Rival, rates: Rates) -> float | None:
+def _predicted(cell: Cell, rival: Rival, rates: Rates) -> float | None:
     """Predicted seconds; None of "auto", whose words say it."""
     found = None if rival.algorithm == "auto" else predict.predict(cell, rival, rates)
     return found and found.seconds

@@ -45,12 +45,12 @@ class Rival(NamedTuple):
 
 RIVALS = (
     Rival("ring", "ring"),
-    Rival("ring, 4 head groups", "ring", head_chunks=4),
+    Rival("ring, 4 head chunks", "ring", head_chunks=4),
     Rival("double_ring, published", "double_ring"),
     Rival("double_ring, overlapped (= burst kv)", "burst", "kv"),
     Rival("burst query", "burst", "query"),
-    Rival("double_ring, overlapped, 4 head groups", "burst", "kv", head_chunks=4),
-    Rival("burst query, 4 head groups", "burst", "query", head_chunks=4),
+    Rival("double_ring, overlapped, 4 head chunks", "burst", "kv", head_chunks=4),
+    Rival("burst query, 4 head chunks", "burst", "query", head_chunks=4),
     Rival("all_gather", "all_gather"),
     Rival("ulysses", "ulysses", ulysses="all"),
     Rival("hybrid, heads in the node", "hybrid", "auto", ulysses="node"),

@@ -1,78 +1,100 @@
-"""Records into the documentation: tables between two markers of a Markdown file, and a plot.
+"""What a benchmark leaves behind: `X.md` to read, `X-tables.md` with every number, `X.png` and
+`X.json`, from which the others are made.
 
-The words around the markers are written by hand and stay; a file without markers is all tables.
+On the page, only what lies between two markers is written here. The words around them are written
+by hand and stay; a page that does not exist yet is all markers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from . import table
+from . import heatmap, results, table
+from .results import Results, Run
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-COLOURS = {"ring": "#9ca3af", "double_ring": "#ddcc77", "burst": "#117733", "other": "#88ccee"}
-Record = dict[str, Any]
+FIGURE = (
+    "Heat map: a row per setting, a column per algorithm, coloured by the time over that of the "
+    "fastest algorithm"
+)
+READING = """\
+A row is one setting. A label is the median time of forward and backward over that of the fastest
+fixed algorithm of its row: 1.00 is the fastest, 2.00 takes twice as long. The last column says how
+far the fastest of burst and `auto` is from its own limit, which no schedule of the same bytes and
+FLOPs can beat. "4 chunks" are head chunks."""
+COLUMNS = """\
+*limit*: max(compute, bytes over intra links / their rate, bytes over inter links / their rate) of
+the busiest rank, forward and backward summed, at the highest rates that a plain transfer or any
+algorithm reached in the same cell. *Over the best burst*, *over the best fixed*: the time over that
+of the fastest burst, and over that of the fastest algorithm that is not `auto`, repeat by repeat
+(smallest to largest). *Predicted*: what the simulator says at the rates measured in that cell.
+*Kernel bytes over formula*: what the kernel's counters say beyond the payload of the schedule."""
 
 
-def write(results: Record, path: Path) -> None:
-    """Put the tables of these results into `path`, and their plot beside it as PNG."""
-    plot(results, path.with_suffix(".png"))
-    tables = "\n".join(table.markdown(record) for record in results["cells"])
-    commands = "".join(f"    python -m benchmarks.cluster {c}\n" for c in results["commands"])
-    made = (
-        f"Measured on {results['machine']}, by\n\n{commands}\n"
-        f"![Medians of every rival beside the limit]({path.with_suffix('.png').name})\n"
-    )
-    body = f"{BEGIN}\n{table.summary(results['cells'])}\n\n{made}\n{tables}{END}"
-    text = path.read_text() if path.exists() else f"{BEGIN}{END}\n"
+def tables(page: Path) -> Path:
+    return page.with_name(f"{page.stem}-tables.md")
+
+
+def write(found: Results, page: Path) -> None:
+    """All four files; refuses a page that has text but no markers before it writes any."""
+    text = with_block(page.read_text() if page.exists() else None, block(found, page), page)
+    results.save(found, page.with_suffix(".json"))
+    heatmap.draw(found, page.with_suffix(".png"))
+    tables(page).write_text(appendix(found, page))
+    page.write_text(text)
+
+
+def with_block(text: str | None, body: str, page: Path) -> str:
+    """The page with its measured block replaced."""
+    if text is None:
+        text = f"# Measured on an emulated cluster\n\n{BEGIN}{END}\n"
     before, found, rest = text.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not (found and closed):
-        raise ValueError(f"--doc: {path} has text but not the markers {BEGIN} and {END}")
-    path.write_text(before + body + after)
+        raise ValueError(f"--doc: {page} has text but not the markers {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{body}{END}{after}"
 
 
-def plot(results: Record, path: Path) -> None:
-    """One panel per cell: a bar per rival, its quartiles, and a tick at its limit."""
-    from matplotlib.figure import Figure
-
-    cells = results["cells"]
-    columns = min(3, len(cells))
-    lines = -(-len(cells) // columns)
-    longest = max(len(record["rivals"]) for record in cells)
-    height = 0.2 * longest + 0.75
-    figure = Figure(figsize=(5.2 * columns, height * lines + 0.3), layout="constrained")
-    for index, record in enumerate(cells):
-        axes = figure.add_subplot(lines, columns, index + 1)
-        _panel(axes, record)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+def block(found: Results, page: Path) -> str:
+    """What the page shows of these results: the figure, how to read it, and counts."""
+    counted = [*map(str, table.goals(found.cells)), table.simulator(found.cells)]
+    return (
+        f"![{FIGURE}]({page.with_suffix('.png').name})\n\n{READING}\n\n"
+        + "".join(f"- {line}.\n" for line in counted)
+        + f"\n{len(found.cells)} settings, measured on {'; '.join(_machines(found))}. "
+        f"[{tables(page).name}]({tables(page).name}) has all times, quartiles and commands.\n"
+    )
 
 
-def _panel(axes: Any, record: Record) -> None:
-    rows = table.rows(record)
-    places = range(len(rows))
-    errors = [
-        [row.middle - row.low for row in rows],
-        [row.high - row.middle for row in rows],
+def appendix(found: Results, page: Path) -> str:
+    """Every number, and the commands that measured them."""
+    parts = [
+        "# Tables of the emulated cluster",
+        f"`python -m benchmarks.cluster document --doc {page.name}` writes this page from "
+        f"`{page.with_suffix('.json').name}`; what the numbers say is in [{page.name}]"
+        f"({page.name}).",
+        COLUMNS,
+        "## Settings that miss a goal",
+        "\n\n".join(
+            f"{goal}." + "".join(f"\n- {value:.2f} in {name}" for name, value in goal.missed)
+            for goal in table.goals(found.cells)
+        ),
+        "## Commands",
+        *(_commands(found.runs, machine) for machine in _machines(found)),
+        "## Measurements",
     ]
-    axes.barh(places, [row.middle for row in rows], xerr=errors, height=0.72,
-              color=[_colour(row.name) for row in rows], error_kw={"linewidth": 0.8})  # fmt: skip
-    for place, row in zip(places, rows, strict=True):
-        axes.plot([row.limit] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.6)
-    axes.set_yticks(places, [row.name for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.tick_params(axis="x", labelsize=7)
-    cell = record["cell"]
-    title = f"{cell['nodes']}x{cell['per_node']}, {cell['heads']}, {cell['rates']}: "
-    axes.set_title(title + cell["regime"], fontsize=8.5, loc="left")
-    axes.set_xlabel("seconds, forward + backward; black: the limit of that rival", fontsize=7)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    cells = "\n".join(f"{table.markdown(cell)}\nRun {cell.run + 1}.\n" for cell in found.cells)
+    return "\n\n".join(parts) + f"\n\n{cells}"
 
 
-def _colour(name: str) -> str:
-    for start in ("ring", "double_ring", "burst"):
-        if name.startswith(start):
-            return COLOURS[start]
-    return COLOURS["other"]
+def _machines(found: Results) -> list[str]:
+    return list(dict.fromkeys(run.machine for run in found.runs))
+
+
+def _commands(runs: tuple[Run, ...], machine: str) -> str:
+    lines = [f"Measured on {machine}, by `python -m benchmarks.cluster` with\n"]
+    for number, run in enumerate(runs, 1):
+        if run.machine == machine:
+            note = f" {run.note}" if run.note else ""
+            lines.append(f"- Run {number}: `{run.command}`.{note}")
+    return "\n".join(lines)

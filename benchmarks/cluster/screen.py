@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,9 +27,7 @@ from .predict import estimate
 from .ranks import RankError
 
 
-def show(
-    todo: Sequence[Cell], rivals: Sequence[Rival], repeats: int, out: Path, append: bool
-) -> int:
+def show(todo: Sequence[Cell], rivals: Sequence[Rival], repeats: int, out: Path) -> int:
     """Run the cells and print their tables; exit code 1 if a run was wrong."""
     console = Console() if sys.stdout.isatty() else Console(width=170)
     columns = (
@@ -37,12 +36,11 @@ def show(
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    results = _begin(out) if append else {"cells": []}
-    commands = [*results.get("commands", []), shlex.join(sys.argv[1:])]
+    records = []
+    begun = {"command": shlex.join(sys.argv[1:]), "machine": machine()}
     hours = estimate(todo, rivals, repeats) / 3600
     console.print(f"{len(todo)} cells; about {hours:.1f} h" if hours > 1 else
                   f"{len(todo)} cells; about {60 * hours:.0f} min")  # fmt: skip
-    results |= {"commands": commands, "machine": machine()}
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
         steps = len(todo) * len(rivals) * repeats
         task = progress.add_task("starting the ranks", total=steps)
@@ -52,9 +50,9 @@ def show(
 
         try:
             for record in run_cells(todo, rivals, repeats, say):
-                results["cells"].append(record)
+                records.append(record)
                 out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(results, indent=1))
+                out.write_text(json.dumps(begun | {"cells": records}, indent=1))
                 console.print(_table(record))
         except RankError as error:
             console.print(f"[bold red]a run was wrong:[/] {error}", markup=True)
@@ -75,12 +73,9 @@ def machine() -> str:
     )
 
 
-def _begin(out: Path) -> dict:
-    return json.loads(out.read_text()) if out.exists() else {"cells": []}
-
-
-def _table(record: dict) -> Table:
-    shown = Table(title=table.headline(record), title_justify="left", title_style="bold")
+def _table(record: dict[str, Any]) -> Table:
+    found = table.measured(record)
+    shown = Table(title=table.headline(found), title_justify="left", title_style="bold")
     for name in (
         "",
         "median s",
@@ -90,18 +85,18 @@ def _table(record: dict) -> Table:
         "/limit",
         "/burst",
         "/fixed",
-        "forecast",
+        "predicted",
         "bytes",
     ):
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in table.rows(record):
+    for row in found.rows:
         shown.add_row(
             row.name, f"{row.middle:.3f}", f"{row.low:.3f}-{row.high:.3f}",
             f"{row.forward:.3f} + {row.backward:.3f}", f"{row.limit:.3f}",
             f"{row.over_limit:.2f}", f"{row.against.middle:.2f}", f"{row.fixed.middle:.2f}",
-            "" if row.forecast is None else f"{row.forecast:.3f}",
-            " ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items()),
+            "" if row.predicted is None else f"{row.predicted:.3f}",
+            " ".join(f"{link} {extra:+.1f}%" for link, extra in row.extra.items()),
         )  # fmt: skip
-    chosen = [f"{r['name']}: {r['chosen']}" for r in record["rivals"] if r.get("chosen")]
-    shown.caption = "\n".join(record["left out"] + chosen) or None
+    chosen = [f"{name}: {words}" for name, words in found.chosen.items()]
+    shown.caption = "\n".join([*found.left_out, *chosen]) or None
     return shown

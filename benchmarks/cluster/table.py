@@ -1,8 +1,8 @@
-"""From records to what is read: medians with quartiles, the limit, and the table as Markdown.
+"""From the records of a run to what is read: medians with quartiles, the limit, Markdown tables.
 
 The limit of a pass is max(compute, intra bytes / rate, inter bytes / rate) of the busiest rank,
-with the highest rates that anything reached in the same run, a plain transfer or a rival; that of a
-call is the sum of both passes. Nothing here runs anything.
+with the highest rates that anything reached in the same cell, a plain transfer or a rival; that of
+a call is the sum of both passes. Nothing here runs anything.
 """
 
 from __future__ import annotations
@@ -11,37 +11,46 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from .results import Measured, Ratio, Results, Row, Run
+
 PASSES = ("forward", "backward")
 OURS = ("burst", "double_ring, overlapped", "auto")  # double_ring, overlapped is burst, side kv
 Record = dict[str, Any]
 
 
-class Ratio(NamedTuple):
-    """Of two rivals, repeat by repeat: the middle, the smallest and the largest."""
-
-    middle: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.middle:.2f} ({self.least:.2f} to {self.most:.2f})"
+# --- records to rows -----------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """One rival in one cell; times in seconds."""
+def gathered(records: Record) -> Results:
+    """What is kept of one run's records: its command, machine and cells."""
+    run = Run(records["command"], records["machine"])
+    return Results((run,), tuple(measured(record) for record in records["cells"]))
 
-    name: str
-    low: float
-    middle: float
-    high: float
-    forward: float
-    backward: float
-    limit: float
-    over_limit: float
-    sent: dict[str, float]  # link class -> kernel bytes over the formula's, less one
-    against: Ratio  # of this time over that of the best burst
-    fixed: Ratio  # of this time over that of the best rival that is not "auto"
-    forecast: float | None
+
+def measured(record: Record) -> Measured:
+    """What is kept of one cell's record, rounded to what is printed."""
+    speed = record["speed"]
+    return Measured(
+        cell=dict(record["cell"]),
+        gflops=None if speed is None else round(speed / 1e9, 1),
+        reached={link: round(rate / 1e6) for link, rate in reached(record).items()},
+        rows=tuple(_rounded(row) for row in rows(record)),
+        chosen={r["name"]: r["chosen"] for r in record["rivals"] if r.get("chosen")},
+        left_out=tuple(record["left out"]),
+    )
+
+
+def _rounded(row: Row) -> Row:
+    """Seconds to milliseconds, ratios to hundredths, per cent to tenths."""
+    seconds = ("low", "middle", "high", "forward", "backward", "limit")
+    return row._replace(
+        **{name: round(getattr(row, name), 3) for name in seconds},
+        over_limit=round(row.over_limit, 2),
+        against=Ratio(*(round(x, 2) for x in row.against)),
+        fixed=Ratio(*(round(x, 2) for x in row.fixed)),
+        predicted=None if row.predicted is None else round(row.predicted, 3),
+        extra={link: round(x, 1) for link, x in row.extra.items()},
+    )
 
 
 def rows(record: Record) -> list[Row]:
@@ -66,10 +75,10 @@ def rows(record: Record) -> list[Row]:
                 rival["name"], low, middle, high,
                 *(median(run[name] for run in rival["seconds"]) for name in PASSES),
                 bound, middle / bound,
-                _extra(rival["bytes"]),
                 _ratio(times, totals[best]),
                 _ratio(times, totals[fixed]),
-                rival.get("forecast"),
+                rival.get("predicted"),
+                _extra(rival["bytes"]),
             )
         )  # fmt: skip
     return found
@@ -81,7 +90,7 @@ def _ratio(mine: list[float], other: list[float]) -> Ratio:
 
 
 def _extra(sent: Record) -> dict[str, float]:
-    return {k: b["kernel"] / b["formula"] - 1 for k, b in sent.items() if b["formula"]}
+    return {k: 100 * (b["kernel"] / b["formula"] - 1) for k, b in sent.items() if b["formula"]}
 
 
 def limit(record: Record, rival: Record) -> float:
@@ -98,7 +107,7 @@ def limit(record: Record, rival: Record) -> float:
 
 
 def reached(record: Record) -> dict[str, float]:
-    """Payload bits per second of each link class: the middle of the plain transfers, or what the
+    """Payload bits per second of each link class: the median of the plain transfers, or what the
     busiest rank of a rival sustained through a whole pass, where that is more."""
     rates = {link: median(values) for link, values in record["plain"].items() if values}
     for rival in record["rivals"]:
@@ -110,14 +119,19 @@ def reached(record: Record) -> dict[str, float]:
     return rates
 
 
-def headline(record: Record) -> str:
+# --- rows to words -------------------------------------------------------------------------
+
+
+def headline(found: Measured) -> str:
     """What a cell is, in one line."""
-    cell = record["cell"]
-    speed = record["speed"]
-    compute = {None: "real compute"}.get(speed, "compute takes no time (emulated)")
-    if speed:
-        compute = f"emulated compute at {speed / 1e9:.1f} GFLOP/s per rank"
-    most = ", ".join(f"{link} {rate / 1e6:.0f}" for link, rate in reached(record).items())
+    cell = found.cell
+    if found.gflops is None:
+        compute = "real compute"
+    elif found.emulated:
+        compute = f"emulated compute at {found.gflops:.1f} GFLOP/s per rank"
+    else:
+        compute = "compute takes no time (emulated)"
+    most = ", ".join(f"{link} {rate:.0f}" for link, rate in found.reached.items())
     return (
         f"{cell['nodes']} nodes x {cell['per_node']} ranks, {cell['heads']}, "
         f"{cell['rates']} bit/s (inter/intra), {cell['regime']}: {compute}; "
@@ -125,66 +139,86 @@ def headline(record: Record) -> str:
     )
 
 
-def summary(records: Sequence[Record]) -> str:
-    """What the tables say of the two goals that every cell has, counted; cells that miss are named.
-
-    `auto` over the best of the others, and where compute is emulated and takes time, the fastest of
-    burst and `auto` over its own limit.
-    """
-    autos, limits = [], []  # (cell, value): a cell may have been measured twice
-    for record in records:
-        found = {row.name: row for row in rows(record)}
-        if "auto" in found:
-            autos.append((short(record), found["auto"].fixed.middle))
-        if record["speed"]:
-            mine = [row for name, row in found.items() if name.startswith(OURS)]
-            fastest = min(mine, key=lambda row: row.middle)
-            limits.append((short(record), fastest.over_limit))
-    return "\n".join(
-        f"- **{what}**: {_counted(values, goal)}"
-        for what, values, goal in (
-            ("`auto` over the best of the others", autos, 1.05),
-            ("The fastest of burst and `auto` over its limit, with compute", limits, 1.10),
-        )
-        if values
-    )
-
-
-def _counted(values: list[tuple[str, float]], goal: float) -> str:
-    worst = sorted(values, key=lambda item: -item[1])
-    missed = [f"; {value:.2f} in {name}" for name, value in worst if value > goal]
-    return (
-        f"{worst[-1][1]:.2f} to {worst[0][1]:.2f}, within {goal:.2f} in "
-        f"{len(values) - len(missed)} of {len(values)} cells" + "".join(missed)
-    )
-
-
-def short(record: Record) -> str:
-    cell = record["cell"]
+def short(found: Measured) -> str:
+    cell = found.cell
     regime = {"communication": "no compute"}.get(cell["regime"], cell["regime"])
     size = f"{cell['nodes']} x {cell['per_node']} {cell['rates']} {cell['heads']}"
     return f"{size} {regime}, {cell['tokens']} tokens"
 
 
-def markdown(record: Record) -> str:
+class Goal(NamedTuple):
+    """A ratio that every cell has, and how many cells stay within `most`."""
+
+    what: str
+    most: float
+    values: tuple[tuple[str, float], ...]  # cell, ratio: a cell may have been measured twice
+
+    @property
+    def missed(self) -> list[tuple[str, float]]:
+        return sorted((v for v in self.values if v[1] > self.most), key=lambda item: -item[1])
+
+    def __str__(self) -> str:
+        least, largest = (pick(value for _, value in self.values) for pick in (min, max))
+        return (
+            f"**{self.what}**: {least:.2f} to {largest:.2f}, within {self.most:.2f} in "
+            f"{len(self.values) - len(self.missed)} of {len(self.values)} cells"
+        )
+
+
+def goals(cells: Sequence[Measured]) -> list[Goal]:
+    """`auto` over the best of the others, and where compute is emulated and takes time, the fastest
+    of burst and `auto` over its own limit."""
+    autos, limits = [], []
+    for found in cells:
+        autos += [(short(found), row.fixed.middle) for row in found.rows if row.name == "auto"]
+        best = fastest(found)
+        if found.emulated and best is not None:
+            limits.append((short(found), best.over_limit))
+    both = (
+        Goal("`auto` over the fastest of the other algorithms", 1.05, tuple(autos)),
+        Goal("The fastest of burst and `auto` over its limit, with compute", 1.10, tuple(limits)),
+    )
+    return [goal for goal in both if goal.values]
+
+
+def fastest(found: Measured) -> Row | None:
+    """Of burst and `auto`; None if neither was run."""
+    ours = [row for row in found.rows if row.name.startswith(OURS)]
+    return min(ours, key=lambda row: row.middle, default=None)
+
+
+def simulator(cells: Sequence[Measured]) -> str:
+    """How often the simulator's prediction was near the median."""
+    off = [
+        abs(row.middle / row.predicted - 1)
+        for found in cells
+        for row in found.rows
+        if row.predicted
+    ]
+    near, nearer = (sum(error <= most for error in off) for most in (0.10, 0.05))
+    return (
+        f"**The simulator behind `auto`**: {nearer} of {len(off)} medians are within 5 % of its "
+        f"prediction, {near} within 10 %"
+    )
+
+
+def markdown(found: Measured) -> str:
     lines = [
-        f"**{headline(record)}**",
+        f"**{headline(found)}**",
         "",
         "| | seconds: median (quartiles) | forward + backward | limit | over the limit | "
-        "over the best burst | over the best fixed | forecast | kernel bytes over formula |",
+        "over the best burst | over the best fixed | predicted | kernel bytes over formula |",
         "|-|-|-|-|-|-|-|-|-|",
     ]
-    for row in rows(record):
-        bytes_ = ", ".join(f"{link} {extra:+.1%}" for link, extra in row.sent.items())
-        no_limit = record["speed"] is None
+    for row in found.rows:
+        bytes_ = ", ".join(f"{link} {extra:+.1f}%" for link, extra in row.extra.items())
+        only_links = " (links)" * (found.gflops is None)
         lines.append(
             f"| {row.name} | {row.middle:.3f} ({row.low:.3f} to {row.high:.3f}) | "
-            f"{row.forward:.3f} + {row.backward:.3f} | {row.limit:.3f}{' (links)' * no_limit} | "
+            f"{row.forward:.3f} + {row.backward:.3f} | {row.limit:.3f}{only_links} | "
             f"{row.over_limit:.2f} | {row.against} | {row.fixed} | "
-            f"{'' if row.forecast is None else f'{row.forecast:.3f}'} | {bytes_} |"
+            f"{'' if row.predicted is None else f'{row.predicted:.3f}'} | {bytes_} |"
         )
-    lines += [
-        f"\n{rival['name']}: {rival['chosen']}" for rival in record["rivals"] if rival.get("chosen")
-    ]
-    lines += [f"\n{text}" for text in record["left out"]]
+    lines += [f"\n{name}: {chosen}" for name, chosen in found.chosen.items()]
+    lines += [f"\n{text}" for text in found.left_out]
     return "\n".join(lines) + "\n"
