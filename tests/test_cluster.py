@@ -190,9 +190,9 @@ def test_the_summary_counts_and_names_what_misses():
     found = [table.measured(record) for record in records]
     first, second = table.goals(found)
     again, _ = table.goals([*found, found[0]])
-    assert "within 1.05 in 1 of 3 cells" in str(again)  # measured twice, counted twice
-    assert str(first).endswith("0.67 to 2.00, within 1.05 in 1 of 2 cells")
-    assert str(second).endswith("1.00 to 1.83, within 1.10 in 1 of 2 cells")
+    assert "within 1.05 in 1 of 3 settings" in str(again)  # measured twice, counted twice
+    assert str(first).endswith("0.67 to 2.00, within 1.05 in 1 of 2 settings")
+    assert str(second).endswith("1.00 to 1.83, within 1.10 in 1 of 2 settings")
     assert first.missed == [("2 x 2 1M/8M MHA balanced, 64 tokens", 2.0)]
     assert second.missed == [("2 x 2 1M/8M MHA balanced, 64 tokens", 1.83)]
 
@@ -227,7 +227,7 @@ def test_the_block_goes_between_the_markers_and_nowhere_else(tmp_path):
     assert text.endswith("\nafter\n")
     assert "old" not in text
     assert text.count("![") == 1
-    assert "1 settings, measured on a machine." in text
+    assert "1 setting, measured on a machine." in text
     assert tables.count("| burst query | 11.000 (10.500 to 11.500) | 3.000 + 8.000 | 10.000 |") == 1
     assert "ulysses cannot run here" in tables
     assert "- Run 1: `bench --here`." in tables

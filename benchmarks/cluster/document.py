@@ -25,10 +25,11 @@ FLOPs can beat. "4 chunks" are head chunks."""
 COLUMNS = """\
 *limit*: max(compute, bytes over intra links / their rate, bytes over inter links / their rate) of
 the busiest rank, forward and backward summed, at the highest rates that a plain transfer or any
-algorithm reached in the same cell. *Over the best burst*, *over the best fixed*: the time over that
-of the fastest burst, and over that of the fastest algorithm that is not `auto`, repeat by repeat
-(smallest to largest). *Predicted*: what the simulator says at the rates measured in that cell.
-*Kernel bytes over formula*: what the kernel's counters say beyond the payload of the schedule."""
+algorithm reached in the same setting. *Over the best burst*, *over the best fixed*: the time over
+that of the fastest burst, and over that of the fastest algorithm that is not `auto`, repeat by
+repeat (smallest to largest). *Predicted*: what the simulator says at the rates that were measured
+in the setting. *Kernel bytes over formula*: what the kernel's counters say beyond the schedule's
+payload."""
 
 
 def tables(page: Path) -> Path:
@@ -57,11 +58,12 @@ def with_block(text: str | None, body: str, page: Path) -> str:
 
 def block(found: Results, page: Path) -> str:
     """What the page shows of these results: the figure, how to read it, and counts."""
+    count = len(found.cells)
     counted = [*map(str, table.goals(found.cells)), table.simulator(found.cells)]
     return (
         f"![{FIGURE}]({page.with_suffix('.png').name})\n\n{READING}\n\n"
         + "".join(f"- {line}.\n" for line in counted)
-        + f"\n{len(found.cells)} settings, measured on {'; '.join(_machines(found))}. "
+        + f"\n{count} setting{'s' * (count != 1)}, measured on {'; '.join(_machines(found))}. "
         f"[{tables(page).name}]({tables(page).name}) has all times, quartiles and commands.\n"
     )
 

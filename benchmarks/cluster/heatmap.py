@@ -45,7 +45,7 @@ BANDS = {
     "balanced": "balanced: compute takes as long as burst's busiest links",
     "compute": "compute: compute takes 3 times as long as burst's busiest links",
     "hidden": "hidden: compute takes 6 times as long as burst's busiest links",
-    "real": "real: computed on the two cores that also carry the links",
+    "real": "real: compute is real, on the cores that also carry the links",
 }
 # Ratio -> colour, in between by its logarithm: green is as good as it gets, darker red is slower.
 COLOURS = (

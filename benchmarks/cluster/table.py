@@ -161,7 +161,7 @@ class Goal(NamedTuple):
         least, largest = (pick(value for _, value in self.values) for pick in (min, max))
         return (
             f"**{self.what}**: {least:.2f} to {largest:.2f}, within {self.most:.2f} in "
-            f"{len(self.values) - len(self.missed)} of {len(self.values)} cells"
+            f"{len(self.values) - len(self.missed)} of {len(self.values)} settings"
         )
 
 
