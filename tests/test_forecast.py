@@ -233,8 +233,8 @@ def test_large_rectangles_that_only_a_table_describes_are_sampled():
 
 # --- beside what was measured --------------------------------------------------------------
 
-# docs/cluster.md, 2026-11-21: 2 x 4, 50M/200M, MHA, 256 tokens; plain transfers reached 182 and 48
-# Mbit/s. (algorithm, side, head chunks) -> median seconds, communication-bound and balanced.
+# The emulated cluster, 2026-11-21: 2 x 4, 50M/200M, MHA, 256 tokens; plain transfers reached 182
+# and 48 Mbit/s. (algorithm, side, head chunks) -> median seconds, communication-bound and balanced.
 MEASURED = {
     ("ring", "kv", 1): (7.389, 7.455),
     ("ring", "kv", 4): (7.384, 7.410),
