@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+
+LayoutName = Literal["contiguous", "striped", "zigzag", "block_striped"]
+NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 class Span(NamedTuple):
@@ -213,7 +216,6 @@ class DocumentZigzag(Layout):
 
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
-NAMES = (*sorted(LAYOUTS), "block_striped")
 
 
 def make(

@@ -6,13 +6,19 @@ Plain data without rules; the rules are `schedule`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-ALGORITHMS = ("burst", "double_ring", "ring", "all_gather")
-SIDES = ("kv", "query")
-ROUTES = ("ring", "direct")
+RingAlgorithm = Literal["burst", "double_ring", "ring", "all_gather"]
+Side = Literal["kv", "query"]
+Route = Literal["ring", "direct"]
+Link = Literal["intra", "inter"]
+
+ALGORITHMS: tuple[RingAlgorithm, ...] = get_args(RingAlgorithm)
+SIDES: tuple[Side, ...] = get_args(Side)
+ROUTES: tuple[Route, ...] = get_args(Route)
+LINKS: tuple[Link, ...] = get_args(Link)
 
 
 class Grid(NamedTuple):
