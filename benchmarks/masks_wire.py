@@ -88,8 +88,8 @@ def run(args: argparse.Namespace, layout: str, window: int) -> list[list[tuple[i
 
 def drained(groups: mb.Groups) -> list[tuple[int, int]]:
     """What the counters hold, which then begin again."""
-    sent = [(member.counters.intra, member.counters.inter) for member in groups.members]
-    for member in groups.members:
+    sent = [(member.counters.intra, member.counters.inter) for member in groups.ranks]
+    for member in groups.ranks:
         member.counters.reset()
     return sent
 

@@ -15,7 +15,7 @@ import pstats
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -159,11 +159,10 @@ def free_port() -> int:
 
 def alone(size: int, per_node: int) -> mb.Groups:
     """Groups in which this process holds rank 0 only, and every rank answers as it does."""
-    groups = mb.Groups.in_process(inter=size // per_node, intra=per_node)
-    groups.local_ranks, groups.members = (0,), groups.members[:1]
+    groups = mb.Groups.in_process(inter=size // per_node, intra=per_node).ranks[0]
 
-    def gather(headers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [headers[0]] * size
+    def gather(header: torch.Tensor) -> list[torch.Tensor]:
+        return [header] * size
 
     groups.gather = gather  # type: ignore[method-assign]
     return groups

@@ -1,26 +1,38 @@
-"""The choices of a run, as a user states them.
+"""The choices of a run of Megatron, as a user states them: `BurstConfig`, one field per flag.
 
-Owns which names are valid. Validates and never rewrites: "auto" stays "auto" here and is
-resolved, from the tensors of a call, when a plan is made.
+Owns name, type, default and meaning of every choice; flags, recipe arguments and the tables of the
+documentation come from here, and the names that a choice may have from `options`. Validates and
+never rewrites: "auto" stays "auto" here and is resolved, from the tensors of a call, when a plan is
+made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from .layout import LAYOUTS, check_fraction
-from .schedule.tables import ALGORITHMS, SIDES
-from .schedule.topology import PLACEMENTS
+from .layout import LayoutName, check_fraction
+from .options import Algorithm, AttentionKeywords, KernelName, SideName, WireDtype
+from .schedule.topology import Placement
 
-NAMES = (*ALGORITHMS, "ulysses", "hybrid", "auto")
-WIRE_DTYPES = ("fp32", "bf16")
-LM_HEAD_LOSSES = ("off", "single_pass", "recompute")
-KERNELS = ("auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference")
+OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
+Loss = Literal["off", "single_pass", "recompute"]
+# block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
+NAMED_LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+class Described(NamedTuple):
+    """What is said of a field: its meaning, its flag where that is not `--burst-<name>`, and the
+    names it may have where its type does not say them."""
+
+    meaning: str
+    flag: str = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class BurstConfig:
-    """Choices for `mb.megatron.configure`; the flag of each is `--burst-<name>`.
+    """Choices for `mb.megatron.configure`; the flag of each is `--burst-<name>`, but for two.
 
     algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
     takes the ring, side and head chunks that are predicted to be fastest on the groups there are
@@ -39,35 +51,64 @@ class BurstConfig:
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
+
+    Raises ValueError naming the flag for a value that cannot be.
     """
 
-    algorithm: str = "burst"
-    layout: str = "zigzag"
-    side: str = "auto"
-    kernel: str = "auto"
-    intra_size: int | None = None
-    ulysses_size: int | None = None
-    placement: str = "head_first"
-    kv_cache: float = 0.0
-    wire_dtype: str | None = None
-    store: float | None = None
-    lm_head_loss: str = "off"
+    algorithm: Annotated[
+        Algorithm | Literal["megatron"],
+        Described(
+            "attention across context-parallel ranks; megatron leaves Megatron's own alone",
+            flag="--context-parallel-algo",
+        ),
+    ] = "burst"
+    layout: Annotated[
+        LayoutName,
+        Described(
+            "which positions each rank holds; default: zigzag, or striped with part of attention "
+            "in the store, where it alone balances the recompute",
+            names=NAMED_LAYOUTS,
+        ),
+    ] = "zigzag"
+    side: Annotated[
+        SideName, Described("what travels in backward; auto takes the side with fewer bytes")
+    ] = "auto"
+    kernel: Annotated[KernelName, Described("the local attention")] = "auto"
+    intra_size: Annotated[
+        int | None,
+        Described(
+            "context-parallel ranks per node, where neither "
+            "--hierarchical-context-parallel-sizes nor host names say it"
+        ),
+    ] = None
+    ulysses_size: Annotated[
+        int | None, Described("ranks that share heads by all-to-all, around any ring")
+    ] = None
+    placement: Annotated[
+        Placement, Described("whether neighbouring ranks share heads or a ring")
+    ] = "head_first"
+    kv_cache: Annotated[
+        float, Described("fraction of visiting keys and values that forward keeps for backward")
+    ] = 0.0
+    store: Annotated[
+        float | None,
+        Described(
+            "of attention results, what --recompute-granularity keeps: 1.0 all, 0.5 the half that "
+            "is most expensive to recompute",
+            flag="--burst-attention-store",
+        ),
+    ] = None
+    wire_dtype: Annotated[
+        WireDtype | None, Described("of travelling gradients; default: that of their sum, fp32")
+    ] = None
+    lm_head_loss: Annotated[
+        Loss,
+        Described("the LM head and its loss as one operation, without materializing full logits"),
+    ] = "off"
 
     def __post_init__(self):
-        _one_of(
-            "algorithm (--context-parallel-algo)",
-            self.algorithm,
-            (*NAMES, "megatron"),
-        )
-        _one_of("layout (--burst-layout)", self.layout, tuple(sorted(LAYOUTS)))
-        _one_of("side (--burst-side)", self.side, ("auto", *SIDES))
-        _one_of("kernel (--burst-kernel)", self.kernel, KERNELS)
-        _one_of("placement (--burst-placement)", self.placement, PLACEMENTS)
-        _one_of("wire_dtype (--burst-wire-dtype)", self.wire_dtype, (None, *WIRE_DTYPES))
-        _one_of("lm_head_loss (--burst-lm-head-loss)", self.lm_head_loss, LM_HEAD_LOSSES)
-        if self.store is not None:
-            check_fraction("store (--burst-attention-store)", self.store)
-        check_fraction("kv_cache (--burst-kv-cache)", self.kv_cache)
+        for name in CHOICES:
+            self._check(name)
         if self.kv_cache and self.side == "query":
             raise ValueError(
                 f"--burst-kv-cache {self.kv_cache} keeps keys, which --burst-side query does not "
@@ -78,13 +119,64 @@ class BurstConfig:
                 f"--burst-kv-cache {self.kv_cache} keeps keys of a forward that "
                 f"--burst-attention-store {self.store} does not run again; use one of them"
             )
-        for name in ("intra_size", "ulysses_size"):
-            size = getattr(self, name)
-            if size is not None and (type(size) is not int or size < 1):
-                flag = f"--burst-{name.replace('_', '-')}"
-                raise ValueError(f"{name} ({flag}) must be an integer from 1 on, got {size!r}")
+
+    def _check(self, name: str) -> None:
+        """Raise ValueError unless the field has a value of its kind."""
+        value, kind, names = getattr(self, name), kind_of(name), names_of(name)
+        title, optional = f"{name} ({flag_of(name)})", _optional(name)
+        if value is None and optional:
+            return
+        if names and value not in names:
+            shown = ", ".join(("None", *names) if optional else names)
+            raise ValueError(f"{title} must be one of {shown}, got {value!r}")
+        if kind is float:
+            check_fraction(title, value)
+        if kind is int and (type(value) is not int or value < 1):
+            raise ValueError(f"{title} must be an integer from 1 on, got {value!r}")
+
+    def keywords(self) -> AttentionKeywords:
+        """What of it `mb.prepare` takes."""
+        return {
+            "layout": self.layout,
+            "algorithm": self.algorithm,  # pyright: ignore[reportReturnType]  not megatron's own
+            "side": self.side,
+            "kernel": self.kernel,
+            "grad_wire_dtype": self.wire_dtype,
+            "kv_cache": self.kv_cache,
+            "store": self.store,
+        }
 
 
-def _one_of(name: str, value: object, names: tuple[str | None, ...]) -> None:
-    if value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, names))}, got {value!r}")
+HINTS = get_type_hints(BurstConfig, include_extras=True)
+CHOICES: dict[str, Described] = {
+    each.name: get_args(HINTS[each.name])[1] for each in fields(BurstConfig)
+}
+TYPES = {name: get_args(HINTS[name])[0] for name in CHOICES}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return CHOICES[name].flag or f"--burst-{name.replace('_', '-')}"
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """The names that a field may have; none where it is a number."""
+    return CHOICES[name].names or tuple(_literals(TYPES[name]))
+
+
+def kind_of(name: str) -> type:
+    """str, int or float."""
+    if names_of(name):
+        return str
+    return next(kind for kind in (int, float) if kind in (TYPES[name], *get_args(TYPES[name])))
+
+
+def _optional(name: str) -> bool:
+    return type(None) in get_args(TYPES[name])
+
+
+def _literals(hint: Any) -> list[str]:
+    """The strings of a Literal, also of one within a union."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [name for part in get_args(hint) for name in _literals(part)]

@@ -1,25 +1,19 @@
-"""The flags of a run: one definition for the example, for Megatron-LM, and for whoever adds them.
+"""The flags of a run: those of `BurstConfig`, added to a parser and read from its arguments.
 
-Owns: name, default and help of every flag, how parsed arguments become a `BurstConfig`, and which
-defaults follow from other flags. Values are checked by `BurstConfig`, so that a wrong one is the
-same plain ValueError wherever it comes from. Must not know: torch, Megatron, processes.
+Owns how parsed arguments become a `BurstConfig`, and which defaults follow from other flags. Values
+are checked by `BurstConfig`, so a wrong one is the same ValueError wherever it comes from.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .config import KERNELS, LM_HEAD_LOSSES, NAMES, WIRE_DTYPES, BurstConfig
-from .layout import LAYOUTS
-from .schedule.tables import SIDES
-from .schedule.topology import PLACEMENTS
+from .config import CHOICES, OFF, BurstConfig, flag_of, kind_of, names_of
 
 GROUP = "megatron-burst"
 ALONE = ("--context-parallel-algo", "--burst-lm-head-loss")  # count without any other
-OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 
 
 class Flag(NamedTuple):
@@ -37,35 +31,13 @@ class Flag(NamedTuple):
         return self.name.removeprefix("--").replace("-", "_")
 
 
-def _of(*values: str) -> str:
-    return "{" + ",".join(values) + "}"
+def _flag(name: str) -> Flag:
+    kind = kind_of(name)
+    values = {str: "{" + ",".join(names_of(name)) + "}", int: "N", float: "F"}[kind]
+    return Flag(name, flag_of(name), kind, values, CHOICES[name].meaning)
 
 
-FLAGS = (
-    Flag("algorithm", "--context-parallel-algo", str, _of(*NAMES, OFF),
-         "attention across context-parallel ranks; megatron leaves Megatron's own alone"),
-    Flag("layout", "--burst-layout", str, _of(*sorted(LAYOUTS)),
-         "which positions each rank holds; default: zigzag, or striped with part of attention in "
-         "the store, where it alone balances the recompute"),
-    Flag("side", "--burst-side", str, _of("auto", *SIDES),
-         "what travels in backward; auto takes the side with fewer bytes"),
-    Flag("kernel", "--burst-kernel", str, _of(*KERNELS), "the local attention"),
-    Flag("intra_size", "--burst-intra-size", int, "N",
-         "context-parallel ranks per node, where neither --hierarchical-context-parallel-sizes "
-         "nor host names say it"),
-    Flag("ulysses_size", "--burst-ulysses-size", int, "N",
-         "ranks that share heads by all-to-all, around any ring"),
-    Flag("placement", "--burst-placement", str, _of(*PLACEMENTS),
-         "whether neighbouring ranks share heads or a ring"),
-    Flag("kv_cache", "--burst-kv-cache", float, "F",
-         "fraction of visiting keys and values that forward keeps for backward"),
-    Flag("store", "--burst-attention-store", float, "F",
-         "of attention results, what --recompute-granularity keeps: 1.0 all, 0.5 the dearer half"),
-    Flag("wire_dtype", "--burst-wire-dtype", str, _of(*WIRE_DTYPES),
-         "of travelling gradients; default: that of their sum, fp32"),
-    Flag("lm_head_loss", "--burst-lm-head-loss", str, _of(*LM_HEAD_LOSSES),
-         "the LM head and its loss as one operation, whose logits never all exist"),
-)  # fmt: skip
+FLAGS = tuple(map(_flag, CHOICES))
 
 
 def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
@@ -93,7 +65,7 @@ def default(field: str) -> Any:
     """What a field is when its flag is not given; None for the layout, which `settle` decides."""
     if field == "layout":
         return None
-    return next(f.default for f in dataclasses.fields(BurstConfig) if f.name == field)
+    return getattr(BurstConfig, field)
 
 
 def settle(args: Any) -> None:
@@ -112,7 +84,7 @@ def settle(args: Any) -> None:
 def layout_for(algorithm: Any, store: Any, mtp_num_layers: int | None) -> str:
     """The layout that follows from other choices: striped where it alone balances the recompute.
 
-    Further heads (``mtp_num_layers``) bind a run to zigzag.
+    Multi-token prediction (``mtp_num_layers``) needs zigzag.
     """
     partial = isinstance(store, (int, float)) and 0 < store < 1
     return "striped" if partial and algorithm != OFF and not mtp_num_layers else "zigzag"

@@ -166,7 +166,7 @@ def run_in_process(case, **more):
     grads = torch.autograd.grad(outs, leaves, douts)
     size = case.size
     results = list(zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True))
-    return results, [member.counters for member in groups.members]
+    return results, [rank.counters for rank in groups.ranks]
 
 
 def faults_in_process(case):

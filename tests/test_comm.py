@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.comm import packing
-from megatron_burst.comm.packing import Seal, Stamp
+from megatron_burst.comm.packing import CallTag, Envelope
 from megatron_burst.comm.transport import Channel, Counters, Receive, Send
 
 FLAT = Channel("flat", False)
@@ -23,7 +23,7 @@ FLAT = Channel("flat", False)
 
 def pair():
     """The two endpoints of an in-process grid of two."""
-    return [member.ring for member in mb.Groups.in_process(intra=2).members]
+    return [rank.ring for rank in mb.Groups.in_process(intra=2).ranks]
 
 
 def post(a, b, sent, received, label="a to b", channel=FLAT):
@@ -106,7 +106,7 @@ def test_another_size_or_dtype_is_caught(received):
 
 
 def test_counters_count_what_is_sent_by_link_class():
-    a, b = (member.ring for member in mb.Groups.in_process(inter=2, intra=1).members)
+    a, b = (rank.ring for rank in mb.Groups.in_process(inter=2, intra=1).ranks)
     a.exchange(FLAT, [Send(1, "inter", [torch.zeros(3), torch.zeros(2, 2).bfloat16()])], [], "")
     a.exchange(FLAT, [Send(1, "intra", [torch.zeros(1).double()])], [], "")
     b.exchange(FLAT, [], [Receive(0, [torch.zeros(3)])], "")
@@ -122,8 +122,7 @@ def test_counters_count_what_is_sent_by_link_class():
 def test_ranks_of_an_in_process_grid():
     groups = mb.Groups.in_process(inter=2, intra=3)
     assert (groups.size, groups.topology.inter_size, groups.topology.intra_size) == (6, 2, 3)
-    assert groups.local_ranks == (0, 1, 2, 3, 4, 5)
-    assert [member.rank for member in groups.members] == [0, 1, 2, 3, 4, 5]
+    assert [rank.rank for rank in groups.ranks] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -235,10 +234,10 @@ def handed_to_torch():
 
 def test_counters_count_what_torch_is_asked_to_send(ranks):
     """One message per hop: 3 forward, 3 of activations and 3 of gradients backward; each bears a
-    seal, which is no payload."""
+    envelope, which is no payload."""
     for counted, sent, messages in ranks(4).run(handed_to_torch):
         assert messages == 9
-        assert counted == sent - packing.SEAL * messages > 0
+        assert counted == sent - packing.ENVELOPE * messages > 0
 
 
 def calls_of_groups(ulysses):
@@ -263,8 +262,7 @@ def calls_of_groups(ulysses):
         mask = mb.masks.Documents([0, 4, 12, 16]) & mb.masks.Causal()
         out = mb.attention(*qkv, groups=groups, mask=mask, layout="contiguous")
         out.sum().backward()
-    member = groups.members[0]
-    mine = {*member.ring.channels.values(), *member.ulysses.channels.values()}
+    mine = {*groups.ring.channels.values(), *groups.ulysses.channels.values()}
     return len(mine), sum(first.get(group) == "all_reduce" for group in mine)
 
 
@@ -311,25 +309,26 @@ def test_a_group_that_is_none_is_refused():
             make()
 
 
-# --- parcels -------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------
 
 
-def seal(plan=1, call=1, label=1, content=1):
-    return Seal(Stamp(plan, call, label), content)
+def envelope(plan=1, call=1, label=1, content=1):
+    return Envelope(CallTag(plan, call, label), content)
 
 
-def test_a_parcel_keeps_tensors_of_any_dtype_aligned():
+def test_a_message_keeps_tensors_of_any_dtype_aligned():
     tensors = [torch.arange(3.0), torch.arange(5).bfloat16().view(5, 1), torch.arange(2.0).double()]
-    parcel = packing.pack(tensors, seal())
-    assert all(torch.equal(x, y) for x, y in zip(parcel.tensors, tensors, strict=True))
-    assert [(t.data_ptr() - parcel.flat.data_ptr()) % 16 for t in parcel.tensors] == [0, 0, 0]
-    assert parcel.flat.numel() == 3 * 16 + 40  # 12, 10 and 16 bytes, each rounded up, and the seal
-    assert packing.broken(parcel.flat, seal()) is None
+    message = packing.pack(tensors, envelope())
+    assert all(torch.equal(x, y) for x, y in zip(message.tensors, tensors, strict=True))
+    assert [(t.data_ptr() - message.flat.data_ptr()) % 16 for t in message.tensors] == [0, 0, 0]
+    # 12, 10 and 16 bytes, each rounded up, and the envelope
+    assert message.flat.numel() == 3 * 16 + 40
+    assert packing.mismatch(message.flat, envelope()) is None
 
 
-def test_a_parcel_has_the_room_asked_for():
+def test_a_message_has_the_room_asked_for():
     wanted = [(torch.Size([4]), torch.float32)]
-    small, large = (packing.make(wanted, torch.device("cpu"), room) for room in (0, 1000))
+    small, large = (packing.empty(wanted, torch.device("cpu"), room) for room in (0, 1000))
     assert (small.flat.numel(), small.room.numel()) == (56, 56)
     assert (large.flat.numel(), large.room.numel()) == (56, 1000)
     assert large.room.data_ptr() == large.flat.data_ptr() == large.tensors[0].data_ptr()
@@ -338,17 +337,19 @@ def test_a_parcel_has_the_room_asked_for():
 TAIL = "; the ranks do not run the same plans in the same order"
 
 
-def message_of(sent, received, seals, room):
-    """Rank 0 sends a parcel of `sent` elements, rank 1 expects `received`: what it raises."""
+def message_of(sent, received, envelopes, room):
+    """Rank 0 sends a message of `sent` elements, rank 1 expects `received`: what it raises."""
     me, groups = dist.get_rank(), mb.Groups.from_topology(dist.group.WORLD, intra=2)
-    endpoint = groups.members[0].ring
+    endpoint = groups.ring
     if me == 0:
-        flat, tensors, _ = packing.pack([torch.ones(sent)], seals[0])
+        flat, tensors, _ = packing.pack([torch.ones(sent)], envelopes[0])
         pending = endpoint.exchange(FLAT, [Send(1, "intra", tensors, flat)], [], "keys")
     else:
-        parcel = packing.make([(torch.Size([received]), torch.float32)], torch.device("cpu"), room)
-        packing.seal_(parcel, seals[1])  # what the memory held before must not pass for a seal
-        receive = Receive(0, parcel.tensors, parcel, seals[1])
+        shapes = [(torch.Size([received]), torch.float32)]
+        message = packing.empty(shapes, torch.device("cpu"), room)
+        # what the memory held before must not pass for an envelope
+        packing.write_envelope_(message, envelopes[1])
+        receive = Receive(0, message.tensors, message, envelopes[1])
         pending = endpoint.exchange(FLAT, [], [receive], "keys")
     try:
         pending.wait()
@@ -360,21 +361,21 @@ def message_of(sent, received, seals, room):
 @pytest.mark.parametrize(
     ("sent", "received", "arrived", "words"),
     [
-        (1000, 2000, seal(), "what arrived is not the message of 8040 bytes that was expected"),
-        (2000, 1000, seal(), "what arrived is not the message of 4040 bytes that was expected"),
-        (8, 8, seal(call=2), "attention call 1 of this rank got a message of call 2"),
-        (8, 8, seal(plan=-7), "attention call 1 has another plan on the rank that sent the"),
-        (8, 8, seal(label=2), "attention call 1 has another label or sink on the rank that sent"),
-        (8, 8, seal(content=2), "attention call 1 got a message of another pass or chunk"),
+        (1000, 2000, envelope(), "what arrived is not the message of 8040 bytes that was expected"),
+        (2000, 1000, envelope(), "what arrived is not the message of 4040 bytes that was expected"),
+        (8, 8, envelope(call=2), "attention call 1 of this rank got a message of call 2"),
+        (8, 8, envelope(plan=-7), "attention call 1 has another plan on the rank that sent the"),
+        (8, 8, envelope(label=2), "attention call 1 has another label or sink on the rank"),
+        (8, 8, envelope(content=2), "attention call 1 got a message of another pass or chunk"),
     ],
 )
 def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, arrived, words):
     """Or, where it is longer than expected, ends the process for."""
-    first, second = ranks(2).run(message_of, sent, received, (arrived, seal()), 8040)
+    first, second = ranks(2).run(message_of, sent, received, (arrived, envelope()), 8040)
     assert first is None
     assert second.startswith(f"exchange failed: keys: from member 0 of the ring: {words}"), second
     assert second.endswith(TAIL)
 
 
-def test_a_message_of_the_expected_size_and_seal_passes(ranks):
-    assert ranks(2).run(message_of, 5, 5, (seal(), seal()), 0) == [None, None]
+def test_a_message_of_the_expected_size_and_envelope_passes(ranks):
+    assert ranks(2).run(message_of, 5, 5, (envelope(), envelope()), 0) == [None, None]

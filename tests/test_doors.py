@@ -7,7 +7,6 @@ that dies or never comes, on real processes.
 import os
 import re
 import time
-from dataclasses import replace
 
 import cases
 import pytest
@@ -317,7 +316,7 @@ def after_a_failure(count):
     tensors = [torch.randn(4, 1, 4, 8, requires_grad=True) for _ in range(3)]
     groups = mb.Groups.flat(dist.group.WORLD)
     plan = mb.prepare(*tensors, groups=groups, kernel="reference")
-    broken = replace(plan, kernel=cases.Failing(plan.kernel, "forward", count))
+    broken = plan.with_kernel(cases.Failing(plan.kernel, "forward", count))
     told = []
     for each in (broken if groups.rank == 1 else plan, plan, None):
         try:
@@ -365,7 +364,7 @@ def mourned(method):
     groups = mb.Groups.flat(dist.group.WORLD)
     plan = mb.prepare(*tensors, groups=groups, kernel="reference", side="query")
     if groups.rank == 1:
-        plan = replace(plan, kernel=Fatal(plan.kernel, method))
+        plan = plan.with_kernel(Fatal(plan.kernel, method))
     start = time.monotonic()
     try:
         mb.attention(*tensors, plan=plan).sum().backward()

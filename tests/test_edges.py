@@ -2,7 +2,7 @@
 backwards, odd strides, low precision, plans used again."""
 
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import cases
@@ -181,7 +181,7 @@ def test_a_call_that_failed_half_way_leaves_nothing_to_the_next(method, count):
     c = call(HERE)
     plan = mb.prepare(*c.tensors, groups=c.groups, side="kv")
     with pytest.raises(MemoryError):
-        grads(mb.attention(*c.tensors, plan=replace(plan, kernel=cases.Failing(plan.kernel, method,
+        grads(mb.attention(*c.tensors, plan=plan.with_kernel(cases.Failing(plan.kernel, method,
               count))), c)  # fmt: skip
     outs = mb.attention(*c.tensors, plan=plan)
     assert_truth(c, outs, grads(outs, c))
@@ -396,7 +396,7 @@ def test_gradients_and_activations_never_share_a_communicator():
     """The authors of BurstEngine found wrong results where they do."""
     c = call(HERE)
     seen = set()
-    for endpoint in (member.ring for member in c.groups.members):
+    for endpoint in (rank.ring for rank in c.groups.ranks):
         real = endpoint.exchange
 
         def spy(channel, sends, receives, label, real=real):

@@ -136,7 +136,7 @@ def left_out_unnoticed():
 
 
 def test_a_call_left_out_is_noticed_by_the_next_plan(ranks):
-    """Also where no message says so: nothing travels, or the device cannot read seals."""
+    """Also where no message says so: nothing travels, or the device cannot read envelopes."""
     for found in ranks(2).run(left_out_unnoticed):
         assert len(found) == 2
         for words in found:

@@ -95,7 +95,7 @@ def prepare(state: State, rival: Rival, rates: mb.Rates | None = None) -> Work:
     """
     plan = _plan(state, rival, rates)
     state["plans"][rival.name] = plan
-    untimed = dataclasses.replace(plan, kernel=_emulated(state, plan, None))
+    untimed = plan.with_kernel(_emulated(state, plan, None))
     state["memory"].open = True
     error = timed(state, rival.name, 0.0, untimed).error
     state["memory"].open = False
@@ -103,8 +103,8 @@ def prepare(state: State, rival: Rival, rates: mb.Rates | None = None) -> Work:
     there, back = plan.traffic()
     passes = {"forward": there, "backward": back}
     problem: Problem = state["problem"]
-    pairs = sum(visible(plan.forwards[0].works[pair]) for pair in _pairs(plan, 0))
-    back_pairs = sum(visible(plan.backwards[0].works[pair]) for pair in _pairs(plan, 1))
+    pairs = sum(visible(plan.job.forward.works[pair]) for pair in _pairs(plan, 0))
+    back_pairs = sum(visible(plan.job.backward.works[pair]) for pair in _pairs(plan, 1))
     share = 1 / plan.groups.topology.ulysses  # of the heads
     flops = problem.flops_per_pair * share
     return Work(
@@ -124,7 +124,7 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
         assert plan is not None
         if speed is not None:
             kernel = _emulated(state, plan, speed or None)
-            plan = dataclasses.replace(plan, kernel=kernel)
+            plan = plan.with_kernel(kernel)
     q, k, v, dout = state["inputs"]
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     counters = plan.groups.counters
@@ -149,7 +149,7 @@ def trace(state: State, name: str, speed: float | None) -> tuple[list[Event], Ru
     """What this rank did in one timed run, and the run."""
     plan = state["plans"][name]
     if speed is not None:
-        plan = dataclasses.replace(plan, kernel=_emulated(state, plan, speed or None))
+        plan = plan.with_kernel(_emulated(state, plan, speed or None))
     plan, events = traced(plan)
     return events, timed(state, name, speed, plan)
 
@@ -191,7 +191,7 @@ def sent_bytes() -> dict[str, int]:
 
 
 def _pairs(plan: mb.Plan, which: int) -> list[Any]:
-    run = (plan.forwards, plan.backwards)[which][0]
+    run = (plan.job.forward, plan.job.backward)[which]
     return [b.pair for b in run.program if b.pair is not None and b.pair in run.works]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ class Ring:
         if hasattr(plan.kernel, "operator"):
             operator = Meter(plan.kernel.operator, self.clock)  # pyright: ignore
             plan.kernel.operator = operator  # pyright: ignore[reportAttributeAccessIssue]
-        plan = replace(plan, kernel=calls)
+        plan = plan.with_kernel(calls)
         found: Record = {name: {"seconds": [], "calls": [], "operators": []} for name in PASSES}
         for count in range(1 + rounds):
             outs: Sequence[torch.Tensor] = []

@@ -11,12 +11,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 
 from ..comm.consensus import Facts, agree
-from ..comm.groups import Groups
+from ..comm.groups import Groups, InProcessGroups
 from ..comm.transport import Channel, Endpoint, Receive, Send
 from ..kernels import registry
 from ..kernels.base import Kernel, Rows, Scoring
@@ -38,7 +39,7 @@ Neighbours = tuple[Endpoint, Channel, int, int]  # whom to send to, whom to rece
 
 
 def measure_rates(
-    groups: Groups,
+    groups: Groups | InProcessGroups,
     *,
     like: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     kernel: str = "auto",
@@ -52,6 +53,9 @@ def measure_rates(
     `prepare(algorithm="auto")` uses what was measured last. Raises the same ValueError on every
     rank.
     """
+    if isinstance(groups, InProcessGroups):
+        measure = partial(measure_rates, like=like, kernel=kernel, mask=mask)
+        return groups.run(measure, groups.ranks)[0]
     if not isinstance(groups, Groups):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     local: Kernel | None = None
@@ -68,15 +72,12 @@ def measure_rates(
         "like": None if like is None or fault else [tuple(t.shape) for t in like],
         "kernel": None if local is None else local.name,
     }
-    agree([fault or facts] * len(groups.local_ranks), groups.gather)
-    try:
+    agree(fault or facts, groups.gather)
+    with groups.running():
         rates = links(groups)
         if like is not None and local is not None:
             speed = kernel_speed(groups, local, Scoring(like[0].shape[-1] ** -0.5), *like)
             rates = replace(rates, compute=speed[0], launch=speed[1])
-    except BaseException as error:
-        groups.fail(error)
-        raise
     return rates
 
 
@@ -90,7 +91,7 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def links(groups: Groups) -> Rates:
     """Rates without `compute`; kept for `groups`. Ranks in one process have no links."""
-    if len(groups.local_ranks) == groups.size:
+    if groups.size == 1 or groups.backend == "in_process":
         known(groups.cache).rates = rates = Rates(math.inf, math.inf)
         return rates
     counters = groups.counters
@@ -142,19 +143,19 @@ def _posting(groups: Groups, name: str) -> float:
 
 def _slowest(groups: Groups, value: float) -> float:
     """The largest of all ranks' values; waits for all of them."""
-    found = groups.gather([torch.tensor([value], dtype=torch.float64)])
+    found = groups.gather(torch.tensor([value], dtype=torch.float64))
     return max(each.item() for each in found)
 
 
 def _neighbours(groups: Groups, link: str) -> Neighbours | None:
     """The next and the last rank over one link class, in this rank's ring or its ulysses group."""
-    member, topology = groups.members[0], groups.topology
+    rank, topology = groups.rank, groups.topology
     for endpoint, ring, ranks in (
-        (member.ring, link, topology.ring(member.rank)),
-        (member.ulysses, "ulysses", topology.ulysses_group(member.rank)),
+        (groups.ring, link, topology.ring(rank)),
+        (groups.ulysses, "ulysses", topology.ulysses_group(rank)),
     ):
-        nodes = [rank // topology.per_node for rank in ranks]
-        width, me = nodes.count(nodes[0]), ranks.index(member.rank)
+        nodes = [each // topology.per_node for each in ranks]
+        width, me = nodes.count(nodes[0]), ranks.index(rank)
         block, index = divmod(me, width)
         if link == "intra" and width > 1:
             there, back = ((index + step) % width + block * width for step in (1, -1))
@@ -203,7 +204,7 @@ def kernel_speed(
     speeds = known(groups.cache).speeds
     if key not in speeds:
         mine = torch.tensor(_speed(kernel, scoring, q, k, v), dtype=torch.float64)
-        found = groups.gather([mine] * len(groups.local_ranks))
+        found = groups.gather(mine)
         speed, launch = (median(each[i].item() for each in found) for i in range(2))
         speeds[key] = speed, launch
     return speeds[key]

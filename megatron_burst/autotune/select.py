@@ -13,6 +13,7 @@ from typing import Any
 
 from ..layout import Layout, make
 from ..masks import Causal, Mask
+from ..options import AttentionKeywords
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
 from .candidates import Call, Fixed, Option, grids, on_grid
@@ -40,11 +41,11 @@ class Choice:
     per_node: int
 
     @property
-    def call(self) -> dict[str, Any]:
+    def call(self) -> AttentionKeywords:
         taken = self.taken
         return {
-            "algorithm": taken.algorithm,
-            "side": taken.side,
+            "algorithm": taken.algorithm,  # pyright: ignore[reportReturnType]
+            "side": taken.side,  # pyright: ignore[reportReturnType]
             "head_chunks": taken.head_chunks,
         }
 

@@ -2,7 +2,7 @@
 
 Ranks that leave a call out, or make theirs in another order or with another plan, exchange the
 wrong tensors. On the CPU every message bears the call's number and says so at once; everywhere
-the ranks compare their counts when they make a plan, which needs no device. Knows no processes.
+the ranks compare their counts when they make a plan, which needs no device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from zlib import crc32
 
-from .packing import Stamp
+from .packing import CallTag
 
 CALLS = "calls of attention so far"  # the name of the fact that ranks compare
 
@@ -23,7 +23,7 @@ class Calls:
     backwards: int = 0
     order: int = 0
 
-    def forward(self, plan: int, label: object, sink: bool) -> Stamp:
+    def forward(self, plan: int, label: object, sink: bool) -> CallTag:
         """The next call begins; what its messages and those of its backward bear. sink: does it
         have one? A plan does not say so."""
         if not _plain(label):
@@ -32,17 +32,17 @@ class Calls:
                 f"ranks, or None; got {type(label).__name__}"
             )
         self.forwards += 1
-        stamp = Stamp(plan, self.forwards, crc32(repr((label, sink)).encode()))
-        self._note("forward", stamp)
-        return stamp
+        tag = CallTag(plan, self.forwards, crc32(repr((label, sink)).encode()))
+        self._note("forward", tag)
+        return tag
 
-    def backward(self, stamp: Stamp) -> None:
+    def backward(self, tag: CallTag) -> None:
         """The backward of a call begins."""
         self.backwards += 1
-        self._note("backward", stamp)
+        self._note("backward", tag)
 
-    def _note(self, direction: str, stamp: Stamp) -> None:
-        self.order = crc32(f"{direction} {stamp}".encode(), self.order)
+    def _note(self, direction: str, tag: CallTag) -> None:
+        self.order = crc32(f"{direction} {tag}".encode(), self.order)
 
     def __repr__(self) -> str:
         return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"

@@ -5,7 +5,7 @@ short message into a long buffer in silence. So a plan begins with one all-gathe
 fixed-size header on the host (`HEADER_BYTES` per rank). A rank that found its own arguments
 bad takes part too and tells the others why, so every rank raises the same ValueError.
 
-Knows nothing about schedules or tensors: the caller states what must agree, by name.
+The caller states what must agree, by name.
 """
 
 from __future__ import annotations
@@ -37,22 +37,19 @@ def attempt(make: Callable[[], T]) -> T | ValueError:
         return told
 
 
-def agree(
-    facts: Sequence[Facts | ValueError],
-    gather: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
-) -> None:
+def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
     """Raise the same ValueError on every rank unless all ranks state the same facts.
 
-    facts: for each local rank, name -> value by insertion order (the same names everywhere, at
-    most 24), or the ValueError its arguments caused. gather: headers of the local ranks ->
-    headers of all ranks, in rank order.
+    facts: of this rank, name -> value by insertion order (the same names everywhere, at most 24),
+    or the ValueError its arguments caused. gather: this rank's header -> those of all ranks.
     """
-    headers = gather([_pack(fact) for fact in facts])
+    headers = gather(_pack(facts))
     unpacked = [_unpack(header) for header in headers]
     for rank, header in enumerate(unpacked):
         if header.bad:
             told = f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else header.texts[0]
-            raise ValueError(told) from _cause(facts)
+            # of this rank's error, if it was no ValueError to begin with
+            raise ValueError(told) from getattr(facts, "__cause__", None)
     first = unpacked[0]
     for rank, other in enumerate(unpacked):
         if other.digests == first.digests:
@@ -70,11 +67,6 @@ def identity(facts: Facts) -> int:
     """A digest of these facts that fits an int64; equal on ranks that agreed on them."""
     digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _cause(facts: Sequence[Facts | ValueError]) -> BaseException | None:
-    """What the error of a local rank came from, if it was no ValueError to begin with."""
-    return next((fact.__cause__ for fact in facts if isinstance(fact, ValueError)), None)
 
 
 class _Header(NamedTuple):

@@ -7,10 +7,10 @@ only among the ranks concerned. It must not know what travels on a ring or when.
 from __future__ import annotations
 
 import socket
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,11 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .calls import CALLS, Calls
 from .consensus import Facts, agree
+from .local import LocalEndpoint, RankSwitch
 from .process_groups import agreed, alive, device_of, introduce, join, process_group, timeout_of
-from .transport import Channel, Counters, Endpoint, LocalEndpoint, Mail, ProcessEndpoint
+from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
-
-@dataclass(frozen=True)
-class Member:
-    """One rank of the grid that lives in this process."""
-
-    rank: int
-    ring: Endpoint  # its rank is the index in the ring
-    ulysses: Endpoint  # its rank is the index in the ulysses group
-    ulysses_links: tuple[str, ...]  # link class to each rank of the ulysses group
-
-    @property
-    def counters(self) -> Counters:
-        """Bytes sent by this rank, over all rings and the ulysses group."""
-        return self.ring.counters
+T = TypeVar("T")
 
 
 class Groups:
@@ -53,19 +41,20 @@ class Groups:
     groups of this rank's node and of its index across nodes (index 0 and 1 of Megatron's
     hierarchical groups).
 
-    Attributes: `topology`; `local_ranks`, the ranks that live in this process (one, or all of
-    them after `in_process`); `backend`; `members`, one per local rank; `cache`, what
-    planning found out about this grid (nothing here reads it); `calls`, how many calls were made
-    on it.
+    Attributes: `topology`; `rank`; `backend`; `ring` and `ulysses`, the endpoints of this rank's
+    ring and of the ranks that share heads with it (`ulysses_links`: link class to each of these);
+    `cache`, what planning found out about this grid (nothing here reads it); `calls`, how many
+    calls were made on it.
     """
 
     topology: Topology
-    local_ranks: tuple[int, ...]
+    rank: int
     backend: str
-    members: list[Member]
+    ring: Endpoint  # its rank is the index in the ring
+    ulysses: Endpoint  # its rank is the index among those that share heads
+    ulysses_links: tuple[str, ...]
     cache: dict[str, Any]
     calls: Calls
-    _boxes: dict[tuple[Channel, int, int], deque[Mail]] | None = None  # of `in_process`
     _failure: str | None = None
 
     def __init__(
@@ -127,47 +116,32 @@ class Groups:
     @classmethod
     def in_process(
         cls, *, inter: int = 1, intra: int, ulysses: int = 1, placement: str = "head_first"
-    ) -> Groups:
+    ) -> InProcessGroups:
         """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
 
         For tests, and to check the numerics of a large grid on one device; one call at a time.
         """
-        self = cls.__new__(cls)
-        self.topology = topology = Topology.of_nodes(inter, intra, ulysses, placement)
-        self.local_ranks = tuple(range(topology.size))
-        self.backend, self.cache, self.calls = "in_process", {}, Calls()
-        self._boxes = boxes = {}
-
-        def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
-            return LocalEndpoint(members.index(rank), members, boxes, counters)
-
-        self.members = [self._member(rank, end) for rank in self.local_ranks]
-        return self
+        return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
 
     @property
     def size(self) -> int:
         return self.topology.size
 
     @property
-    def rank(self) -> int:
-        """The rank of this process in the grid (the first one, if all ranks live in it)."""
-        return self.local_ranks[0]
-
-    @property
     def counters(self) -> Counters:
-        """Bytes sent by `rank`."""
-        return self.members[0].counters
+        """Bytes sent by this rank, over all rings and to those that share heads with it."""
+        return self.ring.counters
 
-    def gather(self, headers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order.
 
-        `headers` are those of the local ranks. The one collective of the package; on the host.
+        The one collective of the package; on the host.
         """
-        if self.size == len(self.local_ranks):
-            return list(headers)
-        gathered = [torch.empty_like(headers[0]) for _ in range(self.size)]
+        if self.size == 1:
+            return [header]
+        gathered = [torch.empty_like(header) for _ in range(self.size)]
         try:
-            dist.all_gather(gathered, headers[0], group=self._control)
+            dist.all_gather(gathered, header, group=self._control)
         except RuntimeError as error:
             raise RuntimeError(f"exchange failed: header of attention: {error}") from error
         return gathered
@@ -180,27 +154,27 @@ class Groups:
         """
         self.check()
         so_far: Facts = {CALLS: self.calls}
-        agree([so_far] * len(self.local_ranks), self.gather)
+        agree(so_far, self.gather)
 
     def expect(self, message: int) -> None:
         """From now on messages of so many bytes may come."""
-        for end in (end for member in self.members for end in (member.ring, member.ulysses)):
-            end.room = max(end.room, message) if self._boxes is None else 0
+        for end in (self.ring, self.ulysses):
+            end.room = max(end.room, message)
 
-    def fail(self, error: BaseException) -> None:
-        """A call on these groups ended half-way: what is under way must not reach the next one.
-
-        In one process it is thrown away. Between processes nobody knows how far the others are,
-        so `check` refuses from now on.
-        """
-        if self._boxes is not None:
-            self._boxes.clear()
-        elif self.size > 1:
-            self._failure = f"{type(error).__name__}: {error}"
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a call on these groups: if an error ends it half-way, `check` refuses the next
+        one, because no rank knows how far the others are."""
+        try:
+            yield
+        except BaseException as error:
+            if self.size > 1:
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
 
     def check(self) -> None:
         """Raise ValueError if a call on these groups has failed half-way, or they are no more."""
-        if self._boxes is None and not alive(self._control):
+        if not alive(self._control):
             raise ValueError(
                 "groups: the process groups they were made of were destroyed "
                 "(torch.distributed.destroy_process_group); make new mb.Groups"
@@ -217,21 +191,9 @@ class Groups:
     def __reduce__(self):
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
-    def _member(self, rank: int, end: Callable[[list[int], int, Counters], Endpoint]) -> Member:
-        topology, counters = self.topology, Counters()
-        group = topology.ulysses_group(rank)
-        return Member(
-            rank=rank,
-            ring=end(topology.ring(rank), rank, counters),
-            ulysses=end(group, rank, counters),
-            ulysses_links=tuple(topology.link(rank, other) for other in group),
-        )
-
     def _connect(self, ranks: list[int], topology: Topology, parent: dist.ProcessGroup) -> None:
         """Make every ring's process groups; `ranks` are the global ranks, node by node."""
-        self.topology = topology
-        rank = ranks.index(dist.get_rank())
-        self.local_ranks = (rank,)
+        self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.backend, self.cache, self.calls = dist.get_backend(parent), {}, Calls()
         timeout = timeout_of(parent)
 
@@ -247,21 +209,30 @@ class Groups:
             return group
 
         self._control = new(list(range(topology.size)), "gloo")
-        channels = self._channels(rank, lambda members: new(members, self.backend))
+        channels = self._channels(lambda members: new(members, self.backend))
         join(channels.values(), device_of(parent))
 
-        def end(members: list[int], rank: int, counters: Counters) -> Endpoint:
-            peers = [ranks[member] for member in members]
-            return ProcessEndpoint(members.index(rank), peers, channels, counters)
+        counters = Counters()
 
-        self.members = [self._member(rank, end)]
+        def end(members: list[int]) -> Endpoint:
+            peers = [ranks[member] for member in members]
+            return ProcessEndpoint(members.index(self.rank), peers, channels, counters)
+
+        self._place(end)
+
+    def _place(self, end: Callable[[list[int]], Endpoint]) -> None:
+        """Make the endpoints of this rank; end: members of a ring -> this rank's end of it."""
+        topology = self.topology
+        sharing = topology.ulysses_group(self.rank)
+        self.ring, self.ulysses = end(topology.ring(self.rank)), end(sharing)
+        self.ulysses_links = tuple(topology.link(self.rank, other) for other in sharing)
 
     def _channels(
-        self, rank: int, new: Callable[[list[int]], dist.ProcessGroup]
+        self, new: Callable[[list[int]], dist.ProcessGroup]
     ) -> dict[Channel, dist.ProcessGroup]:
         """Two groups per ring, one for ulysses. Rings over the same ranks share theirs."""
-        ring, width = self.topology.ring(rank), self.topology.intra_size
-        node, index = divmod(ring.index(rank), width)
+        ring, width = self.topology.ring(self.rank), self.topology.intra_size
+        node, index = divmod(ring.index(self.rank), width)
         wanted = {
             Channel(name, gradient): members
             for name, members in (
@@ -271,7 +242,7 @@ class Groups:
             )
             for gradient in (False, True)
         }
-        wanted[Channel("ulysses", False)] = self.topology.ulysses_group(rank)
+        wanted[Channel("ulysses", False)] = self.topology.ulysses_group(self.rank)
         made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
         channels = {}
         for channel, members in wanted.items():
@@ -280,3 +251,56 @@ class Groups:
                 made[key] = made.get(key) or new(members)
                 channels[channel] = made[key]
         return channels
+
+
+class _LocalRank(Groups):
+    """One rank of `InProcessGroups`, as its attention calls see it."""
+
+    def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
+        self.topology, self.rank, self._switch = topology, rank, switch
+        self.backend, self.cache, self.calls = "in_process", {}, Calls()
+        counters = Counters()
+        self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
+
+    def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
+        return self._switch.all_gather(self.rank, self.size, header)
+
+    def expect(self, message: int) -> None:
+        pass  # nothing is received into a buffer
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        yield  # what a failed call leaves is thrown away
+
+    def check(self) -> None:
+        pass
+
+
+class InProcessGroups:
+    """All ranks of a grid in this process, made by `Groups.in_process`; `ranks` are `Groups`."""
+
+    def __init__(self, topology: Topology):
+        self.topology, self._switch = topology, RankSwitch()
+        self.backend = "in_process"
+        self.ranks = tuple(
+            _LocalRank(topology, rank, self._switch) for rank in range(topology.size)
+        )
+
+    @property
+    def size(self) -> int:
+        return self.topology.size
+
+    @property
+    def counters(self) -> Counters:
+        """Those of the first rank; every rank has its own."""
+        return self.ranks[0].counters
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        """That of the first rank; every rank has its own."""
+        return self.ranks[0].cache
+
+    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
+        """The results of `function` on all ranks at once; of_each: its arguments, one per rank."""
+        arguments = zip(*of_each, strict=True)
+        return self._switch.run([partial(function, *given) for given in arguments])

@@ -1,15 +1,13 @@
 """Moving tensors between the ranks of a grid, and counting what moved.
 
-Two transports behind one small protocol (`Endpoint`): torch.distributed process groups, one
+`Endpoint` is one rank's end of a transport: here that of torch.distributed, with one process group
 per ring and kind of traffic (activations and gradients on one communicator give wrong results,
-BurstEngine section 3.1), and an in-process one, where one process holds every rank of the
-grid. This module decides what an exchange is and what its failure says. It must not know what
-the tensors mean, who computes what when, nor how groups are made (`groups` does).
+BurstEngine section 3.1); `local` has one for ranks that share a process. Decides what an exchange
+is and what its failure says.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import packing
-from .packing import UNSTAMPED, Parcel, Seal
+from .packing import NO_CALL, Envelope, Message
 
 Tensors = Sequence[torch.Tensor]
 
@@ -33,7 +31,7 @@ class Channel(NamedTuple):
 class Send(NamedTuple):
     """Contiguous tensors for member `peer` of the ring, over `link` ("intra" or "inter").
 
-    flat: the buffer of a sealed parcel that holds all of them, to be sent as one message.
+    flat: the buffer of a packed message that holds all of them.
     """
 
     peer: int
@@ -45,13 +43,13 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     """Contiguous tensors to be filled from member `peer` of the ring.
 
-    parcel: what holds them, to be received as one message; seal: what it must bear.
+    message: what holds them, to be received as one; envelope: what it must bear.
     """
 
     peer: int
     tensors: Tensors
-    parcel: Parcel | None = None
-    seal: Seal = Seal(UNSTAMPED, 0)
+    message: Message | None = None
+    envelope: Envelope = Envelope(NO_CALL, 0)
 
 
 class Pending(Protocol):
@@ -91,9 +89,6 @@ class Endpoint(Protocol):
     ) -> Pending: ...
 
 
-# --- torch.distributed ---------------------------------------------------------------------
-
-
 @dataclass
 class _Works:
     """Only `wait` tells: with gloo `is_completed` may stay False for good."""
@@ -110,9 +105,9 @@ class _Works:
             except RuntimeError as error:
                 raise _failed(self.label, f"{words}: {error}") from error
         for receive in self.receives:
-            if receive.parcel is None or receive.parcel.flat is None:
+            if receive.message is None or receive.message.flat is None:
                 continue
-            complaint = packing.broken(receive.parcel.flat, receive.seal)
+            complaint = packing.mismatch(receive.message.flat, receive.envelope)
             if complaint:
                 raise _failed(self.label, f"from member {receive.peer} of the ring: {complaint}")
 
@@ -157,93 +152,13 @@ def _message(send: Send) -> Tensors:
 
 
 def _buffers(receive: Receive) -> Tensors:
-    """What torch is asked to fill; without an old seal in it."""
-    parcel = receive.parcel
-    if parcel is None or parcel.flat is None or parcel.room is None:
+    """What torch is asked to fill; without an old envelope in it."""
+    message = receive.message
+    if message is None or message.flat is None or message.room is None:
         return receive.tensors
-    packing.unseal_(parcel.flat)
-    return [parcel.room]
+    packing.clear_envelope_(message.flat)
+    return [message.room]
 
 
 def _failed(label: str, reason: str) -> RuntimeError:
     return RuntimeError(f"exchange failed: {label}: {reason}")
-
-
-# --- in one process ------------------------------------------------------------------------
-
-
-@dataclass
-class Mail:
-    """One message from rank to rank; whoever posts first creates it, the other completes it."""
-
-    label: str
-    source: Tensors | None = None
-    target: Tensors | None = None
-    versions: list[int] = field(default_factory=list)
-    delivered: bool = False
-
-    def deliver(self) -> None:
-        """Copy, late on purpose: what was overwritten in flight shows in its version counter."""
-        if self.delivered:
-            return
-        if self.source is None or self.target is None:
-            raise RuntimeError(f"deadlock: exchange has only one end: {self.label}")
-        if _versions(self.source) != self.versions:
-            raise RuntimeError(f"overwritten while in flight: {self.label}")
-        for target, source in zip(self.target, self.source, strict=True):
-            if target.shape != source.shape or target.dtype != source.dtype:
-                raise RuntimeError(f"sent {source.shape} into {target.shape}: {self.label}")
-            target.copy_(source)
-        self.delivered = True
-
-
-@dataclass
-class _Delivery:
-    mails: list[Mail]
-
-    def wait(self) -> None:
-        for mail in self.mails:
-            mail.deliver()
-
-
-@dataclass
-class LocalEndpoint:
-    """An end of the in-process transport; all ranks share `boxes` (sender, receiver -> mail)."""
-
-    rank: int
-    ranks: Sequence[int]  # peer -> rank in the grid
-    boxes: dict[tuple[Channel, int, int], deque[Mail]]
-    counters: Counters = field(default_factory=Counters)
-    room: int = 0
-
-    def exchange(
-        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
-    ) -> Pending:
-        mails = []
-        for send in sends:
-            mail = self._mail(
-                (channel, self.ranks[self.rank], self.ranks[send.peer]), "source", label
-            )
-            mail.source, mail.versions = send.tensors, _versions(send.tensors)
-            mails.append(mail)
-        for receive in receives:
-            mail = self._mail(
-                (channel, self.ranks[receive.peer], self.ranks[self.rank]), "target", label
-            )
-            mail.target = receive.tensors
-            mails.append(mail)
-        self.counters.add(sends)
-        return _Delivery(mails)
-
-    def _mail(self, key: tuple[Channel, int, int], end: str, label: str) -> Mail:
-        """The oldest mail of this box that lacks `end`, or a new one."""
-        box = self.boxes.setdefault(key, deque())
-        if box and getattr(box[0], end) is None:
-            return box.popleft()
-        box.append(Mail(label))
-        return box[-1]
-
-
-def _versions(tensors: Tensors) -> list[int]:
-    """How often each was written to; tensors of inference mode do not count."""
-    return [0 if t.is_inference() else t._version for t in tensors]

@@ -1,20 +1,17 @@
-"""One rank's way through a pass: chunks arrive, wait, leave and are given up, nowhere else.
+"""Runs one rank's part of a schedule: posts and awaits transfers, calls back for every pair.
 
-`Walk` runs one rank's program over one endpoint and calls back for every pair that has something
-to compute. It does not know what is computed, nor layouts, masks or algorithms: those are in the
-program and in each pair's work. Decides how buffers are reused and what travels in one message.
+Decides how buffers are reused and what travels in one message. What is computed at a pair is the
+caller's (`passes`); which chunk is where at what time was decided by the schedule.
 
-Walks are generators that yield once per boundary, after everything that starts there has been
-started: one process that holds all ranks can drive them in lock-step (`lockstep`), a process that
-holds one rank just runs its own to the end, and several head chunks of one rank can run one
-behind the other (`staggered`). torch's profiler, and NVTX where it is emitted, see every pair and
+An `Executor` advances one boundary at a time, so that the rings of several head chunks can run one
+behind the other (`head_chunks`). torch's profiler, and NVTX where it is emitted, see every pair and
 every wait by name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,7 +21,7 @@ import torch
 from torch.profiler import record_function
 
 from ..comm import packing
-from ..comm.packing import UNSTAMPED, Parcel, Seal, Stamp
+from ..comm.packing import NO_CALL, CallTag, Envelope, Message
 from ..comm.transport import Channel, Endpoint, Pending, Receive, Send
 from ..kernels.online_softmax import accumulation_dtype
 from ..schedule.tables import Boundary, Chunk, Hop, Pair
@@ -34,86 +31,90 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Pass:
-    """What one rank needs for one pass over the ring: its program, and the work of each pair."""
+    """What one rank needs for one pass over the ring: its program, and the work of each pair.
+
+    works: what the kernel planned for each pair; a pair with nothing visible is absent.
+    kept: visiting chunks that forward leaves behind and backward finds.
+    rows: of each owner's keys, where they differ between owners; empty: all alike.
+    deferred: the program of head chunks that compute the pair of their own chunks last.
+    call: which call this is; every message bears it.
+    """
 
     name: str
     program: Sequence[Boundary]
-    works: dict[Pair, Any]  # a pair with nothing visible is absent
-    kept: Sequence[Chunk] = ()  # forward leaves these behind, backward finds them
-    rows: Sequence[int] = ()  # of each owner's keys, where they differ; empty: all alike
-    own_last: Sequence[Boundary] = ()  # the program of head chunks that end last
-    stamp: Stamp = UNSTAMPED  # which call this is
+    works: dict[Pair, Any]
+    kept: Sequence[Chunk] = ()
+    rows: Sequence[int] = ()
+    deferred: Sequence[Boundary] = ()
+    call: CallTag = NO_CALL
 
-    def seal(self, content: object) -> Seal:
+    def envelope(self, content: object) -> Envelope:
         """What the message with this content bears, the same on every rank."""
-        return Seal(self.stamp, crc32(f"{self.name} {content}".encode()))
+        return Envelope(self.call, crc32(f"{self.name} {content}".encode()))
 
 
 class _Buffers:
-    """Receive buffers and gradient sums by kind of chunk, reused once nobody holds them."""
+    """Receive buffers and gradient sums by kind of chunk, reused once nothing holds them."""
 
     def __init__(self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device, room: int):
         self.shapes = shapes
         self.device = device
         self.room = room
-        self.free: dict[tuple, list[Parcel]] = defaultdict(list)
+        self.free: dict[tuple, list[Message]] = defaultdict(list)
 
-    def take(self, kind: str, rows: int | None = None) -> Parcel:
-        """A parcel for `kind`, or one like it with so many rows."""
+    def take(self, kind: str, rows: int | None = None) -> Message:
+        """A message for `kind`, or one like it with so many rows."""
         shapes = self.shapes[kind]
         if rows is not None:
             shapes = [(torch.Size((rows, *shape[1:])), dtype) for shape, dtype in shapes]
         free = self.free[kind, tuple(shape for shape, _ in shapes)]
-        return free.pop() if free else packing.make(shapes, self.device, self.room)
+        return free.pop() if free else packing.empty(shapes, self.device, self.room)
 
-    def give(self, kind: str, parcel: Parcel) -> None:
-        self.free[kind, tuple(t.shape for t in parcel.tensors)].append(parcel)
+    def give(self, kind: str, message: Message) -> None:
+        self.free[kind, tuple(t.shape for t in message.tensors)].append(message)
 
 
 @dataclass
 class _Flight:
-    """An exchange on its way: what comes, what goes, and the gradients to give back when gone."""
+    """An exchange under way: what arrives, and the gradient buffers that are free once it left."""
 
     land: int
     pending: Pending
-    arriving: list[tuple[Chunk, Parcel]]
-    leaving: list[tuple[str, Parcel]]
+    arriving: list[tuple[Chunk, Message]]
+    leaving: list[tuple[str, Message]]
 
 
-class Walk:
-    """One rank's state during a pass: chunks held, gradient sums, exchanges in flight."""
+class Executor:
+    """One rank's state during a pass: chunks held, gradient sums, exchanges in flight.
+
+    held: the chunks that this rank has from the start. compute: called for every pair that has
+    something visible, once both of its chunks are held. wire: dtype of travelling gradients, None
+    for that of their sums.
+    """
 
     def __init__(
-        self, run: Pass, endpoint: Endpoint, held: dict[Chunk, Tensors], wire: torch.dtype | None
+        self,
+        run: Pass,
+        endpoint: Endpoint,
+        held: dict[Chunk, Tensors],
+        compute: Callable[[Pair], None],
+        wire: torch.dtype | None = None,
     ):
-        self.run, self.endpoint = run, endpoint
-        self.held = {chunk: self._wrapped(chunk, tensors) for chunk, tensors in held.items()}
-        self.sums: dict[Chunk, Parcel] = {}
+        self.run, self.endpoint, self.compute = run, endpoint, compute
+        self.held = {chunk: self._packed(chunk, tensors) for chunk, tensors in held.items()}
+        self.sums: dict[Chunk, Message] = {}
         self.flights: list[_Flight] = []
         some = next(iter(held.values()))[0]
         shapes = {chunk.family: [(t.shape, t.dtype) for t in ts] for chunk, ts in held.items()}
         self.buffers = _Buffers(shapes, some.device, endpoint.room)
         self.total_dtype = accumulation_dtype(some.dtype)
         self.wire_dtype = wire or self.total_dtype
+        self._started = 0  # boundaries whose transfers have been posted
 
-    def track(self, family: str, shapes: Sequence[torch.Size]) -> None:
+    def sum_gradients(self, family: str, shapes: Sequence[torch.Size]) -> None:
         """Gradients of `family` are summed in the accumulation dtype and sent in the wire's."""
         for kind, dtype in ((family, self.total_dtype), (self._wire(family), self.wire_dtype)):
             self.buffers.shapes[kind] = [(shape, dtype) for shape in shapes]
-
-    def _wrapped(self, chunk: Chunk, tensors: Tensors) -> Parcel:
-        """What this rank has from the start; packed if it is to be sent."""
-        sent = any(
-            hop.chunk == chunk and hop.src == self.endpoint.rank
-            for boundary in self.run.program
-            for hop in boundary.posts
-        )
-        return packing.pack(tensors, self.run.seal(chunk)) if sent else Parcel(None, tensors)
-
-    def _wire(self, family: str) -> str:
-        """The kind of buffer in which chunks of `family` travel."""
-        same = not family.startswith("d") or self.wire_dtype == self.total_dtype
-        return family if same else family + " wire"
 
     def total(self, chunk: Chunk) -> Tensors:
         """The running sum of a gradient; zero when first asked for."""
@@ -123,18 +124,50 @@ class Walk:
                 t.zero_()
         return self.sums[chunk].tensors
 
-    def steps(self, compute: Callable[[Pair], None]) -> Generator[None, None, None]:
-        """Run the program; `compute` is called for every pair that has something visible."""
-        for boundary in self.run.program:
-            self._land(boundary.index)
-            self._release(boundary.release)
-            for channel, hops in _exchanges(boundary.posts):
-                self._post(channel, hops, boundary.index)
-            yield
-            self._land(boundary.index)
-            if boundary.pair is not None and boundary.pair in self.run.works:
-                with record_function(f"{self.run.name}: {_pair(boundary.pair)}"):
-                    compute(boundary.pair)
+    def advance(self) -> bool:
+        """Compute the pair of the last boundary, then post the transfers of the next one.
+
+        False at the end of the program. Posting comes before computing within a boundary
+        (BurstEngine Algorithms 1 and 2), so between two calls only transfers are under way: that
+        is where another head chunk computes.
+        """
+        if self._started:
+            self._finish(self.run.program[self._started - 1])
+        if self._started == len(self.run.program):
+            return False
+        self._start(self.run.program[self._started])
+        self._started += 1
+        return True
+
+    def _start(self, boundary: Boundary) -> None:
+        self._land(boundary.index)
+        self._release(boundary.release)
+        for channel, hops in _exchanges(boundary.posts):
+            self._post(channel, hops, boundary.index)
+
+    def _finish(self, boundary: Boundary) -> None:
+        # What lands where it was posted blocks: only now, when every rank has posted it.
+        self._land(boundary.index)
+        pair = boundary.pair
+        if pair is not None and pair in self.run.works:
+            with record_function(f"{self.run.name}: {_pair(pair)}"):
+                self.compute(pair)
+
+    def _packed(self, chunk: Chunk, tensors: Tensors) -> Message:
+        """What this rank has from the start; copied into one message only if it is to be sent."""
+        sent = any(
+            hop.chunk == chunk and hop.src == self.endpoint.rank
+            for boundary in self.run.program
+            for hop in boundary.posts
+        )
+        if not sent:
+            return Message(None, tensors)
+        return packing.pack(tensors, self.run.envelope(chunk))
+
+    def _wire(self, family: str) -> str:
+        """The kind of buffer in which chunks of `family` travel."""
+        same = not family.startswith("d") or self.wire_dtype == self.total_dtype
+        return family if same else family + " wire"
 
     def _post(self, channel: Channel, hops: list[Hop], index: int) -> None:
         me = self.endpoint.rank
@@ -142,95 +175,59 @@ class Walk:
         for hop in hops:
             kind = self._wire(hop.chunk.family)
             if hop.src == me:
-                parcel = self._outgoing(hop.chunk, kind)
-                sends.append(Send(hop.dst, hop.link, parcel.tensors, parcel.flat))
+                message = self._outgoing(hop.chunk, kind)
+                sends.append(Send(hop.dst, hop.link, message.tensors, message.flat))
                 if hop.chunk.gradient:
-                    leaving.append((kind, parcel))
+                    leaving.append((kind, message))
             else:
                 rows = self.run.rows[hop.chunk.owner] if self.run.rows else None
-                parcel = self.buffers.take(kind, rows)
-                seal = self.run.seal(hop.chunk)
-                receives.append(Receive(hop.src, parcel.tensors, parcel, seal))
-                arriving.append((hop.chunk, parcel))
+                message = self.buffers.take(kind, rows)
+                envelope = self.run.envelope(hop.chunk)
+                receives.append(Receive(hop.src, message.tensors, message, envelope))
+                arriving.append((hop.chunk, message))
         label = f"{self.run.name}, boundary {index}, rank {me}: " + "; ".join(map(_words, hops))
         pending = self.endpoint.exchange(channel, sends, receives, label)
         self.flights.append(_Flight(hops[0].land, pending, arriving, leaving))
 
-    def _outgoing(self, chunk: Chunk, kind: str) -> Parcel:
+    def _outgoing(self, chunk: Chunk, kind: str) -> Message:
         if not chunk.gradient:
             return self.held[chunk]
         self.total(chunk)
-        parcel = self.sums.pop(chunk)
+        message = self.sums.pop(chunk)
         if kind != chunk.family:
             wire = self.buffers.take(kind)
-            for target, source in zip(wire.tensors, parcel.tensors, strict=True):
+            for target, source in zip(wire.tensors, message.tensors, strict=True):
                 target.copy_(source)
-            self.buffers.give(chunk.family, parcel)
-            parcel = wire
-        packing.seal_(parcel, self.run.seal(chunk))
-        return parcel
+            self.buffers.give(chunk.family, message)
+            message = wire
+        packing.write_envelope_(message, self.run.envelope(chunk))
+        return message
 
     def _land(self, index: int) -> None:
+        """Wait for what lands at this boundary: activations are held, gradients are added."""
         landing = [f for f in self.flights if f.land == index]
         self.flights = [f for f in self.flights if f.land != index]
         for flight in landing:
             with record_function(f"{self.run.name}: wait, boundary {index}"):
                 flight.pending.wait()
-            for kind, parcel in flight.leaving:
-                self.buffers.give(kind, parcel)
-            for chunk, parcel in flight.arriving:
+            # A sent gradient was moved out of `sums`, so its buffer has no other user now.
+            for kind, message in flight.leaving:
+                self.buffers.give(kind, message)
+            for chunk, message in flight.arriving:
                 if not chunk.gradient:
-                    self.held[chunk] = parcel
+                    self.held[chunk] = message
                     continue
-                for total, part in zip(self.total(chunk), parcel.tensors, strict=True):
+                for total, part in zip(self.total(chunk), message.tensors, strict=True):
                     total += part
-                self.buffers.give(self._wire(chunk.family), parcel)
+                self.buffers.give(self._wire(chunk.family), message)
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             if chunk in self.run.kept:
                 continue
-            parcel = self.held.pop(chunk)
-            if parcel.flat is not None:  # else it is the caller's own
-                self.buffers.give(chunk.family, parcel)
-
-
-def lockstep(walks: Sequence[Generator[None, None, Any]]) -> list[Any]:
-    """Run the generators of all local ranks boundary by boundary; their return values."""
-    results: list[Any] = [None] * len(walks)
-    running = dict(enumerate(walks))
-    while running:
-        for index, walk in list(running.items()):
-            try:
-                next(walk)
-            except StopIteration as stop:
-                results[index] = stop.value
-                del running[index]
-    return results
-
-
-def staggered(
-    walks: Sequence[Generator[None, None, Any]],
-) -> Generator[None, None, list[Any]]:
-    """Walks of independent head chunks on one rank, each one boundary behind the one before.
-
-    So the hops of one group are on the links while another computes, and of the last hops, which
-    nothing follows that could hide them, only those of the last group are waited for in vain.
-    """
-    results: list[Any] = [None] * len(walks)
-    running, begun = {}, 0
-    while running or begun < len(walks):
-        if begun < len(walks):
-            running[begun] = walks[begun]
-            begun += 1
-        for index, walk in list(running.items()):
-            try:
-                next(walk)
-            except StopIteration as stop:
-                results[index] = stop.value
-                del running[index]
-        yield
-    return results
+            message = self.held.pop(chunk)
+            if message.flat is not None:  # else these are the caller's own tensors
+                self.buffers.give(chunk.family, message)
 
 
 def _exchanges(hops: Sequence[Hop]) -> Iterator[tuple[Channel, list[Hop]]]:

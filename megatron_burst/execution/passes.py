@@ -1,15 +1,14 @@
 """Attention over a ring: forward, and backward with either side, written once.
 
-What to compute at each pair, and what comes of it; which chunk is where at what time is the
-walk's. Does not know layouts, masks or algorithms: those are in the program and in each pair's
-work. Both are generators, as `walk` explains.
+What is computed at each pair, and what comes of it. Layouts, masks and algorithms are in the
+program of a `Pass` and in the work of each pair.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,72 +16,93 @@ from ..comm.transport import Endpoint
 from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import add_sink_, empty_result
 from ..schedule.tables import Chunk, Pair
-from .executor import Pass, Tensors, Walk
+from .executor import Executor, Pass, Tensors
 
 Keys = tuple[torch.Tensor, torch.Tensor]
 
 
-def forward(
-    run: Pass,
-    endpoint: Endpoint,
-    kernel: Kernel,
-    q: torch.Tensor,
-    keys: Keys,
-    scoring: Scoring,
-    sink: torch.Tensor | None,
-) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor, list[Keys]]]:
-    """Attention of the local queries to the keys of all ranks (Algorithm 1 of BurstEngine).
+class Forward:
+    """Attention of the local queries to the keys of all ranks (BurstEngine Algorithm 1).
 
-    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]), contiguous; sink [h] or None: a logit
-    every row sees besides its keys, with no value. Returns out [s, b, h, w] in the dtype of q,
-    lse [s, b, h] in the accumulation dtype, and the keys to be kept for backward.
+    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]). Advance the `executor` to its end, then
+    ask for the `result`.
     """
-    out, lse = empty_result(q, keys[1].shape[-1])
-    walk = Walk(run, endpoint, {Chunk("kv", endpoint.rank): keys}, None)
 
-    def compute(pair: Pair) -> None:
-        k, v = walk.held[Chunk("kv", pair.key)].tensors
-        kernel.forward(q, k, v, run.works[pair], scoring, out, lse)
+    def __init__(
+        self,
+        run: Pass,
+        endpoint: Endpoint,
+        kernel: Kernel,
+        scoring: Scoring,
+        q: torch.Tensor,
+        keys: Keys,
+    ):
+        self.run, self.kernel, self.scoring, self.q = run, kernel, scoring, q
+        self.out, self.lse = empty_result(q, keys[1].shape[-1])
+        held = {Chunk("kv", endpoint.rank): keys}
+        self.executor = Executor(run, endpoint, held, self.compute)
 
-    yield from walk.steps(compute)
-    if sink is not None:
-        add_sink_(out, lse, sink)
-    kept = [walk.held[chunk].tensors for chunk in run.kept]
-    return out.to(q.dtype), lse, [(k, v) for k, v in kept]
+    def compute(self, pair: Pair) -> None:
+        k, v = self.executor.held[Chunk("kv", pair.key)].tensors
+        work = self.run.works[pair]
+        self.kernel.forward(self.q, k, v, work, self.scoring, self.out, self.lse)
+
+    def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+        """out [s, b, h, w] in the dtype of q, lse [s, b, h] in the accumulation dtype, and k, v of
+        every visiting chunk that is kept for backward.
+
+        sink [h] or None: a logit that every row sees besides its keys, with no value.
+        """
+        if sink is not None:
+            add_sink_(self.out, self.lse, sink)
+        kept = (t for chunk in self.run.kept for t in self.executor.held[chunk].tensors)
+        return self.out.to(self.q.dtype), self.lse, tuple(kept)
 
 
-def backward(
-    run: Pass,
-    endpoint: Endpoint,
-    kernel: Kernel,
-    rows: Rows,
-    keys: Keys,
-    kept: Sequence[Keys],
-    scoring: Scoring,
-    wire: torch.dtype | None,
-    needs_grad: tuple[bool, bool, bool],
-) -> Generator[None, None, tuple[torch.Tensor | None, ...]]:
-    """Gradients of the local q, k, v in the accumulation dtype, None where not needed.
+class Backward:
+    """Gradients of the local q, k, v (BurstEngine Algorithms 1 and 2).
 
     Which side travels is the program's business: own chunks are held from the start, visiting
-    ones arrive or were `kept`, and gradients are summed per chunk wherever it is. `rows` is the
-    local query chunk, `keys` the local (k, v). Source: Algorithms 1 and 2 of BurstEngine.
+    chunks arrive or were `kept`, and gradients are summed per chunk wherever it is. `rows` is the
+    local query chunk, `keys` the local (k, v); `kept`: k, v of each chunk of `run.kept`.
     """
-    me = endpoint.rank
-    held: dict[Chunk, Tensors] = {Chunk("query", me): tuple(rows[:4]), Chunk("kv", me): keys}
-    walk = Walk(run, endpoint, held | dict(zip(run.kept, kept, strict=True)), wire)
-    _, *kv_needs = needs_grad
-    walk.track("dquery", [rows.q.shape] * needs_grad[0])
-    walk.track("dkv", [t.shape for t, needed in zip(keys, kv_needs, strict=True) if needed])
 
-    def compute(pair: Pair) -> None:
-        q, dout, lse, delta = walk.held[Chunk("query", pair.query)].tensors
-        out = rows.out if pair.query == me else None
-        sums = iter(walk.total(Chunk("dquery", pair.query)) + walk.total(Chunk("dkv", pair.key)))
-        grads = [next(sums) if needed else None for needed in needs_grad]
-        k, v = walk.held[Chunk("kv", pair.key)].tensors
-        kernel.backward(Rows(q, dout, lse, delta, out), k, v, run.works[pair], scoring, *grads)
+    def __init__(
+        self,
+        run: Pass,
+        endpoint: Endpoint,
+        kernel: Kernel,
+        scoring: Scoring,
+        rows: Rows,
+        keys: Keys,
+        kept: Sequence[torch.Tensor],
+        wire: torch.dtype | None,
+        needs_grad: tuple[bool, bool, bool],
+    ):
+        self.run, self.kernel, self.scoring = run, kernel, scoring
+        self.rows, self.needs_grad, self.me = rows, needs_grad, endpoint.rank
+        held: dict[Chunk, Tensors] = {Chunk("query", self.me): tuple(rows[:4])}
+        held[Chunk("kv", self.me)] = keys
+        held |= zip(run.kept, zip(kept[::2], kept[1::2], strict=True), strict=True)
+        self.executor = Executor(run, endpoint, held, self.compute, wire)
+        self.executor.sum_gradients("dquery", [rows.q.shape] * needs_grad[0])
+        needed = [t.shape for t, needs in zip(keys, needs_grad[1:], strict=True) if needs]
+        self.executor.sum_gradients("dkv", needed)
 
-    yield from walk.steps(compute)
-    sums = iter(walk.total(Chunk("dquery", me)) + walk.total(Chunk("dkv", me)))
-    return tuple(next(sums) if needed else None for needed in needs_grad)
+    def compute(self, pair: Pair) -> None:
+        q, dout, lse, delta = self.executor.held[Chunk("query", pair.query)].tensors
+        k, v = self.executor.held[Chunk("kv", pair.key)].tensors
+        # out does not travel: a visiting query chunk brings delta instead (BurstEngine 3.1).
+        out = self.rows.out if pair.query == self.me else None
+        rows, work = Rows(q, dout, lse, delta, out), self.run.works[pair]
+        self.kernel.backward(rows, k, v, work, self.scoring, *self._sums(pair))
+
+    def result(self) -> tuple[torch.Tensor | None, ...]:
+        """dq, dk, dv in the accumulation dtype; None where no gradient is needed."""
+        return self._sums(Pair(self.me, self.me))
+
+    def _sums(self, pair: Pair) -> tuple[torch.Tensor | None, ...]:
+        """Where the gradients of these chunks are summed; None where not needed."""
+        query, keys = Chunk("dquery", pair.query), Chunk("dkv", pair.key)
+        sums = iter(self.executor.total(query) + self.executor.total(keys))
+        return tuple(next(sums) if needed else None for needed in self.needs_grad)

@@ -5,19 +5,19 @@ each holds the rows of the whole group and its share of the heads, and after `ga
 before. With one ulysses group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D
 attention (LoongTrain section 4.2). Where key/value heads are fewer than ranks each rank takes
 the one it needs, and the gradients of its copies are summed at home. Knows heads and rows only.
-What goes to one rank is one message, sealed like those of the rings.
+What goes to one rank is one message, with an envelope like those of the rings.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..comm import packing
-from ..comm.packing import Parcel, Seal
+from ..comm.packing import Envelope, Message
 from ..comm.transport import Channel, Endpoint, Receive, Send
 from ..schedule.head_shares import Share
 
@@ -26,9 +26,9 @@ def scatter(
     endpoint: Endpoint,
     links: Sequence[str],
     tensors: Sequence[torch.Tensor],
-    seal: Seal,
+    envelope: Envelope,
     label: str,
-) -> Generator[None, None, list[torch.Tensor]]:
+) -> list[torch.Tensor]:
     """[s, b, n, d] of this rank -> [p s, b, share of n, d], rows in the order of the group."""
     size, me = len(links), endpoint.rank
     shares = [Share(t.shape[2], size) for t in tensors]
@@ -38,7 +38,7 @@ def scatter(
     ]
     whole = [p.new_empty((size, *p.shape)) for p in parts[me]]
     into = [[w[peer] for w in whole] for peer in range(size)]
-    yield from _exchange(endpoint, links, parts, into, seal, label)
+    _exchange(endpoint, links, parts, into, envelope, label)
     return [w.flatten(0, 1) for w in whole]
 
 
@@ -47,9 +47,9 @@ def gather(
     links: Sequence[str],
     tensors: Sequence[torch.Tensor | None],
     heads: Sequence[int],
-    seal: Seal,
+    envelope: Envelope,
     label: str,
-) -> Generator[None, None, list[torch.Tensor | None]]:
+) -> list[torch.Tensor | None]:
     """The inverse of `scatter`: [p s, b, share of n, d] -> [s, b, n, d], copies of a head summed.
 
     heads: n of each tensor. None stays None.
@@ -58,7 +58,7 @@ def gather(
     present = [(t, n) for t, n in zip(tensors, heads, strict=True) if t is not None]
     parts = [[t.unflatten(0, (size, -1))[peer] for t, _ in present] for peer in range(size)]
     received = [[p.new_empty(p.shape) for p in parts[0]] for _ in range(size)]
-    yield from _exchange(endpoint, links, parts, received, seal, label)
+    _exchange(endpoint, links, parts, received, envelope, label)
     totals = []
     for index, (part, (_, n)) in enumerate(zip(parts[0], present, strict=True)):
         total = part.new_zeros((*part.shape[:2], n, part.shape[3]))
@@ -74,34 +74,34 @@ def _exchange(
     links: Sequence[str],
     parts: Sequence[Sequence[torch.Tensor]],
     into: Sequence[Sequence[torch.Tensor]],
-    seal: Seal,
+    envelope: Envelope,
     label: str,
-) -> Generator[None, None, None]:
+) -> None:
     """Send every rank its part; what a rank sends to this one, and what it keeps, lies in `into`.
 
-    Where messages are sealed (the CPU) what goes to a rank is one message, and what comes is copied
-    out of it; elsewhere tensors go straight from and to where they belong.
+    Where messages have envelopes (the CPU) what goes to a rank is one message, and what comes is
+    copied out of it; elsewhere tensors go straight from and to where they belong.
     """
     me = endpoint.rank
     if not parts[me]:
         return
-    sealed = parts[me][0].device.type == "cpu"
+    packed = parts[me][0].device.type == "cpu"
     sends, receives = [], []
     for peer, (part, targets) in enumerate(zip(parts, into, strict=True)):
         if peer == me:
             continue
-        sent, room = Parcel(None, tuple(t.contiguous() for t in part) if not sealed else ()), None
-        if sealed:
-            sent = packing.pack(part, seal)
+        own = () if packed else tuple(t.contiguous() for t in part)
+        sent, room = Message(None, own), None
+        if packed:
+            sent = packing.pack(part, envelope)
             shapes = [(t.shape, t.dtype) for t in targets]
-            room = packing.make(shapes, part[0].device, endpoint.room)
+            room = packing.empty(shapes, part[0].device, endpoint.room)
         sends.append(Send(peer, links[peer], sent.tensors, sent.flat))
-        receives.append(Receive(peer, room.tensors if room else targets, room, seal))
+        receives.append(Receive(peer, room.tensors if room else targets, room, envelope))
     pending = endpoint.exchange(Channel("ulysses", False), sends, receives, label)
-    yield
     pending.wait()
     for target, own in zip(into[me], parts[me], strict=True):
         target.copy_(own)
-    for receive in receives if sealed else ():
+    for receive in receives if packed else ():
         for target, arrived in zip(into[receive.peer], receive.tensors, strict=True):
             target.copy_(arrived)

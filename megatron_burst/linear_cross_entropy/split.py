@@ -8,7 +8,7 @@ its gradient. Knows torch.distributed; must not know the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -108,12 +108,12 @@ class Split:
 
     def agree(self, facts: Facts | ValueError) -> None:
         """Raise the same ValueError on all ranks unless all state the same facts."""
-        agree([facts], self._gather_headers)
+        agree(facts, self._gather_headers)
 
-    def _gather_headers(self, headers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather_headers(self, header: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
-            return list(headers)
-        mine = headers[0].to(self._device)
+            return [header]
+        mine = header.to(self._device)
         gathered = mine.new_empty(self.size * len(mine))
         InFlight(gathered, _start("all_gather", gathered, mine, group=self.group)).wait()
         return list(gathered.cpu().view(self.size, -1))

@@ -182,7 +182,7 @@ class BurstCoreAttention(MegatronModule):
     def _fail(self, error: ValueError) -> None:
         """Tell the ranks that were called properly too, if this layer leads."""
         if self.leads:
-            agree([error], self.book.groups.gather)
+            agree(error, self.book.groups.gather)
 
 
 def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> None:

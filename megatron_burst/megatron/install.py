@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.layout import LayoutName
 from megatron_burst.megatron import lm_head, mtp, training
 from megatron_burst.megatron.checks import check_version, config_problems, require_parameters
 from megatron_burst.megatron.data import slicing_patches
@@ -25,7 +26,7 @@ from megatron_burst.recompute.checkpoint import framed
 _NAME = "burst"
 
 
-def install(layout: str | None = None) -> None:
+def install(layout: LayoutName | None = None) -> None:
     """Teach Megatron BurstAttention. Nothing changes until a configuration asks for it.
 
     Without ``layout``, which is what a script of Megatron-LM wants: where `megatron.training` can

@@ -30,9 +30,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 import megatron_burst as mb
 from megatron_burst.megatron.packed import Pack, pack_of
 from megatron_burst.megatron.patching import registry
+from megatron_burst.options import AttentionKeywords
 
 PLANS_KEPT = 256  # more than packed micro-batches in flight times kinds of layers
-_WIRE = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PlanBook:
     startup: str | None = None
     _lowest: dict[Signature, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
-    _chosen: dict[tuple, dict[str, Any]] = field(default_factory=dict)
+    _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     _packs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def join(self, signature: Signature, layer_number: int) -> bool:
@@ -109,23 +109,19 @@ class PlanBook:
         return known[2]
 
     def _prepare(self, signature: Signature, q, k, v, pack: Pack | None) -> mb.Plan:
-        burst, layout = signature.burst, signature.burst.layout
         kind = signature, *(t.shape for t in (q, k, v))
-        call = self._chosen.get(kind, {"algorithm": burst.algorithm, "side": burst.side})
+        keywords = signature.burst.keywords()
+        keywords |= self._chosen.get(kind, {})
+        keywords["mask"], keywords["softmax_scale"] = signature.mask(pack), signature.softmax_scale
+        if pack is not None:
+            keywords["layout"] = pack.layout(signature.burst.layout, self.groups.size)
         plan = mb.prepare(
             q,
             k,
             v,
             groups=self.groups,
-            layout=layout if pack is None else pack.layout(layout, self.groups.size),
-            mask=signature.mask(pack),
-            **call,
-            kernel=burst.kernel,
-            softmax_scale=signature.softmax_scale,
-            grad_wire_dtype=_WIRE[burst.wire_dtype],
-            kv_cache=burst.kv_cache,
-            store=burst.store,
             needs_grad=(True, True, True),
+            **keywords,
         )
         if plan.choice is not None:
             self._chosen[kind] = plan.choice.call

@@ -128,16 +128,16 @@ def _agreeing(original: Callable, patches: PatchSet) -> Callable:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **named: Any) -> Any:
         if _ASKED in patches.notes:
-            agree([patches.notes[_ASKED]], _gather)
+            agree(patches.notes[_ASKED], _gather)
         return original(*args, **named)
 
     return initialize_model_parallel
 
 
-def _gather(headers: Any) -> list[torch.Tensor]:
-    heard = [headers[0]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(heard, headers[0])
-    return heard
+def _gather(header: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [header] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, header)
+    return gathered
 
 
 def _configuring(configure: Configure) -> Callable[[Callable, PatchSet], Callable]:

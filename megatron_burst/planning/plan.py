@@ -5,59 +5,75 @@ Plain data, made by `prepare` and run by `attention`. Decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..autotune.select import Choice
 from ..comm import packing
 from ..comm.groups import Groups
-from ..execution.executor import Pass
+from ..execution.job import Job
 from ..kernels import native
-from ..kernels.base import Kernel, Scoring
+from ..kernels.base import Kernel
 from ..layout import Layout
 from ..masks import Mask
+from ..options import AttentionOptions
 from ..recompute.partial_ring import Recompute
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import Chunk
-from .validate import NeedsGrad, Shards, Signature, per_rank, signature
+from .validate import NeedsGrad, Signature, signature
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a call of `attention` needs besides its tensors. Make it with `prepare`.
+    """Everything a call of `attention` on one rank needs besides its tensors, made by `prepare`.
 
-    identity: digest of what all ranks agreed on, the same on each.
+    options: as given, with every "auto" and default resolved. schedules: of forward and backward.
+    identity: digest of what all ranks agreed on, the same on each. job: what this rank executes.
+    recompute: if calls may run again, and keep something between. choice: why, where the algorithm
+    was left open.
     """
 
     groups: Groups
-    algorithm: str
+    options: AttentionOptions
     layout: Layout
     mask: Mask
-    kernel: Kernel
-    scoring: Scoring
-    wire_dtype: torch.dtype
-    needs_grad: NeedsGrad
     signature: Signature
     sizes: cost.Sizes
-    schedules: tuple[Schedule, Schedule]  # forward and backward
-    head_chunks: int
-    forwards: tuple[Pass, ...]  # one per local rank, like `backwards`
-    backwards: tuple[Pass, ...]
+    schedules: tuple[Schedule, Schedule]
     identity: int
-    recompute: Recompute | None  # if calls may run again, and keep something between
-    choice: Choice | None = None  # why, where the algorithm was left open
+    job: Job
+    recompute: Recompute | None
+    choice: Choice | None = None
 
-    def matches(self, q: Shards, k: Shards, v: Shards) -> bool:
+    def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Do these tensors have the shapes, dtypes and device that the plan was made for, and
         need no gradient that it did not foresee?"""
-        needed = [torch.is_grad_enabled() and not planned for planned in self.needs_grad]
-        return all(
-            signature(*tensors) == self.signature
-            and not any(t.requires_grad and new for t, new in zip(tensors, needed, strict=True))
-            for tensors in per_rank(self.groups, q, k, v)
+        unforeseen = [torch.is_grad_enabled() and not planned for planned in self.job.needs_grad]
+        return signature(q, k, v) == self.signature and not any(
+            t.requires_grad and new for t, new in zip((q, k, v), unforeseen, strict=True)
         )
+
+    def with_kernel(self, kernel: Kernel) -> Plan:
+        """The same plan on another kernel that takes the work of this one's; for measuring."""
+        return replace(self, job=replace(self.job, kernel=kernel))
+
+    @property
+    def algorithm(self) -> str:
+        return self.options.algorithm
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.job.kernel
+
+    @property
+    def needs_grad(self) -> NeedsGrad:
+        return self.job.needs_grad
+
+    @property
+    def head_chunks(self) -> int:
+        return self.job.head_chunks
 
     def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
         """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
@@ -66,10 +82,10 @@ class Plan:
             back = cost.backward_schedule(
                 back.algorithm, back.grid, back.visible, self.sizes, side=side, kept=back.kept
             )
-        member = self.groups.members[0]
-        heads = cost.head_traffic(member.ulysses_links, member.ulysses.rank, self.sizes)
+        groups = self.groups
+        heads = cost.head_traffic(groups.ulysses_links, groups.ulysses.rank, self.sizes)
         there_bytes, back_bytes = (
-            cost.traffic(s, member.ring.rank, self.sizes) + h
+            cost.traffic(s, groups.ring.rank, self.sizes) + h
             for s, h in zip((there, back), heads, strict=True)
         )
         return there_bytes, back_bytes
@@ -87,15 +103,15 @@ class Plan:
     @property
     def kept_bytes(self) -> int:
         """Memory that keys kept from forward take on this rank until backward."""
-        return sum(self.sizes.chunk_bytes(chunk) for chunk in self.forwards[0].kept)
+        return sum(self.sizes.chunk_bytes(chunk) for chunk in self.job.forward.kept)
 
     @property
     def longest_message(self) -> int:
-        """Bytes, seal and alignment included, of the longest message that any rank sends."""
+        """Bytes, envelope and alignment included, of the longest message that any rank sends."""
         families = ("kv", "query", "dkv", "dquery")
         shared = self.sizes.scattered_bytes(self.groups.topology.ulysses)
         payload = max(*(self.sizes.chunk_bytes(Chunk(family, 0)) for family in families), *shared)
-        return payload + len(families) * packing.ALIGNMENT + packing.SEAL
+        return payload + len(families) * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
         """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
@@ -133,7 +149,7 @@ class Plan:
         again = self.recompute
         if again is None:
             return "none"
-        traffic = again.traffic(self.groups.members[0].ring.rank, self.sizes)
+        traffic = again.traffic(self.groups.ring.rank, self.sizes)
         imbalance = again.imbalance()
         unequal = f", its busiest rank {imbalance:.2f} x the mean" * (imbalance > 1.05)
         return (
@@ -148,7 +164,7 @@ class Plan:
             return 0
         sizes = self.sizes
         each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
-        return len(self.recompute.ranks[0].kept) * sizes.batch * sizes.heads * each
+        return len(self.recompute.run.kept) * sizes.batch * sizes.heads * each
 
 
 def _bytes(traffic: cost.Traffic) -> str:

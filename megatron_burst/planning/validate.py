@@ -1,7 +1,7 @@
-"""The door: one rank's arguments, checked and put in order before any rank talks to another.
+"""Checks one rank's arguments and resolves its defaults, before any rank talks to another.
 
-Decides what is refused, and says what would work. Reads shapes, dtypes and devices; it must
-not communicate and must not run anything.
+Decides what is refused, and says what would work. Reads shapes, dtypes and devices; it must not
+communicate and must not run anything, so that every rank reaches the comparison of arguments.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -9,41 +9,28 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from ..autotune.rates import Rates, check_rates
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
-from ..config import NAMES, BurstConfig
 from ..kernels import registry
 from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
-from ..masks import Mask
+from ..masks import Causal, Mask
+from ..options import ALGORITHMS, SIDES, AttentionOptions
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
 
-Shards = torch.Tensor | Sequence[torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 NeedsGrad = tuple[bool, bool, bool]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # names of `options.WIRE_DTYPES`
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def per_rank(groups: Groups, q: Shards, k: Shards, v: Shards) -> list[Tensors]:
-    """(q, k, v) of each local rank."""
-    lists = [list(x) if isinstance(x, (list, tuple)) else [x] for x in (q, k, v)]
-    for name, shards in zip("qkv", lists, strict=True):
-        if len(shards) != len(groups.local_ranks):
-            raise ValueError(
-                f"{name}: groups hold {len(groups.local_ranks)} ranks in this process, "
-                f"got {len(shards)} tensors"
-            )
-    return list(zip(*lists, strict=True))
 
 
 def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
@@ -52,39 +39,20 @@ def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The keywords of `prepare`, as given."""
+class Request:
+    """One rank's checked arguments, before the ranks have compared them.
 
-    layout: str | Layout
-    mask: Mask
-    algorithm: str
-    side: str
-    kernel: str
-    softmax_scale: float | None
-    softcap: float | None
-    grad_wire_dtype: torch.dtype | None
-    kv_cache: float
-    store: float | None
-    head_chunks: int | None
-    needs_grad: NeedsGrad | None
-    sink: torch.Tensor | None
-    rates: Rates | None
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One rank's checked arguments, before the ranks have compared them."""
+    options: with a `Layout`, a mask and numbers in place of names and defaults; what is "auto" is
+    still open. facts: what all ranks must agree on.
+    """
 
     tensors: Tensors
-    config: BurstConfig
+    options: AttentionOptions
     layout: Layout
     mask: Mask
     kernel: Kernel
     scoring: Scoring
     wire_dtype: torch.dtype
-    kv_cache: float
-    store: float | None
-    head_chunks: int | None
     needs_grad: NeedsGrad
     facts: Facts
 
@@ -106,33 +74,40 @@ class Draft:
         )
 
 
-def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
-    """One rank's (q, k, v) and choices, or the ValueError they deserve."""
+def check(
+    tensors: Tensors,
+    groups: Groups,
+    options: AttentionOptions,
+    needs_grad: NeedsGrad | None = None,
+    sink: torch.Tensor | None = None,
+    rates: Rates | None = None,
+) -> Request:
+    """One rank's request, or the ValueError that its arguments deserve; as `prepare`."""
     q, k, v = tensors
     _check_shapes(q, k, v)
     _check_device(groups, q)
-    _check_algorithm(choices.algorithm, groups, q, k)
-    if choices.head_chunks is not None:
-        _check_head_chunks(choices.head_chunks, groups, k)
-    _check_rates(choices)
-    config = BurstConfig(choices.algorithm, side=choices.side, kernel=choices.kernel)
-    layout = _layout(choices.layout, groups, q.shape[0])
-    if not isinstance(choices.mask, Mask):
-        raise ValueError(f"mask must be one of mb.masks, got {choices.mask!r}")
-    choices.mask.check(q.shape[0] * groups.size)
-    _check_numbers(choices)
-    kernel = registry.make(config.kernel, q, k, v, choices.softcap, choices.mask)
-    wire_dtype = choices.grad_wire_dtype or accumulation_dtype(q.dtype)
-    if wire_dtype not in DTYPES:
-        raise ValueError(f"grad_wire_dtype must be None or one of {DTYPES}, got {wire_dtype}")
-    check_sink(choices.sink, q)
-    scale = q.shape[-1] ** -0.5 if choices.softmax_scale is None else float(choices.softmax_scale)
-    # With algorithm "auto" None is resolved later, like the algorithm.
-    head_chunks = choices.head_chunks or (None if choices.algorithm == "auto" else 1)
-    needs_grad = (q.requires_grad, k.requires_grad, v.requires_grad)
-    if choices.needs_grad is not None:
-        q_needs, k_needs, v_needs = choices.needs_grad
-        needs_grad = (bool(q_needs), bool(k_needs), bool(v_needs))
+    _check_names(options)
+    _check_algorithm(options.algorithm, groups, q, k)
+    if options.head_chunks is not None:
+        _check_head_chunks(options.head_chunks, groups, k)
+    _check_rates(rates, options.algorithm)
+    layout = _layout(options.layout, groups, q.shape[0])
+    mask = Causal() if options.mask is None else options.mask
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
+    mask.check(q.shape[0] * groups.size)
+    _check_numbers(options)
+    kernel = registry.make(options.kernel, q, k, v, options.softcap, mask)
+    wire_dtype = _wire_dtype(options.grad_wire_dtype, q)
+    check_sink(sink, q)
+    needs_grad = _needs_grad(needs_grad, tensors)
+    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
+    resolved = replace(
+        options, layout=layout, mask=mask, softmax_scale=scale, grad_wire_dtype=wire_dtype,
+        store=options.store or None,
+        # With algorithm "auto" None is resolved later, like the algorithm.
+        head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
+    )  # fmt: skip
     facts: Facts = {
         "groups": groups.topology,
         "q": (tuple(q.shape), q.dtype),
@@ -140,34 +115,44 @@ def check(tensors: Tensors, groups: Groups, choices: Choices) -> Draft:
         "v": (tuple(v.shape), v.dtype),
         "device": q.device.type,
         "needs_grad (q, k, v)": needs_grad,
-        "algorithm": config.algorithm,
-        "side": config.side,
+        **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         "kernel": kernel.name,
-        "layout": layout,
-        "mask": choices.mask,
-        "softmax_scale": scale,
-        "softcap": choices.softcap,
-        "grad_wire_dtype": wire_dtype,
-        "kv_cache": choices.kv_cache,
-        "store": choices.store,
-        "sink": None if choices.sink is None else (tuple(choices.sink.shape), choices.sink.dtype),
-        "head_chunks": head_chunks,
-        "rates": choices.rates,
+        "sink": None if sink is None else (tuple(sink.shape), sink.dtype),
+        "rates": rates,
     }
-    return Draft(
+    return Request(
         tensors=tensors,
-        config=config,
+        options=resolved,
         layout=layout,
-        mask=choices.mask,
+        mask=mask,
         kernel=kernel,
-        scoring=Scoring(scale, choices.softcap),
+        scoring=Scoring(scale, options.softcap),
         wire_dtype=wire_dtype,
-        kv_cache=choices.kv_cache,
-        store=choices.store or None,
-        head_chunks=head_chunks,
         needs_grad=needs_grad,
         facts=facts,
     )
+
+
+def _wire_dtype(asked: object, q: torch.Tensor) -> torch.dtype:
+    if asked is None:
+        return accumulation_dtype(q.dtype)
+    dtype = WIRE.get(asked, asked) if isinstance(asked, str) else asked
+    if dtype not in DTYPES:
+        names = ", ".join(map(str, (*WIRE, *DTYPES)))
+        raise ValueError(f"grad_wire_dtype must be None or one of {names}, got {asked!r}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _needs_grad(asked: object, tensors: Tensors) -> NeedsGrad:
+    """Which of q, k, v need a gradient: what is asked for, else what the tensors say."""
+    if asked is None:
+        q, k, v = (t.requires_grad for t in tensors)
+        return q, k, v
+    if not (isinstance(asked, (tuple, list)) and len(asked) == 3):
+        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {asked!r}")
+    q, k, v = map(bool, asked)
+    return q, k, v
 
 
 def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -184,9 +169,16 @@ def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
         )
 
 
+def _check_names(options: AttentionOptions) -> None:
+    for name, value, names in (
+        ("algorithm", options.algorithm, ALGORITHMS),
+        ("side", options.side, SIDES),
+    ):
+        if value not in names:
+            raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+
+
 def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.Tensor) -> None:
-    if algorithm not in NAMES:
-        raise ValueError(f"algorithm must be one of {', '.join(NAMES)}, got {algorithm!r}")
     ulysses, size = groups.topology.ulysses, groups.size
     if algorithm == "ulysses" and ulysses != size:
         raise ValueError(
@@ -209,35 +201,31 @@ def _check_head_chunks(head_chunks: int, groups: Groups, k: torch.Tensor) -> Non
         )
 
 
-def _check_rates(choices: Choices) -> None:
-    if choices.rates is None:
+def _check_rates(rates: Rates | None, algorithm: str) -> None:
+    if rates is None:
         return
-    check_rates(choices.rates)
-    if choices.algorithm != "auto":
-        raise ValueError(f"rates are for algorithm='auto', got {choices.algorithm!r} beside them")
+    check_rates(rates)
+    if algorithm != "auto":
+        raise ValueError(f"rates are for algorithm='auto', got {algorithm!r} beside them")
 
 
-def _check_numbers(choices: Choices) -> None:
-    numbers = {"softmax_scale": choices.softmax_scale, "softcap": choices.softcap}
+def _check_numbers(options: AttentionOptions) -> None:
+    numbers = {"softmax_scale": options.softmax_scale, "softcap": options.softcap}
     for name, value in numbers.items():  # aten operators scale what they have hidden: -inf * 0
         if value is not None and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
-    if not _is_number(choices.kv_cache) or not 0.0 <= choices.kv_cache <= 1.0:
-        raise ValueError(f"kv_cache must be a fraction from 0 to 1, got {choices.kv_cache!r}")
-    if choices.kv_cache and choices.side == "query":
+    check_fraction("kv_cache", options.kv_cache)
+    if options.kv_cache and options.side == "query":
         raise ValueError(
-            f"kv_cache keeps keys for side kv, got side='query' with kv_cache={choices.kv_cache}"
+            f"kv_cache keeps keys for side kv, got side='query' with kv_cache={options.kv_cache}"
         )
-    if choices.store is not None:
-        check_fraction("store", choices.store)
-    if choices.store and choices.kv_cache:
+    if options.store is not None:
+        check_fraction("store", options.store)
+    if options.store and options.kv_cache:
         raise ValueError(
-            f"kv_cache={choices.kv_cache} keeps keys of a forward that store={choices.store} does "
+            f"kv_cache={options.kv_cache} keeps keys of a forward that store={options.store} does "
             "not run again; use one of them"
         )
-    needs = choices.needs_grad
-    if needs is not None and not (isinstance(needs, (tuple, list)) and len(needs) == 3):
-        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs!r}")
 
 
 def _is_number(value: object) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..execution.executor import Pass
+from ..execution.job import PartialPass
 from ..kernels.base import Kernel
 from ..layout import Span
 from ..masks import Mask, shards_visible
@@ -23,22 +24,12 @@ from . import selection
 
 
 @dataclass(frozen=True)
-class Again:
-    """One local rank's part: int64 row numbers of its ring shard, and what it runs."""
-
-    kept: torch.Tensor
-    rest: torch.Tensor
-    keys: torch.Tensor
-    run: Pass
-
-
-@dataclass(frozen=True)
 class Recompute:
     """The recompute of a plan that keeps the results of some rows."""
 
     keep: float
     schedule: Schedule
-    ranks: tuple[Again, ...]  # one per local rank
+    run: PartialPass  # of this rank
     mask: Mask
     queries: tuple[selection.Part, ...]  # of every rank of the ring: the rows computed again
     seq_len: int
@@ -53,7 +44,7 @@ class Recompute:
 
     def traffic(self, rank: int, sizes: cost.Sizes) -> cost.Traffic:
         """Bytes that a rank of the ring sends per recompute, without those of ulysses groups."""
-        rows = self.ranks[0].run.rows
+        rows = self.run.run.rows
         sent = {"intra": 0.0, "inter": 0.0}
         whole = sizes.chunk_bytes
         for hop in self.schedule.sends(rank):
@@ -67,47 +58,29 @@ def plan(
     algorithm: str,
     grid: Grid,
     spans: Sequence[Sequence[Span]],
-    ring_ranks: Sequence[int],
+    rank: int,
     keep: float,
     cp_size: int,
     sizes: cost.Sizes,
     device: torch.device,
 ) -> Recompute:
-    """What the ranks `ring_ranks` of a ring, whose shards are `spans`, keep and compute again;
-    their tensors are on `device`, and so are the row numbers."""
+    """What `rank` of a ring, whose shards are `spans`, keeps and computes again; its tensors are on
+    `device`, and so are the row numbers."""
     seq_len = sum(span.length for each in spans for span in each)
     kept, rest, needed = selection.split(mask, seq_len, keep, cp_size)
     queries = [selection.part(each, rest) for each in spans]
     keys = [selection.part(each, needed) for each in spans]
     visible = shards_visible(mask, [q.spans for q in queries], [k.spans for k in keys])
     schedule = cost.forward_schedule(algorithm, grid, visible, sizes)
+    program, works = schedule.program(rank), {}
+    for boundary in program:
+        pair = boundary.pair
+        if pair is not None and visible[pair]:
+            work = kernel.plan(mask, queries[pair.query].spans, keys[pair.key].spans)
+            if work is not None:
+                works[pair] = work
     rows = tuple(len(k.rows) for k in keys)
-    ranks = []
-    for rank in ring_ranks:
-        program = schedule.program(rank)
-        works = {}
-        for boundary in program:
-            pair = boundary.pair
-            if pair is not None and visible[pair]:
-                work = kernel.plan(mask, queries[pair.query].spans, keys[pair.key].spans)
-                if work is not None:
-                    works[pair] = work
-        indices = selection.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
-        run = Pass("attention recompute", program, works, rows=rows, own_last=program)
-        ranks.append(Again(*(torch.from_numpy(x).to(device) for x in indices), run=run))
-    return Recompute(keep, schedule, tuple(ranks), mask, tuple(queries), seq_len)
-
-
-def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of x: x itself where they are all of them."""
-    return x if len(rows) == len(x) else x.index_select(0, rows.to(x.device))
-
-
-def woven(again: Again, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The rows that were kept and those computed again, each in its place."""
-    if not len(again.rest):
-        return stored.detach()  # as a result it gets a history of its own
-    whole = new.new_empty((len(again.kept) + len(again.rest), *new.shape[1:]))
-    whole[again.kept.to(new.device)] = stored
-    whole[again.rest.to(new.device)] = new
-    return whole
+    run = Pass("attention recompute", program, works, rows=rows, deferred=program)
+    indices = selection.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
+    partial = PartialPass(*(torch.from_numpy(x).to(device) for x in indices), run=run)
+    return Recompute(keep, schedule, partial, mask, tuple(queries), seq_len)

@@ -12,7 +12,6 @@ agreed on by both ranks before.
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -163,7 +162,7 @@ class _Actor:
         q, k, v, dout = (x[_rows(tensors, self.rank)] for x in _tensors(int(call), tensors))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         if what == "E":
-            plan = replace(plan, kernel=cases.Failing(plan.kernel, "forward", 0))
+            plan = plan.with_kernel(cases.Failing(plan.kernel, "forward", 0))
         if what == "C":
             out = checkpoint(lambda *x: mb.attention(*x, plan=plan), *leaves, use_reentrant=False)
         else:

@@ -99,6 +99,7 @@ class Run:
 
     def __init__(self, case: Case, groups: mb.Groups):
         self.case, self.groups = case, groups
+        self.local = [rank.rank for rank in getattr(groups, "ranks", [groups])]
         self.many = groups.backend == "in_process"
         self.faults: list[str] = []
         self.messages: list[str] = []
@@ -119,7 +120,7 @@ class Run:
     def _shards(self, call: Call):
         """(q, k, v as leaves by kind and local rank, douts)."""
         *qkv, dout, _ = inputs(call)
-        mine = [call.positions[rank] for rank in self.groups.local_ranks]
+        mine = [call.positions[rank] for rank in self.local]
         leaves = [
             [strided(x[rows], call.strides).detach().requires_grad_(need) for rows in mine]
             for x, need in zip(qkv, call.needs, strict=True)
@@ -144,7 +145,7 @@ class Run:
             if key not in self.plans:
                 self.plans[key] = mb.prepare(*given, groups=self.groups, sink=sink, **call.choices)
             more = {"plan": self.plans[key]}
-        count = len(self.groups.local_ranks)
+        count = len(self.local)
 
         def attend(*flat):
             q, k, v = (list(flat[i * count : (i + 1) * count]) for i in range(3))
@@ -173,7 +174,7 @@ class Run:
         found = iter(grads)
         for i, need in enumerate(call.needs):
             if need:
-                parts = [next(found) for _ in self.groups.local_ranks]
+                parts = [next(found) for _ in self.local]
                 self._judge(index, call, NAMES[i + 1], i + 1, parts)
         if learnt:
             total = next(found).double()
@@ -185,7 +186,7 @@ class Run:
 
     def _judge(self, index: int, call: Call, name: str, which: int, parts):
         truth = self.truths[index]
-        for rank, part in zip(self.groups.local_ranks, parts, strict=True):
+        for rank, part in zip(self.local, parts, strict=True):
             right = truth.results[which][call.positions[rank]]
             if part.shape != right.shape or part.dtype != call.dtype:
                 self.faults.append(f"call {index}: {name} is {part.dtype} {tuple(part.shape)}")
@@ -202,7 +203,7 @@ class Run:
         leaves = self._shards(call)[0]
         # One process passes its keywords once: what differs there by rank are tensors.
         everywhere = call.odd_rank is None or (self.many and not call.tensors)
-        for place, rank in enumerate(self.groups.local_ranks):
+        for place, rank in enumerate(self.local):
             if everywhere or rank == call.odd_rank:
                 for shards in leaves:
                     shards[place] = shards[place].detach()

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.cuda import nccl
@@ -181,7 +182,7 @@ def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     return error
 
 
-def _ring(kernel: str, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list[torch.Tensor]:
+def _ring(kernel: Any, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list[torch.Tensor]:
     """Outputs and gradients of two ranks in this process, in float32."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     shards = [[leaves[i], leaves[i + 3]] for i in range(3)]

@@ -157,18 +157,18 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     results = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     scale = WIDTH**-0.5
-    for ulysses in range(heads):
-        q, k, v, dout = (x[:, 0, ulysses].double() for x in whole)
+    for head in range(heads):
+        q, k, v, dout = (x[:, 0, head].double() for x in whole)
         p = (q @ k.T * scale).masked_fill(hidden, -math.inf).softmax(dim=1)
         out = p @ v
         ds = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
         for result, value in zip(results, (out, ds @ k, ds.T @ q, p.T @ dout), strict=True):
-            result[:, 0, ulysses] = value
+            result[:, 0, head] = value
     return whole, results
 
 
 def _worst(
-    groups: mb.Groups, algorithm: str, side: str, whole: list[torch.Tensor], wanted: list
+    groups: mb.Groups, algorithm: Any, side: Any, whole: list[torch.Tensor], wanted: list
 ) -> float:
     """Largest difference of this rank's out, dq, dk, dv, over the largest value of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,7 +213,7 @@ def _rate(groups: mb.Groups, ring: str) -> float:
         to, back = node * width + (index + 1) % width, node * width + (index - 1) % width
     else:
         to, back = (groups.rank + width) % groups.size, (groups.rank - width) % groups.size
-    end, size = groups.members[0].ring, MESSAGE[device]
+    end, size = groups.ring, MESSAGE[device]
     there, here = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def shift(times: int) -> float:
@@ -238,7 +238,7 @@ def _rate(groups: mb.Groups, ring: str) -> float:
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
     """How many communicators a run gets on top of Megatron's, and what those made here take."""
-    channels = getattr(groups.members[0].ring, "channels", {}).values()
+    channels = getattr(groups.ring, "channels", {}).values()
     added = len({id(group) for group in channels})
     what = f"a plain ring adds {added} per rank to Megatron's"
     after = _taken()

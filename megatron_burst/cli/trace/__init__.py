@@ -11,7 +11,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from ...config import NAMES
+from ...options import ALGORITHMS
 from ...schedule.tables import SIDES
 
 RANKS = 16  # as many processes as one machine may reasonably start
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-events", type=Path, metavar="FILE", help="keep for --events")
     parser.add_argument("--nodes", type=int, default=2, help="default: 2")
     parser.add_argument("--ranks-per-node", type=int, default=2, help="default: 2")
-    rings = [name for name in NAMES if name not in ("ulysses", "hybrid")]
+    rings = [name for name in ALGORITHMS if name not in ("ulysses", "hybrid")]
     parser.add_argument("--algorithm", default="burst", choices=rings, help="default: burst")
     parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="default: auto")
     parser.add_argument("--tokens", type=int, default=512, help="per rank (default: 512)")

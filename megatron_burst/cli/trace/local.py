@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...attention import attention
 from ...comm.groups import Groups
+from ...options import Algorithm, SideName
 from ...planning.prepare import prepare
 from .files import Trace
 from .record import Event, traced
@@ -32,8 +33,8 @@ class Call:
 
     nodes: int
     per_node: int
-    algorithm: str
-    side: str
+    algorithm: Algorithm
+    side: SideName
     tokens: int  # per rank
     heads: int
     kv_heads: int

@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...comm.groups import Groups, Member
 from ...comm.transport import Channel, Counters, Endpoint, Pending, Receive, Send
 from ...kernels.base import Kernel, Rows, Scoring
 from ...planning.plan import Plan
-from ...schedule.topology import Topology
 
 STREAMS = ("compute", "intra", "inter", "wait")
 
@@ -40,35 +38,23 @@ class Event(NamedTuple):
 
 def traced(plan: Plan) -> tuple[Plan, list[Event]]:
     """The plan, tracing, and the list to which its events are added as it runs on this rank."""
-    if plan.groups.backend != "gloo" or len(plan.groups.local_ranks) != 1:
+    if plan.groups.backend != "gloo":
         raise ValueError(
             "a trace needs one gloo process per rank: the clock of the host says nothing about "
             f"ranks in one process or on GPUs; these groups are on {plan.groups.backend}"
         )
     events: list[Event] = []
-    member = plan.groups.members[0]
-    groups = _with(plan.groups, _member(plan.groups.topology, member, events))
-    kernel = _Kernel(plan.kernel, member.rank, events)
-    return dataclasses.replace(plan, groups=groups, kernel=kernel), events
-
-
-def _with(groups: Groups, member: Member) -> Groups:
-    """The same process groups with another member on top."""
-    other = Groups.__new__(Groups)
-    other.__dict__.update(groups.__dict__, members=[member])
-    return other
-
-
-def _member(topology: Topology, member: Member, events: list[Event]) -> Member:
-    rank = member.rank
-    ends = {"ring": topology.ring(rank), "ulysses": topology.ulysses_group(rank)}
-    wrapped = {
-        name: _Endpoint(
-            getattr(member, name), rank, [topology.link(rank, other) for other in ranks], events
+    rank, topology, job = plan.groups.rank, plan.groups.topology, plan.job
+    ring, sharing = (
+        _Endpoint(end, rank, [topology.link(rank, other) for other in ranks], events)
+        for end, ranks in (
+            (job.ring, topology.ring(rank)),
+            (job.ulysses, topology.ulysses_group(rank)),
         )
-        for name, ranks in ends.items()
-    }
-    return dataclasses.replace(member, ring=wrapped["ring"], ulysses=wrapped["ulysses"])
+    )
+    kernel = _Kernel(job.kernel, rank, events)
+    tracing = dataclasses.replace(job, ring=ring, ulysses=sharing, kernel=kernel)
+    return dataclasses.replace(plan, job=tracing), events
 
 
 @dataclass

@@ -1,0 +1,148 @@
+"""Attention as one autograd function: of one rank, or of all ranks that share a process.
+
+Decides what is saved for backward, and where results that a checkpoint keeps come from and go to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..comm.groups import Groups, InProcessGroups
+from ..comm.packing import CallTag
+from ..kernels.autograd import first_order_only
+from . import rank
+from .executor import Tensors
+from .job import Job
+
+
+class Keeper(Protocol):
+    """Keeps out and lse of some rows between a forward and its recompute."""
+
+    @property
+    def filled(self) -> bool: ...
+
+    def put(self, what: object, entry: Tensors) -> None: ...
+
+    def get(self, what: object) -> Tensors: ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where this call finds or leaves results: a keeper, and what identifies the call there."""
+
+    keeper: Keeper
+    what: object
+
+    def found(self) -> Tensors | None:
+        return self.keeper.get(self.what) if self.keeper.filled else None
+
+    def leave(self, rows: Callable[[], Tensors]) -> None:
+        if not self.keeper.filled:
+            self.keeper.put(self.what, rows())
+
+
+@contextmanager
+def _running(groups: Groups, device: torch.device) -> Iterator[None]:
+    """Precision is the plan's business and not autocast's."""
+    with groups.running(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _rows_to_keep(job: Job, saved: Tensors) -> Tensors:
+    """out and lse of the rows that the store keeps."""
+    assert job.recompute is not None
+    return tuple(rank.rows_of(t.detach(), job.recompute.kept) for t in saved[3:5])
+
+
+def _inputs(ctx: Any, first: int, gradients: list[torch.Tensor | None]) -> list[Any]:
+    """Gradients in the dtype of the inputs, for those inputs that need one."""
+    needed = zip(gradients, ctx.needs_input_grad[first:], strict=True)
+    return [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
+
+
+class Attention(torch.autograd.Function):
+    """One rank. q, k, v: its shard; sink [h] or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        job: Job,
+        groups: Groups,
+        call: CallTag,
+        kept: Kept | None,
+        sink: torch.Tensor | None,
+        *shard: torch.Tensor,
+    ) -> torch.Tensor:
+        with _running(groups, shard[0].device):
+            q, k, v = (t.contiguous() for t in shard)
+            stored = None if kept is None else kept.found()
+            out, saved = rank.forward(job, call, (q, k, v), sink, stored)
+        if kept is not None:
+            kept.leave(lambda: _rows_to_keep(job, saved))
+        ctx.job, ctx.groups, ctx.call, ctx.dtype = job, groups, call, shard[0].dtype
+        ctx.save_for_backward(sink, *saved)
+        return out
+
+    @staticmethod
+    @first_order_only("mb.attention")
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sink, *saved = ctx.saved_tensors
+        ctx.groups.check()
+        ctx.groups.calls.backward(ctx.call)
+        with _running(ctx.groups, dout.device):
+            *grads, dsink = rank.backward(ctx.job, ctx.call, dout, tuple(saved), sink)
+        if dsink is not None:
+            dsink = dsink.to(sink.dtype) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, dsink, *_inputs(ctx, 5, grads)
+
+
+class InProcessAttention(torch.autograd.Function):
+    """All ranks of a process at once; shards: q, k, v of rank 0, then of rank 1, ..."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        jobs: list[Job],
+        groups: InProcessGroups,
+        calls: list[CallTag],
+        kept: Kept | None,
+        sink: torch.Tensor | None,
+        *shards: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        flat = [t.contiguous() for t in shards]
+        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        stored = None if kept is None else kept.found()
+        some = [stored and stored[i : i + 2] for i in range(0, 2 * len(jobs), 2)]
+        with torch.autocast(flat[0].device.type, enabled=False):
+            results = groups.run(rank.forward, jobs, calls, each, [sink] * len(jobs), some)
+        outs, saved = zip(*results, strict=True)
+        if kept is not None:
+            pairs = list(zip(jobs, saved, strict=True))
+            kept.leave(lambda: tuple(t for pair in pairs for t in _rows_to_keep(*pair)))
+        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
+        ctx.lengths = [len(some) for some in saved]
+        ctx.save_for_backward(sink, *(t for some in saved for t in some))
+        return outs
+
+    @staticmethod
+    @first_order_only("mb.attention")
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sink, *flat = ctx.saved_tensors
+        for group, call in zip(ctx.groups.ranks, ctx.calls, strict=True):
+            group.calls.backward(call)
+        rest = iter(flat)
+        saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
+        with torch.autocast(douts[0].device.type, enabled=False):
+            results = ctx.groups.run(
+                rank.backward, ctx.jobs, ctx.calls, douts, saved, [sink] * len(ctx.jobs)
+            )
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[4]:
+            dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
+        grads = [grad for result in results for grad in result[:3]]
+        return None, None, None, None, dsink, *_inputs(ctx, 5, grads)

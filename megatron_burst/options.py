@@ -1,0 +1,78 @@
+"""The choices of an attention call: one typed object, from the keywords of a call to its plan.
+
+Owns what may be chosen, and the names of kernels; layouts, rings and sides are named by their
+rooms. Values are checked by `planning.validate`, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
+
+from .layout import Layout, LayoutName
+from .masks import Mask
+from .schedule.tables import RingAlgorithm, Side
+
+if TYPE_CHECKING:
+    import torch
+
+Algorithm = Literal[RingAlgorithm, "ulysses", "hybrid", "auto"]
+KernelName = Literal[
+    "auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference"
+]
+SideName = Literal["auto", Side]
+WireDtype = Literal["fp32", "bf16"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+KERNELS: tuple[str, ...] = get_args(KernelName)
+SIDES: tuple[str, ...] = get_args(SideName)
+WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is computed; every field is a keyword of `mb.attention` and `mb.prepare`.
+
+    layout: which positions each rank holds: a name (see `mb.layout`) or a `Layout`.
+    mask: from `mb.masks`; None: `Causal()`.
+    algorithm: "burst", "double_ring", "ring" or "all_gather", and with groups that share heads also
+    "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted to be fastest,
+    with its side and head chunks.
+    side: which tensors travel in backward; "auto" takes the side with fewer bytes.
+    kernel: the local attention on a device; "auto" takes the first that can serve the call.
+    softmax_scale: default d ** -0.5. softcap: scores become cap * tanh(score / cap).
+    grad_wire_dtype: of travelling gradients, a torch dtype or "fp32" or "bf16"; None for the
+    accumulation dtype.
+    kv_cache: fraction (0 to 1) of visiting keys and values that forward keeps for backward.
+    store: fraction (0 to 1) of attention results that a checkpoint around the call keeps.
+    head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
+    rings run staggered: the last hops of one overlap with the compute of another, at that many
+    times the messages. None: 1, or what algorithm "auto" takes.
+    """
+
+    layout: LayoutName | Layout = "zigzag"
+    mask: Mask | None = None
+    algorithm: Algorithm = "burst"
+    side: SideName = "auto"
+    kernel: KernelName = "auto"
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    grad_wire_dtype: torch.dtype | WireDtype | None = None
+    kv_cache: float = 0.0
+    store: float | None = None
+    head_chunks: int | None = None
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """The fields of `AttentionOptions` as keywords, for editors and type checkers."""
+
+    layout: LayoutName | Layout
+    mask: Mask | None
+    algorithm: Algorithm
+    side: SideName
+    kernel: KernelName
+    softmax_scale: float | None
+    softcap: float | None
+    grad_wire_dtype: torch.dtype | WireDtype | None
+    kv_cache: float
+    store: float | None
+    head_chunks: int | None
