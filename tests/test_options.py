@@ -17,7 +17,7 @@ NAMES = [field.name for field in dataclasses.fields(options.AttentionOptions)]
 
 def test_keywords_are_the_fields_with_their_types():
     hints = [
-        get_type_hints(one, {**vars(options), "torch": torch})
+        get_type_hints(one, None, {"torch": torch})
         for one in (options.AttentionOptions, options.AttentionKeywords)
     ]
     assert hints[0] == hints[1]
