@@ -4,7 +4,9 @@ A case is small on purpose; the grid is large. Every rank of a case solves the w
 with the oracle, once per problem, and judges its own shard, so no tensors travel to pytest.
 """
 
+import math
 import random
+from copy import copy
 from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -129,44 +131,57 @@ def expected_bytes(case, rank, wire=None):
 
 def _cheapest(case, side, chunks):
     """For every rank {link: bytes} of one pass, by the route that sends least over all ranks."""
-    seen = seen_by_rank(case)
-    size = range(case.size)
-    users = [{r for r in size if (seen[r][o] if side == "kv" else seen[o][r])} for o in size]
-    if all(len(ranks) == case.size for ranks in users):
-        table = [oracle.hops(case.algorithm, case.nodes, case.per_node, rank) for rank in size]
-        return [{link: n * sum(chunks) for link, n in counts.items()} for counts in table]
-    routes = []
-    for algorithm in (case.algorithm, "direct"):
-        ranks = [
-            oracle.sparse_hops(algorithm, case.nodes, case.per_node, users, rank) for rank in size
+    grid, problem = (case.nodes, case.per_node), case.problem
+    routes = [
+        [
+            {link: there[link] * chunks[0] + back[link] * chunks[1] for link in there}
+            for there, back in ranks
         ]
-        routes.append(
-            [
-                {link: there[link] * chunks[0] + back[link] * chunks[1] for link in there}
-                for there, back in ranks
-            ]
-        )
+        for ranks in _routes(case.algorithm, grid, side, case.layout, problem.mask, problem.length)
+    ]
     return min(routes, key=lambda route: [sum(r[k] for r in route) for k in ("inter", "intra")])
 
 
-@lru_cache(maxsize=64)
-def seen_by_rank(case):
+@cache
+def _routes(algorithm, grid, side, layout, mask, length):
+    """For every route, for every rank (activation, gradient) {link: messages} of one pass."""
+    seen = seen_by_rank(math.prod(grid), layout, mask, length)
+    size = range(math.prod(grid))
+    users = [{r for r in size if (seen[r][o] if side == "kv" else seen[o][r])} for o in size]
+    if all(len(ranks) == len(size) for ranks in users):
+        return [[(oracle.hops(algorithm, *grid, rank),) * 2 for rank in size]]
+    return [
+        [oracle.sparse_hops(name, *grid, users, rank) for rank in size]
+        for name in (algorithm, "direct")
+    ]
+
+
+@cache
+def seen_by_rank(size, layout, mask, length):
     """bool [G][G]: does anything of the queries of one rank see anything of the keys of another?"""
-    seen = oracle.visible(case.problem.mask, case.problem.length)
-    positions = oracle.permutation(case.layout, case.size, case.problem.length)
+    seen = oracle.visible(mask, length)
+    positions = oracle.permutation(layout, size, length)
     return [[bool(seen[q][:, k].any()) for k in positions] for q in positions]
+
+
+@cache
+def groups_in_process(nodes, per_node):
+    """The groups of a grid in this process, made once: they keep the schedules they have made."""
+    return mb.Groups.in_process(inter=nodes, intra=per_node)
 
 
 def run_in_process(case, **more):
     """(out, dq, dk, dv) of every rank, and the counters of every rank."""
-    groups = mb.Groups.in_process(inter=case.nodes, intra=case.per_node)
+    groups = groups_in_process(case.nodes, case.per_node)
+    for member in groups.members:
+        member.counters.reset()
     *qkv, douts = zip(*shards(case, solve(case.problem)[0]), strict=True)
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
     outs = mb.attention(*map(list, qkv), groups=groups, **choices(case), **more)
     grads = torch.autograd.grad(outs, leaves, douts)
     size = case.size
     results = list(zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True))
-    return results, [rank.counters for rank in groups.ranks]
+    return results, [copy(rank.counters) for rank in groups.ranks]
 
 
 def faults_in_process(case):

@@ -1,6 +1,8 @@
 """Four gloo ranks with Megatron on the CPU, shared by all tests of this folder, and a dataset."""
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ pytest.importorskip("megatron.core")
 
 import session
 from workers import Workers
+
+# Where `ranks` is, which forks the ranks of checkpoints too.
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron_lm"))
 
 SEQUENCE = 64
 VOCABULARY = 61
@@ -62,12 +67,13 @@ def write_documents(tmp_path_factory, draw_length):
 
 @pytest.fixture(scope="session")
 def common(data):
-    """Flags of every run: two layers, five steps on four short sequences each."""
+    """Flags of every run: two layers, four steps on four short sequences each; the learning rate
+    is there from the first step, so that three updates of the weights are compared."""
     return (
         f"--data-path {data} --seq-length {SEQUENCE} --eod {VOCABULARY - 1} --eod-mask-loss "
         "--make-vocab-size-divisible-by 4 --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 "
-        "--num-attention-heads 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 5 "
-        "--lr 3e-3 --lr-warmup-iters 1"
+        "--num-attention-heads 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 "
+        "--lr 3e-3 --lr-warmup-iters 0"
     ).split()
 
 

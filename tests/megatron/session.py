@@ -23,6 +23,7 @@ def start():
     import pretrain_gpt  # noqa: F401  the slow import, here so that no test pays for it
 
     _let_local_attention_be_latent()
+    gc.freeze()  # what was imported stays: collecting after each run need not look through it
 
 
 def _let_local_attention_be_latent():

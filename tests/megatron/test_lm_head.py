@@ -1,4 +1,4 @@
-"""The fused LM head changes nothing: loss and gradient norm of five steps with
+"""The fused LM head changes nothing: loss and gradient norm of four steps with
 `--burst-lm-head-loss`, against Megatron's own output layer and loss in the same run otherwise.
 
 Documents are short, so loss masks are uneven; a warning (a second computation of the logits) in
@@ -39,8 +39,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES)
+# Each case in one of the modes; in the other it is the long tail.
+QUICK = {
+    "one-rank": "single_pass", "untied": "recompute", "tp2": "single_pass", "tp2-cp2": "recompute",
+    "tp2-cp2-sp": "recompute", "tp2-cp2-sp-untied": "single_pass", "pp2": "single_pass",
+    "mtp": "recompute", "mtp-untied": "single_pass", "mtp-tp2-cp2-sp": "single_pass",
+    "two-micro-batches": "recompute",
+}  # fmt: skip
+
+
+def modes(keys, quick):
+    """Every key in both modes; slow where the mode is not its quick one."""
+    for key in keys:
+        for mode in MODES:
+            marks = [] if quick[key] == mode else [pytest.mark.slow]
+            yield pytest.param(key, mode, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "mode"), modes(CASES, QUICK))
 def test_the_fused_loss_changes_nothing(train, case, mode):
     plain = train(CASES[case])
     assert worst(train(f"{CASES[case]} --burst-lm-head-loss {mode}"), plain) < TOLERANCE
@@ -53,8 +69,10 @@ def test_bf16(train, mode):
     assert worst(train(f"--bf16 --burst-lm-head-loss {mode}"), plain) < 0.02
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", ["", UNTIED, MTP])
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    modes(["", UNTIED, MTP], {"": "single_pass", UNTIED: "recompute", MTP: "single_pass"}),
+)
 def test_fused_gradient_accumulation(four, common, train, model, mode):
     """Tied and MTP weights have other uses, whose gradients must not get lost or come twice."""
     flags = [*common, *TP.split(), *model.split(), "--burst-lm-head-loss", mode]

@@ -1,11 +1,12 @@
 """`megatron-burst pretrain --cpu train_gpt.py ...` on forked ranks, as torchrun starts them.
 
-Run as a script it is a server: it imports Megatron once, which takes longer than a run, and forks
-the ranks of each run that it reads from its input (JSON lines, one answer each). Unlike torchrun it
-lets every rank come to its own end, so that tests see whether all of them do.
+Run as a script it is a server: it imports the module that it is given, which takes longer than a
+run, and forks the ranks of each run that it reads from its input (JSON lines, one answer each).
+Unlike torchrun it lets every rank come to its own end, so that tests see whether all of them do.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import util
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
@@ -70,12 +72,14 @@ class Run:
 class Ranks:
     """The server, from outside: `run(world, flags)`."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, imported="megatron.training.training", beside=ROOT):
+        """`imported`: what all runs need, found also in the folder `beside`."""
         self.folder, self.count = folder, 0
+        path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(beside)])
         with (folder / "server.log").open("w") as log:
             self.server = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, text=True, env=os.environ | ENVIRONMENT,
+                [sys.executable, __file__, imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, text=True, env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
             )  # fmt: skip
 
     def run(self, world, flags, odd=None, script=None, limit=LIMIT):
@@ -146,6 +150,7 @@ def fork(rank, world, port, argv, output, script):
     except SystemExit as end:
         code = end.code or 0
     finally:
+        util._exit_function()  # processes that a rank has started (for a checkpoint) end with it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -173,9 +178,8 @@ def wait(children, limit):
 
 
 if __name__ == "__main__":
-    import megatron.training.training  # noqa: F401  the slow import, once
-
     from megatron_burst.cli.main import main
     from megatron_burst.megatron import cpu
 
+    importlib.import_module(sys.argv[1])
     serve()
