@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-docs test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart test test-slow test-docs test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -24,8 +24,15 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
+# One file in one process, in the order they are listed: those with ranks, which keep all cores
+# busy, come first, and no long one is left for the end.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.ready-test ## run the tests, files side by side in JOBS processes
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS) < /dev/null
+	@$(PYTEST) -m "not slow" $(ARGS) < /dev/null
+
+test-slow: $(VENV)/.ready-test ## run the long tail, which `make test` leaves out
+	@$(PYTEST) -m slow $(ARGS) < /dev/null
 
 test-docs: ## the commands of docs/megatron-lm.md in a new environment, on a checkout: MEGATRON=path
 	@$(PYTHON) tests/docs_commands.py --megatron "$(MEGATRON)" $(ARGS)

@@ -14,13 +14,16 @@ SCRIPTS = {
     "lm_head": ["| single_pass ", "| torch_chunked ", "bytes per byte of tile", "bytes per token"],
     "prepare": ["| one all-gather of headers", "| 100 documents, causal"],
 }  # fmt: skip
+LONG = ("lm_head", "prepare")
 
 
 def documents():
     return {path.name: path.read_bytes() for path in (ROOT / "docs").rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(x, marks=[pytest.mark.slow] * (x in LONG)) for x in SCRIPTS]
+)
 def test_quick_mode_prints_its_tables(script):
     before = documents()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

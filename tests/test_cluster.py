@@ -21,6 +21,7 @@ from benchmarks.cluster.ranks import Answer, RankError
 
 ROOT = Path(__file__).parents[1]
 RUN = [sys.executable, "-m", "benchmarks.cluster"]
+SLOW = pytest.mark.slow
 
 
 def run(*words, **more):
@@ -62,7 +63,9 @@ def test_links_carry_what_they_were_shaped_to(cluster):
     assert not inhabitants(re.search(r"namespace (\S+)", cluster)[1])
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(s, marks=SLOW) for s in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+)
 def test_nothing_outlives_the_process_that_was_started(cluster, how):
     process = subprocess.Popen([*RUN, "check"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
                                stderr=subprocess.DEVNULL)  # fmt: skip
@@ -98,6 +101,7 @@ def test_rates_are_read_and_written_alike():
 # --- the benchmark -------------------------------------------------------------------------
 
 
+@SLOW
 def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
     """It checks results and bytes itself and would end with status 1."""
     out, doc = tmp_path / "results.json", tmp_path / "cluster.md"
@@ -280,6 +284,7 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(
 # --- faults --------------------------------------------------------------------------------
 
 
+@SLOW
 def test_survivors_of_a_killed_rank_name_it(cluster):
     done = run("faults", "--only", "burst query, rank killed")
     assert done.returncode == 0, done.stdout + done.stderr

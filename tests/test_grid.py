@@ -55,9 +55,7 @@ def spans(draw):
 @pytest.mark.parametrize("name", MASKS)
 @given(q=spans(), k=spans(), sizes=st.sampled_from([(16, 32), (32, 32), (64, 64)]))
 def test_the_tiles_show_what_the_mask_shows(name, q, k, sizes):
-    wanted = np.array(
-        [[bool(MASKS[name].visible(a, b)) for b in positions(k)] for a in positions(q)]
-    )
+    wanted = MASKS[name].visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
     found = grid(MASKS[name], q, k, *sizes)
     assert np.array_equal(shown(found, wanted.shape, *sizes), wanted)
     assert bool(found) == wanted.any()

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+# The last one brings sympy, which torch imports only with its first operator of some kinds.
+IMPORTED = ["torch", "megatron_burst.attention", "torch.fx.experimental.symbolic_shapes"]
 GRACE = 5.0  # seconds that the other ranks get to answer after one has failed
 
 
@@ -30,9 +32,9 @@ class Workers:
     """`world` processes with torch.distributed on gloo; `timeout` (s) is the group's own."""
 
     def __init__(self, world, timeout=60):
-        # The server has torch imported and forks: starting a rank costs milliseconds.
+        # The server has imported what ranks need, and forks: starting one costs milliseconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(IMPORTED)
         self.world = world
         self.alive = True
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
