@@ -68,12 +68,19 @@ def disable() -> None:
     registry.remove(_NAME)
 
 
+_ANSWERED = frozenset(
+    (torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to)
+)
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites device arguments of every torch call, and answers for CUDA-only tensor methods."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func not in _ANSWERED:  # nearly every call: it has to cost little
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]

@@ -6,6 +6,7 @@ Unlike torchrun it lets every rank come to its own end, so that tests see whethe
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -182,4 +183,5 @@ if __name__ == "__main__":
     from megatron_burst.megatron import cpu
 
     importlib.import_module(sys.argv[1])
+    gc.freeze()  # what was imported stays: no rank looks through it for garbage
     serve()
