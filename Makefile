@@ -24,12 +24,13 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-# One file in one process, in the order they are listed: those with ranks, which keep all cores
-# busy, come first, and no long one is left for the end.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# One file in one process. Short tests run in the order of their files: those with ranks, which keep
+# all cores busy, come first, and no long file is left for the end. Of the long tail the files with
+# most tests come first.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 test: $(VENV)/.ready-test ## run the tests, files side by side in JOBS processes
-	@$(PYTEST) -m "not slow" $(ARGS) < /dev/null
+	@$(PYTEST) --no-loadscope-reorder -m "not slow" $(ARGS) < /dev/null
 
 test-slow: $(VENV)/.ready-test ## run the long tail, which `make test` leaves out
 	@$(PYTEST) -m slow $(ARGS) < /dev/null

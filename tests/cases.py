@@ -6,7 +6,6 @@ with the oracle, once per problem, and judges its own shard, so no tensors trave
 
 import math
 import random
-from copy import copy
 from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -164,24 +163,16 @@ def seen_by_rank(size, layout, mask, length):
     return [[bool(seen[q][:, k].any()) for k in positions] for q in positions]
 
 
-@cache
-def groups_in_process(nodes, per_node):
-    """The groups of a grid in this process, made once: they keep the schedules they have made."""
-    return mb.Groups.in_process(inter=nodes, intra=per_node)
-
-
 def run_in_process(case, **more):
     """(out, dq, dk, dv) of every rank, and the counters of every rank."""
-    groups = groups_in_process(case.nodes, case.per_node)
-    for member in groups.members:
-        member.counters.reset()
+    groups = mb.Groups.in_process(inter=case.nodes, intra=case.per_node)
     *qkv, douts = zip(*shards(case, solve(case.problem)[0]), strict=True)
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
     outs = mb.attention(*map(list, qkv), groups=groups, **choices(case), **more)
     grads = torch.autograd.grad(outs, leaves, douts)
     size = case.size
     results = list(zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True))
-    return results, [copy(rank.counters) for rank in groups.ranks]
+    return results, [rank.counters for rank in groups.ranks]
 
 
 def faults_in_process(case):

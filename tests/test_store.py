@@ -76,7 +76,7 @@ def test_gradients_are_those_without_a_checkpoint(layout, name):
     combinations = list(product(GRIDS, CHOICES, KEEPS))
     start = [*MASKS].index(name) * 3 + ["zigzag", "striped", "contiguous"].index(layout)
     for (inter, intra), (algorithm, side), keep in combinations[start::7]:
-        groups = cases.groups_in_process(inter, intra)
+        groups = mb.Groups.in_process(inter=inter, intra=intra)
         sink = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
         choices = {"layout": layout, "mask": MASKS[name], "algorithm": algorithm, "side": side}
         run, inputs = layers(groups, sink, choices)

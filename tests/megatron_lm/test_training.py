@@ -80,6 +80,7 @@ def test_four_ranks_on_two_nodes(train):
     assert run.lines("> megatron_burst: LM head loss: single_pass")
 
 
+@pytest.mark.slow
 def test_under_torchrun(train):
     run = under_torchrun(2, [*COMMON, *CP2.split()])
     assert run.codes == [0], run.texts[0][-3000:]
