@@ -55,7 +55,7 @@ class _Steps:
     ):
         self.kernel, self.scoring, self.shards = kernel, scoring, shards
         spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
-        self.works = [[kernel.plan(mb.masks.Causal(), a, b) for b in spans] for a in spans]
+        self.works = [[kernel.work_for(mb.masks.Causal(), a, b) for b in spans] for a in spans]
 
     def forward(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse): partial outputs rounded, then weighted and added with 16-bit additions."""

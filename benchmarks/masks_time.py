@@ -72,7 +72,7 @@ def whole(args: argparse.Namespace) -> tuple[Span, ...]:
 def computed(args: argparse.Namespace, mask: Mask) -> float:
     """The share of all pairs that lies in the tiles of a mask."""
     some = torch.zeros(1, 1, 1, 1)
-    work = make("aten", some, some, some).plan(mask, whole(args), whole(args))
+    work = make("aten", some, some, some).work_for(mask, whole(args), whole(args))
     return sum(call.tile.computed for call in work) / args.tokens**2
 
 
@@ -85,7 +85,7 @@ def directions(
     kernel = make("aten", q, k, v)
     runs = {}
     for name, mask in masks.items():
-        runs[name] = both(kernel, kernel.plan(mask, whole(args), whole(args)), q, k, v, dout)
+        runs[name] = both(kernel, kernel.work_for(mask, whole(args), whole(args)), q, k, v, dout)
     for i, title in enumerate(("forward", "backward")):
         yield title, {name: run[i] for name, run in runs.items()}
 

@@ -1,7 +1,7 @@
 """Compile the Triton attention kernels for devices that are not here; print registers and spills.
 
 Needs Triton, whose package brings the assembler, and no GPU. For every entry of
-`megatron_burst.kernels.blocks.TABLE` (or one device, one width) it compiles the launch with and
+`megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it compiles the launch with and
 without masks and asks ptxas what became of it. A kernel that does not compile, or that wants more
 shared memory than the device has, ends the run with status 1.
 

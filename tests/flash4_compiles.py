@@ -28,7 +28,7 @@ with FakeTensorMode():
         torch.empty(256, 2, *shape, dtype=torch.bfloat16, device="cuda:0") for shape in shapes
     )
     for name in sys.argv[3:]:
-        work = kernel.plan(masks[name], [Span(0, 1, 256)], [Span(0, 1, 256)])
+        work = kernel.work_for(masks[name], [Span(0, 1, 256)], [Span(0, 1, 256)])
         out, lse = empty_result(q, value_width)
         kernel.forward(q, k, v, work, Scoring(0.1), out, lse)
         rows = Rows(q, dout, lse, torch.empty_like(lse))

@@ -26,11 +26,19 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "agreement", "cost", "kernels", "edges",
-    "every", "forecast", "grid",
+    "every", "simulator", "tile_grid",
 )  # fmt: skip
 
-
-SECONDS = ("layout", "sharding", "tiles", "bands", "schedule", "hops", "agreement", "cost")
+# The tests to run first for the files of a folder, or for one file: most mutants do not live long.
+NEAR = {
+    "layout": "layout", "masks": "masks", "schedule": "schedule", "kernels": "kernels",
+    "comm": "edges", "execution": "edges", "autotune": "simulator", "attention": "every",
+    "masks/band_tiling": "tiles", "masks/tiling": "tiles", "schedule/cost": "cost",
+    "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
+    "comm/consensus": "agreement", "kernels/online_softmax": "merge",
+    "kernels/tile_grid": "tile_grid",
+}  # fmt: skip
+SECONDS = ("layout", "tiles", "schedule", "agreement", "cost")  # tests that take seconds
 
 
 class Mutant(NamedTuple):
@@ -41,20 +49,21 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    # grid
-    Mutant("kernels/grid.py", "if k.length % columns:", "if False:",
+    # tile grid
+    Mutant("kernels/tile_grid.py", "if k.length % columns:", "if False:",
            "columns behind the end of a shard are shown"),
-    Mutant("kernels/grid.py", "all_ = np.logical_and.reduceat", "all_ = np.logical_or.reduceat",
+    Mutant("kernels/tile_grid.py",
+           "all_ = np.logical_and.reduceat", "all_ = np.logical_or.reduceat",
            "a tile of which one part is visible passes for wholly visible"),
-    Mutant("kernels/grid.py", "kinds[0][tile], kinds[1][tile]", "0, 0",
+    Mutant("kernels/tile_grid.py", "kinds[0][tile], kinds[1][tile]", "0, 0",
            "tiles of parts of other lengths look alike"),
-    Mutant("kernels/grid.py", ".reshape(len(some), -1).all(axis=1)",
+    Mutant("kernels/tile_grid.py", ".reshape(len(some), -1).all(axis=1)",
            ".reshape(len(some), -1).any(axis=1)", "a tile with an unknown part looks like another"),
-    Mutant("kernels/grid.py", "(begins - (ends - lengths)[which]) * stride[which]",
+    Mutant("kernels/tile_grid.py", "(begins - (ends - lengths)[which]) * stride[which]",
            "(begins - (ends - lengths)[which])", "positions forget their stride"),
-    Mutant("kernels/grid.py", "np.argsort(-count", "np.argsort(count",
+    Mutant("kernels/tile_grid.py", "np.argsort(-count", "np.argsort(count",
            "the shortest work is dealt first"),
-    # forecast
+    # simulator
     Mutant("autotune/simulator.py", "end = begin + taken", "end = begin + taken - self.latency",
            "a message costs no latency"),
     Mutant("autotune/simulator.py", "begin = np.maximum(begin, self.leaving[way, between, src])",
@@ -65,12 +74,12 @@ MUTANTS = [
            "nobody waits for what is to arrive"),
     Mutant("autotune/simulator.py", "rates.launch * (seconds > 0)", "rates.launch * 0",
            "calls of the kernel cost nothing"),
-    Mutant("autotune/simulator.py", "own_last=group >= head_chunks - late", "own_last=False",
-           "no group computes its own pair last"),
+    Mutant("autotune/simulator.py", "own_last=index >= head_chunks - deferred", "own_last=False",
+           "no head chunk computes its own pair last"),
     Mutant("autotune/simulator.py", "size / 2, own_links, done)", "size / 2, 0, done)",
            "links of one's own are not one's own"),
     Mutant("schedule/head_shares.py", "return min(2, count // 2)", "return 0",
-           "no group of heads ends late"),
+           "no head chunk ends late"),
     Mutant("autotune/pair_counts.py", "limit + rows) - summed(limit)", "limit + rows)",
            "a band is counted as if it had no lower edge of columns"),
     Mutant("autotune/candidates.py", "BACKWARD * seconds, rates", "seconds, rates",
@@ -116,7 +125,7 @@ MUTANTS = [
            "a block table is FULL where it is partly visible"),
     Mutant("masks/base.py", "np.minimum(self.a.covers(q_spans, k_spans)",
            "np.maximum(self.a.covers(q_spans, k_spans)", "& covers what either mask shows"),
-    # bands, tiles
+    # band tiling, tiling
     Mutant("masks/band_tiling.py", "begin = max(0, -right)  #", "begin = 0  #",
            "rows above the triangle are computed"),
     Mutant("masks/band_tiling.py", "stop = min(rows, left + 1, columns - right)",
@@ -124,7 +133,7 @@ MUTANTS = [
            "a triangle reaches past its last column"),
     Mutant("masks/band_tiling.py", "stop = min(rows, left + 1, columns - right)",
            "stop = min(rows, left + 2, columns - right)",
-           "a staircase reaches past the left edge of a window"),
+           "a triangle reaches past the left edge of a window"),
     Mutant("masks/band_tiling.py", "yield Part((middle, end), (begin + right, middle + right))",
            "yield Part((middle, end), (begin, middle))", "the squares of a triangle are shifted"),
     Mutant("masks/band_tiling.py",
@@ -135,33 +144,33 @@ MUTANTS = [
     Mutant("masks/tiling.py", "for first in range(min(every, length))", "for first in range(1)",
            "only one residue class is computed"),
     # schedule
-    Mutant("schedule/rings.py", "(node - cycle) % nodes", "(node + cycle) % nodes",
-           "visitors come from the wrong node"),
-    Mutant("schedule/rings.py", "(index - turn) % width", "(index + turn) % width",
-           "visitors come from the wrong neighbour"),
+    Mutant("schedule/rings.py", "(node - outer) % nodes", "(node + outer) % nodes",
+           "chunks come from the wrong node"),
+    Mutant("schedule/rings.py", "(index - inner) % width", "(index + inner) % width",
+           "chunks come from the wrong neighbour"),
     Mutant("schedule/rings.py", "max(last_use[hop.chunk], hop.land)",
            "max(last_use[hop.chunk], hop.post)", "a chunk is given up while it is in flight"),
     Mutant("schedule/rings.py", "first, first, first + width)", "first, first, first + width + 1)",
            "the other node's chunk lands after it is needed"),
-    Mutant("schedule/rings.py",
+    Mutant("schedule/moves.py",
            "_padded(so_far, 2, 1)", "_padded(so_far[:, :, 1:], 2, 1)[:, :, [0]]",
            "gradients are never sent on"),
     Mutant("schedule/rings.py", "post = first + width + (width > 1)", "post = first + width",
            "the node's sum leaves before its last part has landed"),
-    Mutant("schedule/rings.py", "inter_gradient=_padded(so_far_cycles, 1, 1)",
-           "inter_gradient=_padded(so_far_cycles, 1, 0)", "the own node's sum leaves home"),
+    Mutant("schedule/moves.py", "inter_gradient=_padded(so_far_nodes, 1, 1)",
+           "inter_gradient=_padded(so_far_nodes, 1, 0)", "the own node's sum leaves home"),
     Mutant("schedule/rings.py", 'return self.algorithm == "double_ring"', "return False",
            "double_ring overlaps its gradients"),
-    Mutant("schedule/rings.py", "intra=_padded(later[:, :, 1:], 2, 0)",
+    Mutant("schedule/moves.py", "intra=_padded(later[:, :, 1:], 2, 0)",
            "intra=_padded(later[:, :, :-1], 2, 0)", "chunks go one hop too far"),
-    Mutant("schedule/rings.py", "nodes * width - self.kept :] = False",
-           "nodes * width - self.kept + 1 :] = False", "a kept chunk is sent all the same"),
+    Mutant("schedule/moves.py", "nodes * width - kept :] = False",
+           "nodes * width - kept + 1 :] = False", "a kept chunk is sent all the same"),
     Mutant("schedule/rings.py", "link, step + 1, step + 2)", "link, step, step + 2)",
            "a gradient goes straight home before it is computed"),
     Mutant("schedule/tables.py", "src // self.intra == dst // self.intra",
            "src % self.intra == dst % self.intra", "link classes are confused"),
-    Mutant("schedule/rings.py", 'if self.side == "kv" else Pair(visitor, rank)',
-           'if self.side == "kv" else Pair(rank, visitor)', "the query side computes kv pairs"),
+    Mutant("schedule/rings.py", 'if self.side == "kv" else Pair(owner, rank)',
+           'if self.side == "kv" else Pair(rank, owner)', "the query side computes kv pairs"),
     Mutant("schedule/rings.py", "steps[Chunk(self.side, rank)] = own + 1", "pass",
            "the own chunk is given up before its pair is computed last"),
     # merge
@@ -230,7 +239,7 @@ MUTANTS = [
     Mutant("schedule/cost.py", "stats = 2 * self.tokens", "stats = self.tokens",
            "one of lse and delta is not counted"),
     Mutant("schedule/cost.py",
-           "return min(SIDES", "return max(SIDES", "auto takes the dearer side"),
+           "return min(SIDES", "return max(SIDES", "auto takes the side with more bytes"),
     Mutant("schedule/cost.py", 'side = "kv" if kept else', "side =",
            "auto gives up the keys that were kept"),
     Mutant("schedule/cost.py", "for rank in topology.ulysses_group(member)", "for rank in [member]",
@@ -265,33 +274,15 @@ def planted(mutant, folder):
         path.write_text(text.replace(mutant.old, mutant.new))
 
 
+def nearest(file):
+    """The name of the tests that are about a file: its own entry in NEAR, or its folder's."""
+    name = file.removesuffix(".py")
+    return NEAR.get(name) or NEAR[name.split("/")[0]]
+
+
 def tests_for(mutant):
-    """The quick tests, those of the mutated file first: most mutants do not live long."""
-    stem = Path(mutant.file).stem if mutant else ""
-    near = {
-        "sharding": "layout",
-        "ring": "edges",
-        "comm": "edges",
-        "groups": "edges",
-        "aten": "kernels",
-    }
-    near |= {
-        "bands": "tiles",
-        "positions": "masks",
-        "tables": "masks",
-        "base": "masks",
-        "hops": "schedule",
-    }
-    near |= {
-        "walk": "edges",
-        "attention": "every",
-        "head_parallel": "every",
-        "shares": "every",
-        "topology": "every",
-        "reference": "kernels",
-    }
-    near |= dict.fromkeys(["area", "choose", "options", "rates"], "forecast")
-    first = near.get(stem, stem)
+    """The quick tests, those of the mutated file first."""
+    first = nearest(mutant.file) if mutant else QUICK[0]
     return [f"tests/test_{name}.py" for name in sorted(QUICK, key=lambda name: name != first)]
 
 
@@ -343,7 +334,7 @@ def main(argv):
     chosen = [m for m in MUTANTS if all(word in f"{m.file} {m.why}" for word in asked.words)]
     if asked.sample is None:
         return run([None, *chosen])
-    quick = [m for m in chosen if Path(m.file).stem in SECONDS]
+    quick = [m for m in chosen if nearest(m.file) in SECONDS]
     # Without the package as it is: who runs a sample runs the tests as well.
     return run(random.Random(asked.seed).sample(quick, min(asked.sample, len(quick))))
 

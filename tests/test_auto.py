@@ -247,7 +247,7 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
         def __repr__(self):
             return "Causal()"
 
-    assert not (Mine() & mb.masks.Causal()).lasting
+    assert not (Mine() & mb.masks.Causal()).cacheable
     assert made(mask=Mine()) is not first
     packed = mb.masks.Documents([0, 16, 64]) & mb.masks.Causal()
     assert made(mask=packed) is not made(mask=packed)

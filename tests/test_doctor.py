@@ -342,7 +342,7 @@ def test_network_interfaces(tmp_path):
 
 def test_kernels_are_run_not_asked():
     kernels = {f.topic: f for f in installed.kernels()}
-    assert set(kernels) == {f"kernel {name}" for name in (*installed.TABLE, "auto")}
+    assert set(kernels) == {f"kernel {name}" for name in (*installed.KERNELS, "auto")}
     if not torch.cuda.is_available():
         assert kernels["kernel aten"].level == "ok"
         assert re.match(

@@ -56,7 +56,7 @@ def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False, k_spa
     """
     kernel = registry.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
-    work = kernel.plan(mask, spans, k_spans or spans)
+    work = kernel.work_for(mask, spans, k_spans or spans)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
     kernel.forward(q, k, v, work, Scoring(scale), out, lse)
@@ -144,7 +144,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
     kernel = registry.make(name, q, k, v)
     spans = [Span(0, 1, 8)]
-    work = kernel.plan(Causal(), spans, spans)
+    work = kernel.work_for(Causal(), spans, spans)
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 8))
     rows = Rows(q, dout, lse, (dout * out).sum(dim=-1), out)
     sums = [
@@ -159,7 +159,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
 def test_backward_adds_to_what_is_there(name):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
     kernel = registry.make(name, q, k, v)
-    work = kernel.plan(Full(), [Span(0, 1, 8)], [Span(0, 1, 8)])
+    work = kernel.work_for(Full(), [Span(0, 1, 8)], [Span(0, 1, 8)])
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("full", 8))
     sums = [torch.full_like(x, 7.0) for x in (q, k, v)]
     kernel.backward(
@@ -313,7 +313,7 @@ def test_the_stand_in_keeps_the_dtype_of_dout():
 
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
-    assert set(registry.TABLE) == {
+    assert set(registry.KERNELS) == {
         "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference",
     }  # fmt: skip
     assert registry.make("auto", q, k, v).name == "aten"
@@ -434,14 +434,14 @@ def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
 def test_nothing_visible_is_no_work():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     for name in ("reference", "aten"):
-        work = registry.make(name, q, k, v).plan(Causal(), [Span(0, 1, 4)], [Span(4, 1, 4)])
+        work = registry.make(name, q, k, v).work_for(Causal(), [Span(0, 1, 4)], [Span(4, 1, 4)])
         assert work is None
 
 
 def test_lse_is_the_natural_logarithm():
     q = torch.zeros(4, 1, 1, 4)
     kernel = registry.make("aten", q, q, q)
-    work = kernel.plan(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
+    work = kernel.work_for(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
     out, lse = empty_result(q, 4)
     kernel.forward(q, q, q, work, Scoring(1.0), out, lse)
     assert lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])

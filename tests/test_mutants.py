@@ -16,6 +16,16 @@ def test_every_planted_fault_still_applies():
     assert len(mutants.MUTANTS) > 80
 
 
+def test_the_tests_of_every_fault_are_known():
+    """Or a fault would be tried with the slowest tests first, and no sample would contain it."""
+    here = Path(mutants.__file__).parent
+    assert all((here / f"test_{name}.py").exists() for name in mutants.QUICK)
+    assert {mutants.nearest(mutant.file) for mutant in mutants.MUTANTS} <= set(mutants.QUICK)
+    for name in mutants.NEAR:
+        path = mutants.ROOT / "megatron_burst" / name
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
+
+
 def test_faults_that_no_longer_apply_are_named(monkeypatch, capsys):
     gone = mutants.Mutant("masks/tiling.py", "no such text", "", "nothing")
     moved = mutants.Mutant("no_such_file.py", "", "", "nothing")

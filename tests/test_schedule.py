@@ -103,7 +103,7 @@ class Play:
     def step(self, rank, hop):
         """The step at which `rank` meets the owner of the chunk."""
         steps = range(self.schedule.grid.size)
-        return next(s for s in steps if self.schedule.visitor(rank, s) == hop.chunk.owner)
+        return next(s for s in steps if self.schedule.owner_at(rank, s) == hop.chunk.owner)
 
     def compute(self, rank, pair):
         family = self.schedule.side

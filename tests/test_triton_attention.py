@@ -63,7 +63,7 @@ def test_on_a_cpu_it_is_refused():
 
 
 def test_a_device_or_width_that_is_not_in_the_table_takes_the_next_entry():
-    table = blocks.TABLE
+    table = blocks.BLOCKS
     assert blocks.blocks(90, "forward", 128) == table[90, "forward", 128]
     assert blocks.blocks(100, "forward", 96) == table[90, "forward", 128]
     assert blocks.blocks(86, "backward", 192) == table[80, "backward", 256]

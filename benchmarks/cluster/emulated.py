@@ -63,8 +63,8 @@ class EmulatedKernel:
     def refusal(self, q, k, v):
         return self.real.refusal(q, k, v)
 
-    def plan(self, mask, q_spans, k_spans):
-        return self.real.plan(mask, q_spans, k_spans)
+    def work_for(self, mask, q_spans, k_spans):
+        return self.real.work_for(mask, q_spans, k_spans)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring,

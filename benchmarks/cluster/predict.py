@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from megatron_burst.autotune.candidates import Call, Fixed, Option, on_grid
+from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.layout import make
 from megatron_burst.masks import Causal
@@ -22,7 +22,7 @@ REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
 PER_RIVAL, PER_RUN = 4.0, 0.35
 
 
-def predict(cell: Cell, rival: Rival, rates: Rates) -> Option | None:
+def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     """What a rival is predicted to take at these rates; None if its ranks cannot share heads."""
     problem, size = cell.problem(), cell.nodes * cell.per_node
     ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
@@ -31,14 +31,14 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Option | None:
         problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4, 4,
         (True, True, True),
     )  # fmt: skip
-    call = Call(sizes, Causal(), make("zigzag", cp_size=size))
+    workload = Workload(sizes, Causal(), make("zigzag", cp_size=size))
     fixed = Fixed(
         RINGS.get(rival.algorithm, rival.algorithm),
         None if rival.side == "auto" else rival.side,
         rival.head_chunks,
     )
     try:
-        found = list(on_grid(call, topology, rates, fixed))
+        found = list(on_grid(workload, topology, rates, fixed))
     except ValueError:
         return None
     return min(found, key=lambda option: option.sent.total)

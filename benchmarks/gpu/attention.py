@@ -15,7 +15,7 @@ import torch
 
 from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.kernels.registry import TABLE, make
+from megatron_burst.kernels.registry import KERNELS, make
 
 from . import rivals
 from .cases import Case
@@ -95,7 +95,7 @@ class Bench:
         self, who: str, kernel: Kernel, passes: tuple[str, ...] = (FORWARD, KV, QUERY)
     ) -> None:
         q, k, v, dout, scale = self.inputs
-        work = kernel.plan(self.case.mask, self.case.q_spans, self.case.k_spans)
+        work = kernel.work_for(self.case.mask, self.case.q_spans, self.case.k_spans)
         if work is None:
             raise ArithmeticError("sees nothing in this pair")
         scoring = Scoring(scale)
@@ -154,7 +154,7 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     """The record of one cell: seconds of every round, FLOPs, memory, who was refused and why."""
     forget(clock.device)  # the cell before this one
     bench = Bench(cell, sizes.width, clock)
-    for who in TABLE:
+    for who in KERNELS:
         if who != "reference" or clock.device.type == "cpu":  # every score at once: not for a GPU
             bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))
     for who, rival in rivals.of(clock.device).items():

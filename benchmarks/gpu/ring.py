@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import megatron_burst as mb
-from megatron_burst.kernels.registry import TABLE
+from megatron_burst.kernels.registry import KERNELS
 
 from .clock import Clock, forget
 from .sizes import Sizes
@@ -161,7 +161,7 @@ def _one(ring: Ring, kernel: str, side: str, rounds: int) -> Record:
 
 def kernels(device: torch.device) -> list[str]:
     """Those worth a ring: the reference holds every score at once."""
-    return [name for name in TABLE if name != "reference" or device.type == "cpu"]
+    return [name for name in KERNELS if name != "reference" or device.type == "cpu"]
 
 
 def seconds(run: Record) -> float:

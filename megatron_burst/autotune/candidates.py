@@ -21,16 +21,16 @@ from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator
 from .pair_counts import pairs_seen
 from .rates import BACKWARD, Rates
-from .simulator import Pass
+from .simulator import PassTime
 
-RINGS = ("ring", "burst", "all_gather")
-INSIDE = ("ring", "burst")  # what runs inside groups that share heads
+WITHOUT_ULYSSES = ("ring", "burst", "all_gather")
+WITH_ULYSSES = ("ring", "burst")  # what runs inside groups that share heads
 HEAD_CHUNKS = (1, 2, 4, 8)
-IDLE = Pass(0.0, 0.0, 0.0, 0.0)
+IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Call:
+class Workload:
     """One attention call as all ranks make it; `sizes` are one rank's before heads are shared."""
 
     sizes: Sizes
@@ -53,7 +53,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Option:
+class Candidate:
     """One way to run a call, and what it is predicted to take."""
 
     algorithm: str
@@ -61,8 +61,8 @@ class Option:
     head_chunks: int
     ulysses: int
     placement: str
-    forward: Pass
-    backward: Pass
+    forward: PassTime
+    backward: PassTime
     sent: Traffic  # by all ranks
 
     @property
@@ -81,22 +81,23 @@ class Option:
         return self.algorithm + shared * (self.ulysses > 1 and self.algorithm != "ulysses")
 
 
-def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Iterator[Option]:
+def on_grid(
+    workload: Workload, topology: Topology, rates: Rates, fixed: Fixed
+) -> Iterator[Candidate]:
     """Every algorithm, side and number of head chunks on one grid."""
-    sizes = shared_sizes(call.sizes, topology.ulysses)
+    sizes = shared_sizes(workload.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
-    spans = cost.ring_spans(call.layout, topology, call.seq_len)
-    visible = shards_visible(call.mask, spans, spans)
+    spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
+    visible = shards_visible(workload.mask, spans, spans)
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
-    seconds = pairs_seen(call.mask, spans) * (flops / rates.compute)
-    kept = round(call.kept * (grid.size - 1))
+    seconds = pairs_seen(workload.mask, spans) * (flops / rates.compute)
+    kept = round(workload.kept * (grid.size - 1))
     there_heads, back_heads = _sharing(topology, sizes, rates)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
-    rings = ["ring"] if alone else RINGS if topology.ulysses == 1 else INSIDE
-    for algorithm in [fixed.algorithm] if fixed.algorithm else rings:
+    for algorithm in _algorithms(topology, fixed):
         there = cost.forward_schedule(algorithm, grid, visible, sizes)
-        sides = ["kv"] if call.kept or alone else SIDES
+        sides = ["kv"] if workload.kept or alone else SIDES
         backs = [
             cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
             for side in ([fixed.side] if fixed.side else sides)
@@ -108,17 +109,25 @@ def on_grid(call: Call, topology: Topology, rates: Rates, fixed: Fixed) -> Itera
                 if trained:
                     backward = simulator.pass_time(back, sizes, BACKWARD * seconds, rates, count)
                     backward += back_heads
-                yield Option(
+                yield Candidate(
                     _named(algorithm, topology), back.side, count, topology.ulysses,
                     topology.placement, forward, backward, _sent((there, back), topology, sizes),
                 )  # fmt: skip
 
 
+def _algorithms(topology: Topology, fixed: Fixed) -> Sequence[str]:
+    if fixed.algorithm is not None:
+        return [fixed.algorithm]
+    if topology.ring_size == 1:
+        return ["ring"]
+    return WITHOUT_ULYSSES if topology.ulysses == 1 else WITH_ULYSSES
+
+
 def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:
     """By all ranks of all rings and ulysses groups."""
     total = Traffic()
-    for plan in schedules:
-        ring = cost.total_traffic(plan, sizes)
+    for schedule in schedules:
+        ring = cost.total_traffic(schedule, sizes)
         total += Traffic(ring.intra * topology.ulysses, ring.inter * topology.ulysses)
     for rank in range(topology.size):
         group = topology.ulysses_group(rank)
@@ -141,7 +150,7 @@ def _named(algorithm: str, topology: Topology) -> str:
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
-def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[Pass, Pass]:
+def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[PassTime, PassTime]:
     """The exchanges of heads before and after a ring, forward and backward: nothing runs beside
     them, and both link classes are busy at once."""
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
@@ -152,7 +161,7 @@ def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[Pass, Pass
             links.count(link) * (count * rates.latency + size / rate)
             for link, rate in (("intra", rates.intra), ("inter", rates.inter))
         ]
-        passes.append(Pass(max(busy) + 2 * rates.posting * bool(links), 0.0, *busy))
+        passes.append(PassTime(max(busy) + 2 * rates.posting * bool(links), 0.0, *busy))
     return passes[0], passes[1]
 
 

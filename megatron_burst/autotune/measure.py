@@ -227,7 +227,7 @@ def _speed(kernel: Kernel, scoring: Scoring, *like: torch.Tensor) -> tuple[float
 def _tile(kernel: Kernel, scoring: Scoring, like: Sequence[torch.Tensor], rows: int) -> float:
     """Seconds of a forward and a backward of `rows` queries and as many keys, batch 1."""
     q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
-    work = kernel.plan(Full(), [Span(0, 1, rows)], [Span(0, 1, rows)])
+    work = kernel.work_for(Full(), [Span(0, 1, rows)], [Span(0, 1, rows)])
     total = accumulation_dtype(q.dtype)
     sums = [torch.zeros_like(t, dtype=total) for t in (q, k, v)]
     _settle(q.device)

@@ -16,7 +16,7 @@ from ..masks import Causal, Mask
 from ..options import AttentionKeywords
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
-from .candidates import Call, Fixed, Option, grids, on_grid
+from .candidates import Candidate, Fixed, Workload, grids, on_grid
 from .rates import Rates, check_rates
 
 OPEN = Fixed()
@@ -35,8 +35,8 @@ class Choice:
     `mb.Groups.from_topology`.
     """
 
-    taken: Option
-    others: tuple[Option, ...] = field(repr=False)
+    taken: Candidate
+    others: tuple[Candidate, ...] = field(repr=False)
     rates: Rates
     per_node: int
 
@@ -130,12 +130,14 @@ def choose(
     stat = 8 if itemsize == 8 else 4
     sizes = Sizes(tokens, batch, heads, kv_heads, width, value_width, itemsize, stat, wire,
                   (True, True, True))  # fmt: skip
-    return best(Call(sizes, mask, layout), grids(ranks, intra, sizes), rates)
+    return best(Workload(sizes, mask, layout), grids(ranks, intra, sizes), rates)
 
 
-def best(call: Call, topologies: Sequence[Topology], rates: Rates, fixed: Fixed = OPEN) -> Choice:
+def best(
+    workload: Workload, topologies: Sequence[Topology], rates: Rates, fixed: Fixed = OPEN
+) -> Choice:
     """The option that is predicted to be fastest; of those within TIE of it the simplest."""
-    found = [o for topology in topologies for o in on_grid(call, topology, rates, fixed)]
+    found = [o for topology in topologies for o in on_grid(workload, topology, rates, fixed)]
     found.sort(key=lambda option: option.seconds)
     if not all(math.isfinite(option.seconds) for option in found):
         raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
@@ -145,11 +147,11 @@ def best(call: Call, topologies: Sequence[Topology], rates: Rates, fixed: Fixed 
     return Choice(taken, others, rates, topologies[0].per_node)
 
 
-def _weighed(option: Option) -> float:
+def _weighed(option: Candidate) -> float:
     return option.seconds * HANDICAP.get(option.algorithm, 1.0)
 
 
-def _simplicity(option: Option) -> tuple[Any, ...]:
+def _simplicity(option: Candidate) -> tuple[Any, ...]:
     order = ("ring", "burst", "ulysses", "hybrid", "all_gather")
     name = order.index(option.algorithm)
     sent = option.sent

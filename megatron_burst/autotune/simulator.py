@@ -1,11 +1,13 @@
-"""How long a call will take: schedules run on a clock instead of on devices.
+"""Simulates a schedule: how long one forward or backward pass of attention will take.
 
-The schedule that would run is walked boundary by boundary, as `walk` does it, on all ranks of a
-ring at once, with three things that take time: a message occupies the sender's and the receiver's
-end of a link class (each sends and receives at once, and messages follow one another in the order
-they are started), a pair of chunks occupies the device, and a rank waits for what must have
-landed. So overlap, exposed hops and staggered head chunks are what the schedule makes of
-them, and no formula. Seconds per rank and call; sizes are plain numbers: no torch.
+The simulator runs the tables that the executor would run, boundary by boundary, for all ranks of
+a ring at once. Three things take time: a message occupies the sender's and the receiver's end of
+a link class (both directions at once; messages of one direction follow one another in the order
+in which they start), a pair of chunks occupies the device, and a rank waits for the chunks that
+must have landed. Overlap, exposed hops and staggered head chunks therefore follow from the
+schedule and from no formula of their own.
+
+Times are in seconds, sizes in bytes; inputs are plain numbers, so no torch is needed.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from ..schedule.tables import Chunk
 from .rates import Rates
 
 
-class Leg(NamedTuple):
-    """Messages that start and land together on one ring: from `src` to `dst`, one per rank."""
+class Hops(NamedTuple):
+    """The hops of all ranks that start and land together on one ring, from `src` to `dst`."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -33,19 +35,20 @@ class Leg(NamedTuple):
     land: int
 
 
-class Moment(NamedTuple):
-    """One boundary of all ranks: what starts there, and what each computes after it [G]."""
+class GridBoundary(NamedTuple):
+    """One boundary of all ranks: the hops that start there, and the seconds that each rank then
+    computes [G]."""
 
-    legs: Sequence[Leg]
+    starting: Sequence[Hops]
     seconds: np.ndarray
 
 
 @dataclass(frozen=True)
 class Wires:
-    """How ranks are joined, to see what two ways round a ring would bring (TokenRing).
+    """How ranks are connected: a what-if for rings that send both ways round (TokenRing).
 
-    halves: every chunk travels in halves, one each way round. pairs: within a node a rank has a
-    link of its own to each neighbour; otherwise, and between nodes, one NIC for all.
+    halves: every chunk travels in two halves, one each way round the ring. pairs: within a node a
+    rank has a separate link to each neighbour; otherwise, and between nodes, it has one NIC.
     """
 
     halves: bool = False
@@ -55,20 +58,20 @@ class Wires:
 ONE_WAY = Wires()
 
 
-class Pass(NamedTuple):
-    """Seconds of a pass, and for how long the busiest rank's device and links are in use."""
+class PassTime(NamedTuple):
+    """Seconds of a pass, and for how many the busiest rank's device and links are in use."""
 
     seconds: float
     compute: float
     intra: float
     inter: float
 
-    def __add__(self, other: Pass) -> Pass:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Pass(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: PassTime) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return PassTime(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class _Line:
-    """The clocks of all ranks, and until when both ends of their links are taken."""
+class _RankClocks:
+    """The clock of every rank, and until when both ends of its links are occupied."""
 
     def __init__(self, size: int, rates: Rates, wires: Wires):
         self.clock = np.zeros(size)
@@ -77,15 +80,15 @@ class _Line:
         self.leaving, self.arriving = (np.zeros((2, 2, size)) for _ in range(2))
         self.computing, self.sending = np.zeros(size), np.zeros((2, size))
 
-    def send(self, leg: Leg, size: float) -> np.ndarray:
-        """When each rank is done with its part of a leg of `size` bytes per message."""
+    def send(self, hops: Hops, size: float) -> np.ndarray:
+        """When each rank is done with its part of a hops of `size` bytes per message."""
         done = np.zeros_like(self.clock)
         if not self.wires.halves:
-            self._one_way(leg.src, leg.dst, leg.between, size, 0, done)
+            self._one_way(hops.src, hops.dst, hops.between, size, 0, done)
             return done
-        self._one_way(leg.src, leg.dst, leg.between, size / 2, 0, done)
-        own_links = np.where(leg.between == 0, int(self.wires.pairs), 0)
-        self._one_way(leg.dst, leg.src, leg.between, size / 2, own_links, done)
+        self._one_way(hops.src, hops.dst, hops.between, size / 2, 0, done)
+        own_links = np.where(hops.between == 0, int(self.wires.pairs), 0)
+        self._one_way(hops.dst, hops.src, hops.between, size / 2, own_links, done)
         return done
 
     def _one_way(self, src, dst, between, size: float, way: Any, done: np.ndarray) -> None:
@@ -99,77 +102,81 @@ class _Line:
         done[src] = np.maximum(done[src], end)
         done[dst] = np.maximum(done[dst], end)
 
-    def walk(
-        self, program: Sequence[Moment], sizes: dict[bool, float]
+    def run(
+        self, program: Sequence[GridBoundary], sizes: dict[bool, float]
     ) -> Generator[None, None, None]:
-        """One group of heads; as `walk.Walk.steps`."""
+        """The pass of one head chunk; yields where the executor does, to be staggered like it."""
         landing: dict[int, np.ndarray] = {}
 
         def land(index: int) -> None:
             if index in landing:
                 np.maximum(self.clock, landing.pop(index), out=self.clock)
 
-        for index, moment in enumerate(program):
+        for index, boundary in enumerate(program):
             land(index)
-            for leg in moment.legs:
+            for hops in boundary.starting:
                 if self.posting:
-                    self.clock[np.union1d(leg.src, leg.dst)] += self.posting
-                done = self.send(leg, sizes[leg.gradient])
-                landing[leg.land] = np.maximum(landing.get(leg.land, 0.0), done)
+                    self.clock[np.union1d(hops.src, hops.dst)] += self.posting
+                done = self.send(hops, sizes[hops.gradient])
+                landing[hops.land] = np.maximum(landing.get(hops.land, 0.0), done)
             yield
             land(index)
-            self.clock += moment.seconds
-            self.computing += moment.seconds
+            self.clock += boundary.seconds
+            self.computing += boundary.seconds
 
 
 def pass_time(
-    plan: Schedule,
+    schedule: Schedule,
     sizes: Sizes,
     seconds: np.ndarray,
     rates: Rates,
     head_chunks: int = 1,
     wires: Wires = ONE_WAY,
-) -> Pass:
-    """From the common start of all ranks to the end of the last one's pass.
+) -> PassTime:
+    """The time from the common start of all ranks to the end of the last rank's pass.
 
-    seconds: [G, G], how long a device needs for the pair of query chunk i and key chunk j, all
-    heads; with head chunks each computes its part of it.
+    seconds: float [G, G], what a device needs for the pair of query chunk i and key chunk j, all
+    heads; each head chunk computes its share of it.
     """
-    line = _Line(plan.grid.size, rates, wires)
+    clocks = _RankClocks(schedule.grid.size, rates, wires)
     each = seconds / head_chunks + rates.launch * (seconds > 0)
-    legs = _legs(plan)
-    late = deferred_chunks(head_chunks)
+    starting = _starting_hops(schedule)
+    deferred = deferred_chunks(head_chunks)
     bytes_of = {
-        gradient: sizes.chunk_bytes(Chunk("d" * gradient + plan.side, 0)) / head_chunks
+        gradient: sizes.chunk_bytes(Chunk("d" * gradient + schedule.side, 0)) / head_chunks
         for gradient in (False, True)
     }
-    walks = [
-        line.walk(_program(plan, legs, each, own_last=group >= head_chunks - late), bytes_of)
-        for group in range(head_chunks)
+    runs = [
+        clocks.run(program, bytes_of)
+        for program in (
+            _program(schedule, starting, each, own_last=index >= head_chunks - deferred)
+            for index in range(head_chunks)
+        )
     ]
-    _staggered(walks)
-    busy = line.computing.max(), *line.sending.max(axis=1)
-    return Pass(float(line.clock.max()), *map(float, busy))
+    _staggered(runs)
+    busy = clocks.computing.max(), *clocks.sending.max(axis=1)
+    return PassTime(float(clocks.clock.max()), *map(float, busy))
 
 
-def _staggered(walks: Sequence[Generator[None, None, None]]) -> None:
-    """As `walk.staggered`."""
-    waiting, running = list(walks), []
+def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
+    """Start one pass more at every boundary, as `execution.executor.staggered` does."""
+    waiting, running = list(runs), []
     while waiting or running:
         if waiting:
             running.append(waiting.pop(0))
-        running = [walk for walk in running if next(walk, True) is None]
+        running = [run for run in running if next(run, True) is None]
 
 
-def _legs(plan: Schedule) -> dict[int, list[Leg]]:
-    """Boundary -> what starts there, in the order in which ranks start it."""
-    nodes, width = plan.rings
-    ranks = np.arange(plan.grid.size)
+def _starting_hops(schedule: Schedule) -> dict[int, list[Hops]]:
+    """Boundary -> the hops that start there, in the order in which ranks start them."""
+    nodes, width = schedule.rings
+    ranks = np.arange(schedule.grid.size)
     found: dict[tuple, list[tuple[np.ndarray, np.ndarray]]] = {}
-    # Where everything is visible all ranks do the same, each seen from where it is.
-    alike = bool(plan.visible.all())
+    # With nothing hidden, all ranks do what rank 0 does, shifted along the rings; to list the
+    # hops of one rank instead of all matters for large grids.
+    alike = bool(schedule.visible.all())
     for rank in [0] if alike else ranks.tolist():
-        for hop in plan.sends(rank):
+        for hop in schedule.sends(rank):
             src, dst = np.array([hop.src]), np.array([hop.dst])
             if alike:
                 node, index = divmod(hop.dst, width)
@@ -177,30 +184,31 @@ def _legs(plan: Schedule) -> dict[int, list[Leg]]:
                 dst = (ranks // width + node) % nodes * width + (ranks % width + index) % width
             key = hop.post, hop.ring, hop.chunk.gradient, hop.land
             found.setdefault(key, []).append((src, dst))
-    legs: dict[int, list[Leg]] = {}
+    starting: dict[int, list[Hops]] = {}
     for (post, _, gradient, land), ends in sorted(found.items(), key=lambda item: item[0]):
         src, dst = (np.concatenate(side) for side in zip(*ends, strict=True))
-        between = (src // plan.grid.intra != dst // plan.grid.intra).astype(int)
-        legs.setdefault(post, []).append(Leg(src, dst, between, gradient, land))
-    return legs
+        between = (src // schedule.grid.intra != dst // schedule.grid.intra).astype(int)
+        starting.setdefault(post, []).append(Hops(src, dst, between, gradient, land))
+    return starting
 
 
 def _program(
-    plan: Schedule, legs: dict[int, list[Leg]], seconds: np.ndarray, own_last: bool
-) -> list[Moment]:
-    """All boundaries of all ranks; as `Schedule.program`."""
-    size, ranks = plan.grid.size, np.arange(plan.grid.size)
-    end = max([size, *(leg.land for some in legs.values() for leg in some)])
+    schedule: Schedule, starting: dict[int, list[Hops]], seconds: np.ndarray, own_last: bool
+) -> list[GridBoundary]:
+    """`Schedule.program` of all ranks at once."""
+    size, ranks = schedule.grid.size, np.arange(schedule.grid.size)
+    end = max([size, *(hops.land for some in starting.values() for hops in some)])
     own = np.zeros(size, int)
-    if own_last and plan.gradients:
+    if own_last and schedule.gradients:
         own = np.full(size, size)
-        for post, some in legs.items():
-            for leg in some:
-                if leg.gradient:
-                    own[leg.src] = np.maximum(own[leg.src], post)
+        for post, some in starting.items():
+            for hops in some:
+                if hops.gradient:
+                    own[hops.src] = np.maximum(own[hops.src], post)
         end = max(end, int(own.max()) + 1)
     work = np.zeros((end + 1, size))
     for step in range(size):
-        pair = plan.pair(ranks, step)  # pyright: ignore[reportArgumentType]  of all ranks at once
+        # An array of ranks serves where `pair` expects one: its arithmetic broadcasts.
+        pair = schedule.pair(ranks, step)  # pyright: ignore[reportArgumentType]
         work[step if step else own, ranks] += seconds[pair.query, pair.key]
-    return [Moment(legs.get(index, ()), work[index]) for index in range(end + 1)]
+    return [GridBoundary(starting.get(index, ()), work[index]) for index in range(end + 1)]

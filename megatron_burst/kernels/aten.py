@@ -47,7 +47,7 @@ class AtenKernel:
             return f"needs widths that {operator.multiple} divides, got {widths}"
         return operator.unfit(q.device, max(q.shape[-1], v.shape[-1]))
 
-    def plan(
+    def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[_Call, ...] | None:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)

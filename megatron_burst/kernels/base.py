@@ -48,7 +48,7 @@ class Kernel(Protocol):
         """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
         ...
 
-    def plan(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
+    def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
         """What `forward` and `backward` need to know of a pair; None if nothing is visible."""
         ...
 

@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
 
 # (compute capability, pass, greatest width) -> blocks, for 16-bit inputs
-TABLE: dict[tuple[int, str, int], Blocks] = {
+BLOCKS: dict[tuple[int, str, int], Blocks] = {
     (80, "forward", 64): Blocks(64, 32, 4, 2),
     (80, "forward", 128): Blocks(64, 64, 8, 1),
     (80, "forward", 256): Blocks(32, 32, 4, 1),
@@ -37,9 +37,9 @@ TABLE: dict[tuple[int, str, int], Blocks] = {
     (90, "backward", 256): Blocks(64, 64, 8, 1),
 }
 # sm_120 has no more shared memory than the smallest of the sm_80s.
-TABLE |= {(120, way, width): size for (old, way, width), size in TABLE.items() if old == 80}
+BLOCKS |= {(120, way, width): size for (old, way, width), size in BLOCKS.items() if old == 80}
 # For float32, on any device: its products are not done by tensor cores, and need no large blocks.
-SINGLE = {
+FLOAT32_BLOCKS = {
     ("forward", 64): Blocks(32, 32, 4, 1),
     ("forward", 128): Blocks(32, 32, 4, 1),
     ("forward", 256): Blocks(32, 32, 8, 1),
@@ -54,8 +54,9 @@ def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> Bl
     """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width; for
     inputs of `itemsize` bytes."""
     if itemsize == 4:
-        return SINGLE[direction, min(limit for _, limit in SINGLE if limit >= width)]
-    devices = sorted({device for device, _, _ in TABLE})
+        limits = (limit for _, limit in FLOAT32_BLOCKS)
+        return FLOAT32_BLOCKS[direction, min(limit for limit in limits if limit >= width)]
+    devices = sorted({device for device, _, _ in BLOCKS})
     device = max([known for known in devices if known <= capability] or devices[:1])
-    width = min(limit for known, _, limit in TABLE if known == device and limit >= width)
-    return TABLE[device, direction, width]
+    width = min(limit for known, _, limit in BLOCKS if known == device and limit >= width)
+    return BLOCKS[device, direction, width]

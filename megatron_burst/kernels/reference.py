@@ -26,7 +26,7 @@ class ReferenceKernel:
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None
 
-    def plan(
+    def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> torch.Tensor | None:
         """bool [s, t]: which local row sees which local column."""

@@ -1,6 +1,6 @@
 """The table of kernels: `make` turns a name into a kernel that can serve the given tensors.
 
-`TABLE` has one line per kernel. Decides what "auto" takes, and says why a kernel is refused.
+`KERNELS` has one line per kernel. Decides what "auto" takes, and says why a kernel is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _aten(device: torch.device) -> Kernel:
     return AtenKernel("aten", CudaFlash() if device.type == "cuda" else CpuFlash())
 
 
-TABLE: dict[str, Callable[[torch.device], Kernel]] = {
+KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
     "flash2": lambda device: flash.kernel("flash2"),
@@ -38,9 +38,9 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     the mask shows, for they are everywhere and fast; else ours, which takes any mask in one
     launch, as it takes what they do not (a softcap). cuDNN compiles for every shape, so it is not
     for masks that have others in every batch."""
-    if not mask.stairs:
+    if not mask.flash_compatible:
         return ("triton", "aten") if device.type == "cuda" else ("aten", "triton")
-    cudnn = device.type == "cuda" and mask.lasting and prefers_cudnn(device)
+    cudnn = device.type == "cuda" and mask.cacheable and prefers_cudnn(device)
     return ("aten_cudnn", "aten", "triton") if cudnn else ("aten", "triton")
 
 
@@ -57,12 +57,12 @@ def make(
 
     Raises ValueError if there is no such kernel or it cannot serve these tensors.
     """
-    if not isinstance(name, str) or (name != "auto" and name not in TABLE):
-        raise ValueError(f"kernel must be one of auto, {', '.join(TABLE)}, got {name!r}")
+    if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
+        raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")
     reasons = []
     names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
     for each in names:
-        kernel = TABLE[each](q.device)
+        kernel = KERNELS[each](q.device)
         reason = _refusal(kernel, q, k, v, softcap)
         if reason is None:
             return kernel

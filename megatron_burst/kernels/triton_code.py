@@ -1,6 +1,6 @@
 """Attention over a grid of tiles as Triton kernels: forward, and backward by keys or by queries.
 
-Every kernel works through `grid.Worklist`s: wholly visible tiles without any mask code, partly
+Every kernel works through `tile_grid.Worklist`s: wholly visible tiles without any mask code, partly
 visible ones with a table of bits; one launch each, because one loop in two kinds spills registers.
 A launch carries on where the one before stopped: forward loads (out, lse), which is the running
 softmax in normal form, and stores it again; backward adds to the sums it is given. lse and delta

@@ -2,9 +2,8 @@
 
 It carries (out, lse) from pair to pair in float32 and adds dq, dk and dv where they are, so
 between two pairs of a ring there is nothing to merge, to zero or to convert; side "query" and
-side "kv" run the same kernels. Decides how a pair becomes launches; what a launch does is
-`triton_code`'s, which tiles it visits is `grid`'s, how large they are is `blocks`'. Knows nothing
-of ranks or communication.
+side "kv" run the same kernels. This module decides how a pair becomes launches; `triton_code` says
+what a launch does, `tile_grid` which tiles it visits, and `blocks` how large they are.
 
 Shape letters as in `kernels`. dq is added atomically, in any order, unless
 torch.use_deterministic_algorithms asks for one: then a second kernel makes it, at a third more
@@ -22,7 +21,7 @@ from ..layout import Span
 from ..masks import Mask
 from .base import Rows, Scoring
 from .blocks import WIDEST, Blocks, blocks
-from .grid import Grid, grid
+from .tile_grid import TileGrid, tile_grid
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COARSE = 128  # tiles by which a pair is first looked at
@@ -30,17 +29,17 @@ HEADS = 65535  # the second dimension of a launch
 ALIGNED = 16  # bytes: what a descriptor wants of every stride
 
 
-class Pair:
+class PairWork:
     """One pair of shards; its grids are made when first asked for, its lists once per device."""
 
     def __init__(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]):
         self.problem = mask, q_spans, k_spans
-        self.grids: dict[tuple[int, int], Grid] = {}
+        self.grids: dict[tuple[int, int], TileGrid] = {}
         self.lists: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
 
-    def grid(self, rows: int, columns: int) -> Grid:
+    def grid(self, rows: int, columns: int) -> TileGrid:
         if (rows, columns) not in self.grids:
-            self.grids[rows, columns] = grid(*self.problem, rows, columns)
+            self.grids[rows, columns] = tile_grid(*self.problem, rows, columns)
         return self.grids[rows, columns]
 
     def launches(
@@ -83,8 +82,10 @@ class TritonKernel:
             return f"takes {HEADS} heads of all batch entries, got {q.shape[1] * q.shape[2]}"
         return None
 
-    def plan(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Pair | None:
-        pair = Pair(mask, q_spans, k_spans)
+    def work_for(
+        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
+    ) -> PairWork | None:
+        pair = PairWork(mask, q_spans, k_spans)
         return pair if pair.grid(COARSE, COARSE) else None
 
     def forward(
@@ -92,7 +93,7 @@ class TritonKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Pair,
+        work: PairWork,
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -115,7 +116,7 @@ class TritonKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Pair,
+        work: PairWork,
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -128,7 +129,7 @@ class TritonKernel:
         if dq is not None:
             self._by_queries(rows, k, v, work, scoring, dq)
 
-    def _by_keys(self, rows: Rows, k, v, work: Pair, scoring: Scoring, dq, dk, dv) -> None:
+    def _by_keys(self, rows: Rows, k, v, work: PairWork, scoring: Scoring, dq, dk, dv) -> None:
         from . import triton_code
 
         q, size, (d, w) = rows.q, self._size("backward", k, v), _padded(k, v)
@@ -148,7 +149,7 @@ class TritonKernel:
                 DQ=dq is not None, DK=dk is not None, DV=dv is not None,
             )  # fmt: skip
 
-    def _by_queries(self, rows: Rows, k, v, work: Pair, scoring: Scoring, dq) -> None:
+    def _by_queries(self, rows: Rows, k, v, work: PairWork, scoring: Scoring, dq) -> None:
         from . import triton_code
 
         q, size, (d, w) = rows.q, self._size("backward", k, v), _padded(k, v)

@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` refuses: tensors, labels, the group; options are `choices`'s.
+"""What `linear_cross_entropy` refuses: tensors, labels, the group; options are `options`'s.
 
 Each check yields its reasons, so that a call with several faults hears of all of them at once.
 Must not know how a tile is computed.
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..comm.consensus import Facts
 from ..kernels.online_softmax import accumulation_dtype
-from .choices import Choices, flag, plain, reasons, told
 from .function import Sink
+from .options import LossOptions, flag, plain, reasons, told
 from .split import Split
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -54,8 +54,8 @@ def group(tp_group: Any, sequence_parallel: Any) -> Split:
 
 
 def checked(
-    inputs: Inputs, choices: Choices, sequence_parallel: Any, split: Split
-) -> tuple[Inputs, Choices, Facts]:
+    inputs: Inputs, options: LossOptions, sequence_parallel: Any, split: Split
+) -> tuple[Inputs, LossOptions, Facts]:
     """Labels in int64, the mask in the accumulation dtype, options as Python numbers.
 
     The facts are those that decide which exchanges a rank takes part in. Raises ValueError with
@@ -63,15 +63,15 @@ def checked(
     """
     found = [*_kinds(inputs, sequence_parallel)]
     if not found:
-        found += [*_tensors(inputs, split), *_vocabulary(choices, inputs.weight, split)]
-    _raise([*found, *reasons(choices)])
+        found += [*_tensors(inputs, split), *_vocabulary(options, inputs.weight, split)]
+    _raise([*found, *reasons(options)])
     hidden, weight, labels, mask, sink = inputs
     labels = labels.to(
         torch.int64
     )  # first of all: a narrow type cannot hold what it is compared to
     mask = None if mask is None else mask.to(accumulation_dtype(hidden.dtype))
-    choices = plain(choices)
-    _raise(_labels(labels, mask, choices, choices.vocab_size or len(weight) * split.size))
+    options = plain(options)
+    _raise(_labels(labels, mask, options, options.vocab_size or len(weight) * split.size))
     facts: Facts = {
         "hidden": (tuple(hidden.shape), str(hidden.dtype), hidden.device.type),
         "weight": tuple(weight.shape),
@@ -79,9 +79,9 @@ def checked(
         "loss_mask": "none" if mask is None else "given",
         "gradients of (hidden, weight)": (hidden.requires_grad, weight.requires_grad),
         "sequence_parallel": split.sequence_parallel,
-        "options": choices,
+        "options": options,
     }
-    return Inputs(hidden, weight, labels, mask, sink), choices, facts
+    return Inputs(hidden, weight, labels, mask, sink), options, facts
 
 
 def _raise(found: list[str]) -> None:
@@ -157,17 +157,17 @@ def _tensors(inputs: Inputs, split: Split) -> Iterator[str]:
         yield f"all tensors must be on one device, got {sorted(devices)}"
 
 
-def _vocabulary(choices: Choices, weight: torch.Tensor, split: Split) -> Iterator[str]:
-    rows, asked = weight.shape[:1].numel() * split.size, choices.vocab_size
+def _vocabulary(options: LossOptions, weight: torch.Tensor, split: Split) -> Iterator[str]:
+    rows, asked = weight.shape[:1].numel() * split.size, options.vocab_size
     if isinstance(asked, Integral) and asked > rows:
         yield f"vocab_size must be from 1 to the {rows} rows of the weight, got {asked}"
 
 
 def _labels(
-    labels: torch.Tensor, mask: torch.Tensor | None, choices: Choices, count: int
+    labels: torch.Tensor, mask: torch.Tensor | None, options: LossOptions, count: int
 ) -> list[str]:
     """int64 labels outside the vocabulary where they have a weight; on CUDA asserted there."""
-    good = (labels == choices.ignore_index) | ((labels >= 0) & (labels < count))
+    good = (labels == options.ignore_index) | ((labels >= 0) & (labels < count))
     if mask is not None:
         good |= mask == 0
     if labels.is_cuda:
@@ -176,6 +176,6 @@ def _labels(
     if good.all():
         return []
     return [
-        f"labels must be in [0, {count}) or ignore_index ({choices.ignore_index}) where loss_mask "
+        f"labels must be in [0, {count}) or ignore_index ({options.ignore_index}) where loss_mask "
         f"is not 0, got {labels[~good][0].item()}"
     ]

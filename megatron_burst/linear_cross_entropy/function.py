@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.autograd import first_order_only
-from . import sweep
-from .sweep import Head, Tokens
+from . import tiled_loop
+from .tiled_loop import Head, Tokens
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]  # of hidden and of weight
 
@@ -53,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             dh = torch.empty_like(hidden)
         if single_pass and ctx.needs_input_grad[1]:
             dw = torch.zeros_like(weight, dtype=head.dtype)
-        found = sweep.losses(head, tokens, weights, dh, dw)
+        found = tiled_loop.losses(head, tokens, weights, dh, dw)
         ctx.head, ctx.single_pass, ctx.sink = head, single_pass, sink
         ctx.save_for_backward(hidden, weight, labels, weights, found.lse, dh, dw)
         if found.argmax is not None:
@@ -143,7 +143,7 @@ def _recomputed(
     direct = dw is not None and dw.dtype == ctx.head.dtype
     if wants_dw and not direct:
         dw = torch.zeros_like(tokens.weight, dtype=ctx.head.dtype)
-    sweep.gradients(ctx.head, tokens, weights, lse, dh, dw)
+    tiled_loop.gradients(ctx.head, tokens, weights, lse, dh, dw)
     if dw is None or sink is None:
         return dh, dw if dw is None else dw.to(tokens.weight.dtype)
     if not direct:

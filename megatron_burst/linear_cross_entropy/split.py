@@ -119,9 +119,9 @@ class Split:
         return list(gathered.cpu().view(self.size, -1))
 
 
-def _start(kind: str, *tensors: torch.Tensor, **choices: object) -> dist.Work:
+def _start(kind: str, *tensors: torch.Tensor, **options: object) -> dist.Work:
     call = next(getattr(dist, name) for name in CALLS[kind] if hasattr(dist, name))
-    return _guarded(lambda: call(*tensors, **choices, async_op=True))
+    return _guarded(lambda: call(*tensors, **options, async_op=True))
 
 
 def _guarded(call: Callable):

@@ -48,10 +48,10 @@ class Mask:
     #: positions of equal remainder modulo this are alike; 1 for most masks
     modulus: int = 1
     #: are few rectangles and lower triangles enough, as stock kernels know them?
-    stairs: bool = False
+    flash_compatible: bool = False
 
     @property
-    def lasting(self) -> bool:
+    def cacheable(self) -> bool:
         """Is it the same in every batch, and does repr say all there is? Then what was made for a
         mask is kept, and serves its equals."""
         return type(self).__module__.startswith(f"{__package__}.")
@@ -118,12 +118,12 @@ class VectorMask(Mask):
         raise NotImplementedError
 
 
-def graded(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
+def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
     """EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
     return np.where(empty, Cover.EMPTY, np.where(full, Cover.FULL, Cover.PARTIAL))
 
 
-class _Pair(VectorMask):
+class _Combined(VectorMask):
     symbol: str
 
     def __init__(self, a: Mask, b: Mask):
@@ -131,11 +131,11 @@ class _Pair(VectorMask):
             raise TypeError(f"masks combine with masks, got {a!r} and {b!r}")
         self.a, self.b = a, b
         self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # numpy's integers end
-        self.stairs = a.stairs and b.stairs
+        self.flash_compatible = a.flash_compatible and b.flash_compatible
 
     @property
-    def lasting(self) -> bool:
-        return self.a.lasting and self.b.lasting
+    def cacheable(self) -> bool:
+        return self.a.cacheable and self.b.cacheable
 
     def cuts(self, span: Span) -> np.ndarray:
         return np.union1d(self.a.cuts(span), self.b.cuts(span))
@@ -148,7 +148,7 @@ class _Pair(VectorMask):
         return f"({self.a!r} {self.symbol} {self.b!r})"
 
 
-class _And(_Pair):
+class _And(_Combined):
     """What both masks let through."""
 
     symbol = "&"
@@ -164,7 +164,7 @@ class _And(_Pair):
         return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
 
 
-class _Or(_Pair):
+class _Or(_Combined):
     """What either mask lets through."""
 
     symbol = "|"

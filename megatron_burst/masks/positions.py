@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Span, integer
-from .base import FAR, Band, Bands, Cover, Mask, VectorMask, graded
+from .base import FAR, Band, Bands, Cover, Mask, VectorMask, cover_where
 
 
 def _position(mask: Mask, name: str) -> int:
@@ -23,7 +23,7 @@ def _position(mask: Mask, name: str) -> int:
 class Full(VectorMask):
     """Every query sees every key."""
 
-    stairs = True
+    flash_compatible = True
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.ones(np.broadcast_shapes(np.shape(q), np.shape(k)), dtype=bool)
@@ -49,7 +49,7 @@ class Window(VectorMask):
                 raise ValueError(f"{name}: a window size must be at least 0 or None, got {size}")
 
     @property
-    def stairs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def flash_compatible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.left is None
 
     @cached_property
@@ -66,7 +66,7 @@ class Window(VectorMask):
         nearest = np.subtract(k_spans.start, q_spans.last)
         farthest = np.subtract(k_spans.last, q_spans.start)
         empty = (nearest > right) | (farthest < -left)
-        return graded(empty, (nearest >= -left) & (farthest <= right))
+        return cover_where(empty, (nearest >= -left) & (farthest <= right))
 
     def bands(self, q_spans: Span, k_spans: Span) -> Bands:
         # Local column n lies (n - m) strides ahead of row m, plus what the starts are apart.
@@ -113,7 +113,7 @@ class Dilated(VectorMask):
         q_stride, k_stride = (np.multiply(x.stride, x.length > 1) for x in (q_spans, k_spans))
         common = np.gcd(np.gcd(q_stride, k_stride), self.stride)
         empty = np.subtract(q_spans.start, k_spans.start) % common != 0
-        return graded(empty, (q_stride % self.stride == 0) & (k_stride % self.stride == 0))
+        return cover_where(empty, (q_stride % self.stride == 0) & (k_stride % self.stride == 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Prefix(VectorMask):
     """Every query sees the first n keys. A prefix language model is Causal() | Prefix(n)."""
 
     n: int
-    stairs = True
+    flash_compatible = True
 
     def __post_init__(self):
         if _position(self, "n") < 0:
@@ -131,7 +131,7 @@ class Prefix(VectorMask):
         return np.broadcast_to(np.less(k, self.n), np.broadcast_shapes(np.shape(q), np.shape(k)))
 
     def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
-        found = graded(np.greater_equal(k_spans.start, self.n), np.less(k_spans.last, self.n))
+        found = cover_where(np.greater_equal(k_spans.start, self.n), np.less(k_spans.last, self.n))
         shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
         return np.broadcast_to(found, shape)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Span, document_bounds, integer
-from .base import Cover, Mask, VectorMask, graded
+from .base import Cover, Mask, VectorMask, cover_where
 from .positions import local_cuts
 
 
@@ -20,14 +20,14 @@ class Documents(VectorMask):
     Causal packed documents are Documents(cu_seqlens) & Causal().
     """
 
-    stairs = True
+    flash_compatible = True
 
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray):
         self.bounds = document_bounds(cu_seqlens)
         self.bounds.flags.writeable = False
 
     @property
-    def lasting(self) -> bool:
+    def cacheable(self) -> bool:
         return False  # others in every batch
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
@@ -41,7 +41,7 @@ class Documents(VectorMask):
         q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
         k_first, k_last = self.document(k_spans.start), self.document(k_spans.last)
         empty = (q_last < k_first) | (k_last < q_first)
-        return graded(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
+        return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
     def cuts(self, span: Span) -> np.ndarray:
         return local_cuts(self.bounds, span)
@@ -76,7 +76,7 @@ class BlockSparse(VectorMask):
         )
         sums = self._sums
         seen = sums[bottom, stop] - sums[top, stop] - sums[bottom, first] + sums[top, first]
-        return graded(seen == 0, seen == (bottom - top) * (stop - first))
+        return cover_where(seen == 0, seen == (bottom - top) * (stop - first))
 
     @cached_property
     def digest(self) -> str:

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from ..autotune import measure
-from ..autotune.candidates import Call, Fixed, shared_sizes
+from ..autotune.candidates import Fixed, Workload, shared_sizes
 from ..autotune.known import known
 from ..autotune.rates import Rates
 from ..autotune.select import Choice, best
@@ -126,9 +126,9 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
     options = request.options
     side = None if options.side == "auto" else options.side
     fixed = Fixed(side=side, head_chunks=options.head_chunks)
-    call = Call(request.sizes, request.mask, request.layout, options.kv_cache)
+    workload = Workload(request.sizes, request.mask, request.layout, options.kv_cache)
     return known(groups.cache).choice(
-        (call, fixed, rates), lambda: best(call, [groups.topology], rates, fixed)
+        (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
     )
 
 
@@ -145,7 +145,7 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
     sizes = shared_sizes(request.sizes, topology.ulysses)
     spans = cost.ring_spans(request.layout, topology, q.shape[0] * groups.size)
     make = partial(_ring, request, spans, sizes, groups)
-    if request.mask.lasting:  # every micro-batch asks for the same
+    if request.mask.cacheable:  # every micro-batch asks for the same
         key = (request.kernel.name, q.device, options, tuple(map(tuple, spans)), sizes)
         make = partial(known(groups.cache).work, key, make)
     ring = make()
@@ -214,7 +214,7 @@ def _passes(
     for boundary in (*programs[0], *programs[1]):
         pair = boundary.pair
         if pair is not None and pair not in works and there.visible[pair]:
-            work = request.kernel.plan(request.mask, spans[pair.query], spans[pair.key])
+            work = request.kernel.work_for(request.mask, spans[pair.query], spans[pair.key])
             if work is not None:
                 works[pair] = work
     kept = back.kept_chunks(rank)

@@ -76,7 +76,7 @@ def plan(
     for boundary in program:
         pair = boundary.pair
         if pair is not None and visible[pair]:
-            work = kernel.plan(mask, queries[pair.query].spans, keys[pair.key].spans)
+            work = kernel.work_for(mask, queries[pair.query].spans, keys[pair.key].spans)
             if work is not None:
                 works[pair] = work
     rows = tuple(len(k.rows) for k in keys)

@@ -97,10 +97,10 @@ class Traffic:
         return Traffic(self.intra + other.intra, self.inter + other.inter)
 
 
-def traffic(plan: Schedule, rank: int, sizes: Sizes) -> Traffic:
+def traffic(schedule: Schedule, rank: int, sizes: Sizes) -> Traffic:
     """The bytes `rank` sends when a schedule runs once."""
     sent = {"intra": 0, "inter": 0}
-    for hop in plan.sends(rank):
+    for hop in schedule.sends(rank):
         sent[hop.link] += sizes.chunk_bytes(hop.chunk)
     return Traffic(**sent)
 
@@ -183,11 +183,11 @@ def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str
     return min(ROUTES, key=bytes_sent)
 
 
-def total_traffic(plan: Schedule, sizes: Sizes) -> Traffic:
+def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
     """The bytes that all ranks of a ring send when a schedule runs once."""
-    families = {False: Chunk(plan.side, 0), True: Chunk("d" + plan.side, 0)}
+    families = {False: Chunk(schedule.side, 0), True: Chunk("d" + schedule.side, 0)}
     sent = {"intra": 0, "inter": 0}
-    for (gradient, link), hops in plan.hop_counts().items():
+    for (gradient, link), hops in schedule.hop_counts().items():
         sent[link] += hops * sizes.chunk_bytes(families[gradient])
     return Traffic(**sent)
 
@@ -247,10 +247,10 @@ def imbalance(
     return imbalance_of(rings.forward(algorithm, grid), pairs)
 
 
-def imbalance_of(plan: Schedule, pairs: np.ndarray) -> float:
+def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
     """As `imbalance`, of a schedule; pairs: int [G, G], visible pairs of shards i and j."""
-    ranks = range(plan.grid.size)
-    busiest = sum(max(int(pairs[plan.pair(rank, step)]) for rank in ranks) for step in ranks)
+    ranks = range(schedule.grid.size)
+    busiest = sum(max(int(pairs[schedule.pair(rank, step)]) for rank in ranks) for step in ranks)
     total = int(pairs.sum())
     return busiest * len(ranks) / total if total else 1.0
 

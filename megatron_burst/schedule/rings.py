@@ -1,22 +1,26 @@
-"""What each rank computes, sends and receives at each step, as data.
+"""The ring schedules: what each rank computes, sends and receives at each step, as data.
 
-The executor runs a schedule, the byte counters check it, cost reads it. It knows rank
-numbers, the grid of nodes, and which rank wants which chunk; no tensors, no sizes, no groups.
+This module owns the order in which chunks travel, for one ring over all ranks, for the two-level
+ring, and for chunks that go straight to those who use them. The executor runs a schedule, the
+simulator times it, `cost` counts its bytes. A schedule consists of rank numbers only: tensors,
+sizes and process groups come in later.
 
-Every rank computes one (query chunk, key chunk) pair per step. One family of chunks travels,
-the other stays: in forward, and in backward with side "kv", keys and values travel; in
-backward with side "query" the queries do, with what belongs to them. Gradients of the
-travelling family travel behind it and end at their owner.
+At every step each rank computes one pair, (query chunk, key chunk). One family of chunks travels
+and the other stays: in forward, and in backward with side "kv", keys and values travel; in
+backward with side "query" the queries travel, with dO, lse and delta. Gradients of the travelling
+family travel one step behind it and end at their owner.
 
-Time is counted in boundaries: boundary t lies before step t, boundaries after the last step
-drain what is still in flight. At a boundary first everything that lands there is waited for,
-then everything posted there is started; a hop that lands where it is posted blocks.
+Time is counted in boundaries: boundary t lies before step t, and the boundaries after the last
+step drain what is still in flight. At a boundary a rank first waits for everything that lands
+there and then starts everything that is posted there, so a hop that lands where it is posted
+blocks.
 
-Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, compute before
-communication; LoongTrain section 4.3 for `double_ring`. Variant of the gradient traffic: what
-a rank adds to its own gradient stays home, and so does what a node adds to its own, so that
-activations and gradients both make G - 1 hops (flat), or M (L - 1) intra-node and M - 1
-inter-node hops (M nodes of L ranks). A hop that serves nobody further along is left out.
+Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, with communication
+started before computation; LoongTrain section 4.3 for `double_ring`. One difference in the
+gradient traffic: what a rank adds to its own gradient stays on it, and what a node adds to its
+own stays in it. Activations and gradients therefore both make G - 1 hops on a flat ring, or
+M (L - 1) intra-node and M - 1 inter-node hops (M nodes of L ranks). Hops that no rank further
+along needs are left out.
 """
 
 from __future__ import annotations
@@ -27,22 +31,25 @@ from functools import cached_property
 
 import numpy as np
 
-from .tables import ALGORITHMS, SIDES, Boundary, Chunk, Grid, Hop, Moves, Pair
+from .moves import Moves, locations, moves
+from .tables import ALGORITHMS, SIDES, Boundary, Chunk, Grid, Hop, Pair, Side
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One pass over all ranks. Build it with `forward` or `backward`.
+    """One pass over all ranks of a grid; `forward` and `backward` build it.
 
+    algorithm: one of `tables.ALGORITHMS`. side: which family travels, "kv" or "query".
+    gradients: does the travelling family need gradients, so that these travel as well?
     visible: bool [G, G], may queries of rank i see keys of rank j? Pairs that may not are not
-    computed, and what only they need does not travel.
-    route: "ring", or "direct" from each owner to those who want its chunk, one step ahead.
-    kept: the last so many steps of the pass find their chunk already there (kept from forward).
+        computed, and what only they need does not travel.
+    route: "ring", or "direct" from each owner to the ranks that use its chunk, one step ahead.
+    kept: for how many of its last steps a rank kept the chunk from forward.
     """
 
     algorithm: str
     grid: Grid
-    side: str
+    side: Side
     gradients: bool
     visible: np.ndarray = field(repr=False, compare=False)
     route: str = "ring"
@@ -50,75 +57,35 @@ class Schedule:
 
     @property
     def rings(self) -> Grid:
-        """The grid the chunks move on: one ring over all ranks is a single 'node' of G."""
+        """The grid on which chunks move: one ring over all ranks is a single 'node' of G ranks."""
         two_level = self.route == "ring" and self.algorithm in ("burst", "double_ring")
         return self.grid if two_level else Grid(1, self.grid.size)
 
-    def visitor(self, rank: int, step: int) -> int:
+    def owner_at(self, rank: int, step: int) -> int:
         """The owner of the travelling chunk that `rank` computes with at `step`."""
         nodes, width = self.rings
         node, index = divmod(rank, width)
-        cycle, turn = divmod(step, width)
-        return (node - cycle) % nodes * width + (index - turn) % width
+        outer, inner = divmod(step, width)
+        return (node - outer) % nodes * width + (index - inner) % width
 
     def pair(self, rank: int, step: int) -> Pair:
-        visitor = self.visitor(rank, step)
-        return Pair(rank, visitor) if self.side == "kv" else Pair(visitor, rank)
+        """The pair of chunks that `rank` computes at `step`, where `visible` shows any of it."""
+        owner = self.owner_at(rank, step)
+        return Pair(rank, owner) if self.side == "kv" else Pair(owner, rank)
 
     def kept_chunks(self, rank: int) -> list[Chunk]:
-        """The chunks that `rank` holds from the start besides its own."""
+        """The chunks that `rank` holds from the start besides its own: those kept from forward."""
         steps = range(self.grid.size - self.kept, self.grid.size)
-        wanted = [step for step in steps if self.visible[self.pair(rank, step)]]
-        return [Chunk(self.side, self.visitor(rank, step)) for step in wanted]
-
-    @cached_property
-    def _meets(self) -> np.ndarray:
-        """int [owner, cycle, turn]: the rank that the owner's chunk meets then."""
-        nodes, width = self.rings
-        owner, cycle, turn = np.ogrid[: self.grid.size, :nodes, :width]
-        return (owner // width + cycle) % nodes * width + (owner % width + turn) % width
-
-    @cached_property
-    def wanted(self) -> np.ndarray:
-        """bool [owner, cycle, turn]: does the rank the owner's chunk meets then compute with it?"""
-        owner = np.arange(self.grid.size)[:, None, None]
-        pairs = (self._meets, owner) if self.side == "kv" else (owner, self._meets)
-        return self.visible[pairs]
-
-    @cached_property
-    def awaited(self) -> np.ndarray:
-        """`wanted` without the pairs whose chunk was kept: these need not be brought."""
-        nodes, width = self.rings
-        awaited = self.wanted.copy()
-        awaited.reshape(-1, nodes * width)[:, nodes * width - self.kept :] = False
-        return awaited
+        used = [step for step in steps if self.visible[self.pair(rank, step)]]
+        return [Chunk(self.side, self.owner_at(rank, step)) for step in used]
 
     @cached_property
     def _moves(self) -> Moves:
-        """Which chunks move on from where they are: `sends` lists it, `hop_counts` counts it.
-
-        An activation moves while somebody further along awaits it, a gradient from the first
-        rank that added to it. Turn 0 of a cycle adds to the gradient that this rank gathers for
-        its node (in cycle 0: its own), which then crosses to the next node.
-        """
-        awaited, wanted = self.awaited, self.wanted
-        if self._one_to_one:
-            gradient = wanted & (np.arange(self.grid.size) > 0) & self.gradients
-            return Moves(awaited & (np.arange(self.grid.size) > 0), None, gradient, None)
-        later = np.flip(np.logical_or.accumulate(np.flip(awaited, 2), 2), 2)
-        later_cycles = np.flip(
-            np.logical_or.accumulate(np.flip(np.logical_or.reduce(awaited, 2), 1), 1), 1
-        )
-        so_far = np.logical_or.accumulate(wanted[:, :, 1:], 2) & self.gradients
-        so_far_cycles = (
-            np.logical_or.accumulate(np.logical_or.reduce(wanted, 2)[:, 1:], 1) & self.gradients
-        )
-        return Moves(
-            intra=_padded(later[:, :, 1:], 2, 0),
-            inter=_padded(later_cycles[:, 1:], 1, 0),
-            intra_gradient=_padded(so_far, 2, 1),
-            inter_gradient=_padded(so_far_cycles, 1, 1),
-        )
+        """Which chunks move on from where they are: `sends` lists it, `hop_counts` counts it."""
+        return moves(
+            self.rings, self.side, self.visible,
+            kept=self.kept, gradients=self.gradients, direct=self._one_to_one,
+        )  # fmt: skip
 
     def sends(self, rank: int) -> Iterator[Hop]:
         """Every hop that starts at `rank`."""
@@ -128,35 +95,46 @@ class Schedule:
         nodes, width = self.rings
         moves = self._moves
         for step in range(self.grid.size):
-            at = (self.visitor(rank, step), *divmod(step, width))
+            at = (self.owner_at(rank, step), *divmod(step, width))
             if moves.intra[at]:
+                # Posted before the step that computes with it: the copy to the next rank travels
+                # while this rank computes (BurstEngine Algorithm 1).
                 yield self._hop(rank, "intra", step, step, step + 1)
             if moves.intra_gradient[at]:
+                # Complete only after the step, so it travels beside the next one, a step behind its
+                # chunk. When it lands, the receiver has its own part ready.
                 land = step + 1 if self._blocks else step + 2
                 yield self._hop(rank, "intra", step, step + 1, land, gradient=True)
-        for cycle in range(nodes):
-            first = cycle * width
-            at = (self.visitor(rank, first), cycle)
+        for outer in range(nodes):
+            first = outer * width
+            at = (self.owner_at(rank, first), outer)
             if moves.inter is not None and moves.inter[at]:
+                # A whole outer step to cross the slow link: it hides behind `width` pairs.
                 yield self._hop(rank, "inter", first, first, first + width)
             if moves.inter_gradient is not None and moves.inter_gradient[at]:
-                # The node's sum is whole one hop after its cycle; it crosses during the next.
+                # The last part of a node's sum takes one intra-node hop more, if there are any.
+                # The sum then crosses during the next outer step.
                 post = first + width + (width > 1)
                 land = post if self._blocks else post + width
                 yield self._hop(rank, "inter", first, post, land, gradient=True)
 
     def hop_counts(self) -> dict[tuple[bool, str], int]:
-        """(gradient?, link class) -> how many hops all ranks together make; `sends`, counted."""
+        """(gradient?, link class) -> how many hops all ranks together make.
+
+        The same hops as `sends`, counted on whole arrays: choosing a side and a route needs the
+        counts of many schedules, and a list of hops grows with the square of the ranks.
+        """
         nodes, width = self.rings
-        moves, here = self._moves, self._meets
+        moves, here = self._moves, locations(self.rings)
         if self._one_to_one:
             owner = np.arange(self.grid.size)[:, None, None]
-            legs = [(False, moves.intra, owner), (True, moves.intra_gradient, owner)]
+            hops = [(False, moves.intra, owner), (True, moves.intra_gradient, owner)]
         else:
             beside = here // width * width + (here % width + 1) % width
-            legs = [(False, moves.intra, beside), (True, moves.intra_gradient, beside)]
+            hops = [(False, moves.intra, beside), (True, moves.intra_gradient, beside)]
         counts = {(gradient, link): 0 for gradient in (False, True) for link in ("intra", "inter")}
-        for gradient, moved, there in legs:
+        for gradient, moved, there in hops:
+            # A flat ring crosses nodes as well: only the two ranks say which link a hop takes.
             local = here // self.grid.intra == there // self.grid.intra
             counts[gradient, "intra"] += int((moved & local).sum())
             counts[gradient, "inter"] += int((moved & ~local).sum())
@@ -167,48 +145,52 @@ class Schedule:
 
     @property
     def _blocks(self) -> bool:
-        """double_ring waits for every gradient hop where it starts it."""
+        """Does a gradient hop land where it is posted? LoongTrain's double ring waits for each."""
         return self.algorithm == "double_ring"
 
     @property
     def _one_to_one(self) -> bool:
+        """Do chunks go straight from their owner to each user?"""
         return self.route == "direct" or self.algorithm == "all_gather"
 
     def _hop(
         self, rank: int, ring: str, step: int, post: int, land: int, gradient: bool = False
     ) -> Hop:
-        """The hop of the chunk that visits `rank` at `step` to the next rank of `ring`."""
+        """The hop to the next rank of `ring`, of the chunk that `rank` computes with at `step`."""
         nodes, width = self.rings
         node, index = divmod(rank, width)
         if ring == "intra":
             dst = node * width + (index + 1) % width
         else:
             dst = (node + 1) % nodes * width + index
-        chunk = Chunk("d" * gradient + self.side, self.visitor(rank, step))
+        chunk = Chunk("d" * gradient + self.side, self.owner_at(rank, step))
+        # One ring over all ranks has its own communicator, although its hops cross either link.
         ring = "flat" if self.algorithm == "ring" else ring
         return Hop(chunk, rank, dst, ring, self.grid.link(rank, dst), post, land)
 
     def _direct_sends(self, rank: int) -> Iterator[Hop]:
-        """The own chunk to everybody who wants it, and each visitor's gradient to its owner.
+        """The rank's own chunk to every rank that uses it, and gradients back to their owners.
 
-        all_gather starts everything at once; otherwise one step ahead, to hold two chunks only.
+        all_gather starts everything at once; otherwise a chunk is sent one step ahead of its use,
+        so that a rank holds two travelling chunks at most.
         """
         size = self.grid.size
         moves = self._moves
         for step in range(1, size):
-            dst, visitor = (rank + step) % size, (rank - step) % size
+            dst, owner = (rank + step) % size, (rank - step) % size
             if moves.intra[rank, 0, step]:
                 post = 0 if self.algorithm == "all_gather" else step - 1
                 link = self.grid.link(rank, dst)
                 yield Hop(Chunk(self.side, rank), rank, dst, "flat", link, post, step)
-            if moves.intra_gradient[visitor, 0, step]:
-                chunk, link = Chunk("d" + self.side, visitor), self.grid.link(rank, visitor)
-                yield Hop(chunk, rank, visitor, "flat", link, step + 1, step + 2)
+            if moves.intra_gradient[owner, 0, step]:
+                chunk, link = Chunk("d" + self.side, owner), self.grid.link(rank, owner)
+                yield Hop(chunk, rank, owner, "flat", link, step + 1, step + 2)
 
     def receives(self, rank: int) -> Iterator[Hop]:
         """Every hop that ends at `rank`."""
         nodes, width = self.rings
         node, index = divmod(rank, width)
+        # The only ranks that send here: the neighbours before this one on its two rings.
         before = {node * width + (index - 1) % width, (node - 1) % nodes * width + index}
         if self._one_to_one:
             before = set(range(self.grid.size))
@@ -216,16 +198,18 @@ class Schedule:
             yield from (hop for hop in self.sends(src) if hop.dst == rank)
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-        """The part of `rank`: its boundaries in order, the steps and the draining after them.
+        """What `rank` does: its boundaries in order, of the steps and of the draining after them.
 
-        own_last: the pair of the own chunks, which waits for nobody, is not computed at step 0 but
-        while the last gradient hop travels; for head chunks that follow others.
+        own_last: compute the pair of the rank's own chunks, which depends on no hop, not at step 0
+        but while the last gradient hop travels. For head chunks that run behind others: the pairs
+        of those hide its first hops, and its own pair hides its last.
         """
         size = self.grid.size
         sends, receives = list(self.sends(rank)), list(self.receives(rank))
         end = max([size, *(hop.land for hop in sends + receives)])
         own = 0
         if own_last and self.gradients:
+            # The last boundary that posts a gradient: the own pair runs beside that hop.
             own = max([size, *(hop.post for hop in sends if hop.chunk.gradient)])
             end = max(end, own + 1)
         posts: list[list[Hop]] = [[] for _ in range(end + 1)]
@@ -242,14 +226,17 @@ class Schedule:
     def _last_use(
         self, rank: int, sends: list[Hop], receives: list[Hop], own: int
     ) -> dict[Chunk, int]:
-        """For every travelling chunk this rank holds at some time, when it can be given up; the
-        own one is computed with at step `own`."""
+        """The boundary at which each travelling chunk that this rank holds can be released.
+
+        own: the step at which the rank computes with its own chunk.
+        """
         chunks = {Chunk(self.side, rank), *self.kept_chunks(rank)}
         chunks |= {hop.chunk for hop in receives if not hop.chunk.gradient}
-        steps = {Chunk(self.side, self.visitor(rank, s)): s + 1 for s in range(self.grid.size)}
+        steps = {Chunk(self.side, self.owner_at(rank, s)): s + 1 for s in range(self.grid.size)}
         steps[Chunk(self.side, rank)] = own + 1
         last_use = {chunk: steps[chunk] for chunk in chunks}
         for hop in sends:
+            # A buffer stays in use while it is sent from, also after the last pair that reads it.
             if not hop.chunk.gradient:
                 last_use[hop.chunk] = max(last_use[hop.chunk], hop.land)
         return last_use
@@ -258,7 +245,10 @@ class Schedule:
 def forward(
     algorithm: str, grid: Grid, *, visible: np.ndarray | None = None, route: str = "ring"
 ) -> Schedule:
-    """The forward pass: keys and values travel, nothing comes home. Arguments as `Schedule`."""
+    """The schedule of a forward pass: keys and values travel. Arguments as of `Schedule`.
+
+    Raises ValueError for an unknown algorithm.
+    """
     return Schedule(check_algorithm(algorithm), grid, "kv", False, _table(grid, visible), route)
 
 
@@ -272,7 +262,10 @@ def backward(
     route: str = "ring",
     kept: int = 0,
 ) -> Schedule:
-    """The backward pass; `gradients=False` where the travelling family needs no gradient."""
+    """The schedule of a backward pass. Arguments as of `Schedule`.
+
+    Raises ValueError for an unknown algorithm or side.
+    """
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
     table = _table(grid, visible)
@@ -280,7 +273,7 @@ def backward(
 
 
 def check_algorithm(algorithm: str) -> str:
-    """`algorithm`, if there is one of that name."""
+    """`algorithm`; ValueError, with the list of names, if there is none of that name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     return algorithm
@@ -288,10 +281,3 @@ def check_algorithm(algorithm: str) -> str:
 
 def _table(grid: Grid, visible: np.ndarray | None) -> np.ndarray:
     return np.ones((grid.size, grid.size), dtype=bool) if visible is None else visible
-
-
-def _padded(moves: np.ndarray, axis: int, side: int) -> np.ndarray:
-    """`moves` with one more False along `axis`, at its end (side 0) or its beginning (side 1)."""
-    width = [(0, 0)] * moves.ndim
-    width[axis] = (side, 1 - side)
-    return np.pad(moves, width)

@@ -1,14 +1,12 @@
-"""The words of a schedule: grids, chunks, hops, pairs and boundaries.
+"""The types that schedules are made of: grids, chunks, hops, pairs and boundaries.
 
-Plain data without rules; the rules are `schedule`'s.
+Plain data. Which chunk goes where, and when, is decided in `rings`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
-
-import numpy as np
 
 RingAlgorithm = Literal["burst", "double_ring", "ring", "all_gather"]
 Side = Literal["kv", "query"]
@@ -74,16 +72,3 @@ class Boundary:
     posts: tuple[Hop, ...]  # hops from or to this rank that start here
     release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
     pair: Pair | None
-
-
-class Moves(NamedTuple):
-    """Does a chunk move on? bool [owner, cycle, turn], and [owner, cycle] between nodes.
-
-    Activations move from where they are, gradients after the step there. Where chunks go
-    straight from owner to user (and gradients back) there is only the first kind.
-    """
-
-    intra: np.ndarray
-    inter: np.ndarray | None
-    intra_gradient: np.ndarray
-    inter_gradient: np.ndarray | None

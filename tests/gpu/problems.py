@@ -94,7 +94,7 @@ def on(device, *values):
 def kernel_names(device):
     if device == "cpu":
         return ("aten", "reference")
-    return tuple(name for name in registry.TABLE if name != "reference")
+    return tuple(name for name in registry.KERNELS if name != "reference")
 
 
 def kernel_for(device, name, tensors, softcap=None):
@@ -113,7 +113,7 @@ def plan(kernel, mask, shards, rank, other):
     """The work of a pair; windows are to be refused by operators that have none, and nothing else
     by anybody."""
     try:
-        return kernel.plan(mask, shards[rank], shards[other])
+        return kernel.work_for(mask, shards[rank], shards[other])
     except ValueError as reason:
         if "Window" not in repr(mask) or getattr(kernel, "operator", kernel).windows:
             raise

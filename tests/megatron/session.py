@@ -106,9 +106,9 @@ def train_misplaced(flags):
 
 def train_with_wrong_weights(flags):
     """A run whose single pass takes all tokens for weighted alike and is not told otherwise."""
-    from megatron_burst.linear_cross_entropy import door, function
+    from megatron_burst.linear_cross_entropy import function, validate
 
-    ones = mock.patch.object(door, "_weights", lambda labels, mask, head: (labels >= 0).float())
+    ones = mock.patch.object(validate, "_weights", lambda labels, mask, head: (labels >= 0).float())
     blind = mock.patch.object(function, "_factor", lambda g, w: (g.max(), g.max() == g.max()))
     with ones, blind:
         return train(flags)

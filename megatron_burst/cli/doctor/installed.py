@@ -22,7 +22,7 @@ from ...attention import attention
 from ...comm.groups import Groups
 from ...kernels.flash_packages import PACKAGES as FLASH
 from ...kernels.flash_packages import NotInstalled, load
-from ...kernels.registry import TABLE, make
+from ...kernels.registry import KERNELS, make
 from ..patch import version_of
 from .finding import Finding, note, ok, problem
 
@@ -112,7 +112,7 @@ def kernels() -> Iterator[Finding]:
     "auto" takes of them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, list[float | Exception]] = {}
-    for name in TABLE:
+    for name in KERNELS:
         found[name] = [_outcome(name, device, mask) for mask in MASKS.values()]
         yield _kernel(name, device, found[name])
     x = torch.empty(1, 1, 1, WIDTH, device=device, dtype=_dtype(device))

@@ -145,8 +145,8 @@ class _Kernel:
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return self.real.refusal(q, k, v)
 
-    def plan(self, mask: Any, q_spans: Any, k_spans: Any) -> Any:
-        return self.real.plan(mask, q_spans, k_spans)
+    def work_for(self, mask: Any, q_spans: Any, k_spans: Any) -> Any:
+        return self.real.work_for(mask, q_spans, k_spans)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_burst as mb
-from megatron_burst.kernels.grid import WORD, grid
+from megatron_burst.kernels.tile_grid import WORD, tile_grid
 from megatron_burst.layout import Span
 
 CAUSAL = mb.masks.Causal()
@@ -56,14 +56,14 @@ def spans(draw):
 @given(q=spans(), k=spans(), sizes=st.sampled_from([(16, 32), (32, 32), (64, 64)]))
 def test_the_tiles_show_what_the_mask_shows(name, q, k, sizes):
     wanted = MASKS[name].visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
-    found = grid(MASKS[name], q, k, *sizes)
+    found = tile_grid(MASKS[name], q, k, *sizes)
     assert np.array_equal(shown(found, wanted.shape, *sizes), wanted)
     assert bool(found) == wanted.any()
 
 
 @given(q=spans(), k=spans())
 def test_the_worklists_hold_every_tile_once_and_the_longest_first(q, k):
-    found = grid(MASKS["documents"], q, k, 16, 32)
+    found = tile_grid(MASKS["documents"], q, k, 16, 32)
     for side, lists in ((0, found.by_rows), (1, found.by_columns)):
         for tiles, work in zip((found.full, found.partial), lists, strict=True):
             listed = []
@@ -80,10 +80,10 @@ def test_the_worklists_hold_every_tile_once_and_the_longest_first(q, k):
 
 def test_tiles_that_look_alike_share_a_table():
     whole = [Span(0, 1, 4096)]
-    assert len(grid(CAUSAL, whole, whole, 128, 128).bits) == 2  # everything, and the diagonal
-    found = grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
+    assert len(tile_grid(CAUSAL, whole, whole, 128, 128).bits) == 2  # everything, and the diagonal
+    found = tile_grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
     assert len(found.bits) <= 4
-    assert len(grid(CAUSAL, [Span(4096, 1, 4096)], whole, 128, 128).partial) == 0
+    assert len(tile_grid(CAUSAL, [Span(4096, 1, 4096)], whole, 128, 128).partial) == 0
 
 
 class Counted(mb.masks.BlockSparse):
@@ -104,7 +104,7 @@ def test_the_mask_is_asked_once_for_all_tiles_that_look_alike():
         blocks = rng.random((66, 66)) < 0.25
         mask = Counted(blocks, 64)
         span = Span(first, 1, 4096)
-        found = grid(mask, [span], [span], 128, 128)
+        found = tile_grid(mask, [span], [span], 128, 128)
         assert len(found.partial) > 600
         assert mask.asked <= min(ways, len(found.partial) - 100)
         own = blocks[(first + np.arange(4096)) // 64]
@@ -127,6 +127,6 @@ def shown_packed(found, length, size):
 def test_tiles_with_parts_of_other_lengths_do_not_look_alike():
     """Two documents in each block, wholly visible to themselves: 10 and 54 rows, 26 and 38."""
     ends = [0, 10, 64, 90, 128]
-    found = grid(mb.masks.Documents(ends), [Span(0, 1, 128)], [Span(0, 1, 128)], 64, 64)
+    found = tile_grid(mb.masks.Documents(ends), [Span(0, 1, 128)], [Span(0, 1, 128)], 64, 64)
     own = np.array([sum(p >= end for end in ends) for p in range(128)])
     assert np.array_equal(shown(found, (128, 128), 64, 64), own[:, None] == own[None, :])

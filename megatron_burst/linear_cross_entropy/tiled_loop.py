@@ -24,7 +24,7 @@ from .split import InFlight, Split
 
 @dataclass(frozen=True)
 class Head:
-    """The choices of a call, and its sizes on this rank."""
+    """The options of a call, and its sizes on this rank."""
 
     formula: Formula
     split: Split

@@ -29,7 +29,7 @@ class Worklist(NamedTuple):
 
     programs [n, 3]: a block, and where its tiles begin and end in `others`; most tiles first, so
     that what is dealt out last is short. others [tiles]: the block on the other side. tables
-    [tiles]: where `Grid.bits` has what is visible; nothing for wholly visible tiles.
+    [tiles]: where `TileGrid.bits` has what is visible; nothing for wholly visible tiles.
     """
 
     programs: np.ndarray
@@ -38,7 +38,7 @@ class Worklist(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
+class TileGrid:
     """Tiles that see something: (row block, column block), and of partly visible ones a table.
 
     bits: int32 [tables, rows, columns / 32]; column c of a row is bit c % 32 of entry c // 32.
@@ -63,9 +63,9 @@ class Grid:
         return _worklist(self.full, 1), _worklist(self.partial, 1)
 
 
-def grid(
+def tile_grid(
     mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span], rows: int, columns: int
-) -> Grid:
+) -> TileGrid:
     """The tiles of `rows` x `columns` (a multiple of 32) of a pair of shards."""
     q, k = _cut(q_spans, rows), _cut(k_spans, columns)
     covers = mask.covers(Span(*(x[:, None] for x in q.spans)), Span(*(x[None] for x in k.spans)))
@@ -86,7 +86,7 @@ def grid(
         elif found is not None:
             partial.append((i, j, found))
     whole = np.concatenate([np.argwhere(all_), _array(full, 2)]).astype(np.int32)
-    return Grid(whole, _array(partial, 3), tables.bits())
+    return TileGrid(whole, _array(partial, 3), tables.bits())
 
 
 class _Cut(NamedTuple):

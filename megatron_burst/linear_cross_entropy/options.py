@@ -18,7 +18,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)
-class Choices:
+class LossOptions:
     """The options of a call; all of them must agree over the group."""
 
     ignore_index: int
@@ -62,17 +62,17 @@ RULES = {
 }
 
 
-def reasons(choices: Choices) -> Iterator[str]:
+def reasons(options: LossOptions) -> Iterator[str]:
     """Why these are refused, whatever the tensors are."""
     for name, rule in RULES.items():
-        value = getattr(choices, name)
+        value = getattr(options, name)
         if isinstance(value, torch.Tensor):
             yield _tensor_option(name, value, rule)
         elif not (rule.optional and value is None) and not _follows(value, rule):
             yield f"{name} must be {rule.words}, got {told(value)}"
-    if not (isinstance(choices.mode, str) and choices.mode in MODES):
-        yield f"mode must be one of {', '.join(MODES)}, got {told(choices.mode)}"
-    yield from flag("return_argmax", choices.return_argmax)
+    if not (isinstance(options.mode, str) and options.mode in MODES):
+        yield f"mode must be one of {', '.join(MODES)}, got {told(options.mode)}"
+    yield from flag("return_argmax", options.return_argmax)
 
 
 def _follows(value: Any, rule: Rule) -> bool:
@@ -90,14 +90,14 @@ def _tensor_option(name: str, value: torch.Tensor, rule: Rule) -> str:
     return f"{name} must be {rule.words}, got {told(value)}{learnt}: {remedy}"
 
 
-def plain(choices: Choices) -> Choices:
+def plain(options: LossOptions) -> LossOptions:
     """With Python's own numbers, so that ranks which pass 1 and 1.0 agree."""
     numbers = {}
     for name, rule in RULES.items():
-        value = getattr(choices, name)
+        value = getattr(options, name)
         if value is not None:
             numbers[name] = int(value) if rule.kind is Integral else float(value)
-    return replace(choices, **numbers)
+    return replace(options, **numbers)
 
 
 def flag(name: str, value: Any) -> Iterator[str]:

@@ -13,11 +13,10 @@ from megatron_burst.autotune import simulator
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose, human
-from megatron_burst.autotune.simulator import Pass, Wires, pass_time
+from megatron_burst.autotune.simulator import PassTime, Wires, pass_time
 from megatron_burst.schedule import cost, rings
-from megatron_burst.schedule import tables as hops
 from megatron_burst.schedule.cost import Sizes, traffic, visible_pairs
-from megatron_burst.schedule.tables import Chunk, Grid
+from megatron_burst.schedule.tables import ALGORITHMS, ROUTES, SIDES, Chunk, Grid
 from megatron_burst.schedule.topology import Topology
 
 YES = (True, True, True)
@@ -47,14 +46,14 @@ def there(algorithm, grid, **more):
 def test_a_flat_ring_over_two_nodes_pays_the_slow_link_at_every_step():
     """0 -> 1 | 2 -> 3 |: each rank takes part in one slow hop per step, and waits for it."""
     got = pass_time(there("ring", (2, 2)), sizes(), FREE, rates(intra=1, inter=8))
-    assert got == Pass(seconds=3 * 8, compute=0, intra=3, inter=24)
+    assert got == PassTime(seconds=3 * 8, compute=0, intra=3, inter=24)
 
 
 def test_two_levels_cross_once_and_then_turn_once_more():
     """The slow hop of 8 starts first and lands before step 2; the fast ones take 1, before step 1
     and, exposed, before step 3."""
     got = pass_time(there("burst", (2, 2)), sizes(), FREE, rates(intra=1, inter=8))
-    assert got == Pass(seconds=8 + 1, compute=0, intra=2, inter=8)
+    assert got == PassTime(seconds=8 + 1, compute=0, intra=2, inter=8)
 
 
 def test_gradients_follow_and_their_last_hops_are_exposed():
@@ -72,7 +71,7 @@ def test_compute_hides_hops_or_hops_hide_compute(hop, work):
     """Two ranks: the hop runs beside the first pair, the second pair follows both."""
     pairs = np.full((2, 2), float(work))
     got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(intra=hop))
-    assert got == Pass(max(hop, work) + work, 2 * work, hop, 0)
+    assert got == PassTime(max(hop, work) + work, 2 * work, hop, 0)
 
 
 def test_latency_and_launches_are_paid_per_message_and_per_pair():
@@ -86,7 +85,7 @@ def test_a_rank_that_starts_an_exchange_does_not_compute():
     then the second pair; the last boundary starts nothing."""
     pairs = np.full((2, 2), 5.0)
     got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5))
-    assert got == Pass(0.5 + 5 + 5, 10, 4, 0)
+    assert got == PassTime(0.5 + 5 + 5, 10, 4, 0)
     two = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(4, posting=0.5), head_chunks=2)
     assert two.seconds == 2 * 0.5 + 4 * 2.5
 
@@ -149,10 +148,10 @@ def passes(draw):
     random = draw(tables)
     density = draw(st.sampled_from([0.3, 0.8, 1.0]))
     visible = random.random((grid.size, grid.size)) < density
-    algorithm = draw(st.sampled_from(hops.ALGORITHMS))
+    algorithm = draw(st.sampled_from(ALGORITHMS))
     plan = rings.backward(
-        algorithm, grid, draw(st.sampled_from(hops.SIDES)), visible=visible,
-        gradients=draw(st.booleans()), route=draw(st.sampled_from(hops.ROUTES)),
+        algorithm, grid, draw(st.sampled_from(SIDES)), visible=visible,
+        gradients=draw(st.booleans()), route=draw(st.sampled_from(ROUTES)),
     )  # fmt: skip
     return plan, np.where(visible, random.integers(1, 9, visible.shape), 0).astype(float)
 
@@ -161,12 +160,12 @@ def passes(draw):
 def test_it_runs_the_schedule_that_runs(made, own_last):
     """Every message of every rank's schedule at its boundaries, and every pair at its own."""
     plan, seconds = made
-    legs = simulator._legs(plan)
+    starting = simulator._starting_hops(plan)
     got = {
-        (post, int(src), int(dst), leg.gradient, leg.land, int(between))
-        for post, some in legs.items()
-        for leg in some
-        for src, dst, between in zip(leg.src, leg.dst, leg.between, strict=True)
+        (post, int(src), int(dst), hops.gradient, hops.land, int(between))
+        for post, some in starting.items()
+        for hops in some
+        for src, dst, between in zip(hops.src, hops.dst, hops.between, strict=True)
     }
     ranks = range(plan.grid.size)
     assert got == {
@@ -174,12 +173,12 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
         for rank in ranks
         for hop in plan.sends(rank)
     }
-    program = simulator._program(plan, legs, seconds, own_last)
+    program = simulator._program(plan, starting, seconds, own_last)
     for rank in ranks:
         for boundary in plan.program(rank, own_last):
             worth = 0.0 if boundary.pair is None else seconds[boundary.pair]
             assert program[boundary.index].seconds[rank] == worth
-        assert sum(moment.seconds[rank] for moment in program) == sum(
+        assert sum(boundary.seconds[rank] for boundary in program) == sum(
             seconds[plan.pair(rank, step)] for step in ranks
         )
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ..comm.consensus import attempt
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from ..kernels.online_softmax import accumulation_dtype
-from . import checks, sweep
-from .choices import Choices
+from . import checks, tiled_loop
 from .formula import Formula
 from .function import LinearCrossEntropy, Sink
+from .options import LossOptions
 from .rows import Columns
 from .split import Split
 from .tiling import tiling
@@ -73,18 +73,18 @@ def linear_cross_entropy(
     """
     refuse_transforms("linear_cross_entropy")
     split = checks.group(tp_group, sequence_parallel)
-    choices = Choices(
+    options = LossOptions(
         ignore_index, logit_scale, logit_softcap, z_loss, label_smoothing, vocab_size, tile, mode,
         return_argmax, torch.is_grad_enabled(),
     )  # fmt: skip
     inputs = checks.Inputs(hidden, weight, labels, loss_mask, sink)
-    found = attempt(lambda: checks.checked(inputs, choices, sequence_parallel, split))
+    found = attempt(lambda: checks.checked(inputs, options, sequence_parallel, split))
     split.agree(found if isinstance(found, ValueError) else found[2])
     assert not isinstance(found, ValueError)
-    (hidden, weight, labels, loss_mask, sink), choices, _ = found
+    (hidden, weight, labels, loss_mask, sink), options, _ = found
 
-    head = _head(hidden, weight, split, choices)
-    tokens = sweep.Tokens(
+    head = _head(hidden, weight, split, options)
+    tokens = tiled_loop.Tokens(
         hidden.reshape(-1, hidden.shape[-1]).contiguous(),
         weight.contiguous(),
         labels.reshape(split.parts, -1),
@@ -96,33 +96,35 @@ def linear_cross_entropy(
         tokens = tokens._replace(weight=tokens.weight.view_as(tokens.weight))
         loss, argmax = LinearCrossEntropy.apply(*tokens, weights, head, single_pass, sink)
     else:
-        loss, _, argmax = sweep.losses(head, tokens, weights)
+        loss, _, argmax = tiled_loop.losses(head, tokens, weights)
     loss = loss.view(labels.shape)
     return loss if argmax is None else (loss, argmax.view(labels.shape))
 
 
-def _head(hidden: torch.Tensor, weight: torch.Tensor, split: Split, choices: Choices) -> sweep.Head:
-    count = choices.vocab_size or len(weight) * split.size
+def _head(
+    hidden: torch.Tensor, weight: torch.Tensor, split: Split, options: LossOptions
+) -> tiled_loop.Head:
+    count = options.vocab_size or len(weight) * split.size
     first = split.rank * len(weight)
-    return sweep.Head(
+    return tiled_loop.Head(
         formula=Formula(
             vocab_size=count,
-            scale=choices.logit_scale,
-            softcap=choices.logit_softcap,
-            z_loss=choices.z_loss,
-            smoothing=choices.label_smoothing,
+            scale=options.logit_scale,
+            softcap=options.logit_softcap,
+            z_loss=options.z_loss,
+            smoothing=options.label_smoothing,
         ),
         split=split,
         columns=Columns(first, min(max(count - first, 0), len(weight))),
-        ignore_index=choices.ignore_index,
-        tile_rows=tiling(hidden, weight, split, choices.tile).rows,
+        ignore_index=options.ignore_index,
+        tile_rows=tiling(hidden, weight, split, options.tile).rows,
         dtype=accumulation_dtype(hidden.dtype),
-        argmax=choices.return_argmax,
+        argmax=options.return_argmax,
     )
 
 
 def _weights(
-    labels: torch.Tensor, loss_mask: torch.Tensor | None, head: sweep.Head
+    labels: torch.Tensor, loss_mask: torch.Tensor | None, head: tiled_loop.Head
 ) -> torch.Tensor:
     """[p, n] in the accumulation dtype, 0 where the label is ignored."""
     kept = (labels != head.ignore_index).to(head.dtype)
