@@ -16,13 +16,14 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 # The rooms of the house, from the ground up: a file imports from its own room and from those
 # named before it. The operation and the package itself come after the rooms that they join.
 ROOMS = (
-    "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
+    "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
     "linear_cross_entropy", "execution", "recompute", "autotune", "planning", "attention",
     "seam", "__init__", "megatron", "recipes", "cli", "__main__",
 )  # fmt: skip
 PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
 NO_TORCH = {
-    "flags", "config", "options", "layout", "masks", "schedule", "autotune", "seam", "__main__",
+    "units", "flags", "config", "options", "layout", "masks", "schedule", "autotune", "seam",
+    "__main__",
 }  # fmt: skip
 TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
 # What else than the standard library, numpy and torch.

@@ -12,12 +12,13 @@ from megatron_burst import layout, masks
 from megatron_burst.autotune import simulator
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.autotune.select import choose, human
+from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import PassTime, Wires, pass_time
 from megatron_burst.schedule import cost, rings
 from megatron_burst.schedule.cost import Sizes, traffic, visible_pairs
 from megatron_burst.schedule.tables import ALGORITHMS, ROUTES, SIDES, Chunk, Grid
 from megatron_burst.schedule.topology import Topology
+from megatron_burst.units import duration
 
 YES = (True, True, True)
 FREE = np.zeros((4, 4))
@@ -309,7 +310,7 @@ def test_slow_links_between_nodes_are_crossed_once():
     times = [option.seconds for option in choice.others]
     assert times == sorted(times)
     rival = next(option for option in choice.others if option.algorithm != "burst")
-    assert f"; {rival.name} {human(rival.seconds)};" in choice.why
+    assert f"; {rival.name} {duration(rival.seconds)};" in choice.why
 
 
 def test_fewer_key_heads_make_keys_travel():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.report import human
 from megatron_burst.layout import Span, make
 from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
 from megatron_burst.schedule.cost import visible_pairs
@@ -80,11 +81,11 @@ def cases(tokens: int, window: int, block: int) -> list[Case]:
         Case("causal striped, first rank, last keys", Causal(), striped[0], striped[1],
              OneCall(slice(1, None), slice(None, -1), triangle=True),
              lambda device: lambda q, k: k < q),
-        Case(f"window {_human(window)}", Window(window - 1, 0), own, own, OneCall(window=window),
+        Case(f"window {human(window)}", Window(window - 1, 0), own, own, OneCall(window=window),
              lambda device: lambda q, k: (k <= q) & (q - k < window)),
         Case("documents, causal", packed, own, own, OneCall(bounds=bounds),
              lambda device: _by_document(bounds, device)),
-        Case(f"blocks of {_human(block)}, 25 %", sparse, own, own, None,
+        Case(f"blocks of {human(block)}, 25 %", sparse, own, own, None,
              lambda device: _by_block(sparse, device)),
         Case("causal zigzag, first rank, last keys", Causal(), zigzag[0], zigzag[1],
              OneCall(rows=slice(half, None)), lambda device: lambda q, k: (q >= half) & (k >= 0)),
@@ -118,7 +119,3 @@ def _by_document(bounds: tuple[int, ...], device: torch.device) -> Seen:
 def _by_block(mask: BlockSparse, device: torch.device) -> Seen:
     table, block = torch.tensor(mask.table, device=device), mask.block
     return lambda q, k: table[q // block, k // block]
-
-
-def _human(count: int) -> str:
-    return f"{count // 1024}K" if count % 1024 == 0 else str(count)

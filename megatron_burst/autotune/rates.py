@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..units import duration, rate
+
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
 
 
@@ -47,10 +49,10 @@ class Rates:
 
     def describe(self) -> str:
         """On one line, in the units people compare."""
-        compute = "unknown" if self.compute is None else _short(self.compute, "FLOP/s")
-        links = f"intra {_short(self.intra, 'B/s')}, inter {_short(self.inter, 'B/s')}"
-        own = f" and {self.posting * 1e6:.3g} us to start it" * (self.posting > 0)
-        return f"{links}, {self.latency * 1e6:.3g} us per message{own}, compute {compute}"
+        compute = "unknown" if self.compute is None else rate(self.compute, "FLOP/s")
+        links = f"intra {rate(self.intra, 'B/s')}, inter {rate(self.inter, 'B/s')}"
+        own = f" and {duration(self.posting)} to start it" * (self.posting > 0)
+        return f"{links}, {duration(self.latency)} per message{own}, compute {compute}"
 
 
 def check_rates(rates: object) -> None:
@@ -61,10 +63,3 @@ def check_rates(rates: object) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _short(value: float, unit: str) -> str:
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= size or prefix == "M":
-            return f"{value / size:.3g} {prefix * (value < math.inf)}{unit}"
-    raise AssertionError

@@ -16,6 +16,7 @@ from ..masks import Causal, Mask
 from ..options import AttentionKeywords
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
+from ..units import duration
 from .candidates import Candidate, Fixed, Workload, grids, on_grid
 from .rates import Rates, check_rates
 
@@ -62,10 +63,10 @@ class Choice:
     @property
     def why(self) -> str:
         """ "41 ms; ring 180 ms; the link between nodes is the bottleneck"."""
-        parts = [human(self.seconds)]
+        parts = [duration(self.seconds)]
         rival = next((o for o in self.others if o.name != self.taken.name), None)
         if rival is not None:
-            parts.append(f"{rival.name} {human(rival.seconds)}")
+            parts.append(f"{rival.name} {duration(rival.seconds)}")
         if self.seconds > 0:
             parts.append(f"{BUSY[self.taken.bottleneck]} is the bottleneck")
         return "; ".join(parts)
@@ -165,9 +166,3 @@ def _check_stated(rates: Rates) -> None:
             "rates: compute is None, and there are no tensors to measure it with; state it, or "
             "call mb.measure_rates(groups, like=(q, k, v))"
         )
-
-
-def human(seconds: float) -> str:
-    """Three digits and a unit."""
-    unit, size = next(((u, n) for u, n in (("s", 1.0), ("ms", 1e-3)) if seconds >= n), ("us", 1e-6))
-    return f"{seconds / size:.3g} {unit}"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.online_softmax import accumulation_dtype
+from ..units import byte_size
 from .products import logits_dtype
 from .split import Split
 
@@ -50,16 +51,14 @@ def describe(
     split = Split(tp_group, sequence_parallel and tp_group is not None)
     rows, tiles, row_bytes = tiling(hidden, weight, split, tile)
     count = hidden.shape[:-1].numel()
-    kept = hidden.nbytes + weight.numel() * accumulation_dtype(weight.dtype).itemsize
+    gradients = hidden.nbytes + weight.numel() * accumulation_dtype(weight.dtype).itemsize
+    kept = byte_size(gradients) if mode == "single_pass" else "a number per token"
     return " | ".join(
         [
             f"LM head loss: {mode}",
             f"{count * split.parts} tokens in {tiles} tiles of {rows * split.parts}",
-            f"{_mib(rows * row_bytes)} of logits at a time instead of {_mib(count * row_bytes)}",
-            f"kept for backward {_mib(kept) if mode == 'single_pass' else 'a number per token'}",
+            f"{byte_size(rows * row_bytes)} of logits at a time instead of "
+            f"{byte_size(count * row_bytes)}",
+            f"kept for backward {kept}",
         ]
     )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.4g} MiB"

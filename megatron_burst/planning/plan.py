@@ -22,6 +22,7 @@ from ..recompute.partial_ring import Recompute
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import Chunk
+from ..units import byte_size
 from .validate import NeedsGrad, Signature, signature
 
 
@@ -132,7 +133,7 @@ class Plan:
                 f"kernel {self.kernel.name}" + " with csrc" * native.serves(self._device_type),
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-                f"store {self._describe_store()}, keys kept {cost.human_bytes(self.kept_bytes)}",
+                f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
             ]
         )  # fmt: skip
 
@@ -153,7 +154,7 @@ class Plan:
         imbalance = again.imbalance()
         unequal = f", its busiest rank {imbalance:.2f} x the mean" * (imbalance > 1.05)
         return (
-            f"{again.keep:g} ({cost.human_bytes(self.store_bytes)} per layer; recompute sends "
+            f"{again.keep:g} ({byte_size(self.store_bytes)} per layer; recompute sends "
             f"{_bytes(traffic)}{unequal})"
         )
 
@@ -168,4 +169,4 @@ class Plan:
 
 
 def _bytes(traffic: cost.Traffic) -> str:
-    return f"{cost.human_bytes(traffic.intra)} intra + {cost.human_bytes(traffic.inter)} inter"
+    return f"{byte_size(traffic.intra)} intra + {byte_size(traffic.inter)} inter"

@@ -21,15 +21,6 @@ from .tables import ROUTES, SIDES, Chunk, Grid
 from .topology import Topology
 
 
-def human_bytes(count: float) -> str:
-    """Bytes in the unit that keeps them short."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
-
-
 @dataclass(frozen=True)
 class Sizes:
     """One rank's share of one attention call in its ring. `*_itemsize` are bytes per element."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...schedule.cost import human_bytes
+from ...units import byte_size
 from .scene import LayoutScene, MaskScene, ScheduleScene, Shards
 
 Scene = MaskScene | LayoutScene | ScheduleScene
@@ -94,4 +94,4 @@ def _totals(scene: ScheduleScene) -> list[str]:
 
 
 def _sent(hops: int, bytes_: int) -> str:
-    return f"{hops} ({human_bytes(bytes_)})" if hops else "none"
+    return f"{hops} ({byte_size(bytes_)})" if hops else "none"

@@ -1,0 +1,38 @@
+"""Numbers with their units, as messages, plans and reports show them.
+
+The only place that decides how many digits are shown and which prefixes there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Unit = tuple[str, float]  # name, size
+
+BYTES: Sequence[Unit] = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+SECONDS: Sequence[Unit] = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+PREFIXES: Sequence[Unit] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
+
+
+def byte_size(count: float) -> str:
+    """A number of bytes in four digits and a binary unit: 1536 is "1.5 KiB"."""
+    return _scaled(count, BYTES, 4)
+
+
+def duration(seconds: float) -> str:
+    """A time in three digits: 0.0415 is "41.5 ms"."""
+    return _scaled(seconds, SECONDS, 3)
+
+
+def rate(value: float, unit: str) -> str:
+    """A rate in three digits and a decimal prefix: 25e9 and "B/s" are "25 GB/s"."""
+    if math.isinf(value):
+        return f"inf {unit}"
+    return _scaled(value, [(prefix + unit, size) for prefix, size in PREFIXES], 3)
+
+
+def _scaled(value: float, units: Sequence[Unit], digits: int) -> str:
+    """`value` in the first unit that it reaches, or else in the last one."""
+    name, size = next((unit for unit in units if value >= unit[1]), units[-1])
+    return f"{value / size:.{digits}g} {name}"

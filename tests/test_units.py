@@ -1,0 +1,55 @@
+"""How numbers with units are written, against the same by hand."""
+
+import math
+
+import pytest
+
+from megatron_burst import units
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1 MiB"),
+        (1.312 * 2**20, "1.312 MiB"),
+        (80 * 2**30, "80 GiB"),
+        (3 * 2**40, "3 TiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ],
+)
+def test_bytes(count, text):
+    assert units.byte_size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 us"),
+        (1e-7, "0.1 us"),
+        (1e-4, "100 us"),
+        (0.0415, "41.5 ms"),
+        (1, "1 s"),
+        (99, "99 s"),
+    ],
+)
+def test_durations(seconds, text):
+    assert units.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (500, "500 B/s"),
+        (1e3, "1 kB/s"),
+        (12.5e6, "12.5 MB/s"),
+        (25e9, "25 GB/s"),
+        (9e14, "900 TB/s"),
+    ],
+)
+def test_rates(value, text):
+    assert units.rate(value, "B/s") == text
+    assert units.rate(math.inf, "B/s") == "inf B/s"
