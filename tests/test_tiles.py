@@ -21,7 +21,7 @@ cutters = st.builds(
     Cutter,
     st.sampled_from([1, 2, 3, None]),
     st.sampled_from([1, 2, 5, 64]),
-    call=st.sampled_from([0, 5, 2048]),
+    tile_cost=st.sampled_from([0, 5, 2048]),
 )
 
 

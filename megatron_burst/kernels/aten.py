@@ -1,12 +1,13 @@
-"""A pair of shards by stock operators, a call for every tile.
+"""Attention of a pair of shards by stock operators: one operator call for every tile.
 
-Stock backward operators want the attention output. Where queries are visiting it did not
-travel, and a stand-in is rebuilt from what did, so no operator needs a patch (see `stand_in`);
-none is built for an operator that takes delta.
-Decides how a tile becomes one operator call; knows nothing of ranks or communication, nor what
-an operator is called (`operators`).
+This module decides how a tile becomes the arguments of such a call; `operators` and `flash` hold
+the operators.
 
-Shape letters as in `kernels`. The operators want [b, h, s, d]: views, not copies.
+Stock backward operators want the attention output. On the query side it does not travel, so a
+stand-in is rebuilt from what does (see `stand_in`), and no operator needs a patch. An operator
+that takes delta gets it directly.
+
+Shape letters as in `base`. The operators want [b, h, s, d], which are views of our tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .operators import Operator, Window
 
 
 class AtenKernel:
+    """The kernel around one operator; `name` is its entry in `registry.KERNELS`."""
+
     softcaps = False
 
     def __init__(self, name: str, operator: Operator):
@@ -34,7 +37,7 @@ class AtenKernel:
         self.operator = operator
         self.deterministic = operator.deterministic
         self.cutter = Cutter(*operator.limits, windows=operator.windows)
-        self._tables: dict[int, _Call] = {}
+        self._tables: dict[int, _TileWork] = {}
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         operator = self.operator
@@ -49,19 +52,19 @@ class AtenKernel:
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> tuple[_Call, ...] | None:
+    ) -> tuple[_TileWork, ...] | None:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)
-        return tuple(self._call(tile) for tile in tiles) or None
+        return tuple(self._tile_work(tile) for tile in tiles) or None
 
-    def _call(self, tile: Tile) -> _Call:
+    def _tile_work(self, tile: Tile) -> _TileWork:
         if tile.table is None:
-            return _Call(tile, None, None)
-        key = id(tile.table)  # the edges of a window share one table
+            return _TileWork(tile, None, None)
+        key = id(tile.table)  # equal edges of a window are the same array
         if key not in self._tables:
             hidden = torch.from_numpy(~tile.table)
             blind = hidden.all(dim=1)
-            call = _Call(tile, hidden, blind if blind.any() else None)
-            self._tables[key] = call  # holds the table, so that its id stays taken
+            work = _TileWork(tile, hidden, blind if blind.any() else None)
+            self._tables[key] = work  # holds the array, so that no other can get its id
         return self._tables[key]._replace(tile=tile)
 
     def forward(
@@ -69,21 +72,25 @@ class AtenKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Sequence[_Call],
+        work: Sequence[_TileWork],
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
+        # Stock operators want queries, keys and values of one width.
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
-        for call in work:
-            r, c = call.tile.rows, call.tile.columns
+        for item in work:
+            r, c = item.tile.rows, item.tile.columns
             part, stats = self.operator.forward(
                 q[:, :, r], k[:, :, c], v[:, :, c],
-                call.tile.triangle, call.bias(q), call.window, scoring.scale,
+                item.tile.triangle, item.bias(q), item.window, scoring.scale,
             )  # fmt: skip
-            if call.blind is not None:  # the operator answers 0 for rows that see nothing
-                stats = stats.masked_fill(call.blind, float("-inf"))
+            # Operators return lse 0 for a row that a bias hides entirely; merged as it is, that
+            # would weigh like a key. `merge_` leaves rows alone where lse is -inf.
+            if item.blind is not None:
+                stats = stats.masked_fill(item.blind, float("-inf"))
+            # Back to [s, b, h, w]; columns beyond the width of the values are padding.
             part = part.permute(2, 0, 1, 3)[..., :value_width]
             merge_(out[r], lse[r], part, stats.permute(2, 0, 1))
 
@@ -92,7 +99,7 @@ class AtenKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Sequence[_Call],
+        work: Sequence[_TileWork],
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -107,22 +114,26 @@ class AtenKernel:
             out = _heads_first(_widen(out, width))
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
-        for call in work:
-            r, c = call.tile.rows, call.tile.columns
+        for item in work:
+            r, c = item.tile.rows, item.tile.columns
             stats = lse[:, :, r]
-            if call.blind is not None:  # rows blind everywhere: exp(-inf - -inf) would be NaN
+            # lse is that of the whole sequence: -inf stands only in rows that see nothing at all,
+            # where exp(-inf - -inf) would be NaN. With 0, their probabilities are exp(-inf) = 0.
+            if item.blind is not None:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
             grads = self.operator.backward(
                 dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats,
-                call.tile.triangle, call.bias(q), call.window, scoring.scale,
+                item.tile.triangle, item.bias(q), item.window, scoring.scale,
             )  # fmt: skip
+            # In place and in the accumulation dtype: the operator's gradients have the dtype of q.
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
                     total[part] += grad.permute(2, 0, 1, 3)[..., : total.shape[-1]]
 
 
-class _Call(NamedTuple):
-    """One operator call: a tile, and of a table what is hidden and which rows see nothing."""
+class _TileWork(NamedTuple):
+    """What one operator call needs: a tile and, of a table, what is hidden and which rows see
+    nothing."""
 
     tile: Tile
     hidden: torch.Tensor | None  # bool [rows, columns]
@@ -130,7 +141,8 @@ class _Call(NamedTuple):
 
     @property
     def window(self) -> Window | None:
-        """A band counts columns from the first row, operators from the last row and column."""
+        """(left, right) of the tile's band. `Tile.band` is aligned to the first row and column,
+        windows of operators are aligned to the last row and column."""
         if self.tile.band is None:
             return None
         rows, columns = self.tile.shape
@@ -141,13 +153,16 @@ class _Call(NamedTuple):
         """[rows, columns] in the dtype of q: -inf where hidden; None where there is no table."""
         if self.hidden is None:
             return None
+        # Made for every call: to keep the biases of all tiles in a plan would take two to eight
+        # times the memory of the tables.
         zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
         return zeros.masked_fill_(self.hidden, float("-inf"))
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """An O' with rowsum(dout * O') = delta, for operators that insist on an output.
+    """An output O' with rowsum(dout * O') = delta, for operators whose backward wants an output.
 
+    They use the output for that sum alone (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
     dout [s, b, h, w], delta [s, b, h] -> [s, b, h, w] in the dtype of dout. With m the largest
     |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2), and 0 where dout is 0.
     Without the scaling by m rows of tiny gradients lose all accuracy. Where that is beyond
@@ -159,7 +174,7 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         return found
     wide, delta = dout.to(delta.dtype), delta.unsqueeze(-1)
     m = wide.abs().amax(dim=-1, keepdim=True)
-    m = torch.where(m == 0, torch.ones_like(m), m)
+    m = torch.where(m == 0, torch.ones_like(m), m)  # a row of zeros stays one, without 0 / 0
     n = wide / m
     tiny = torch.finfo(wide.dtype).tiny
     most = delta / m / n.square().sum(dim=-1, keepdim=True).clamp_min(tiny)  # n is at most 1

@@ -1,7 +1,8 @@
-"""Which (query position, key position) pairs attend.
+"""Attention masks: which (query position, key position) pairs attend.
 
-A mask knows positions and spans only: no ranks, no layout names, no tensors. Masks combine with
-`&` and `|`. `base` says what a mask must answer; everything else here is a description.
+A mask describes positions of the global sequence, so one mask serves every layout and every number
+of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions` and `tables`
+hold the masks, `tiling` and `band_tiling` cut a pair of shards into tiles that kernels can compute.
 """
 
 from .base import Band, Cover, Mask, shards_visible

@@ -1,7 +1,13 @@
-"""What a band of rows and columns shows, part by part: rectangles, triangles and slanted edges.
+"""Cuts a band (a causal mask or a sliding window over local rows and columns) into tiles.
 
-Owns how many parts, and how large: kernels want few and large ones, and waste what they compute
-beside an edge. Knows nothing of shards, steps or masks.
+Decides how many tiles a band becomes, and how large they are: each tile is one kernel call, so
+few and large ones are fast, but beside a slanted edge a kernel computes pairs that are hidden.
+
+    right edge only (causal)      both edges (window), row blocks
+        T . . .                       T . . . .
+        S T . .                       E T . . .
+        S S T .                       . E T . .         T triangle, S square, E table of an edge
+        S S S T                       . . E T .
 """
 
 from __future__ import annotations
@@ -13,11 +19,12 @@ import numpy as np
 
 from .base import Band
 
-_SMALLEST_BLOCK = 128  # smaller calls cost more than the pairs they save
+_SMALLEST_BLOCK = 128  # a smaller call costs more than the pairs that it saves
 
 
-class Part(NamedTuple):
-    """Part of a band: (first, stop) of its local rows and columns, as in `Tile` otherwise."""
+class BandTile(NamedTuple):
+    """One tile of a band: (first, stop) of rows and of columns within the band; `triangle` and
+    `table` as in `tiling.Tile`."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -26,75 +33,85 @@ class Part(NamedTuple):
 
 
 def left_edge(rows: int, columns: int, band: Band) -> bool:
-    """Does a row that sees something not see the first column any more?"""
+    """Is there a row that sees some column but no longer the first one?
+
+    Rows are visible from -band.right on. Without such a row, the band is a lower triangle and
+    rectangles, which every kernel takes.
+    """
     return min(rows, columns + band.left) > max(0, -band.right, band.left + 1)
 
 
-def band_parts(rows: int, columns: int, band: Band, block: int | None) -> tuple[Part, ...]:
-    """What a band shows: while its left edge lies outside a staircase, then row by row of blocks,
-    each what the whole block sees and the slanted edges beside it."""
+def band_tiles(rows: int, columns: int, band: Band, block: int | None) -> tuple[BandTile, ...]:
+    """The tiles of a band over `rows` x `columns`.
+
+    First the rows that the left edge does not reach: a rectangle and a lower triangle. Then, by
+    blocks of at most `block` rows (None: in one), what the whole block sees and the slanted edges
+    beside it.
+    """
     left, right = band
     if block is not None:  # an edge wastes half a block: keep that small beside what is visible
         block = min(block, max(_SMALLEST_BLOCK, min(rows, left + right + 1) // 8))
-    parts: list[Part] = []
-    edges: dict[tuple, np.ndarray] = {}
+    tiles: list[BandTile] = []
+    edges: dict[tuple, np.ndarray] = {}  # equal edges share a table: kernels convert it once
     begin = max(0, -right)  # rows before it see nothing
     stop = min(rows, left + 1, columns - right)
     if begin < stop:
-        if begin + right > 0:
-            parts.append(Part((begin, stop), (0, begin + right)))
-        parts += _stairs(begin, stop, right, block or stop)
+        if begin + right > 0:  # columns that the first row sees before the triangle begins
+            tiles.append(BandTile((begin, stop), (0, begin + right)))
+        tiles += _triangle(begin, stop, right, block or stop)
         begin = stop
     while begin < rows and begin - left < columns:
         end = rows if block is None else min(rows, begin + block)
-        if begin + right < columns - 1:  # to the last row whose right edge lies inside, at most
+        # A block must not contain rows of both kinds, with the right edge inside and outside the
+        # columns: its triangle would stick out, or rows that see all columns would lose some.
+        if begin + right < columns - 1:
             end = min(end, columns - right)
         elif left >= begin:  # rows that see everything need no blocks
             end = min(rows, left + 1)
-        parts += _block_parts(begin, end, columns, band, edges)
+        tiles += _block_tiles(begin, end, columns, band, edges)
         begin = end
-    return tuple(parts)
+    return tuple(tiles)
 
 
-def _stairs(begin: int, end: int, right: int, block: int) -> Iterator[Part]:
+def _triangle(begin: int, end: int, right: int, block: int) -> Iterator[BandTile]:
     """A lower triangle by halves: a square and two triangles, down to triangles of `block` rows.
 
-    Squares are as large as they can be, for which kernels are fastest, and a row or a column lies
-    in few of them, so that there is little to merge: row by row of blocks, causal attention of
-    4K tokens took up to a tenth longer on the CPU.
+    This makes squares as large as possible, for which kernels are fastest, and puts each row and
+    column into few of them, so that there is little to merge. Cut into rows of blocks instead,
+    causal attention of 4K tokens took up to a tenth longer on the CPU.
     """
     blocks = -(-(end - begin) // block)
     if blocks == 1:
-        yield Part((begin, end), (begin + right, end + right), triangle=True)
+        yield BandTile((begin, end), (begin + right, end + right), triangle=True)
         return
     middle = begin + block * ((blocks + 1) // 2)
-    yield from _stairs(begin, middle, right, block)
-    yield Part((middle, end), (begin + right, middle + right))
-    yield from _stairs(middle, end, right, block)
+    yield from _triangle(begin, middle, right, block)
+    yield BandTile((middle, end), (begin + right, middle + right))
+    yield from _triangle(middle, end, right, block)
 
 
-def _block_parts(
+def _block_tiles(
     begin: int, end: int, columns: int, band: Band, edges: dict[tuple, np.ndarray]
-) -> Iterator[Part]:
-    """The parts of rows `begin` to `end` of a band; blocks of one shape share their `edges`."""
+) -> Iterator[BandTile]:
+    """The tiles of rows `begin` to `end` of a band; blocks of one shape share their `edges`."""
     left, right = band
     first, first_full = max(0, begin - left), max(0, end - 1 - left)
     stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
     triangle = stop_full < stop
     if triangle:
-        stop_full -= 1  # the column all rows see is the triangle's first
+        stop_full -= 1  # the last column that all rows see is the first one of the triangle
     block = (begin, end)
-    if first_full > stop_full:
+    if first_full > stop_full:  # narrower than the block: both edges in one table
         shape = (end - begin, stop - first, begin - left - first, begin + right - first)
-        yield Part(block, (first, stop), table=_edge(edges, *shape))
+        yield BandTile(block, (first, stop), table=_edge(edges, *shape))
         return
     if first < first_full:
         shape = (end - begin, first_full - first, begin - left - first, columns)
-        yield Part(block, (first, first_full), table=_edge(edges, *shape))
+        yield BandTile(block, (first, first_full), table=_edge(edges, *shape))
     if first_full < stop_full:
-        yield Part(block, (first_full, stop_full))
+        yield BandTile(block, (first_full, stop_full))
     if triangle:
-        yield Part(block, (stop_full, stop), triangle=True)
+        yield BandTile(block, (stop_full, stop), triangle=True)
 
 
 def _edge(edges: dict[tuple, np.ndarray], rows: int, columns: int, low: int, high: int):

@@ -1,8 +1,8 @@
-"""What every mask answers, and how masks combine.
+"""The interface of masks, and how masks combine.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always allowed, EMPTY and FULL are promises. `band`, `cuts` and `modulus` are hints that let
-`tiles` cut a partly visible rectangle well; a mask that gives none is still served.
+always allowed, EMPTY and FULL are promises. `band`, `cuts` and `modulus` are hints with which
+`tiling` cuts a partly visible rectangle into few tiles; a mask without them works, more slowly.
 """
 
 from __future__ import annotations
@@ -43,21 +43,25 @@ class Bands(NamedTuple):
 
 
 class Mask:
-    """Base of all masks."""
+    """Base of all masks. A mask of your own defines `visible` and `cover`."""
 
-    #: positions of equal remainder modulo this are alike; 1 for most masks
+    #: the mask depends on distances modulo this only, so residue classes are cut apart; mostly 1
     modulus: int = 1
-    #: are few rectangles and lower triangles enough, as stock kernels know them?
+    #: do a few rectangles and lower triangles describe it, as flash attention kernels take them?
     flash_compatible: bool = False
 
     @property
     def cacheable(self) -> bool:
-        """Is it the same in every batch, and does repr say all there is? Then what was made for a
-        mask is kept, and serves its equals."""
+        """May plans keep what they made for this mask, and reuse it for masks with an equal repr?
+
+        Requires that the mask is the same in every batch and that its repr says all there is. Only
+        masks of this package are known to do so.
+        """
         return type(self).__module__.startswith(f"{__package__}.")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """bool, broadcast of `q` and `k` (integer positions): may the query see the key?"""
+        """May the query see the key? q, k: integer arrays of positions, broadcast against each
+        other; returns bool of their common shape."""
         raise NotImplementedError
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
@@ -65,8 +69,11 @@ class Mask:
         raise NotImplementedError
 
     def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
-        """`cover` of many pairs at once: the fields of both spans are integer arrays, which are
-        broadcast against each other. int array of `Cover` values."""
+        """`cover` of many pairs of spans at once.
+
+        The fields of both spans are integer arrays, broadcast against each other; returns an int64
+        array of `Cover` values of their common shape.
+        """
         fields = np.broadcast_arrays(*q_spans, *k_spans)
         found = [
             self.cover(Span(*map(int, pair[:3])), Span(*map(int, pair[3:])))
@@ -124,13 +131,15 @@ def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray
 
 
 class _Combined(VectorMask):
+    """Two masks and the operator between them."""
+
     symbol: str
 
     def __init__(self, a: Mask, b: Mask):
         if not isinstance(a, Mask) or not isinstance(b, Mask):
             raise TypeError(f"masks combine with masks, got {a!r} and {b!r}")
         self.a, self.b = a, b
-        self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # numpy's integers end
+        self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # has to fit into int64
         self.flash_compatible = a.flash_compatible and b.flash_compatible
 
     @property
@@ -180,6 +189,7 @@ class _Or(_Combined):
         a_empty, b_empty = a.left + a.right < 0, b.left + b.right < 0
         left = np.where(a_empty, b.left, np.where(b_empty, a.left, np.maximum(a.left, b.left)))
         right = np.where(a_empty, b.right, np.where(b_empty, a.right, np.maximum(a.right, b.right)))
+        # Two bands with a gap between them are no band; neighbouring diagonals leave no gap.
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
 
@@ -187,8 +197,11 @@ class _Or(_Combined):
 def shards_visible(
     mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
 ) -> np.ndarray:
-    """bool [G, G]: may anything of these queries see anything of those keys? A shard is given
-    by its spans, and may have none."""
+    """bool [G, G]: may any query of shard i see any key of shard j?
+
+    A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
+    it may stand where nothing is visible.
+    """
     owners, fields = [], []
     for shards in (q_shards, k_shards):
         owners.append(np.repeat(np.arange(len(shards)), [len(each) for each in shards]))

@@ -1,4 +1,7 @@
-"""Masks that compare two positions: Full, Causal, Window, Dilated, Prefix."""
+"""Masks that compare two positions: Full, Causal, Window, Dilated, Prefix.
+
+Each answers by arithmetic on arrays of spans, so that a large grid of ranks costs no Python loop.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from .base import FAR, Band, Bands, Cover, Mask, VectorMask, cover_where
 
 
 def _position(mask: Mask, name: str) -> int:
-    """Field `name` of a frozen mask, made a plain int that numpy can add; ValueError if it is
-    none. Beyond FAR one number of positions is as good as another."""
+    """Replace field `name` of a frozen mask by a plain int of at most FAR, and return it.
+
+    Beyond FAR, one number of positions means the same as another, and sums would leave int64.
+    Raises ValueError if the field is no integer.
+    """
     value = min(integer(name, getattr(mask, name)), FAR)
     object.__setattr__(mask, name, value)
     return value
@@ -109,7 +115,8 @@ class Dilated(VectorMask):
         return np.subtract(q, k) % self.stride == 0
 
     def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
-        # Every distance is that of the starts plus multiples of the strides.
+        # A distance is that of the starts plus multiples of both strides, so modulo `stride` it
+        # differs from it by a multiple of their greatest common divisor.
         q_stride, k_stride = (np.multiply(x.stride, x.length > 1) for x in (q_spans, k_spans))
         common = np.gcd(np.gcd(q_stride, k_stride), self.stride)
         empty = np.subtract(q_spans.start, k_spans.start) % common != 0

@@ -1,4 +1,4 @@
-"""Masks that look positions up: Documents, BlockSparse, Dense."""
+"""Masks that look positions up in a table: Documents, BlockSparse, Dense."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Documents(VectorMask):
 
     @property
     def cacheable(self) -> bool:
-        return False  # others in every batch
+        return False  # every batch has other documents
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
         """The index of the document each position belongs to."""
@@ -58,7 +58,10 @@ class Documents(VectorMask):
 
 
 class BlockSparse(VectorMask):
-    """Query block i sees key block j where table[i, j]; blocks are `block` positions long."""
+    """Query block i sees key block j where table[i, j] (BurstEngine section 3.4).
+
+    table: bool or 0/1, [n, n]. block: positions per block; n * block is the sequence length.
+    """
 
     def __init__(self, table: np.ndarray, block: int):
         self.table = _square(table)
@@ -102,7 +105,10 @@ class BlockSparse(VectorMask):
 
 
 class Dense(Mask):
-    """Query q sees key k where table[q, k]: for masks that nothing else describes."""
+    """Query q sees key k where table[q, k]: for masks that no other class describes.
+
+    table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank.
+    """
 
     def __init__(self, table: np.ndarray):
         self.table = _square(table)
@@ -132,8 +138,9 @@ class Dense(Mask):
 
 
 def _square(table: np.ndarray) -> np.ndarray:
-    """bool [n, n], a copy: True, or 1, where visible. A table to be added to scores, 0 where
-    visible and -inf where hidden, would mean the opposite, so only 0 and 1 are taken."""
+    """A copy of `table` as bool [n, n], True where visible; ValueError unless it is square and
+    holds only 0 and 1. An additive mask, 0 where visible and -inf where hidden, means the opposite
+    of 0 and 1, so it is refused instead of being converted."""
     try:
         given = np.asarray(table)  # np.array warns of tensors, which have no copy keyword
     except (TypeError, ValueError, RuntimeError) as error:
@@ -152,7 +159,7 @@ def _square(table: np.ndarray) -> np.ndarray:
             f"table must hold 1 where a query sees a key and 0 where not, got {odd[0]}"
         )
     table = given.astype(bool)
-    table.flags.writeable = False  # what was made for it may be kept
+    table.flags.writeable = False  # plans keep what they made for it
     return table
 
 

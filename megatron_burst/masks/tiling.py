@@ -1,9 +1,9 @@
-"""Cutting a pair of shards into rectangles that stock kernels know.
+"""Cuts a pair of shards into tiles that stock kernels can compute.
 
 A tile is a rectangle of local rows and columns that is wholly visible, a lower triangle
 (column <= row, square), a band, or given by a table. What is not visible is in no tile, or False
-in a table. Decides how to cut, from what the mask says and from what the kernel can do (`Cutter`);
-knows no devices and no torch, so that costs are counted on exactly what runs.
+in a table. This module decides how to cut, from what the mask says and from what the kernel can
+do (`Cutter`). It needs no torch, so that `cost` counts exactly the tiles that run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span
-from .band_tiling import Part, band_parts, left_edge
+from .band_tiling import BandTile, band_tiles, left_edge
 from .base import Band, Cover, Mask
 
 
 class Tile(NamedTuple):
-    """Local rows and columns (slices, possibly with a step), and what is visible of them."""
+    """Local rows and columns (slices, possibly with a step), and what is visible of them: all,
+    or what `triangle`, `table` or `band` says."""
 
     rows: slice
     columns: slice
@@ -35,11 +36,12 @@ class Tile(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """Pairs a kernel computes that does not look inside the tile."""
+        """How many pairs a kernel computes that skips nothing within a tile."""
         return self.shape[0] * self.shape[1]
 
     @property
     def visible(self) -> int:
+        """How many pairs of the tile attend."""
         rows, columns = self.shape
         if self.table is not None:
             return int(self.table.sum())
@@ -50,21 +52,21 @@ class Tile(NamedTuple):
         return rows * (rows + 1) // 2 if self.triangle else rows * columns
 
 
-class _Piece(NamedTuple):
-    """Part of a shard: local row `start`, every `step`-th row, and the positions they hold."""
+class _ShardSlice(NamedTuple):
+    """Rows of a shard that hold one span: every `step`-th from local row `start` on."""
 
     start: int
     step: int
     span: Span
 
-    def part(self, first: int, count: int, every: int = 1) -> _Piece:
+    def take(self, first: int, count: int, every: int = 1) -> _ShardSlice:
         """`count` rows from the `first` one, taking every `every`-th."""
         start, stride, _ = self.span
         span = Span(start + first * stride, stride * every, count)
-        return _Piece(self.start + first * self.step, self.step * every, span)
+        return _ShardSlice(self.start + first * self.step, self.step * every, span)
 
     def rows(self, first: int, stop: int) -> slice:
-        """The local rows from index `first` to `stop` of this piece."""
+        """The local rows from index `first` to `stop` of this slice."""
         start = self.start + first * self.step
         end = self.start + (stop - 1) * self.step + 1
         return slice(start, end, self.step)
@@ -72,34 +74,40 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cutter:
-    """What a kernel can do with a tile.
+    """Cuts for one kind of kernel; its fields say what that kernel can do with a tile.
 
-    band_rows: at most how many rows of a band to take at a time; smaller wastes less at the edges,
-    None takes them all, for kernels that skip what a triangle hides.
-    table_rows: a piece of at most so many rows and columns is given by a table where that is all
-    that describes it, or is cheaper than the calls for its parts; None for kernels that take no
-    table, which refuses masks that need one.
-    windows: it takes a band whole; otherwise one with a left edge needs tables.
-    call: what one more call costs beside its pairs, in pairs.
+    band_rows: rows of a band per tile, at most. Fewer rows waste less at the slanted edges; None
+        takes all at once, for kernels that skip what a triangle hides.
+    table_rows: a rectangle of at most so many rows and columns becomes a table, where only a table
+        describes it or where a table is cheaper than its tiles. None: the kernel takes no tables,
+        and a mask that needs one raises ValueError.
+    windows: does the kernel take a band with a left edge whole? Otherwise such bands need tables.
+    tile_cost: what one more tile costs besides its pairs, in pairs.
     """
 
     band_rows: int | None
     table_rows: int | None
     windows: bool = False
     # 500 to 5900 with torch's operator on a CPU, forward and backward: most with few narrow heads.
-    call: int = 2048
+    tile_cost: int = 2048
     # The pairs of a ring have few different bands, and one table serves every block of a window.
-    _bands: dict[tuple, tuple[Part, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _bands: dict[tuple, tuple[BandTile, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def tiles(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[Tile, ...]:
-        """The tiles of a pair of shards; rectangles that touch are joined into larger ones."""
-        return tuple(_joined(self._cut_all(mask, _pieces(q_spans), _pieces(k_spans))))
+        """The tiles of a pair of shards, given by their spans in shard order.
 
-    def _cut_all(self, mask: Mask, q: list[_Piece], k: list[_Piece]) -> Iterator[Tile]:
-        """The tiles of every pair of pieces that has any."""
+        Raises ValueError for a mask that needs tables or windows which the kernel does not take.
+        """
+        return tuple(_joined(self._cut_all(mask, _whole_spans(q_spans), _whole_spans(k_spans))))
+
+    def _cut_all(self, mask: Mask, q: list[_ShardSlice], k: list[_ShardSlice]) -> Iterator[Tile]:
+        """The tiles of every pair of slices that sees something."""
         q_spans, k_spans = _arrays(q, (-1, 1)), _arrays(k, (1, -1))
+        # The mask is asked about all pairs in one call: a shard of packed documents has hundreds.
         covers = mask.covers(q_spans, k_spans)
         left, right, known = mask.bands(q_spans, k_spans)
         for i, j in np.argwhere(covers != Cover.EMPTY).tolist():
@@ -110,7 +118,8 @@ class Cutter:
             else:
                 yield from self._cut(mask, q[i], k[j])
 
-    def _cut(self, mask: Mask, q: _Piece, k: _Piece) -> Iterator[Tile]:
+    def _cut(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> Iterator[Tile]:
+        """A pair that is partly visible and no band: cut further, or described by a table."""
         parts = _split(mask, q, k, self.table_rows)
         if parts is None:
             yield from self._table(mask, q, k)
@@ -119,21 +128,24 @@ class Cutter:
         if not _within(self.table_rows, q, k):
             yield from found
             return
-        cheap = self._cheaper(found, q.span.length * k.span.length + self.call)
+        # Where both are possible, the one with fewer pairs computed, tile_cost included.
+        cheap = self._cheaper(found, q.span.length * k.span.length + self.tile_cost)
         yield from self._table(mask, q, k) if cheap is None else cheap
 
     def _cheaper(self, tiles: Iterable[Tile], limit: int) -> list[Tile] | None:
-        """The tiles if they cost at most `limit`, in pairs computed; no more of them are made than
-        it takes to see that they do not."""
+        """The tiles if they cost at most `limit` pairs, else None.
+
+        Stops at the first tile too many, because a fine mask would have very many of them.
+        """
         taken, cost = [], 0
         for tile in tiles:
-            cost += tile.computed + self.call
+            cost += tile.computed + self.tile_cost
             if cost > limit:
                 return None
             taken.append(tile)
         return taken
 
-    def _table(self, mask: Mask, q: _Piece, k: _Piece) -> Iterator[Tile]:
+    def _table(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> Iterator[Tile]:
         if self.table_rows is None:
             raise ValueError(
                 f"mask: {mask!r} is no band of rows and columns over {q.span} and {k.span}, and "
@@ -141,14 +153,17 @@ class Cutter:
             )
         table = np.array(mask.visible(q.span.positions()[:, None], k.span.positions()[None, :]))
         (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
-        if len(rows):  # without what is hidden from all at the ends: padding is, and may hold NaN
+        # Without hidden rows and columns at the ends: padding lies there and may hold NaN, and a
+        # probability of 0 times NaN is NaN.
+        if len(rows):
             (top, bottom), (left, right) = ((int(x[0]), int(x[-1]) + 1) for x in (rows, columns))
             inner = np.ascontiguousarray(table[top:bottom, left:right])
             yield Tile(q.rows(top, bottom), k.rows(left, right), table=inner)
 
-    def _cut_band(self, q: _Piece, k: _Piece, band: Band) -> Iterator[Tile]:
+    def _cut_band(self, q: _ShardSlice, k: _ShardSlice, band: Band) -> Iterator[Tile]:
         if band.left + band.right < 0:  # the window lies between the positions of a strided pair
             return
+        # The same shape of band comes again for most pairs of a ring, so its tiles are kept.
         shape = (q.span.length, k.span.length, band, self.band_rows)
         if self.table_rows is None and left_edge(*shape[:3]):
             if not self.windows:
@@ -159,14 +174,15 @@ class Cutter:
             yield _window(q, k, band)
             return
         if shape not in self._bands:
-            self._bands[shape] = band_parts(*shape)
+            self._bands[shape] = band_tiles(*shape)
         for part in self._bands[shape]:
             rows, columns = q.rows(*part.rows), k.rows(*part.columns)
             yield Tile(rows, columns, part.triangle, part.table)
 
 
-def _window(q: _Piece, k: _Piece, band: Band) -> Tile:
+def _window(q: _ShardSlice, k: _ShardSlice, band: Band) -> Tile:
     """A band in one tile, without the rows and columns at its ends that see nothing."""
+    # Only in tables does `AtenKernel` correct rows that see nothing, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
     first, stop = max(0, begin - band.left), min(k.span.length, end + band.right)
     shift = begin - first
@@ -174,71 +190,78 @@ def _window(q: _Piece, k: _Piece, band: Band) -> Tile:
     return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
 
 
-def _arrays(pieces: list[_Piece], shape: tuple[int, int]) -> Span:
-    """The spans of the pieces as one span of arrays."""
-    fields = np.array([piece.span for piece in pieces], dtype=np.int64).T
+def _arrays(parts: list[_ShardSlice], shape: tuple[int, int]) -> Span:
+    """The spans of many slices as one span of arrays, as `Mask.covers` takes them."""
+    fields = np.array([part.span for part in parts], dtype=np.int64).T
     return Span(*(field.reshape(shape) for field in fields))
 
 
-def _pieces(spans: Sequence[Span]) -> list[_Piece]:
+def _whole_spans(spans: Sequence[Span]) -> list[_ShardSlice]:
     starts = np.cumsum([0, *(span.length for span in spans)]).tolist()
-    return [_Piece(start, 1, span) for start, span in zip(starts, spans, strict=False)]
+    return [_ShardSlice(start, 1, span) for start, span in zip(starts, spans, strict=False)]
 
 
 def _split(
-    mask: Mask, q: _Piece, k: _Piece, smallest: int | None
-) -> tuple[list[_Piece], list[_Piece]] | None:
-    """The parts of both pieces to look at next; None where cutting further is no use."""
+    mask: Mask, q: _ShardSlice, k: _ShardSlice, smallest: int | None
+) -> tuple[list[_ShardSlice], list[_ShardSlice]] | None:
+    """The smaller slices of both sides to look at next; None where only a table is left.
+
+    In this order: where the mask's description changes, by residue classes, by halves.
+    """
     q_cuts, k_cuts = (_coarse(mask.cuts(x.span), x, smallest) for x in (q, k))
     if len(q_cuts) or len(k_cuts):
-        return _parts(q, q_cuts), _parts(k, k_cuts)
-    if any(piece.span.stride % mask.modulus and piece.span.length > 1 for piece in (q, k)):
+        return _cut_before(q, q_cuts), _cut_before(k, k_cuts)
+    if any(part.span.stride % mask.modulus and part.span.length > 1 for part in (q, k)):
         return _residues(q, mask.modulus), _residues(k, mask.modulus)
     if smallest is None or _within(smallest, q, k):
         return None
     if q.span.length >= k.span.length:
-        return _parts(q, np.array([q.span.length // 2])), [k]
-    return [q], _parts(k, np.array([k.span.length // 2]))
+        return _cut_before(q, np.array([q.span.length // 2])), [k]
+    return [q], _cut_before(k, np.array([k.span.length // 2]))
 
 
-def _coarse(cuts: np.ndarray, piece: _Piece, size: int | None) -> np.ndarray:
-    """Of many cuts close together only some: a part that still has cuts inside is then shorter
-    than `size`, where a table may be cheaper than what is between them."""
-    if size is None or piece.span.length <= size:
+def _coarse(cuts: np.ndarray, part: _ShardSlice, size: int | None) -> np.ndarray:
+    """Of many cuts close together, the first and the last in every `size` rows.
+
+    A slice that still has cuts inside is then shorter than `size`, so that a table may describe it
+    where that is cheaper than a tile between every two cuts (documents of a few tokens, say).
+    """
+    if size is None or part.span.length <= size:
         return cuts
     group = cuts // size
-    first, last = np.diff(group, prepend=-1) > 0, np.diff(group, append=piece.span.length) > 0
+    first, last = np.diff(group, prepend=-1) > 0, np.diff(group, append=part.span.length) > 0
     return cuts[first | last]
 
 
-def _within(size: int | None, q: _Piece, k: _Piece) -> bool:
-    """May a table describe these pieces?"""
+def _within(size: int | None, q: _ShardSlice, k: _ShardSlice) -> bool:
+    """May a table describe this pair of slices?"""
     return size is not None and max(q.span.length, k.span.length) <= size
 
 
-def _parts(piece: _Piece, cuts: np.ndarray) -> list[_Piece]:
-    """The piece cut before each of `cuts`."""
-    bounds = [0, *cuts.tolist(), piece.span.length]
-    return [piece.part(a, b - a) for a, b in pairwise(bounds)]
+def _cut_before(part: _ShardSlice, cuts: np.ndarray) -> list[_ShardSlice]:
+    """The slice cut before each of `cuts`."""
+    bounds = [0, *cuts.tolist(), part.span.length]
+    return [part.take(a, b - a) for a, b in pairwise(bounds)]
 
 
-def _residues(piece: _Piece, modulus: int) -> list[_Piece]:
-    """The piece by residue classes, so that each part's stride is a multiple of `modulus`."""
-    every = modulus // np.gcd(piece.span.stride, modulus).item()
-    length = piece.span.length
+def _residues(part: _ShardSlice, modulus: int) -> list[_ShardSlice]:
+    """The slice by residue classes: the stride of each becomes a multiple of `modulus`, within
+    which a dilated mask shows all or nothing."""
+    every = modulus // np.gcd(part.span.stride, modulus).item()
+    length = part.span.length
     return [
-        piece.part(first, -(-(length - first) // every), every)
+        part.take(first, -(-(length - first) // every), every)
         for first in range(min(every, length))
     ]
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """The tiles, of which neighbouring wholly visible ones that touch are one."""
+    """The tiles, of which wholly visible neighbours are joined: one large call is faster."""
     return _joined_along(_joined_along(tiles, "rows", "columns"), "columns", "rows")
 
 
 def _joined_along(tiles: Iterable[Tile], same: str, along: str) -> Iterator[Tile]:
-    """Join tiles over the `same` slice that touch `along` the other."""
+    """Join consecutive tiles with equal slices `same` that touch `along` the other dimension."""
     last: Tile | None = None
     for tile in tiles:
         if last and _touch(last, tile, same, along):
