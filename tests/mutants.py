@@ -86,9 +86,9 @@ MUTANTS = [
            "backward computes no more than forward"),
     Mutant("autotune/candidates.py", "tokens=sizes.tokens * ulysses", "tokens=sizes.tokens",
            "ranks that share heads keep only their own rows"),
-    Mutant("autotune/select.py", "found.sort(key=lambda option: option.seconds)",
-           "found.sort(key=lambda option: -option.seconds)", "the runner-up is the slowest"),
-    Mutant("autotune/select.py", "key=_simplicity)", "key=lambda option: -option.sent.total)",
+    Mutant("autotune/select.py", "found.sort(key=lambda candidate: candidate.seconds)",
+           "found.sort(key=lambda candidate: -candidate.seconds)", "the runner-up is the slowest"),
+    Mutant("autotune/select.py", "key=_simplicity)", "key=lambda candidate: -candidate.sent.total)",
            "of equals the one that sends most is taken"),
     # layout
     Mutant("layout/layouts.py", "2 * self.cp_size - 1 - rank\n        return",

@@ -1,4 +1,4 @@
-"""Which settings are predicted to be fastest: rates, a simulator of schedules, a selection.
+"""Predicts which settings are fastest: rates, a simulator of schedules, candidates, a selection.
 
 Needs no torch, except `measure`, which times real links and kernels.
 """

@@ -1,8 +1,8 @@
-"""What could run a call, and what each of it would take.
+"""The settings that could run a workload, each with its simulated times and its bytes.
 
-Lists algorithms, sides, head chunks and ways to share heads, and has `forecast` time each.
-Which is taken is `choose`'s. `double_ring` is not among them: it is burst that waits for every
-gradient hop where it starts it.
+Decides which algorithms, sides, numbers of head chunks and ulysses groups are tried; `select`
+decides which one is taken. `double_ring` is not tried: it is `burst` with a wait for every gradient
+hop, so it is never faster.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from .rates import BACKWARD, Rates
 from .simulator import PassTime
 
 WITHOUT_ULYSSES = ("ring", "burst", "all_gather")
-WITH_ULYSSES = ("ring", "burst")  # what runs inside groups that share heads
+WITH_ULYSSES = ("ring", "burst")  # on the rings of ulysses groups
 HEAD_CHUNKS = (1, 2, 4, 8)
 IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention call as all ranks make it; `sizes` are one rank's before heads are shared."""
+    """The attention that all ranks compute together, whatever settings run it.
+
+    sizes: of one rank, before heads are shared. kept: the fraction of the travelling keys and
+    values that forward keeps for backward.
+    """
 
     sizes: Sizes
     mask: Mask
     layout: Layout
-    kept: float = 0.0  # fraction of visiting keys that forward keeps
+    kept: float = 0.0
 
     @property
     def seq_len(self) -> int:
@@ -45,7 +49,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What is decided already; None: open. algorithm: of the ring, whoever shares heads."""
+    """The settings that the user has fixed; None where the selection is free.
+
+    algorithm: that of the ring, with or without ulysses groups.
+    """
 
     algorithm: str | None = None
     side: str | None = None
@@ -54,7 +61,10 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a call, and what it is predicted to take."""
+    """One way to run a workload, with its predicted times and the bytes that it sends.
+
+    forward and backward include the all-to-all of ulysses groups; sent counts all ranks.
+    """
 
     algorithm: str
     side: str
@@ -63,20 +73,22 @@ class Candidate:
     placement: str
     forward: PassTime
     backward: PassTime
-    sent: Traffic  # by all ranks
+    sent: Traffic
 
     @property
     def seconds(self) -> float:
+        """Predicted for one forward and one backward pass."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def bottleneck(self) -> str:
-        """What is in use the longest: "compute", "intra" or "inter"."""
+        """What is busy for the longest time: "compute", "intra" or "inter"."""
         both = (self.forward + self.backward)._asdict()
         return max(("compute", "intra", "inter"), key=lambda name: both[name])
 
     @property
     def name(self) -> str:
+        """For messages: the algorithm, and how many ranks share heads if any do."""
         shared = f", {self.ulysses} sharing heads ({self.placement})"
         return self.algorithm + shared * (self.ulysses > 1 and self.algorithm != "ulysses")
 
@@ -84,7 +96,7 @@ class Candidate:
 def on_grid(
     workload: Workload, topology: Topology, rates: Rates, fixed: Fixed
 ) -> Iterator[Candidate]:
-    """Every algorithm, side and number of head chunks on one grid."""
+    """Every algorithm, side and number of head chunks on one grid; rates with `compute` stated."""
     sizes = shared_sizes(workload.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
@@ -124,7 +136,7 @@ def _algorithms(topology: Topology, fixed: Fixed) -> Sequence[str]:
 
 
 def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:
-    """By all ranks of all rings and ulysses groups."""
+    """The bytes that all ranks send, on all rings and within all ulysses groups."""
     total = Traffic()
     for schedule in schedules:
         ring = cost.total_traffic(schedule, sizes)
@@ -144,15 +156,17 @@ def _head_chunks(sizes: Sizes, fixed: Fixed, alone: bool) -> Sequence[int]:
 
 
 def _named(algorithm: str, topology: Topology) -> str:
-    """How `attention` calls this algorithm on groups that share heads."""
+    """The name under which `attention` takes this algorithm on these ulysses groups."""
     if 1 < topology.ulysses == topology.size:
         return "ulysses"
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
 def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[PassTime, PassTime]:
-    """The exchanges of heads before and after a ring, forward and backward: nothing runs beside
-    them, and both link classes are busy at once."""
+    """The times of the all-to-alls before and after the ring, of forward and of backward.
+
+    Nothing is computed beside them, and both link classes are busy at the same time.
+    """
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     passes = []
     messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
@@ -166,7 +180,7 @@ def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[PassTime, 
 
 
 def shared_sizes(sizes: Sizes, ulysses: int) -> Sizes:
-    """What a rank holds in its ring, where `head` ranks share the heads of the same rows."""
+    """The sizes of a rank on its ring: all rows of its ulysses group, its share of the heads."""
     return replace(
         sizes,
         tokens=sizes.tokens * ulysses,
@@ -176,7 +190,10 @@ def shared_sizes(sizes: Sizes, ulysses: int) -> Sizes:
 
 
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
-    """Every way to share these heads; placements that come to the same only once."""
+    """Every grid of these ranks on which ulysses groups can share these heads.
+
+    Placements with the same rings and ulysses groups are listed once.
+    """
     found: dict[tuple, Topology] = {}
     for ulysses in (n for n in range(1, ranks + 1) if ranks % n == 0):
         if ulysses > 1 and not shareable(sizes.heads, sizes.kv_heads, ulysses):

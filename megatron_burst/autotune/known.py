@@ -1,6 +1,6 @@
-"""What has been found out about one grid: rates, choices, and parts of plans that come again.
+"""What has been found out about one grid: rates, choices, and parts of plans that are needed again.
 
-It lies in the cache that `Groups` carries, so it lives and dies with them. Owns how much is kept.
+It lies in the cache that `Groups` carries and has its lifetime. Decides how much of it is kept.
 """
 
 from __future__ import annotations

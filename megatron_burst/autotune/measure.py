@@ -1,8 +1,7 @@
-"""Measuring what `rates` states: links by sending, kernels by running them, once per grid.
+"""Measures rates: links by sending messages, kernels by running them, once per grid.
 
-Collective, and the same answer on all ranks: what each measured is gathered, and the slowest link
-and the middle device count. Takes about a second. What is done with it is not its
-business.
+Collective, with the same answer on all ranks: their measurements are gathered, and the slowest
+link and the median device count. Takes about a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How many pairs the shards of a ring see of each other, for all pairs of shards at once.
+"""Counts the visible pairs of all pairs of shards of a ring at once, for the simulator.
 
-`cost.visible_pairs` counts the tiles of one pair of shards, exactly; this serves forecasts of
-large grids: exact where a mask shows all, nothing, or a band, and by a sample where it has to be
-asked position by position.
+Exact where the mask shows all, nothing or a band; elsewhere an estimate from a sample of positions,
+because this runs for large grids. `schedule.cost.visible_pairs` counts one pair of shards exactly.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _sampled(mask: Mask, q: Span, k: Span) -> float:
     positions = []
     for span in (q, k):
         count = min(SAMPLES, span.length)
-        # From the middle of as many equal parts, and not in step with what repeats.
+        # The middle of `count` equal parts; a fixed step could keep pace with a repeating mask.
         index = (2 * np.arange(count) + 1) * span.length // (2 * count)
         positions.append(span.start + span.stride * index)
     seen = mask.visible(positions[0][:, None], positions[1][None, :])

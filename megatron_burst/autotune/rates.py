@@ -1,6 +1,6 @@
-"""How fast the links and the device of a rank are, as measured or as stated by the user.
+"""The rates of a rank's links and device, as `measure` finds them or as the user states them.
 
-Plain numbers, for `forecast`; how they are measured is `probe`'s.
+Plain numbers, which the simulator reads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rates:
                 raise ValueError(f"rates: {name} must be seconds, 0 or more, got {value!r}")
 
     def describe(self) -> str:
-        """On one line, in the units people compare."""
+        """All rates on one line, with units."""
         compute = "unknown" if self.compute is None else rate(self.compute, "FLOP/s")
         links = f"intra {rate(self.intra, 'B/s')}, inter {rate(self.inter, 'B/s')}"
         own = f" and {duration(self.posting)} to start it" * (self.posting > 0)

@@ -1,7 +1,7 @@
-"""Which algorithm, side, head chunks and head-parallel ranks: the one predicted to be fastest.
+"""Selects the algorithm, side, head chunks and ulysses groups that are predicted to be fastest.
 
-Takes one of `options` and says why. `choose` is for use before there are groups; `prepare` asks
-`best` for the groups it has. Knows no tensors: no torch.
+Takes one of the `candidates` and says why. `choose` works before there are process groups and
+without tensors; `mb.prepare` asks `best` for the groups that it has. No torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .candidates import Candidate, Fixed, Workload, grids, on_grid
 from .rates import Rates, check_rates
 
 OPEN = Fixed()
-# Predictions closer than this are a tie: the simplest, then the fewest bytes between nodes.
+# Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
-# Measured it took up to 1.17 times what was predicted, and it holds all chunks at once.
+# all_gather was measured at up to 1.17 times its prediction, and it holds all chunks at once.
 HANDICAP = {"all_gather": 1.15}
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The option taken, and all others by predicted time.
+    """The candidate taken, and all others by predicted time.
 
-    `call` are keywords for `mb.prepare` or `mb.attention`, `groups` for
-    `mb.Groups.from_topology`.
+    `call` holds keywords for `mb.prepare` or `mb.attention`, `groups` those for
+    `mb.Groups.from_topology`; `why` says it in words.
     """
 
     taken: Candidate
@@ -43,6 +43,7 @@ class Choice:
 
     @property
     def call(self) -> AttentionKeywords:
+        """Keywords for `mb.prepare` or `mb.attention`."""
         taken = self.taken
         return {
             "algorithm": taken.algorithm,  # pyright: ignore[reportReturnType]
@@ -52,6 +53,7 @@ class Choice:
 
     @property
     def groups(self) -> dict[str, Any]:
+        """Keywords for `mb.Groups.from_topology`."""
         taken = self.taken
         return {"intra": self.per_node, "ulysses": taken.ulysses, "placement": taken.placement}
 
@@ -93,7 +95,7 @@ def choose(
     tokens: rows of each rank; heads, kv_heads, width, value_width, batch: of its q, k and v;
     itemsize: bytes per element, wire_itemsize: of travelling gradients (default: fp32's 4, or
     itemsize where that is larger); mask, layout: as in `prepare`; rates: with `compute`. Head
-    parallelism is among the options, wherever ranks can share these heads.
+    parallelism (ulysses, hybrid) is tried wherever ranks can share these heads.
 
         choice = mb.choose(ranks=8, intra=4, rates=mb.Rates(...), tokens=4096, heads=32, width=128)
         groups = mb.Groups.from_topology(pg, **choice.groups)
@@ -137,26 +139,36 @@ def choose(
 def best(
     workload: Workload, topologies: Sequence[Topology], rates: Rates, fixed: Fixed = OPEN
 ) -> Choice:
-    """The option that is predicted to be fastest; of those within TIE of it the simplest."""
-    found = [o for topology in topologies for o in on_grid(workload, topology, rates, fixed)]
-    found.sort(key=lambda option: option.seconds)
-    if not all(math.isfinite(option.seconds) for option in found):
+    """The candidate that is predicted to be fastest; of those within TIE of it the simplest.
+
+    topologies: the grids to try. Raises ValueError where rates are too small to compare times.
+    """
+    found = [c for topology in topologies for c in on_grid(workload, topology, rates, fixed)]
+    found.sort(key=lambda candidate: candidate.seconds)
+    if not all(math.isfinite(candidate.seconds) for candidate in found):
         raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
-    limit = min(_weighed(option) for option in found) * (1 + TIE)
-    taken = min((o for o in found if _weighed(o) <= limit), key=_simplicity)
-    others = tuple(option for option in found if option is not taken)
+    limit = min(_weighed(candidate) for candidate in found) * (1 + TIE)
+    taken = min((c for c in found if _weighed(c) <= limit), key=_simplicity)
+    others = tuple(candidate for candidate in found if candidate is not taken)
     return Choice(taken, others, rates, topologies[0].per_node)
 
 
-def _weighed(option: Candidate) -> float:
-    return option.seconds * HANDICAP.get(option.algorithm, 1.0)
+def _weighed(candidate: Candidate) -> float:
+    return candidate.seconds * HANDICAP.get(candidate.algorithm, 1.0)
 
 
-def _simplicity(option: Candidate) -> tuple[Any, ...]:
+def _simplicity(candidate: Candidate) -> tuple[Any, ...]:
     order = ("ring", "burst", "ulysses", "hybrid", "all_gather")
-    name = order.index(option.algorithm)
-    sent = option.sent
-    return option.ulysses > 1, option.head_chunks, sent.inter, sent.total, name, option.seconds
+    name = order.index(candidate.algorithm)
+    sent = candidate.sent
+    return (
+        candidate.ulysses > 1,
+        candidate.head_chunks,
+        sent.inter,
+        sent.total,
+        name,
+        candidate.seconds,
+    )
 
 
 def _check_stated(rates: Rates) -> None:

@@ -1,1 +1,1 @@
-"""The local attention on one device: a protocol (`base`), a table (`registry`), the kernels."""
+"""Kernels: the local attention on one device. `base` has the protocol, `registry` the table."""

@@ -1,9 +1,9 @@
-"""What an operation with a handwritten first derivative refuses: a second one, and transforms; and
-how it stands outside the graphs of torch.compile.
+"""Guards for operations with a handwritten backward: no second derivatives, no torch.func
+transforms, and a graph break for torch.compile.
 
-torch's `once_differentiable` objects only if the gradient that arrives requires one itself; else
-the second-order terms are dropped without a word. Here a backward that is asked for a graph of
-its own ends in an error. Knows nothing about the operations.
+torch's `once_differentiable` objects only if the incoming gradient requires a gradient itself;
+otherwise it drops the second-order terms silently. Here a backward that is called with
+create_graph=True raises.
 """
 
 from __future__ import annotations

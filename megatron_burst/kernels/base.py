@@ -1,7 +1,7 @@
-"""What a kernel of the local attention is: the protocol that the executor calls.
+"""The protocol of kernels: the local attention of one pair of shards on one device.
 
-A kernel computes one pair of shards, given as spans of positions and a mask. It must not know
-ranks, schedules or communication.
+A pair is given as spans of positions and a mask, so that one kernel serves every layout, schedule
+and side.
 
 Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h),
 d width of queries and keys, w width of values.
@@ -19,7 +19,7 @@ from ..masks import Mask
 
 
 class Rows(NamedTuple):
-    """A query chunk in backward. `out` is None where the queries are visiting: it did not travel.
+    """A query chunk in backward. `out` is None where the queries travel: the output does not.
 
     q [s, b, h, d]; dout [s, b, h, w]; lse, delta [s, b, h] in the accumulation dtype: the
     log-sum-exp over the whole sequence and delta = rowsum(dout * out); out [s, b, h, w] or None.
@@ -40,16 +40,23 @@ class Scoring(NamedTuple):
 
 
 class Kernel(Protocol):
+    """The local attention on one device.
+
+    name: its entry in `registry.KERNELS`. softcaps: does it take a softcap? deterministic: does it
+    return the same bits every time where torch.use_deterministic_algorithms asks for that?
+    """
+
     name: str
-    softcaps: bool  # does it know softcap?
-    deterministic: bool  # the same bits every time, if torch.use_deterministic_algorithms asks
+    softcaps: bool
+    deterministic: bool
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
         ...
 
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
-        """What `forward` and `backward` need to know of a pair; None if nothing is visible."""
+        """What `forward` and `backward` need of a pair of shards besides tensors, made once per
+        plan; None if nothing is visible. Raises ValueError for a mask the kernel cannot compute."""
         ...
 
     def forward(
@@ -79,6 +86,6 @@ class Kernel(Protocol):
     ) -> None:
         """Add this pair's gradients to dq [s, b, h, d], dk [t, b, k, d], dv [t, b, k, w].
 
-        None stands for a gradient nobody wants.
+        None stands for a gradient that is not needed.
         """
         ...

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels by device and width: one table, to be read and to be changed.
+"""Block sizes of the Triton kernels by device and width, in one table.
 
 No kernel is tuned while a model trains: what is not in the table takes the entry of the next
 older device and of the next greater width. The entries were chosen by what the compiler says of

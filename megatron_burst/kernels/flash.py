@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4 as operators of `AtenKernel`: `flash2`, `flash3` and `flash4`.
 
-Owns how our tensors become arguments of these packages, and which widths and devices they serve.
-Must not know which parameters a release has (`flash_packages`), nor what a tile is.
+Decides how our tensors become arguments of these packages, and which widths and devices they
+serve; `flash_packages` knows which parameters a release has.
 
 No kernel of these packages was run for this project: there was no GPU. That the arguments fit is
 tested against the signatures of their releases (`tests/flash_signatures.json`); 4 also compiled

@@ -1,8 +1,8 @@
-"""The installed FlashAttention packages: which of their functions we call, and do they fit.
+"""The installed FlashAttention packages: which of their functions we call, and whether they fit.
 
-A release is judged by the signatures of its functions, never by its version: one that lacks what
-we pass, or wants what we do not know, is refused by name. Owns what is passed besides the
-arguments of a call. Must not know what the functions compute. Nothing is imported before `load`.
+A release is judged by the signatures of its functions, never by its version: one that lacks a
+parameter that we pass, or requires one that we do not know, is refused by name. This module also
+decides what is passed besides the tensors of a call. Nothing is imported before `load`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The operators of `csrc/`, compiled: for tensors that they serve, and where somebody built them.
+"""The compiled operators of `csrc/`, where they were built.
 
-Decides that, and nothing else: each function here is asked by the torch code of the same work, in
-`merge`, `kernels.aten` and `linear_cross_entropy.rows`, which goes on by itself where the answer is
-no. The library lies beside this file (`python setup.py build_csrc`) and is loaded at the first
-question; `megatron-burst doctor` says whether it is used. Must not know formulas.
+Decides whether they serve given tensors. The torch code of the same work, in `online_softmax`,
+`aten` and `linear_cross_entropy.rows`, asks each function here first and computes itself where the
+answer is no. The library lies beside this file (`python setup.py build_csrc`) and is loaded at the
+first question; `megatron-burst doctor` says whether it is used.
 
 Shape letters: s query rows, b batch, h query heads, w value width; n rows, v vocabulary rows.
 """
@@ -83,7 +83,7 @@ def serves(device: str) -> bool:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """`merge.merge_`: was it done? out, part [s, b, h, w], lse, part_lse [s, b, h]."""
+    """`online_softmax.merge_`: was it done? out, part [s, b, h, w], lse, part_lse [s, b, h]."""
     if not (_here(out, lse, part, part_lse) and _rows(out, part) and out.dtype == lse.dtype):
         return False
     if ACCUMULATORS.get(part.dtype) != out.dtype:
@@ -94,7 +94,7 @@ def merge_(
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`merge.row_delta` [s, b, h] in `dtype`, or None; dout, out [s, b, h, w]."""
+    """`online_softmax.row_delta` [s, b, h] in `dtype`, or None; dout, out [s, b, h, w]."""
     if not (_here(dout, out) and _rows(dout, out) and dout.dtype == out.dtype):
         return None
     if ACCUMULATORS.get(dout.dtype) != dtype:
@@ -142,8 +142,8 @@ def softmax_gradient_(
 
 
 def _here(*tensors: torch.Tensor) -> bool:
-    """Plain tensors of one device that the library serves, of which nobody asks more than
-    numbers: no gradients, and no graph of what was called."""
+    """Are these plain tensors of one device that the library serves, outside of autograd and of
+    torch.compile, which cannot see into it?"""
     if torch.compiler.is_compiling():  # and it could not follow what is asked below
         return False
     device, grad = tensors[0].device, torch.is_grad_enabled()

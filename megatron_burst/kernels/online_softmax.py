@@ -1,7 +1,7 @@
 """Merging partial attention results by online softmax (BurstEngine Algorithm 1).
 
 Accumulators are float32 (float64 for float64 inputs). A row that saw nothing has lse = -inf
-and out = 0 and stays so until a partial result sees something. Nothing here knows ranks.
+and out = 0 and stays so until a partial result sees something.
 
 Shape letters: s query rows, b batch, h query heads, d value width.
 """

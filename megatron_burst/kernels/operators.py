@@ -1,8 +1,7 @@
 """torch's own flash attention operators behind one protocol: CPU flash, CUDA flash, cuDNN.
 
-Owns how a tile's arguments become those of an operator, and which widths, dtypes and devices it
-serves. Knows no tiles of a shard, no ranks. Where operators know windows, they align them to the
-last row and the last column, and so does everything here.
+Decides which widths, dtypes and devices each serves, and spells the arguments of a tile as each
+operator expects them. Windows are aligned to the last row and column, as in FlashAttention.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Operator(Protocol):
     device: str
     dtypes: tuple[torch.dtype, ...]
     multiple: int  # widths must be a multiple of this
-    limits: tuple[int | None, int | None]  # of `tiles.Cutter`; tables are given as a bias
+    limits: tuple[int | None, int | None]  # of `masks.tiling.Cutter`; tables come as a bias
     windows: bool  # takes a window
     deterministic: bool  # if torch.use_deterministic_algorithms asks for it
     takes_delta: bool  # backward gets delta [b, h, s] where others get out
@@ -46,6 +45,8 @@ class Operator(Protocol):
 
 
 class CpuFlash:
+    """torch's flash attention for CPUs."""
+
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
@@ -104,6 +105,8 @@ class CudaFlash:
 
 
 class CudaCudnn:
+    """cuDNN's attention, as torch contains it."""
+
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8

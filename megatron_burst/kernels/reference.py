@@ -1,8 +1,8 @@
-"""The specification: dense attention by the book, for any dtype, device and mask.
+"""The reference kernel: dense attention by its definition, for any dtype, device and mask.
 
-Computes in the accumulation dtype and materialises every score. Slow on purpose; every other
-kernel is judged against it, and it is itself judged against matrices written by hand.
-Shape letters as in `kernels`; g = h / k query heads share a key head.
+It computes in the accumulation dtype and materialises every score, so it is slow and serves as the
+specification: tests compare every other kernel with it, and it with matrices written by hand.
+Shape letters as in `base`; g = h / k query heads share a key head.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .online_softmax import merge_
 
 
 class ReferenceKernel:
+    """The kernel "reference"."""
+
     name = "reference"
     softcaps = True
     deterministic = True

@@ -1,6 +1,6 @@
 """The table of kernels: `make` turns a name into a kernel that can serve the given tensors.
 
-`KERNELS` has one line per kernel. Decides what "auto" takes, and says why a kernel is refused.
+`KERNELS` has one line per kernel. This module decides which kernel "auto" takes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
 
 
 def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
-    """What "auto" tries, in this order: torch's own operators where few of their tiles show what
-    the mask shows, for they are everywhere and fast; else ours, which takes any mask in one
-    launch, as it takes what they do not (a softcap). cuDNN compiles for every shape, so it is not
-    for masks that have others in every batch."""
+    """The kernels that "auto" tries, in this order.
+
+    torch's own operators come first where a few of their tiles describe the mask: they are always
+    there, and fast. Other masks go to the Triton kernel, which takes any mask in one launch, and
+    so do calls with a softcap. cuDNN compiles for every shape, so it is left out where a mask has
+    other shapes in every batch.
+    """
     if not mask.flash_compatible:
         return ("triton", "aten") if device.type == "cuda" else ("aten", "triton")
     cudnn = device.type == "cuda" and mask.cacheable and prefers_cudnn(device)

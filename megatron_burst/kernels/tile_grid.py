@@ -1,10 +1,10 @@
-"""A pair of shards as a grid of equal tiles: which are visible, wholly or in part.
+"""A pair of shards as a grid of equal tiles, for kernels that work through tiles of one size.
 
-What a kernel needs that works through tiles of one size: for every block of rows (or of columns)
-the blocks of the other side that it meets, wholly visible ones and the rest apart, and for the
-rest what is visible in them as bits. One table serves all tiles that look alike: the diagonal of
-a causal mask has one, a window two, so nothing else (bands, strides, documents, bitmaps) has to
-be known on the device. Decides what is a tile's kind; knows no torch and no device.
+Lists, for every block of rows (or of columns), the blocks of the other side that it sees: wholly
+visible ones and partly visible ones apart, and for the latter a table of bits. Tiles that look
+alike share a table: the diagonal of a causal mask needs one, a window two. Bands, strides and
+documents therefore need no code on the device. This module decides which tiles are alike; it needs
+no torch.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A launch carries on where the one before stopped: forward loads (out, lse), whic
 softmax in normal form, and stores it again; backward adds to the sums it is given. lse and delta
 are those of the whole sequence, so there is one kernel for either side of the ring.
 
-Imported only when a Triton kernel is made. Must not know masks, spans or block sizes: they come
-as lists and constants. Tensors are [rows, b, heads, width], as descriptors of one block of rows
+Imported only when a Triton kernel is made. Masks and block sizes come as lists and constants.
+Tensors are [rows, b, heads, width], as descriptors of one block of rows
 of one head; what lies behind their ends is zero.
 """
 

@@ -1,6 +1,6 @@
-"""Which positions of the sequence each rank holds: layouts by name, and cutting tensors by them.
+"""Layouts: which positions of the sequence each rank holds, and in which order.
 
-Layouts are arithmetic on positions (`layouts`, no torch); `sharding` cuts and joins tensors.
+`layouts` is arithmetic on positions and needs no torch; `sharding` cuts and joins tensors.
 """
 
 from .layouts import (

@@ -1,10 +1,8 @@
 """Which positions of the global sequence each rank holds, and in which order.
 
-This is the only place that does position arithmetic: everything else asks a layout for
-spans. It must not know masks, groups, devices or torch.
-
-A shard is described by spans, affine runs of positions, concatenated in shard order. All
-layouts cut a sequence of S positions into G shards of S / G (BurstEngine section 3.3).
+Decides the arithmetic of positions: everything else asks a layout for spans. A shard is a sequence
+of spans, affine runs of positions, in shard order. All layouts cut a sequence of S positions into
+G shards of S / G positions (BurstEngine section 3.3).
 """
 
 from __future__ import annotations
@@ -36,8 +34,10 @@ class Span(NamedTuple):
 
 
 def integer(name: str, value: object) -> int:
-    """`value` as an int, be it Python's, numpy's or a tensor of one; ValueError for others, True
-    and False among them."""
+    """`value` as an int; it may be a Python or numpy integer or a tensor with one.
+
+    Raises ValueError, naming the argument `name`, for everything else, True and False included.
+    """
     try:
         if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
@@ -54,7 +54,8 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64 [documents + 1], a copy: cumulative lengths from 0 on, or a ValueError."""
+    """A copy of `cu_seqlens` as int64 [documents + 1]; ValueError unless it holds cumulative
+    lengths: integers on the host that start at 0 and never decrease."""
     try:
         given = np.asarray(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
@@ -176,9 +177,10 @@ class BlockStriped(Striped):
 
 
 class DocumentZigzag(Layout):
-    """Zigzag within every document of a packed sequence, as Megatron's packed path lays it out.
+    """Zigzag within every document of a packed sequence, as Megatron lays packed sequences out.
 
-    cu_seqlens: cumulative lengths; every document must be a multiple of 2G positions long.
+    cu_seqlens: cumulative lengths; every document must be a multiple of 2G positions long, or the
+    constructor raises ValueError.
     """
 
     name = "zigzag"

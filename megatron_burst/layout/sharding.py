@@ -1,6 +1,6 @@
-"""Cutting a tensor into the shards of a layout, and putting shards together again.
+"""Cuts a tensor into the shards of a layout, and joins shards again.
 
-For data on the way in and results on the way out; attention itself never calls it.
+For inputs and results: attention works on shards and never calls this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from .layouts import Layout
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
-    """The rows of `x` along `dim` (the whole sequence) that `rank` holds, in shard order."""
+    """The rows of `x` that `rank` holds, in shard order.
+
+    x: the whole sequence, S rows along `dim`; any dtype and device. Returns a copy with S / cp_size
+    rows along `dim`. Raises ValueError where S does not fit the layout.
+    """
     _check(layout)
     _check_tensor("x", x, dim)
     index = torch.from_numpy(layout.positions(rank, x.shape[dim])).to(x.device)
@@ -21,7 +25,10 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.
 
 
 def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> torch.Tensor:
-    """The whole sequence again, from the shards of ranks 0, 1, ... along `dim`."""
+    """The whole sequence from the shards of ranks 0, 1, ..., joined along `dim`: undoes `shard`.
+
+    Raises ValueError where there are not as many parts, or rows in them, as the layout says.
+    """
     _check(layout)
     if len(parts) != layout.cp_size:
         raise ValueError(f"parts: the layout has {layout.cp_size} ranks, got {len(parts)} parts")

@@ -1,10 +1,12 @@
-"""The LM head and its loss as one operation, with logits that never all exist.
+"""The LM head and its cross-entropy loss as one operation that never holds all logits.
 
-Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile one product for the logits,
-their softmax gradient in their own place, two products for the gradients. What is refused is
-`checks`'s (of the options, `options`'s), the formula of a token's loss `formula`'s, the size of a
-tile `tiling`'s, the work on a tile `rows`'s and `products`'s, the tensor-parallel group `split`'s,
-the order of it all `tiled_loop`'s, and what is kept between forward and backward `function`'s.
+Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile, one product makes the
+logits, their softmax gradient replaces them in place, and two products make the gradients.
+
+`validate` has the public function; `checks` and `options` check its arguments. `tiled_loop` runs
+over the tiles, `tiling` decides how large they are, `products` and `rows` compute them, `formula`
+defines the loss, `split` talks to the tensor-parallel group, and `function` decides what is kept
+between forward and backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What `linear_cross_entropy` refuses: tensors, labels, the group; options are `options`'s.
+"""Checks the tensors, labels and group of `linear_cross_entropy`; `options` checks its options.
 
-Each check yields its reasons, so that a call with several faults hears of all of them at once.
-Must not know how a tile is computed.
+Each check yields its reasons, so that one error names everything that is wrong with a call.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ class Inputs(NamedTuple):
 
 
 def group(tp_group: Any, sequence_parallel: Any) -> Split:
-    """The group of a call. Its ValueError stays on this rank: there is nobody to tell."""
+    """The group of a call. A ValueError from here stays on this rank: without a group there is no
+    way to tell the others."""
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         hint = ""
         if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -66,9 +66,8 @@ def checked(
         found += [*_tensors(inputs, split), *_vocabulary(options, inputs.weight, split)]
     _raise([*found, *reasons(options)])
     hidden, weight, labels, mask, sink = inputs
-    labels = labels.to(
-        torch.int64
-    )  # first of all: a narrow type cannot hold what it is compared to
+    # Before any comparison: a narrow type cannot hold ignore_index or the size of the vocabulary.
+    labels = labels.to(torch.int64)
     mask = None if mask is None else mask.to(accumulation_dtype(hidden.dtype))
     options = plain(options)
     _raise(_labels(labels, mask, options, options.vocab_size or len(weight) * split.size))

@@ -1,7 +1,6 @@
-"""What the loss of a token is, given what is known of its row of logits.
+"""The loss of a token as a function of statistics of its row of logits.
 
-Decides the formula and how the parts that tensor-parallel ranks know are put together. Must not
-know tiles, processes or where logits come from.
+Decides the formula, and how the statistics of tensor-parallel ranks are merged.
 
 A logit is x = scale * h.w, or cap * tanh(scale * h.w / cap). With y the label, over v vocabulary
 rows, and e the label smoothing, the loss is

@@ -3,8 +3,7 @@
 Single pass: the gradients of sum(weights * loss) are made in forward, where the logits are. Then
 backward needs only a scalar, if the gradient that arrives is that scalar times the weights; that
 is checked, and if it is not so the gradients are computed again for what did arrive. Recompute:
-forward keeps one number per token and backward makes the logits once more.
-Must not know how a tile is computed.
+forward keeps one number per token and backward computes the logits once more.
 """
 
 from __future__ import annotations

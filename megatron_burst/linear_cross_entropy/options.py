@@ -1,7 +1,4 @@
-"""The options of a call, and what each of them must be.
-
-Decides which values an option may have. Must not know the tensors.
-"""
+"""The options of `linear_cross_entropy`, and which values each may have."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of a call; all of them must agree over the group."""
+    """The options of a call, which must be the same on all ranks of its group."""
 
     ignore_index: int
     logit_scale: float

@@ -3,7 +3,7 @@
 Decides the dtype of logits: on CUDA that of the operands, as tensor cores want it, with sums in
 fp32. On CPU low-precision operands are widened, the weight by panels, and multiplied in fp32:
 without AMX a bf16 product of torch runs at a fifth (or a hundredth) of the speed of an fp32 one.
-The gradient of the weight always adds up in the accumulation dtype. Must not know the loss.
+The gradient of the weight always adds up in the accumulation dtype.
 
 Shape letters: n rows of a tile, d width, v vocabulary rows of this rank.
 """

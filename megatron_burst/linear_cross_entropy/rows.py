@@ -2,8 +2,7 @@
 
 Torch operators on any device and dtype; on CUDA `triton_rows` does the same where Triton is
 installed, and `csrc` the gradient wherever it was built. A tile is worked on in blocks of rows
-small enough to stay in a cache, so that nothing of a tile's size is ever allocated here. Must not
-know tiles, processes or products.
+small enough to stay in a cache, so that nothing of a tile's size is ever allocated here.
 
 Shape letters: n rows, v vocabulary rows of this rank.
 """
@@ -43,7 +42,7 @@ def row_stats(
     z is left as it is, or, where `consume` allows it and something is gained, it becomes
     exp(x - peak), x the logits and peak [n] in the result: `softmax_gradient_` goes on from there.
 
-    labels [n]: vocabulary rows counted over all ranks; anything outside this rank's is nobody's.
+    labels [n]: vocabulary rows counted over all ranks; labels outside this rank's are ignored.
     """
     index = labels - columns.first
     consume = consume and not _has_triton(z) and formula.softcap is None and z.dtype == dtype

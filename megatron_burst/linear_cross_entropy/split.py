@@ -3,7 +3,7 @@
 With a group every rank holds an equal slice of the vocabulary, in rank order, and all labels.
 With sequence parallelism it also holds only its slice of the tokens: the rows of a tile are then
 the same rows of every slice, so that one all-gather brings a tile and one reduce-scatter returns
-its gradient. Knows torch.distributed; must not know the loss.
+its gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One pass over the tokens, tile by tile: logits, loss, and gradients where they are wanted.
+"""One pass over the tokens, tile by tile: logits, loss, and gradients where they are needed.
 
-Owns the order of the work: the next tile's rows travel while this one is computed, and a tile's
-input gradient is summed over the ranks while its weight gradient, and the next logits, are
-computed. Must not know autograd.
+Decides the order of the work: the next tile's rows travel while this one is computed, and a tile's
+input gradient is summed over the ranks while its weight gradient and the next logits are computed.
 
 Shape letters: n tokens of this rank's slice, p slices (1, or all ranks with sequence parallelism),
 d width, v vocabulary rows of this rank.
@@ -60,7 +59,7 @@ def losses(
 ) -> Losses:
     """The losses; of sum(weights * loss) the gradients too, weights [p, n], in the same pass.
 
-    dh [n, d] is overwritten, dw [v, d] is added to; None is a gradient nobody wants.
+    dh [n, d] is overwritten, dw [v, d] is added to; None is a gradient that is not needed.
     """
     loss, lse = (weights.new_empty(weights.shape, dtype=head.dtype) for _ in range(2))
     argmax = torch.empty_like(tokens.labels) if head.argmax else None

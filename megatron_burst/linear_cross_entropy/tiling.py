@@ -1,7 +1,6 @@
 """How many tokens make a tile: as many as a budget for logits allows.
 
-Decides the budget. It is in bytes of logits alive at once, since those are what is to be bounded;
-the shape of the weight has no say. Must not know the loss.
+Decides the budget, in bytes of logits alive at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Imported only where tensors are on a GPU and Triton is installed. One pass each means that a tile
 is read twice and written once between its products, and that nothing is allocated.
-Must not know the loss beyond the coefficients it is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The public operation: arguments checked, on all ranks alike, and put in order.
-
-What is refused is `checks`'s. Must not know how a tile is computed.
-"""
+"""The public function `linear_cross_entropy`: checks its arguments on all ranks, then computes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What a schedule costs: bytes per link class, work per rank, and which choice is cheaper.
+"""The cost of a schedule: bytes per link class and work per rank; and which side, route and layout
+cost least.
 
-Reads schedules and tiles, so the figures cannot drift from what runs. Sizes are plain numbers:
-no torch. Source: BurstEngine section 3.1 ("Bytes, exactly"); for grouped-query attention the
-paper's saving inverts, which is why the side is computed and not fixed.
+The counts are taken from the schedules and tiles that run, so they cannot differ from them. Sizes
+are plain numbers, so no torch is needed. Source: BurstEngine section 3.1. Its saving from letting
+queries travel in backward turns into a loss for grouped-query attention, where keys and values are
+the smaller ones, so the side is computed from the sizes and not fixed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rank's share of one attention call in its ring. `*_itemsize` are bytes per element."""
+    """What one rank brings to one attention call on its ring.
+
+    tokens: rows of the rank; heads, kv_heads: of its queries and of its keys and values; width: of
+    queries and keys; value_width: of values. The itemsizes are bytes per element: of q, k, v and
+    out, of lse and delta, of travelling gradients. needs_grad: which of q, k and v need a gradient.
+    """
 
     tokens: int
     batch: int
@@ -32,12 +39,12 @@ class Sizes:
     width: int
     value_width: int
     itemsize: int
-    stat_itemsize: int  # lse and delta
-    wire_itemsize: int  # travelling gradients
-    needs_grad: tuple[bool, bool, bool]  # q, k, v
+    stat_itemsize: int
+    wire_itemsize: int
+    needs_grad: tuple[bool, bool, bool]
 
     def chunk_bytes(self, chunk: Chunk) -> int:
-        """Payload bytes of one chunk; a gradient nobody wants does not travel."""
+        """Payload bytes of one chunk; 0 for a gradient that is not needed: it does not travel."""
         query, key, value, out = self._elements
         q, k, v = self.needs_grad
         if chunk.family == "kv":
@@ -46,10 +53,12 @@ class Sizes:
             return (k * key + v * value) * self.wire_itemsize
         if chunk.family == "dquery":
             return q * query * self.wire_itemsize
+        # The family "query" carries Q, dO, lse and delta: instead of O its row sum with dO travels.
         stats = 2 * self.tokens * self.batch * self.heads * self.stat_itemsize
         return (query + out) * self.itemsize + stats
 
     def gradients_travel(self, side: str) -> bool:
+        """Does any tensor that travels on `side` need a gradient?"""
         return self.chunk_bytes(Chunk("d" + side, 0)) > 0
 
     @property
@@ -65,9 +74,12 @@ class Sizes:
         )
 
     def scattered_bytes(self, ranks: int) -> tuple[int, int]:
-        """What one rank of a ulysses group of `ranks` sends to one other, forward and backward."""
+        """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
+        in backward."""
         query, key, value, out = self._elements
         q, k, v = self.needs_grad
+        # Forward brings q, k and v to where their heads are computed and out back to its rows;
+        # backward brings dout there and the gradients back.
         forward = (query + key + value + out) * self.itemsize
         back = out * self.itemsize + (q * query + k * key + v * value) * self.wire_itemsize
         return forward // ranks, back // ranks
@@ -89,7 +101,7 @@ class Traffic:
 
 
 def traffic(schedule: Schedule, rank: int, sizes: Sizes) -> Traffic:
-    """The bytes `rank` sends when a schedule runs once."""
+    """Payload bytes that `rank` sends when a schedule runs once."""
     sent = {"intra": 0, "inter": 0}
     for hop in schedule.sends(rank):
         sent[hop.link] += sizes.chunk_bytes(hop.chunk)
@@ -97,7 +109,10 @@ def traffic(schedule: Schedule, rank: int, sizes: Sizes) -> Traffic:
 
 
 def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic, Traffic]:
-    """The bytes `rank` of a ulysses group sends, forward and backward; `links` to each of it."""
+    """Payload bytes that one rank of a ulysses group sends in forward and in backward.
+
+    links: the link class to each member of the group; rank: the sender's index in it.
+    """
     others = [link for peer, link in enumerate(links) if peer != rank]
     counts = {link: others.count(link) for link in ("intra", "inter")}
     both = sizes.scattered_bytes(len(links))
@@ -108,7 +123,10 @@ def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic
 def forward_schedule(
     algorithm: str, grid: Grid, visible: np.ndarray, sizes: Sizes, *, route: str = "auto"
 ) -> Schedule:
-    """The forward schedule of a plan; route "auto" takes fewer bytes. Others as in `Schedule`."""
+    """The schedule of a forward pass; route "auto" takes the one with fewer bytes.
+
+    Other arguments as of `rings.Schedule`. Raises ValueError for an unknown algorithm.
+    """
     return _by_route(
         lambda route: rings.forward(algorithm, grid, visible=visible, route=route), route, sizes
     )
@@ -124,10 +142,11 @@ def backward_schedule(
     route: str = "auto",
     kept: int = 0,
 ) -> Schedule:
-    """The backward schedule of a plan; "auto" takes fewer bytes. Others as in `Schedule`.
+    """The schedule of a backward pass; side and route "auto" take the ones with fewer bytes.
 
-    Keys can be kept where they are what travels: then side "auto" is "kv", and side "query"
-    keeps none.
+    Other arguments as of `rings.Schedule`. Only keys and values are kept from forward, so with
+    `kept` above 0 side "auto" is "kv", and side "query" keeps none. Raises ValueError for an
+    unknown algorithm or side.
     """
 
     def of(side: str) -> Schedule:
@@ -145,9 +164,11 @@ def backward_schedule(
 
 
 def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes) -> Schedule:
-    """The schedule by `route`; "auto": the cheaper, and where everything is wanted the ring."""
+    """The schedule by `route`; "auto" is the cheaper one."""
     if route != "auto":
         return make_schedule(route)
+    # With nothing hidden, both routes carry every chunk to every rank, and the ring uses the fast
+    # links for it; all_gather has no route. Then there is nothing to count.
     ring = make_schedule("ring")
     if ring.visible.all() or ring.algorithm == "all_gather":
         return ring
@@ -157,15 +178,17 @@ def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes
 def cheaper_side(backward: Callable[[str], Schedule], sizes: Sizes) -> str:
     """The side with fewer bytes over all ranks and links; "kv" where they are equal.
 
-    backward: side -> its schedule. On one ring both sides make the same hops, so one side is
-    cheaper on both link classes or on neither, and the sum of both decides.
+    backward: side -> its schedule. Both sides make the same hops with chunks of other sizes, so
+    where nothing is hidden one side is cheaper on both link classes, and their sum decides.
     """
     return min(SIDES, key=lambda side: total_traffic(backward(side), sizes).total)
 
 
 def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str:
-    """ "ring", or "direct" where that sends fewer bytes between nodes, or as many there and fewer
-    within nodes. make_schedule: route -> its schedule."""
+    """The route with fewer bytes between nodes and, of equals, with fewer bytes within nodes.
+
+    make_schedule: route -> its schedule. "ring" where both are equal.
+    """
 
     def bytes_sent(route: str) -> tuple[int, int]:
         total = total_traffic(make_schedule(route), sizes)
@@ -175,7 +198,7 @@ def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str
 
 
 def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
-    """The bytes that all ranks of a ring send when a schedule runs once."""
+    """Payload bytes that all ranks of a ring send together when a schedule runs once."""
     families = {False: Chunk(schedule.side, 0), True: Chunk("d" + schedule.side, 0)}
     sent = {"intra": 0, "inter": 0}
     for (gradient, link), hops in schedule.hop_counts().items():
@@ -187,14 +210,18 @@ def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
 
 
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
-    """How many (query, key) pairs of two shards attend; exact."""
+    """How many (query, key) pairs of two shards attend, exactly."""
+    # How pairs are cut decides how long counting takes, not what is counted.
     cutter = Cutter(band_rows=256, table_rows=256)
     return sum(tile.visible for tile in cutter.tiles(mask, q_spans, k_spans))
 
 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[Span, ...]]:
-    """The positions each member of a ring computes with: those of its whole ulysses group. The
-    rings of a grid are alike."""
+    """The spans that each member of a ring computes with: those of its whole ulysses group.
+
+    The all-to-all gives every member the rows of all of them. All rings of a grid have the same
+    spans, so these are the spans of rank 0's.
+    """
     return [
         tuple(s for rank in topology.ulysses_group(member) for s in layout.spans(rank, seq_len))
         for member in topology.ring(0)
@@ -202,9 +229,10 @@ def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[S
 
 
 def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
-    """Visible pairs that each rank's queries have, over all keys.
+    """Visible (query, key) pairs of each rank's queries over all keys, by rank.
 
-    Ranks that share heads compute the sum of their group's, each for its part of the heads.
+    The ranks of a ulysses group compute the sum of their pairs, each for its part of the heads.
+    Raises ValueError where the mask or the layout does not fit `seq_len`.
     """
     whole = (Span(0, 1, seq_len),)
     mask.check(seq_len)
@@ -223,9 +251,9 @@ def imbalance(
 ) -> float:
     """The busiest rank's work over the mean, summed over steps: 1.0 is perfect balance.
 
-    Every step waits for its slowest rank, so the algorithm, which says who meets whom at which
-    step, matters, and so do the nodes and the ranks that share heads. Without `topology`: one
-    ring over all ranks.
+    Every step waits for its slowest rank. The algorithm, the nodes and the ulysses groups decide
+    which pairs are computed at the same step, so all of them matter. topology: default one ring
+    over all ranks. Raises ValueError where the arguments do not fit each other.
     """
     size = layout.cp_size
     topology = topology or Topology(size, size)
@@ -239,7 +267,7 @@ def imbalance(
 
 
 def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
-    """As `imbalance`, of a schedule; pairs: int [G, G], visible pairs of shards i and j."""
+    """`imbalance` of a given schedule; pairs: int [G, G], visible pairs of shards i and j."""
     ranks = range(schedule.grid.size)
     busiest = sum(max(int(pairs[schedule.pair(rank, step)]) for rank in ranks) for step in ranks)
     total = int(pairs.sum())
@@ -254,11 +282,12 @@ def best_layout(
     topology: Topology | None = None,
     algorithm: str = "ring",
 ) -> str:
-    """The layout with the least imbalance; zigzag, Megatron's own, where several are equal."""
+    """The name of the layout with the least imbalance; zigzag, Megatron's own, among equals."""
 
     def badness(name: str) -> tuple[float, bool]:
         layout = make(name, cp_size=cp_size)
         found = imbalance(layout, mask, seq_len, topology=topology, algorithm=algorithm)
+        # Rounded: differences of rounding are no reason to leave Megatron's own layout.
         return round(found, 3), name != "zigzag"
 
     return min(LAYOUTS, key=badness)

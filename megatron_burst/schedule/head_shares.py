@@ -1,8 +1,8 @@
-"""Which heads each rank of a ulysses group takes, how many ranks may share them, and which of the
-head chunks of one rank end last.
+"""How heads are divided: among the ranks of a ulysses group, and into head chunks on one rank.
 
-Plain arithmetic, for `head_parallel` and `attention`, which move them, and for `options` and
-`forecast`, which ask what is possible before there are process groups.
+Plain arithmetic, so that validation, the executor and the simulator use the same rule, also before
+there are process groups. Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares; where there
+are fewer key/value heads than ranks, several ranks take a copy of the same head.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from .topology import Topology, alternatives
 
 
 class Share(NamedTuple):
-    """Which of `heads` the ranks of a ulysses group of `size` take."""
+    """How `size` ranks of a ulysses group divide `heads` heads."""
 
     heads: int
     size: int
 
     def of(self, peer: int) -> slice:
-        """The heads of `peer`: an equal share, or the one head that it and others need."""
+        """The heads of rank `peer` of the group: an equal share, or the one head that its queries
+        need and that it shares with other ranks."""
         if self.heads >= self.size:
             each = self.heads // self.size
             return slice(peer * each, (peer + 1) * each)
@@ -28,6 +29,7 @@ class Share(NamedTuple):
 
     @property
     def each(self) -> int:
+        """How many heads every rank takes."""
         return max(1, self.heads // self.size)
 
 
@@ -37,8 +39,10 @@ def shareable(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -> None:
-    """Raise ValueError unless the ranks of each ulysses group can share the heads; it says which
-    sizes of ulysses groups can, on these ranks and nodes."""
+    """Raise ValueError unless the ranks of each ulysses group can share the heads.
+
+    The message names the sizes of ulysses groups that can, on these ranks and nodes.
+    """
     size = topology.ulysses
     if shareable(heads, kv_heads, size):
         return
@@ -58,5 +62,8 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
 
 
 def deferred_chunks(count: int) -> int:
-    """How many of `count` head chunks, the last ones, compute their own pair at the end."""
+    """How many of `count` head chunks, the last ones, compute their own pair at the end.
+
+    The pairs of the others hide their first hops, and their own pairs hide the last gradient hops.
+    """
     return min(2, count // 2)

@@ -45,7 +45,7 @@ def moves(
     nodes, width = rings
     here, owner = locations(rings), np.arange(rings.size)[:, None, None]
     used = visible[(here, owner) if side == "kv" else (owner, here)]
-    # A kept chunk is still computed with, so its gradient travels, but nobody has to bring it.
+    # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
     fetched = used.copy()
     fetched.reshape(-1, nodes * width)[:, nodes * width - kept :] = False
     if direct:

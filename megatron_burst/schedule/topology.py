@@ -1,7 +1,7 @@
-"""Where the ranks of a grid are: which node, which ring, which ulysses group.
+"""Where the ranks of a grid are: on which node, in which ring, in which ulysses group.
 
-Pure arithmetic on rank numbers, for `groups`, which makes process groups of it, and for
-`cost`, which counts bytes on it. Source: LoongTrain sections 4.2 and 4.4 (placements).
+Decides the placement, by arithmetic on rank numbers; `comm.groups` makes process groups of it and
+`cost` counts bytes on it. Source: LoongTrain sections 4.2 and 4.4 (2D attention, placements).
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ class Topology:
     """Ranks 0 .. size - 1, `per_node` consecutive ones on each node.
 
     ulysses: how many ranks share the heads of the same rows; 1 for a plain ring.
-    placement: "head_first" gives neighbours to a ulysses group (all-to-all inside a node),
-    "context_first" gives neighbours to a ring.
+    placement: "head_first" puts neighbouring ranks into one ulysses group, which keeps the
+        all-to-all within a node; "context_first" puts them into one ring.
+
+    Raises ValueError, with the numbers that would work, where the sizes do not divide each other
+    or where the nodes of a ring would hold unequal numbers of ranks.
     """
 
     size: int
