@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.live import Live
+from rich.table import Table
+
 _COLUMNS = ("step", "loss", "grad norm", "lr", "tokens/s")
 _ROWS = 12
 
@@ -22,17 +25,13 @@ class Reporter:
         self.history: list[dict[str, float]] = []
         self._rows: list[tuple[str, ...]] = []
         self._file: TextIO | None = None
-        self._live: Any = None
+        self._live: Live | None = None
         if active and metrics:
             Path(metrics).parent.mkdir(parents=True, exist_ok=True)
             self._file = Path(metrics).open("w")  # noqa: SIM115  closed by __exit__
 
     def __enter__(self) -> Reporter:
         if self._active and sys.stdout.isatty():
-            try:
-                from rich.live import Live
-            except ImportError:
-                return self  # rich is a convenience of the example, not a need
             self._live = Live(refresh_per_second=4)
             self._live.__enter__()
         return self
@@ -71,9 +70,7 @@ class Reporter:
         else:
             self._live.update(self._table())
 
-    def _table(self) -> Any:
-        from rich.table import Table
-
+    def _table(self) -> Table:
         table = Table(*_COLUMNS, title="training")
         for column in table.columns:
             column.justify = "right"

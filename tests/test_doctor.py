@@ -15,7 +15,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.cli.doctor import installed, machine, report, rings
-from megatron_burst.cli.doctor.command import Command, hazards
+from megatron_burst.cli.doctor.command import hazards, parse
 from megatron_burst.cli.doctor.finding import Finding, note, ok, problem, status
 from megatron_burst.cli.doctor.refused import refusals
 from megatron_burst.cli.doctor.sizes import hierarchical_sizes, table
@@ -110,7 +110,7 @@ def test_the_messages_of_the_documentation_are_real():
 
 def found(words, *, environment=None, gpus=(), te=None, per_node=8):
     here = NOWHERE | {"variables": environment or {}, "gpus": list(gpus)}
-    command = Command(words.split())
+    command = parse(words.split())
     return [*hazards(command, per_node, here, te), *refusals(command, te)]
 
 
@@ -303,18 +303,51 @@ def test_the_doctor_settles_flags_as_a_run_does(words):
     assert worst(found(GOOD + words), "BurstAttention") == "ok"
 
 
-def test_flags_are_read_without_knowing_them():
-    command = Command(["train.py", "--a=3", "--b", "--c", "1", "2", "--window-size", "4,0", "--d"])
-    assert command.number("--a", 0) == 3
-    assert "--b" in command
-    assert command.numbers("--c") == [1, 2]
-    assert command.numbers("--window-size") == [4, 0]
-    assert command.text("--e", "x") == "x"
-    for flag, message in (("--b", "--b has no value"), ("--d", "--d has no value")):
-        with pytest.raises(ValueError, match=message):
-            command.number(flag, 0)
-    with pytest.raises(ValueError, match="--window-size must be a number, got '4,0'"):
-        command.number("--window-size", 0)
+def test_a_command_is_parsed_as_megatron_parses_it():
+    words = (
+        "srun -n 4 -- torchrun --nproc-per-node 8 pretrain_gpt.py --seq-length=3 --fp16 --new 1 2 "
+        "--hierarchical-context-parallel-sizes 8 2 --window-size (4,0) --burst-side query "
+        "--cp-comm-type p2p a2a --seq-len 4 --burst-layuot=zigzag --spec"
+    )
+    command = parse(words.split())
+    assert command.seq_length == 3  # --seq-len is no abbreviation of it
+    assert command.fp16
+    assert not command.sft
+    assert command.sizes == [8, 2]
+    assert command.window_size == [4, 0]
+    assert command.cp_comm_type == ["p2p", "a2a"]
+    assert (command.burst_side, command.burst_layout, command.spec) == ("query", None, [])
+    assert command.unknown == ["--nproc-per-node", "--new", "--seq-len", "--burst-layuot"]
+    assert (command.cp, command.cp_given, command.tp) == (1, False, 1)
+    again = parse(
+        ["--context-parallel-size", "2", "--context-parallel-size=4", "--window-size=4,0"]
+    )
+    assert (again.cp, again.cp_given, again.window_size) == (4, True, [4, 0])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--seq-length", "--seq-length: expected one argument"),
+        ("--seq-length --fp16", "--seq-length: expected one argument"),
+        ("--seq-length 4K", "--seq-length: invalid int value: '4K'"),
+        ("--attention-dropout x", "--attention-dropout: invalid float value: 'x'"),
+        ("--hierarchical-context-parallel-sizes", "sizes: expected at least one argument"),
+        ("--hierarchical-context-parallel-sizes 8,2", "sizes: invalid int value: '8,2'"),
+        ("--window-size 4x0", "--window-size: expected two integers as 4,0, got '4x0'"),
+        ("--fp16=1", "--fp16: ignored explicit argument '1'"),
+    ],
+)
+def test_a_command_that_megatron_could_not_parse(words, says):
+    with pytest.raises(ValueError, match=f"{re.escape(says)}$"):
+        parse(words.split())
+
+
+def test_sizes_of_the_doctor_give_way_to_those_of_the_command(capsys):
+    own = "doctor --quick --json --tensor-model-parallel-size 2 --context-parallel-size 2"
+    main([*own.split(), "--", *["x.py", "--context-parallel-size", "16", "--seq-length", "4096"]])
+    (sizes,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["topic"] == "sizes"]
+    assert sizes["what"].startswith("for TP 2, CP 16, ")
 
 
 # --- this machine --------------------------------------------------------------------------
@@ -450,11 +483,17 @@ def test_exit_status():
 
 
 def test_report(capsys):
-    findings = [ok("a", "fine"), note("b", "so so"), problem("c", "bad", "mend it")]
+    findings = [ok("a", "fine [x]"), note("b", "so so " * 40), problem("c", "bad", "mend it")]
     report.show(findings, {"machine": {}}, as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "1 problem, 1 note"
-    assert [line.split()[0] for line in lines[:4]] == ["ok", "note", "problem", "->"]
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    at = lines[0].index("fine [x]")
+    assert lines == [
+        "ok       a".ljust(at) + "fine [x]",
+        "note     b".ljust(at) + ("so so " * 40).rstrip(),
+        "problem  c".ljust(at) + "bad",
+        " " * at + "-> mend it",
+        "1 problem, 1 note",
+    ]
     report.show(findings, {"machine": {}}, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"ok": 1, "note": 1, "problem": 1}
@@ -464,9 +503,6 @@ def test_report(capsys):
         "what": "bad",
         "fix": "mend it",
     }
-    with mock.patch("sys.stdout.isatty", return_value=True):
-        report.show(findings, {}, as_json=False)
-    assert "what to do" in capsys.readouterr().out
 
 
 def test_findings_are_shown_when_they_are_known(capsys):
@@ -481,23 +517,21 @@ def test_findings_are_shown_when_they_are_known(capsys):
     assert [one.topic for one in shown.findings] == ["first", "second"]
 
 
-@pytest.mark.parametrize("rich", [True, False], ids=["rich", "without rich"])
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "log"])
-def test_progress_is_shown_to_who_reads(capsys, monkeypatch, rich, terminal):
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-        monkeypatch.setitem(sys.modules, "rich.table", None)
+def test_a_terminal_shows_progress_and_wraps(capsys, monkeypatch, as_json, terminal):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for: this is a terminal
-    with (
-        mock.patch("sys.stdout.isatty", return_value=terminal),
-        mock.patch("sys.stderr.isatty", return_value=terminal),
-    ):
-        report.Report(as_json=False).add([ok("kernel aten", "fine")], "trying kernels")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal
+    shown = report.Report(as_json)
+    shown.add([ok("kernel aten", "fine " * 20)], "trying kernels")
     told = capsys.readouterr()
-    assert ("trying kernels" in told.err) == terminal
-    assert "kernel aten" in told.out
-    assert ("what to do" in told.out) == (rich and terminal)
+    assert ("trying kernels" in (told.err if as_json else told.out)) == terminal
+    assert ("kernel aten  " in told.out) != as_json
+    assert ("fine " * 20 in told.out) == (not as_json and not terminal)
+    assert "fine" not in told.err
 
 
 @pytest.mark.parametrize("dashes", [["--"], []], ids=["with --", "without"])
@@ -526,8 +560,11 @@ def test_the_command_line(capsys, dashes):
         ("--tensor-model-parallel-size 3 --gpus-per-node 8", "does not divide the 8 GPUs"),
         ("--tensor-model-parallel-size x", "invalid int value"),
         ("--distributed", "torchrun --nproc-per-node"),
-        ("-- --context-parallel-size", "--context-parallel-size has no value"),
-        ("-- --context-parallel-size 2 --seq-length long", "--seq-length must be a number"),
+        ("-- --context-parallel-size", "--context-parallel-size: expected one argument"),
+        (
+            "-- --context-parallel-size 2 --seq-length long",
+            "--seq-length: invalid int value: 'long'",
+        ),
     ],
 )
 def test_bad_input(words, message, capsys, monkeypatch):
@@ -573,7 +610,7 @@ def examine(words, per_node, fault=None):
         mock.patch.object(rings, "SECONDS", 0.05),
         contextlib.redirect_stdout(printed),
     ):
-        code = rings.examine(Command(words.split()), per_node, as_json=True)
+        code = rings.examine(parse(words.split()), per_node, as_json=True)
     return code, printed.getvalue()
 
 

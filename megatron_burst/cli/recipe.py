@@ -1,9 +1,8 @@
 """`megatron-burst recipe NAME [OVERRIDE ...]`: train a recipe of Megatron-Bridge.
 
-Owns the order: recipe, `apply_burst`, overrides, check, Bridge's own `pretrain` (`finetune` for
-a recipe that finetunes). Overrides are Bridge's, in Hydra's words (`train.train_iters=100`), and
-`burst.X=VALUE` for what `apply_burst` takes. Imports Megatron when it runs. Must not know: what a
-recipe holds.
+The order is: the recipe, `apply_burst`, the overrides, the checks, then Bridge's own `pretrain`
+(`finetune` for a recipe that fine-tunes). An override is Bridge's, in Hydra's syntax
+(`train.train_iters=100`), or `burst.X=VALUE` for an argument of `apply_burst`.
 """
 
 from __future__ import annotations
@@ -14,42 +13,53 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from .errors import plainly
+from rich.table import Table
+from rich.text import Text
+
+from .console import unwrapped
+from .errors import user_errors
 
 _OURS = "burst."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """NAME and its overrides, and what to do instead of training."""
+    """NAME, its overrides, and the options that replace or change training."""
     parser.epilog = (
         "On several ranks: torchrun --nproc-per-node N -m megatron_burst recipe NAME ... "
         "Overrides: train.train_iters=100 model.context_parallel_size=8 burst.store=0.3"
     )
-    parser.add_argument("--list", action="store_true", help="the ready recipes, and nothing else")
+    parser.add_argument("--list", action="store_true", help="list the ready recipes and exit")
     parser.add_argument(
-        "--print", action="store_true", help="show the recipe after all overrides, do not train"
+        "--print", action="store_true", help="print the recipe after all overrides and exit"
     )
     parser.add_argument(
         "--cpu",
         action="store_true",
-        help="without GPUs, for tests and debugging: fp32, gloo, Megatron's local layers (slow)",
+        help="run without GPUs, for tests: fp32, gloo, Megatron's local layers (slow)",
     )
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a ready recipe, or one of Megatron-Bridge"
+        "name", metavar="NAME", nargs="?", help="a ready recipe, or a recipe of Megatron-Bridge"
     )
     parser.add_argument(
-        "overrides", metavar="OVERRIDE", nargs=argparse.REMAINDER, help="setting=value"
+        "overrides",
+        metavar="OVERRIDE",
+        nargs=argparse.REMAINDER,
+        help="setting=value, for a setting of the recipe, or burst.X=value",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train; ``ValueError`` for a name, a setting or a value that cannot be."""
+    """Train. Raises ValueError for an unknown name or setting, or a value that does not fit."""
     if arguments.list:
+        table = Table.grid(padding=(0, 2))
         for name, recipe in _module("recipes.ready").RECIPES.items():
-            print(f"{name:36} {(recipe.__doc__ or '').splitlines()[0]}")
+            table.add_row(Text(name), Text((recipe.__doc__ or "").splitlines()[0]))
+        unwrapped().print(table)
         return
     if arguments.name is None:
-        raise ValueError("NAME is missing: a recipe's; megatron-burst recipe --list has some")
+        raise ValueError(
+            "NAME is missing: give a recipe; megatron-burst recipe --list shows the ready ones"
+        )
     recipe = _recipe(arguments)
     if arguments.print:
         recipe.print_yaml()
@@ -58,12 +68,12 @@ def run(arguments: argparse.Namespace) -> None:
     finetunes = hasattr(recipe.dataset, "packed_sequence_specs")
     name = "finetune" if finetunes else "pretrain"
     train = getattr(_module(f"training.{name}", "megatron.bridge"), name)
-    with plainly():
+    with user_errors():
         train(recipe, step)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
-    """The recipe, with all overrides in it, checked."""
+    """The recipe with all overrides applied and checked."""
     ours = [text for text in arguments.overrides if text.startswith(_OURS)]
     theirs = [text for text in arguments.overrides if not text.startswith(_OURS)]
     for text in ours:
@@ -74,8 +84,8 @@ def _recipe(arguments: argparse.Namespace) -> Any:
             raise ValueError(f"override {text}: options come before NAME, overrides after it")
         if "=" not in text or text[0] in "+~":
             raise ValueError(
-                f"override {text}: write setting=value with a setting that the recipe has; what is "
-                "added to it with + nobody reads"
+                f"override {text}: write setting=value with a setting of the recipe; settings "
+                "added with + would have no effect"
             )
     cpu, override = _module("recipes.cpu"), _module("recipes.override")
     layers, ready = _module("recipes.layers"), _module("recipes.ready")
@@ -101,7 +111,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 
 
 def _module(name: str, package: str = "megatron_burst") -> ModuleType:
-    """``ValueError`` if it cannot be imported: something that a recipe needs is not installed."""
+    """Import a module. Raises ValueError if something that recipes need is not installed."""
     try:
         return importlib.import_module(f"{package}.{name}")
     except ImportError as error:

@@ -1,12 +1,11 @@
-"""`megatron-burst doctor`: what is installed, what it would choose, what would go wrong.
+"""`megatron-burst doctor`: check the installation, this machine, and a Megatron command.
 
     megatron-burst doctor
     megatron-burst doctor -- pretrain_gpt.py --context-parallel-size 16 ...    # your command
     torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
 
-Owns the flags and the order of the questions; each question is a module's. Changes nothing.
-First what is read, in the time that torch needs to be imported, and shown at once; then what is
-tried: kernels, compiled operators, and the hooks, which import Megatron-Core.
+The quick checks only read, and are shown at once. The other checks try what is installed: kernels,
+compiled operators, and the hooks, which import Megatron-Core. Nothing is changed.
 Exit status: 0 no problem, 1 problems, 2 bad input.
 """
 
@@ -17,16 +16,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import installed, library, machine, report, rings
-from .command import Command, hazards
+from .command import Command, hazards, parse
 from .finding import Finding, note, ok, status
 from .refused import refusals
 from .sizes import hierarchical_sizes
 
-NODE = 8  # GPUs of a node, where neither a flag nor this machine says it
+NODE = 8  # GPUs per node, if neither a flag nor this machine says how many
 EPILOG = """\
-What follows -- (or a script's name) is your Megatron command, searched for what would go wrong:
+The doctor also checks a Megatron command, given after -- or after the name of its script:
   megatron-burst doctor -- pretrain_gpt.py --context-parallel-size 16 --seq-length 131072 ...
-Under torchrun, on the GPUs of the run or on any CPUs, --distributed checks the real groups:
+Under torchrun, on GPUs or on CPUs, --distributed checks the process groups themselves:
   torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
 
 exit status: 0 no problem, 1 problems, 2 bad input
@@ -34,48 +33,54 @@ exit status: 0 no problem, 1 problems, 2 bad input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `doctor`."""
+    """Add the flags of `doctor`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("--tensor-model-parallel-size", type=int, metavar="N")
+    parser.add_argument(
+        "--tensor-model-parallel-size", type=int, metavar="N", help="default: that of COMMAND, or 1"
+    )
     parser.add_argument(
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="with --distributed: all that tensor parallelism leaves",
+        help="default: that of COMMAND, or 1; with --distributed all processes that are left",
     )
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: of this machine")
     parser.add_argument(
-        "--distributed", action="store_true", help="under torchrun: check and time the real groups"
+        "--gpus-per-node", type=int, metavar="N", help="default: that of this machine"
+    )
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="under torchrun: check and time the process groups",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="try nothing: leave out kernels, compiled operators and Megatron's hooks",
+        help="skip the trials of kernels, compiled operators and Megatron's hooks",
     )
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
         "megatron",
         nargs=argparse.REMAINDER,
         metavar="[--] COMMAND",
-        help="your Megatron command, with all that belongs to it",
+        help="your Megatron command, with all its flags",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask all questions and show the answers; the exit status."""
+    """Run all checks and print the findings. Returns the exit status."""
     if arguments.megatron[:1] == ["--"]:
         del arguments.megatron[0]
-    command = Command(arguments.megatron)
-    for name in ("tensor_model_parallel_size", "context_parallel_size"):
-        flag = "--" + name.replace("_", "-")
-        value = getattr(arguments, name)
-        if value is not None:
-            command.given.setdefault(flag, [str(value)])
+    own = {
+        "--tensor-model-parallel-size": arguments.tensor_model_parallel_size,
+        "--context-parallel-size": arguments.context_parallel_size,
+    }
+    words = [f"{flag}={size}" for flag, size in own.items() if size is not None]
+    command = parse([*words, *arguments.megatron])  # a flag of the command's own comes later, wins
     if arguments.distributed:
         return rings.run(command, arguments.gpus_per_node, arguments.json)
     here = machine.describe()
-    read = list(_read(arguments, command, here))  # bad input is told before anything else
+    read = list(_read(arguments, command, here))  # bad input ends the command before output
     shown = report.Report(arguments.json)
     shown.add(read)
     if not arguments.quick:

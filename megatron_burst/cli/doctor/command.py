@@ -1,12 +1,12 @@
-"""The user's Megatron command, as far as it matters here: what would go wrong, and the fix.
+"""The user's Megatron command: its flags, the hazards among them, and a fix for each.
 
-Owns the list of hazards. Reads flags without knowing all of Megatron's: a flag is whatever starts
-with two dashes, its values what follows. What the plugin itself would refuse is `refused`'s.
-Must not know processes.
+The command is parsed with argparse as far as the checks read it; all other flags pass. `refused`
+reports what the plugin itself would refuse.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,81 +18,140 @@ from .sizes import hierarchical_sizes
 ALGORITHM = "--context-parallel-algo"
 FLAGS = {flag.name: flag for flag in flags.FLAGS}
 SIZES = "--hierarchical-context-parallel-sizes"
-# Megatron's loss masks may hold back unequally many tokens on different ranks with these.
+# With these, Megatron's loss masks may leave out different numbers of tokens on different ranks.
 UNEVEN = ("--eod-mask-loss", "--sft", "--dataloader-inter-document-masking")
-MASKED = 2**30  # bytes of an attention mask that are worth a word
+LARGE_MASK = 2**30  # bytes of an attention mask from which on it is a problem
+
+# The flags of Megatron that the checks read, with Megatron's types and defaults.
+NUMBERS: dict[str, int | None] = {
+    "--context-parallel-size": None,
+    "--tensor-model-parallel-size": 1,
+    "--pipeline-model-parallel-size": 1,
+    "--num-layers-per-virtual-pipeline-stage": None,
+    "--num-virtual-stages-per-pipeline-rank": None,
+    "--seq-length": None,
+    "--micro-batch-size": None,
+    "--num-attention-heads": None,
+    "--num-query-groups": 1,
+    "--mtp-num-layers": None,
+}
+TEXTS: dict[str, str | None] = {
+    "--transformer-impl": "transformer_engine",
+    "--softmax-type": "vanilla",
+    "--recompute-granularity": None,
+    "--fp8-format": None,
+    "--hybrid-layer-pattern": None,
+    "--position-embedding-type": None,
+}
+LISTS: dict[str, type] = {
+    SIZES: int,
+    "--cp-comm-type": str,
+    "--recompute-modules": str,
+    "--spec": str,
+}
+SWITCHES = (
+    *UNEVEN, "--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader",
+    "--use-megatron-fsdp", "--use-torch-fsdp2", "--group-query-attention", "--fp16",
+    "--recompute-activations", "--cross-entropy-loss-fusion", "--no-rope-fusion", "--qk-clip",
+    "--apply-query-key-layer-scaling", "--hybrid-context-parallel", "--multi-latent-attention",
+    "--defer-embedding-wgrad-compute", "--overlap-moe-expert-parallel-comm",
+    "--fp8-dot-product-attention", "--reset-attention-mask", "--fim-data",
+    "--use-rotary-position-embeddings",
+)  # fmt: skip
 
 
-class Command:
-    """Flags of a command line, with Megatron's defaults for those that matter."""
+class Command(argparse.Namespace):
+    """The flags of a Megatron command under Megatron's names, with Megatron's defaults.
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.given: dict[str, list[str]] = {}
-        values: list[str] = []
-        for word in words:
-            if word.startswith("--"):
-                flag, _, value = word.partition("=")
-                values = self.given[flag] = [value] if value else []
-            else:
-                values.append(word)
+    Our own flags are the texts that were given, or None: `refused` reports all bad ones at once.
+    """
 
-    def __contains__(self, flag: str) -> bool:
-        return flag in self.given
+    unknown: list[str]  # flags that are neither ours nor of the tables above
 
-    def text(self, flag: str, default: str | None = None) -> str | None:
-        """The first value of a flag."""
-        values = self.given.get(flag)
-        if values == []:
-            raise ValueError(f"{flag} has no value")
-        return values[0] if values else default
-
-    def number(self, flag: str, default: Any, kind: type = int) -> Any:
-        """The value of a flag as a number. ValueError if it is none."""
-        found = self.text(flag)
-        try:
-            return default if found is None else kind(found)
-        except ValueError:
-            raise ValueError(f"{flag} must be a number, got {found!r}") from None
-
-    def numbers(self, flag: str) -> list[int] | None:
-        """The values of a flag; commas separate too."""
-        values = self.given.get(flag)
-        try:
-            return None if values is None else [int(x) for v in values for x in v.split(",")]
-        except ValueError:
-            raise ValueError(f"{flag} must be numbers, got {' '.join(values or [])!r}") from None
+    @property
+    def cp_given(self) -> bool:
+        return self.context_parallel_size is not None
 
     @property
     def cp(self) -> int:
-        return self.number("--context-parallel-size", 1)
+        return self.context_parallel_size if self.cp_given else 1
 
     @property
     def tp(self) -> int:
-        return self.number("--tensor-model-parallel-size", 1)
+        return self.tensor_model_parallel_size
+
+    @property
+    def sizes(self) -> list[int] | None:
+        return self.hierarchical_context_parallel_sizes
 
     @property
     def fitting_sizes(self) -> list[int] | None:
-        """The hierarchical sizes, where they multiply to the context-parallel size."""
-        sizes = self.numbers(SIZES)
-        return sizes if sizes and math.prod(sizes) == self.cp else None
+        """The hierarchical sizes, if their product is the context-parallel size."""
+        return self.sizes if self.sizes and math.prod(self.sizes) == self.cp else None
 
     @property
     def ours(self) -> bool:
-        """Is BurstAttention asked for, and does it do anything?"""
-        return self.cp > 1 and self.text(ALGORITHM, "megatron") != "megatron"
+        """Whether this run uses BurstAttention, with more than one context-parallel rank."""
+        return self.cp > 1 and self.context_parallel_algo not in (None, flags.OFF)
+
+    def given(self, *names: str) -> list[str]:
+        """Which of these switches, or flags without a default, the command has."""
+        return [name for name in names if getattr(self, _dest(name)) not in (None, False)]
+
+
+def parse(words: Sequence[str]) -> Command:
+    """Parse a command line. Raises ValueError for a flag without its value, or of another type."""
+    # Megatron's own parser takes no abbreviations either.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, default in NUMBERS.items():
+        parser.add_argument(name, type=int, default=default)
+    for name, default in TEXTS.items():
+        parser.add_argument(name, default=default)
+    for name, kind in LISTS.items():
+        parser.add_argument(name, type=kind, nargs="*" if name == "--spec" else "+")
+    for name in SWITCHES:
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--attention-dropout", type=float, default=0.1)
+    parser.add_argument("--window-size", type=_pair)
+    for name in FLAGS:
+        parser.add_argument(name)
+    # After a "--" of a launcher argparse would read no flag.
+    command = Command()
+    try:
+        _, rest = parser.parse_known_args([word for word in words if word != "--"], command)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    command.unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    return command
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _pair(text: str) -> list[int]:
+    """Megatron accepts "4,0" and "(4,0)"."""
+    try:
+        left, right = (int(each) for each in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two integers as 4,0, got {text!r}") from None
+    return [left, right]
 
 
 def hazards(
     command: Command, gpus_per_node: int, machine: dict[str, Any], te: str | None
 ) -> Iterator[Finding]:
-    """What would go wrong with this command. te: the version of Transformer Engine, or None."""
+    """The hazards of a command.
+
+    machine: as `machine.describe` returns it. te: the version of Transformer Engine, or None.
+    """
     yield from _choice(command)
     yield from _sizes(command, gpus_per_node)
     if command.cp > 1:
         yield from _loss(command)
         yield from _mask(command)
     yield from _connections(command, machine)
-    if command.text("--transformer-impl", "transformer_engine") == "transformer_engine" and not te:
+    if command.transformer_impl == "transformer_engine" and not te:
         yield problem(
             "--transformer-impl",
             "Transformer Engine is Megatron's default, and it is not installed here",
@@ -101,21 +160,20 @@ def hazards(
 
 
 def _choice(command: Command) -> Iterator[Finding]:
-    algorithm = command.text(ALGORITHM)
+    algorithm, kinds = command.context_parallel_algo, command.cp_comm_type
     if command.cp == 1:
         if algorithm not in (None, "megatron"):
             yield note(ALGORITHM, "does nothing with --context-parallel-size 1")
         return
     if algorithm in (None, "megatron"):
         yield note(ALGORITHM, "Megatron's own attention will run", f"{ALGORITHM} burst")
-    kinds = command.given.get("--cp-comm-type")
     if kinds and command.ours:
         yield problem(
             "--cp-comm-type",
             f"{' '.join(kinds)} and {ALGORITHM} {algorithm} both choose the attention",
             "remove --cp-comm-type",
         )
-    elif kinds and "a2a+p2p" in kinds and SIZES not in command:
+    elif kinds and "a2a+p2p" in kinds and command.sizes is None:
         yield problem(
             "--cp-comm-type",
             "a2a+p2p without hierarchical sizes turns context parallelism off, in some versions "
@@ -125,7 +183,7 @@ def _choice(command: Command) -> Iterator[Finding]:
 
 
 def _sizes(command: Command, gpus_per_node: int) -> Iterator[Finding]:
-    tp, cp, given = command.tp, command.cp, command.numbers(SIZES)
+    tp, cp, given = command.tp, command.cp, command.sizes
     if given is not None and math.prod(given) != cp:
         yield problem(
             SIZES,
@@ -155,11 +213,11 @@ def _sizes(command: Command, gpus_per_node: int) -> Iterator[Finding]:
 
 def _loss(command: Command) -> Iterator[Finding]:
     topic, fix = "loss mean", "--calculate-per-token-loss"
-    if fix in command:
+    if command.calculate_per_token_loss:
         yield ok(topic, "over the tokens of all ranks")
         return
     what = "each rank divides its loss by its own token count, so gradients depend on the layout"
-    uneven = [flag for flag in UNEVEN if flag in command]
+    uneven = command.given(*UNEVEN)
     if uneven:
         yield problem(topic, f"{what}; with {uneven[0]} the counts differ", fix)
     else:
@@ -168,15 +226,14 @@ def _loss(command: Command) -> Iterator[Finding]:
 
 def _mask(command: Command) -> Iterator[Finding]:
     topic, fix = "attention mask", "--no-create-attention-mask-in-dataloader"
-    length = command.number("--seq-length", 0)
-    if fix in command:
+    if command.no_create_attention_mask_in_dataloader:
         yield ok(topic, "none is made in the data loader")
         return
-    each = length**2 * command.number("--micro-batch-size", 1)
+    each = (command.seq_length or 0) ** 2 * (command.micro_batch_size or 1)
     size = f"one of {each / 2**30:.3g} GiB is made per micro-batch and data-loader worker"
     if command.ours:
         yield ok(topic, "none is made: BurstAttention computes what it would show")
-    elif each >= MASKED:
+    elif each >= LARGE_MASK:
         yield problem(topic, size, fix)
     else:
         yield note(topic, size, fix)
@@ -185,7 +242,7 @@ def _mask(command: Command) -> Iterator[Finding]:
 def _connections(command: Command, machine: dict[str, Any]) -> Iterator[Finding]:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     value = machine["variables"].get(name)
-    fsdp = "--use-megatron-fsdp" in command or "--use-torch-fsdp2" in command
+    fsdp = command.use_megatron_fsdp or command.use_torch_fsdp2
     if fsdp and value == "1":
         yield problem(name, "is 1, and FSDP wants more", f"unset {name}")
     elif not fsdp and (command.tp > 1 or command.cp > 1) and value != "1":

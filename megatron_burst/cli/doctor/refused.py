@@ -1,8 +1,7 @@
-"""What a run of the user's command would be refused for: asked from the plugin, all at once.
+"""Everything for which the plugin would refuse the user's command, found by its own checks.
 
-Owns how a command line becomes what the plugin's checks read, and how their answers become
-findings. What is refused is `config` and `megatron.checks`'s to say. Must not import
-Megatron-Core, which takes longer than all else.
+`config` and `megatron.checks` decide what is refused; this module gives them the command and turns
+their answers into findings. It does not import Megatron-Core, which would take most of the time.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ TOPIC = "refused at start"
 
 
 def refusals(command: Command, te: str | None) -> Iterator[Finding]:
-    """A finding for each setting that ends a run at its start, or one that says there is none.
+    """A finding for each setting that ends a run at its start, or one that there is none.
 
-    te: the version of Transformer Engine, or None. Nothing for a command without flags of ours.
+    No finding for a command without flags of ours. te: the version of Transformer Engine, or None.
     """
-    unknown = [f for f in command.given if f.startswith("--burst-") and f not in FLAGS]
-    asked = [name for name in FLAGS if name in command]
+    unknown = [name for name in command.unknown if name.startswith("--burst-")]
+    asked = command.given(*FLAGS)
     if not unknown and not asked:
         return
     for name in unknown:
@@ -41,27 +40,27 @@ def refusals(command: Command, te: str | None) -> Iterator[Finding]:
     flags.settle(args)
     burst, wrong = flags.choices(args)
     refused += map(Problem, wrong)
-    refused += _problems(config, burst, command.number("--seq-length", None), te)
+    refused += _problems(config, burst, command.seq_length, te)
     for one in refused:
         yield problem(TOPIC, one.reason, _fix(one))
     idle = [name for name in asked if name not in flags.ALONE]
     if burst.algorithm == flags.OFF and idle and not refused:
-        yield problem("flags", f"{', '.join(idle)}: nothing follows them", f"{ALGORITHM} burst")
+        yield problem(
+            "flags", f"{', '.join(idle)}: no effect without {ALGORITHM}", f"{ALGORITHM} burst"
+        )
     elif command.ours and not refused and not unknown:
         yield ok("BurstAttention", "takes these settings")
 
 
 def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iterator[Problem]:
-    """Give ``args`` the values of these flags of ours; what is no value of its type is refused."""
+    """Give ``args`` the values of these flags of ours, and yield a problem for each bad one."""
     for name in names:
         flag = FLAGS[name]
+        text = getattr(command, flag.dest)
         try:
-            if flag.type is str:
-                setattr(args, flag.dest, command.text(name))
-            else:
-                setattr(args, flag.dest, command.number(name, None, flag.type))
-        except ValueError as error:
-            yield Problem(str(error))
+            setattr(args, flag.dest, flag.type(text))
+        except ValueError:
+            yield Problem(f"{name} must be of type {flag.type.__name__}, got {text!r}")
 
 
 def _problems(
@@ -74,7 +73,7 @@ def _problems(
 
 
 def _fix(refused: Problem) -> str:
-    """The flags to add and to remove; where none settles it, those that the reason names."""
+    """The flags to add and to remove; if there are none, those that the reason names."""
     said = [f"add {' '.join(refused.add)}"] * bool(refused.add)
     said += [f"remove {' '.join(refused.remove)}"] * bool(refused.remove)
     return "; ".join(said) or f"change {' or '.join(_named(refused.reason)) or 'the model'}"
@@ -86,41 +85,19 @@ def _named(text: str) -> list[str]:
 
 
 def _config(command: Command) -> SimpleNamespace:
-    """What the checks read of a TransformerConfig, from the flags, with Megatron's defaults."""
-    grouped = "--group-query-attention" in command
-    given: dict[str, Any] = {
-        "context_parallel_size": command.cp,
-        "tensor_model_parallel_size": command.tp,
-        # those that do not multiply to the context-parallel size are a finding already
-        "hierarchical_context_parallel_sizes": command.fitting_sizes,
-        "num_attention_heads": command.number("--num-attention-heads", None),
-        "num_query_groups": command.number("--num-query-groups", 1) if grouped else None,
-        "attention_dropout": command.number("--attention-dropout", 0.1, float),
-        "window_size": command.numbers("--window-size"),
-        "softmax_type": command.text("--softmax-type", "vanilla"),
-        "recompute_granularity": "selective"
-        if "--recompute-activations" in command
-        else command.text("--recompute-granularity"),
-        "recompute_modules": command.given.get("--recompute-modules", ["core_attn"]),
-        "fp8": command.text("--fp8-format"),
-        "fp16": "--fp16" in command,
-        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion" in command,
-        "mtp_num_layers": command.number("--mtp-num-layers", None),
-        "apply_rope_fusion": "--no-rope-fusion" not in command,
-        "is_hybrid_model": "--hybrid-layer-pattern" in command,
-        "hybrid_layer_pattern": command.text("--hybrid-layer-pattern"),
-        "spec": command.given.get("--spec"),
-        "micro_batch_size": command.number("--micro-batch-size", None),
-        "pipeline_model_parallel_size": command.number("--pipeline-model-parallel-size", 1),
-        "position_embedding_type": command.text("--position-embedding-type"),
-    }
-    for name in ("--num-layers-per-virtual-pipeline-stage",
-                 "--num-virtual-stages-per-pipeline-rank"):  # fmt: skip
-        given[name.removeprefix("--").replace("-", "_")] = command.number(name, None)
-    for switch in ("qk-clip", "apply-query-key-layer-scaling", "hybrid-context-parallel",
-                   "multi-latent-attention", "defer-embedding-wgrad-compute",
-                   "overlap-moe-expert-parallel-comm", "fp8-dot-product-attention",
-                   "reset-attention-mask", "dataloader-inter-document-masking", "sft", "fim-data",
-                   "use-rotary-position-embeddings"):  # fmt: skip
-        given[switch.replace("-", "_")] = f"--{switch}" in command
-    return SimpleNamespace(**given)
+    """What the checks read of a TransformerConfig, from the flags."""
+    selective = command.recompute_activations
+    return SimpleNamespace(
+        **vars(command)
+        | {
+            "transformer_impl": None,  # `hazards` reports it with this machine's packages
+            "context_parallel_size": command.cp,
+            "hierarchical_context_parallel_sizes": command.fitting_sizes,
+            "num_query_groups": command.num_query_groups if command.group_query_attention else None,
+            "recompute_granularity": "selective" if selective else command.recompute_granularity,
+            "recompute_modules": command.recompute_modules or ["core_attn"],
+            "fp8": command.fp8_format,
+            "apply_rope_fusion": not command.no_rope_fusion,
+            "is_hybrid_model": command.hybrid_layer_pattern is not None,
+        }
+    )

@@ -1,100 +1,66 @@
-"""How findings are shown: a table where somebody reads, JSON where a script does.
-
-Owns the looks. Findings are shown section by section, as soon as they are known. rich is a
-convenience: without it, or where the output is no terminal, lines, each as soon as it is known.
-"""
+"""How findings are printed: as rows, each as soon as it is known, or all of them as JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
+from ..console import wrapped
 from .finding import LEVELS, Finding
 
-MARKS = {"ok": "green", "note": "yellow", "problem": "bold red"}
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+TOPIC = 22  # characters; a longer topic pushes its row to the right
 
 
 class Report:
-    """Takes findings section by section and prints them; `findings` has all so far."""
+    """Takes findings section by section and prints them; `findings` holds all so far."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self.console = wrapped(stderr=as_json)  # stdout is the JSON's alone
         self.findings: list[Finding] = []
 
     def add(self, section: Iterable[Finding], doing: str = "") -> None:
-        """Print findings; ``doing`` says on stderr what takes its time, where somebody reads."""
-        table = not self.as_json and sys.stdout.isatty() and _has_rich()
-        found: list[Finding] = []
-        with _progress(doing) as said:
+        """Print findings; a terminal shows `doing` while the next one is computed."""
+        with self.console.status(doing) if doing else contextlib.nullcontext() as status:
             for one in section:
-                found.append(one)
-                said(f"{doing}: {one.topic} done")
-                if not table and not self.as_json:
-                    _line(one)
-        if table:
-            _table(found)
-        self.findings += found
+                self.findings.append(one)
+                if status is not None:
+                    status.update(f"{doing}: {one.topic} done")
+                if not self.as_json:
+                    self.console.print(_row(one))
 
     def end(self, facts: dict[str, Any]) -> None:
-        """Print how many of each level there are; as JSON everything, with the facts behind it."""
+        """Print the number of problems and notes; as JSON all findings and the facts."""
         counts = {level: sum(one.level == level for one in self.findings) for level in LEVELS}
         if self.as_json:
             found = [one._asdict() for one in self.findings]
             print(json.dumps({"findings": found, "counts": counts} | facts, indent=1))
             return
         problems, notes = counts["problem"], counts["note"]
-        print(f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}")
+        text = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}"
+        self.console.print(text)
 
 
 def show(findings: Sequence[Finding], facts: dict[str, Any], as_json: bool) -> None:
     """Print findings that are all known, and with `as_json` the facts behind them."""
-    shown = Report(as_json)
-    shown.add(findings)
-    shown.end(facts)
+    report = Report(as_json)
+    report.add(findings)
+    report.end(facts)
 
 
-def _has_rich() -> bool:
-    try:
-        import rich.console
-        import rich.table  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _progress(doing: str) -> Iterator[Callable[[str], object]]:
-    """A moving line on stderr, or a still one where rich is not there; no line in a log."""
-    if not doing or not sys.stderr.isatty():
-        yield lambda text: None
-    elif not _has_rich():
-        print(f"{doing} ...", file=sys.stderr, flush=True)
-        yield lambda text: None
-    else:
-        from rich.console import Console
-
-        with Console(stderr=True).status(doing) as moving:
-            yield moving.update
-
-
-def _table(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "what", "found", "what to do"):
-        table.add_column(heading, overflow="fold")
-    for one in findings:
-        mark = Text(one.level, style=MARKS[one.level])
-        table.add_row(mark, Text(one.topic), Text(one.what), Text(one.fix))
-    Console().print(table)
-
-
-def _line(one: Finding) -> None:
-    print(f"{one.level:8}{one.topic:22}  {one.what}", flush=True)
+def _row(one: Finding) -> Table:
+    """The level, the topic and what was found, and in a second line what to do about it."""
+    row = Table.grid(padding=(0, 2))
+    row.add_column(min_width=len("problem"))
+    row.add_column(min_width=TOPIC, no_wrap=True)
+    row.add_column(overflow="fold")
+    row.add_row(Text(one.level, style=STYLES[one.level]), Text(one.topic), Text(one.what))
     if one.fix:
-        print(f"{'':32}-> {one.fix}", flush=True)
+        row.add_row("", "", Text(f"-> {one.fix}", style="bold"))
+    return row

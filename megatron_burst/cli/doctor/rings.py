@@ -70,7 +70,7 @@ def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
 def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb.Groups]], Sizes]:
     """The grids that algorithms need, of this rank's context-parallel group; collective."""
     world, tp = dist.get_world_size(), command.tp
-    cp = command.cp if "--context-parallel-size" in command else max(1, world // tp)
+    cp = command.cp if command.cp_given else max(1, world // tp)
     sizes = hierarchical_sizes(tp, cp, per_node)
     if cp < 2 or world % (tp * cp):
         raise ValueError(

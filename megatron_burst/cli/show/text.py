@@ -1,7 +1,4 @@
-"""Scenes as text for a terminal, with rich: colours where there are any, plain marks always.
-
-Owns the look of the text. Everything it shows comes from the scene.
-"""
+"""Scenes as text, with rich: the marks can be read without their colours."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 from rich import box
-from rich.console import Console, RenderableType
-from rich.measure import Measurement
+from rich.bar import Bar
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ...masks import Cover
 from ...schedule.tables import Hop
+from ..console import unwrapped
 from . import words
 from .colours import of_rank
 from .scene import Cell, LayoutScene, MaskScene, ScheduleScene
@@ -24,14 +22,14 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"
 COVERS = {Cover.FULL: "■", Cover.PARTIAL: "◪", Cover.EMPTY: HIDDEN}
 ARROWS = {"intra": "→", "inter": "⇒"}
-BAR = 24  # characters of the busiest rank's bar
+BAR = 24  # characters; the length of the busiest rank's bar
 
 
 def show(scene: words.Scene, rank: int | None = None) -> None:
-    """Print a scene; of a schedule, with `rank`, only what that rank does."""
-    console = Console(highlight=False)
-    console.print(Text(words.title(scene), style="bold"), soft_wrap=True)
-    console.print(Text(words.subtitle(scene) + "\n", style="dim"), soft_wrap=True)
+    """Print a scene; of a schedule, with `rank`, only that rank's part."""
+    console = unwrapped()  # a terminal wraps a matrix better than rich does
+    console.print(Text(words.title(scene), style="bold"))
+    console.print(Text(words.subtitle(scene) + "\n", style="dim"))
     if isinstance(scene, MaskScene):
         parts = _mask(scene)
     elif isinstance(scene, LayoutScene):
@@ -39,18 +37,9 @@ def show(scene: words.Scene, rank: int | None = None) -> None:
     else:
         parts = _schedule(scene, rank)
     for part in parts:
-        _print(console, part)
+        console.print(part)
     for line in words.caption(scene):
-        console.print(Text(line), soft_wrap=True)
-
-
-def _print(console: Console, part: RenderableType) -> None:
-    """At the width it needs: a terminal wraps better than a table does."""
-    unbound = console.options.update(max_width=10_000)
-    wanted = Measurement.get(console, unbound, part).maximum
-    before, console.width = console.width, max(console.width, wanted)
-    console.print(part, crop=False)
-    console.width = before
+        console.print(Text(line))
 
 
 def _mask(scene: MaskScene) -> Iterator[RenderableType]:
@@ -63,17 +52,15 @@ def _mask(scene: MaskScene) -> Iterator[RenderableType]:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("rank", "visible pairs", ""):
         table.add_column(heading, justify="left" if not heading else "right")
+    most = max([*shards.work, 1])
     for rank, pairs in enumerate(shards.work):
-        table.add_row(str(rank), f"{pairs:,}", _bar(pairs, max(shards.work), rank, shards.size))
+        bar = Bar(most, 0, pairs, width=BAR, color=of_rank(rank, shards.size))
+        table.add_row(str(rank), f"{pairs:,}", bar)
     yield table
 
 
-def _bar(value: int, most: int, rank: int, ranks: int) -> Text:
-    return Text("█" * round(BAR * value / max(most, 1)), style=of_rank(rank, ranks))
-
-
 def _matrix(computers: np.ndarray, ranks: int, edges: set[int]) -> Text:
-    """A digit per visible pair; rules before the rows and columns in `edges`."""
+    """A digit for each visible pair, and rules before the rows and columns in `edges`."""
     text = Text(no_wrap=True)
     rule = "".join("┼" * (i in edges) + "─" for i in range(len(computers)))
     for i, row in enumerate(computers.tolist()):
@@ -125,18 +112,18 @@ def _schedule(scene: ScheduleScene, only: int | None) -> Iterator[RenderableType
     letter = scene.plan.side[0]
     legend = [
         f"{COVERS[Cover.FULL]} all visible",
-        f"{COVERS[Cover.PARTIAL]} partly",
-        f"{HIDDEN} nothing, skipped",
-        f"{letter}0{ARROWS['intra']}1 the chunk of rank 0 to rank 1, within a node",
+        f"{COVERS[Cover.PARTIAL]} partly visible",
+        f"{HIDDEN} not visible, skipped",
+        f"{letter}0{ARROWS['intra']}1 chunk of rank 0 sent to rank 1, within a node",
         f"{ARROWS['inter']} between nodes",
     ]
-    more = ["@ the boundary where it lands, if not the next"]
-    more += ["d a gradient"] * scene.backward + ["* kept from forward"] * (scene.plan.kept > 0)
+    more = ["@n lands at boundary n instead of the next"]
+    more += ["d gradient"] * scene.backward + ["* kept from forward"] * (scene.plan.kept > 0)
     yield Text("   ".join(legend) + "\n" + "   ".join(more) + "\n", style="dim")
 
 
 def _cell(scene: ScheduleScene, rank: int, boundary: int) -> Text:
-    """The pair that follows the boundary, then the hops that leave there, one a line."""
+    """The pair computed after the boundary, then the hops posted at it, one per line."""
     text = Text(no_wrap=True)
     if boundary < scene.size:
         _append_pair(text, scene, scene.cell(rank, boundary))
