@@ -67,39 +67,40 @@ SECTIONS = (
     )),
     Section("Windows", (
         Picture("window-contiguous",
-                "schedule --ranks 8 --mask 'causal & window:7,0' --layout contiguous",
+                "schedule --ranks 8 --mask 'causal & window(7)' --layout contiguous",
                 "Contiguous: a window no longer than a shard needs the neighbour's keys, one hop; "
                 "all other steps are skipped."),
-        Picture("window-zigzag", "schedule --ranks 8 --mask 'causal & window:7,0' --layout zigzag",
+        Picture("window-zigzag", "schedule --ranks 8 --mask 'causal & window(7)' --layout zigzag",
                 "Zigzag: the pieces that a window needs are at the neighbours on both sides, so "
                 "they are sent directly, not round the ring."),
-        Picture("window-striped", "mask --mask 'causal & window:15,0' --layout striped --ranks 8",
+        Picture("window-striped", "mask --mask 'causal & window(15)' --layout striped --ranks 8",
                 "Striped: everybody needs everybody's keys, so nothing is skipped, and every rank "
                 "has nearly the same work."),
     )),
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
-                "mask --mask 'documents:19,8,37 & causal' --layout zigzag --ranks 4 --seq-len 64",
+                "mask --mask 'documents([0, 19, 27, 64]) & causal' --layout zigzag --ranks 4 "
+                "--seq-len 64",
                 "Packed documents over the whole sequence's zigzag: no document is padded, and the "
                 "balance depends on where the documents end."),
         Picture("documents-within",
-                "mask --mask 'documents:16,8,40 & causal' --layout zigzag:16,8,40 --ranks 4 "
-                "--seq-len 64",
+                "mask --mask 'documents([0, 16, 24, 64]) & causal' --ranks 4 --seq-len 64 "
+                "--layout 'zigzag([0, 16, 24, 64])'",
                 "Zigzag within each document, as Megatron packs them: balanced, for documents that "
                 "are multiples of 2 x ranks."),
-        Picture("prefix-zigzag", "mask --mask 'causal | prefix:20' --layout zigzag --ranks 8",
+        Picture("prefix-zigzag", "mask --mask 'causal | prefix(20)' --layout zigzag --ranks 8",
                 "A prefix language model: everyone sees the first 20 keys, the rest is causal."),
         Picture("blocks-zigzag",
-                "mask --mask 'causal & block:16:random' --layout zigzag --ranks 8 --seq-len 128",
+                "mask --mask 'causal & random_blocks(16)' --layout zigzag --ranks 8 --seq-len 128",
                 "A random block table under zigzag: steps differ, some pairs are empty, somebody "
                 "always waits."),
         Picture("blocks-striped",
-                "mask --mask 'causal & block:16:random' --layout block_striped:16 --ranks 8 "
+                "mask --mask 'causal & random_blocks(16)' --layout 'block_striped(16)' --ranks 8 "
                 "--seq-len 128",
                 "The same table with every block striped over all ranks: whatever the table, every "
                 "pair of shards looks alike."),
         Picture("dilated-striped",
-                "mask --mask 'causal & (dilated:4 | window:3,0)' --layout striped --ranks 8",
+                "mask --mask 'causal & (dilated(4) | window(3))' --layout striped --ranks 8",
                 "A dilated pattern beside a short window: striped by eight, whole pairs of shards "
                 "are empty and are skipped."),
     )),
@@ -124,7 +125,7 @@ SECTIONS = (
                 "causal, so that skipped steps and hops left out can be seen."),
         Picture("all-gather-forward",
                 "schedule --algorithm all_gather --nodes 2 --ranks-per-node 2 --mask "
-                "'documents:10,7,15 & causal' --layout contiguous",
+                "'documents([0, 10, 17, 32]) & causal' --layout contiguous",
                 "All-gather starts every send at once, but only to ranks that need the keys."),
     )),
 )  # fmt: skip

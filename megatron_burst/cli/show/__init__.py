@@ -1,7 +1,7 @@
-"""`megatron-burst show`: draws masks, layouts and schedules, as text or as PNG.
+"""`megatron-burst show`: draw masks, layouts and schedules, as text or as PNG.
 
-Owns the flags and the limits of a picture. What is drawn comes from `scene`, how it looks is
-`text`'s and `png`'s and `timeline`'s; rich and matplotlib are imported only where they draw.
+This module holds the flags and the size limits. `scene` computes what is drawn; `text`, `png` and
+`timeline` draw it. rich and matplotlib are imported only when they draw.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from .scene import Choices, LayoutScene, MaskScene, ScheduleScene, Shards, sched
 
 Scene = LayoutScene | MaskScene | ScheduleScene
 
-# What still can be made out: positions of a matrix or a strip, and ranks of a timeline.
+# The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
 POSITIONS = {"text": 256, "png": 1024}
 RANKS = {"text": 32, "png": 32}
 
 EPILOG = """\
-masks:    full  causal  window:LEFT,RIGHT  dilated:STRIDE  documents:LENGTHS  prefix:N
-          block:N:random  block:N:ROWS  table:ROWS, combined with & | ( )
-          LENGTHS as 3,5,8; ROWS of 0 and 1 as 110/011/001; LEFT or RIGHT may be none
-layouts:  contiguous  zigzag  striped  block_striped:BLOCK  zigzag:LENGTHS (within documents)
+masks:    full, causal, window(LEFT, RIGHT), dilated(STRIDE), prefix(N), documents(CU_SEQLENS),
+          block_sparse(TABLE, BLOCK), random_blocks(BLOCK, SEED), dense(TABLE)
+          joined by & and |, with ( ) as in Python: causal & (window(23) | prefix(4))
+          LEFT and RIGHT: positions, None for no limit; RIGHT is 0 if not given
+          CU_SEQLENS: cumulative document lengths, [0, 3, 8, 16]; TABLE: [[1, 0], [1, 1]]
+layouts:  contiguous, zigzag, striped, block_striped(BLOCK),
+          zigzag(CU_SEQLENS) for zigzag within each document
 
-  megatron-burst show mask --mask 'causal & window:23,0' --layout striped --ranks 8
+examples:
+  megatron-burst show mask --mask 'causal & window(23)' --layout striped --ranks 8
   megatron-burst show schedule --algorithm burst --nodes 2 --ranks-per-node 4
   megatron-burst show schedule --backward --side query --png backward.png
   megatron-burst show layout --mask causal --ranks 4
@@ -37,11 +41,13 @@ layouts:  contiguous  zigzag  striped  block_striped:BLOCK  zigzag:LENGTHS (with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `show`; what they mean is `run`'s."""
+    """Add the flags of `show`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     pictures = parser.add_subparsers(dest="picture", metavar="PICTURE", required=True)
-    mask = pictures.add_parser("mask", help="the score matrix, coloured by who computes it")
+    mask = pictures.add_parser(
+        "mask", help="the score matrix, coloured by the rank that computes each pair"
+    )
     time = pictures.add_parser("schedule", help="what each rank computes and sends at each step")
     strip = pictures.add_parser("layout", help="which positions each rank holds")
     for sub in (mask, time, strip):
@@ -55,7 +61,9 @@ def _add_sequence(sub: argparse.ArgumentParser, default_layout: str | None) -> N
     sub.add_argument(
         "--mask",
         default=None if default_layout is None else "causal",
-        help="which pairs attend" + " (default: causal)" * bool(default_layout),
+        metavar="MASK",
+        help="which pairs attend, for example 'causal & window(1023)'"
+        + (" (default: causal)" if default_layout else " (default: none, and no work is drawn)"),
     )
     sub.add_argument(
         "--layout",
@@ -64,66 +72,63 @@ def _add_sequence(sub: argparse.ArgumentParser, default_layout: str | None) -> N
         help=f"which positions each rank holds (default: {default_layout or 'all'})",
     )
     sub.add_argument("--ranks", type=int, help="ranks on one node (default: 4)")
-    sub.add_argument("--nodes", type=int, help="nodes, with --ranks-per-node")
+    sub.add_argument("--nodes", type=int, help="number of nodes, with --ranks-per-node")
     sub.add_argument("--ranks-per-node", type=int, help="ranks on each node")
-    sub.add_argument("--seq-len", type=int, help="positions (default: 8 per rank)")
-    sub.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead of text")
+    sub.add_argument(
+        "--seq-len", type=int, help="length of the sequence (default: 8 positions per rank)"
+    )
+    sub.add_argument("--png", type=Path, metavar="FILE", help="write a PNG file instead of text")
 
 
 def _add_schedule(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
-    sub.add_argument("--backward", action="store_true", help="the backward pass")
+    sub.add_argument("--backward", action="store_true", help="draw backward instead of forward")
     sub.add_argument(
         "--side",
         default="auto",
         choices=("auto", *SIDES),
-        help="what travels in backward (default: the one with fewer bytes)",
+        help="which tensors travel in backward (default: the side with fewer bytes)",
     )
     sub.add_argument(
         "--route",
         default="auto",
         choices=("auto", *ROUTES),
-        help="round the ring, or direct from owners (default: fewer bytes)",
+        help="chunks travel round the ring, or directly from their owners (default: fewer bytes)",
     )
     sub.add_argument(
         "--kv-cache",
         type=float,
         default=0.0,
         metavar="FRACTION",
-        help="visiting keys that backward finds kept from forward (default: 0)",
+        help="fraction of visiting keys and values that forward keeps for backward (default: 0)",
     )
-    sub.add_argument("--rank", type=int, help="only this rank")
+    sub.add_argument("--rank", type=int, help="draw only this rank")
     sub.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
     sub.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
-    sub.add_argument("--width", type=int, default=128, help="of a head (default: 128)")
+    sub.add_argument("--width", type=int, default=128, help="width of a head (default: 128)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw what the flags ask for; ValueError for what they get wrong."""
+    """Draw what the flags ask for. Raises ValueError for bad flags."""
     scene = scene_of(arguments)
     rank = getattr(arguments, "rank", None)
     if arguments.png is None:
-        _need("rich", "text needs rich")
         from . import text
 
         text.show(scene, rank)
         return
     if arguments.png.suffix != ".png":
         raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
-    _need("matplotlib", "--png needs matplotlib")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")
     from . import png
 
     png.draw(scene, arguments.png, rank)
     print(arguments.png)
 
 
-def _need(package: str, reason: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{reason}, which is not installed: pip install 'megatron-burst[show]'")
-
-
 def scene_of(arguments: argparse.Namespace) -> Scene:
-    """The scene the flags describe."""
+    """The scene that the flags describe. Raises ValueError for flags that do not fit together."""
     grid = _grid(arguments)
     kind = "text" if arguments.png is None else "png"
     _at_least_one(arguments, ("seq_len", "heads", "kv_heads", "width"))
@@ -188,13 +193,13 @@ def _at_most(flag: str, value: int, limit: int, kind: str) -> None:
     if value > limit:
         larger = f" (--png: {POSITIONS['png']})" * (flag == "--seq-len" and kind == "text")
         raise ValueError(
-            f"{flag}: a picture as {kind} shows at most {limit}{larger}, got {value}; scale the "
+            f"{flag}: a picture as {kind} shows at most {limit}{larger}, got {value}; scale all "
             "lengths down together"
         )
 
 
 def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
-    """bf16 on the wire, gradients and row statistics in fp32, batch 1."""
+    """Sizes of a call with batch 1: bf16 inputs, gradients and row statistics in fp32."""
     if arguments.heads % arguments.kv_heads:
         raise ValueError(
             f"--kv-heads must divide --heads, got {arguments.kv_heads} and {arguments.heads}"

@@ -1,208 +1,172 @@
-"""The small language in which masks and layouts are written on a command line.
+"""Masks and layouts, written as Python expressions on the command line of `show`.
 
-    mask    full  causal  window:LEFT,RIGHT  dilated:STRIDE  documents:LENGTHS  prefix:N
-            block:N:TABLE  table:TABLE         combined with & and |, & binds tighter, ( )
-    layout  contiguous  zigzag  striped  block_striped:BLOCK  zigzag:LENGTHS (within documents)
+    mask    causal & (window(23, 0) | prefix(4)): the classes of `megatron_burst.masks` in lower
+            case with the arguments of their constructors, joined by & and |
+    layout  striped, block_striped(16), zigzag([0, 16, 24, 64]): the names of
+            `megatron_burst.layout.make` with its arguments `block` and `cu_seqlens`
 
-LENGTHS are document lengths with commas. TABLE is rows of 0 and 1 with slashes, or for blocks
-`random` or `random:SEED`. Knows how masks are written and nothing of what they mean; an error
-is a ValueError that shows the place and what would work.
+Python's own parser reads the text. Only names, & and |, and calls with literal arguments are
+evaluated, so nothing else of Python runs. An error is a ValueError that shows the text, the place
+in it, and what would work.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ... import layout, masks
-from ...layout import Layout
+from ...layout import NAMES, Layout, integer
 from ...masks import Mask
 
-DENSITY = 0.25  # of the blocks of a random table; those on the diagonal are always visible
+DENSITY = 0.25  # of the visible blocks in a random table, the diagonal aside
+LONGEST = 60  # characters of the expression in an error message
+MOST_MASKS = 100  # masks nest as deeply as their text, and Python's stack is limited
 
 
-class _Token(NamedTuple):
-    text: str
-    place: int
+def _window(left: int | None, right: int | None = 0) -> Mask:
+    return masks.Window(left, right)
 
 
-class _Word(NamedTuple):
-    usage: str
-    make: Callable[[str, int], Mask]  # from what follows the colon, and the length
+def _random_blocks(seq_len: int, block: int, seed: int = 0) -> Mask:
+    """A random block table with a visible diagonal; the same for the same seed."""
+    block, seed = integer("block", block), integer("seed", seed)
+    if block < 1 or seq_len % block:
+        raise ValueError(f"blocks of {block} do not divide the {seq_len} positions")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in 0..{2**32 - 1}, got {seed}")
+    count = seq_len // block
+    source = np.random.RandomState(seed)  # unlike default_rng, its stream never changes
+    table = (source.rand(count, count) < DENSITY) | np.eye(count, dtype=bool)
+    return masks.BlockSparse(table, block)
+
+
+def _plain(name: str, ranks: int) -> Layout:
+    return layout.make(name, cp_size=ranks)
+
+
+def _zigzag(ranks: int, cu_seqlens: list[int] | None = None) -> Layout:
+    return layout.make("zigzag", cp_size=ranks, cu_seqlens=cu_seqlens)
+
+
+def _block_striped(ranks: int, block: int) -> Layout:
+    return layout.make("block_striped", cp_size=ranks, block=block)
+
+
+MASKS: dict[str, Callable[..., Mask]] = {
+    "full": masks.Full,
+    "causal": masks.Causal,
+    "window": _window,
+    "dilated": masks.Dilated,
+    "prefix": masks.Prefix,
+    "documents": masks.Documents,
+    "block_sparse": masks.BlockSparse,
+    "dense": masks.Dense,
+}
+LAYOUTS: dict[str, Callable[..., Layout]] = {name: partial(_plain, name) for name in NAMES} | {
+    "zigzag": _zigzag,
+    "block_striped": _block_striped,
+}
 
 
 def mask(text: str, seq_len: int) -> Mask:
-    """The mask that `text` describes over a sequence of `seq_len` positions."""
-    return _Reader(text, seq_len).whole()
+    """The mask that `text` describes, checked for a sequence of `seq_len` positions."""
+    names = MASKS | {"random_blocks": partial(_random_blocks, seq_len)}
+    return _Expression("mask", text, names, lambda made: made.check(seq_len)).value()
 
 
 def make_layout(text: str, ranks: int) -> Layout:
     """The layout that `text` describes over `ranks` ranks."""
-    name, colon, rest = text.strip().partition(":")
-    try:
-        if not colon:
-            if name == "block_striped":
-                raise ValueError(f"give the block: block_striped:{ranks}")
-            return layout.make(name, cp_size=ranks)
-        if name == "block_striped":
-            return layout.make(name, cp_size=ranks, block=_numbers(rest, 1)[0])
-        if name == "zigzag":
-            return layout.make(name, cp_size=ranks, cu_seqlens=_bounds(_numbers(rest)))
-        raise ValueError(
-            f"{name} takes no {rest!r}; only block_striped:BLOCK and zigzag:LENGTHS take something"
-        )
-    except ValueError as error:
-        raise ValueError(f"--layout {text!r}: {error}") from None
+    names = {name: partial(function, ranks) for name, function in LAYOUTS.items()}
+    return _Expression("layout", text, names, lambda made: None).value()
 
 
-def _numbers(text: str, count: int | None = None) -> list[int]:
-    parts = text.split(",")
-    if not all(re.fullmatch(r"\d+", part) for part in parts) or (count or len(parts)) != len(parts):
-        many = "whole numbers with commas between them" if count is None else f"{count} of them"
-        many = "a whole number" if count == 1 else many
-        raise ValueError(f"expected {many}, got {text!r}")
-    return [int(part) for part in parts]
+class _Place(NamedTuple):
+    start: int  # in characters
+    stop: int
 
 
-def _bounds(lengths: list[int]) -> list[int]:
-    return np.cumsum([0, *lengths]).tolist()
+class _Expression:
+    """One expression: `names` make its values, and `check` raises ValueError for a bad one."""
 
+    def __init__(
+        self, kind: str, text: str, names: Mapping[str, Any], check: Callable[[Any], object]
+    ):
+        self.kind, self.names, self.check = kind, names, check
+        self.text = " ".join(text.split())  # Python would refuse leading spaces and new lines
 
-def _table(text: str) -> np.ndarray:
-    rows = text.split("/")
-    if not all(re.fullmatch("[01]+", row) and len(row) == len(rows) for row in rows):
-        raise ValueError(f"expected as many rows of 0 and 1 as columns, like 10/11, got {text!r}")
-    return np.array([[digit == "1" for digit in row] for row in rows])
+    def value(self) -> Any:
+        try:
+            tree = ast.parse(self.text, mode="eval").body
+        except SyntaxError as error:
+            start = error.offset - 1 if error.offset else len(self.text)  # 0: at its end
+            self.fail(_Place(start, len(self.text)), f"{error.msg}; {self.expected}")
+        except (ValueError, RecursionError, MemoryError) as error:  # null bytes; deep nesting
+            self.fail(_Place(0, len(self.text)), f"{error or 'nested too deeply'}; {self.expected}")
+        count = 1 + sum(isinstance(node, ast.BinOp) for node in ast.walk(tree))
+        if count > MOST_MASKS:
+            raise ValueError(f"--{self.kind}: at most {MOST_MASKS} joined, got {count}")
+        return self.evaluate(tree)
 
+    def evaluate(self, node: ast.AST) -> Any:
+        match node:
+            case ast.BinOp(left, ast.BitAnd(), right) if self.kind == "mask":
+                return self.evaluate(left) & self.evaluate(right)
+            case ast.BinOp(left, ast.BitOr(), right) if self.kind == "mask":
+                return self.evaluate(left) | self.evaluate(right)
+            case ast.Name(name):
+                return self.make(node, name, [], {})
+            case ast.Call(ast.Name(name), arguments, keywords):
+                values = [self.literal(each) for each in arguments]
+                named = {each.arg: self.literal(each.value) for each in keywords}
+                return self.make(node, name, values, named)
+        self.fail(self.place(node), self.expected)
 
-# --- words of masks ------------------------------------------------------------------------
+    def make(self, node: ast.AST, name: str, values: list[Any], named: dict[Any, Any]) -> Any:
+        if name not in self.names:
+            self.fail(self.place(node), f"there is no {self.kind} {name}; {self.expected}")
+        function = self.names[name]
+        try:
+            inspect.signature(function).bind(*values, **named)
+            made = function(*values, **named)
+            self.check(made)
+        except (TypeError, ValueError) as error:
+            self.fail(self.place(node), f"{error}; use {_usage(name, function)}")
+        return made
 
-
-def _plain(make: Callable[[], Mask]) -> Callable[[str, int], Mask]:
-    def without_arguments(rest: str, seq_len: int) -> Mask:
-        if rest:
-            raise ValueError(f"takes nothing after a colon, got {rest!r}")
-        return make()
-
-    return without_arguments
-
-
-def _window(rest: str, seq_len: int) -> Mask:
-    sides = rest.split(",")
-    if len(sides) != 2 or not all(re.fullmatch(r"\d+|none", side) for side in sides):
-        raise ValueError(f"expected two whole numbers, or none for no limit, got {rest!r}")
-    left, right = (None if side == "none" else int(side) for side in sides)
-    return masks.Window(left, right)
-
-
-def _documents(rest: str, seq_len: int) -> Mask:
-    lengths = _numbers(rest)
-    if sum(lengths) != seq_len:
-        raise ValueError(
-            f"the lengths add up to {sum(lengths)}, and the sequence has {seq_len} positions"
-        )
-    return masks.Documents(_bounds(lengths))
-
-
-def _block(rest: str, seq_len: int) -> Mask:
-    size, _, table = rest.partition(":")
-    block = _numbers(size, 1)[0]
-    if block < 1 or seq_len % block:
-        raise ValueError(f"blocks of {block} do not divide the {seq_len} positions")
-    count = seq_len // block
-    kind, _, seed = table.partition(":")
-    if kind == "random":
-        source = np.random.RandomState(_numbers(seed or "0", 1)[0])  # its stream never changes
-        return masks.BlockSparse((source.rand(count, count) < DENSITY) | np.eye(count, dtype=bool),
-                                 block)  # fmt: skip
-    rows = _table(table)
-    if len(rows) != count:
-        raise ValueError(f"{len(rows)} blocks of {block}, and the sequence has {count} of them")
-    return masks.BlockSparse(rows, block)
-
-
-def _dense(rest: str, seq_len: int) -> Mask:
-    mask = masks.Dense(_table(rest))
-    mask.check(seq_len)
-    return mask
-
-
-WORDS = {
-    "full": _Word("full", _plain(masks.Full)),
-    "causal": _Word("causal", _plain(masks.Causal)),
-    "window": _Word("window:LEFT,RIGHT", _window),
-    "dilated": _Word("dilated:STRIDE", lambda rest, _: masks.Dilated(_numbers(rest, 1)[0])),
-    "documents": _Word("documents:LENGTHS", _documents),
-    "prefix": _Word("prefix:N", lambda rest, _: masks.Prefix(_numbers(rest, 1)[0])),
-    "block": _Word("block:N:random or block:N:ROWS", _block),
-    "table": _Word("table:ROWS", _dense),
-}
-
-
-MOST_WORDS = 100
-
-
-class _Reader:
-    """Recursive descent over the tokens; the words above make the masks."""
-
-    def __init__(self, text: str, seq_len: int):
-        self.text, self.seq_len = text, seq_len
-        found = re.finditer(r"[&|()]|[^\s&|()]+", text)
-        self.tokens = [_Token(match.group(), match.start()) for match in found]
-        if len(self.tokens) > MOST_WORDS:  # masks nest as deep as their text
-            raise ValueError(
-                f"--mask: at most {MOST_WORDS} words and brackets, got {len(self.tokens)}"
-            )
-        self.tokens.append(_Token("", len(text)))
-        self.at = 0
-
-    def whole(self) -> Mask:
-        mask = self.any_of()
-        if self.next.text:
-            self.fail(self.next, "expected & or | or the end")
-        return mask
+    def literal(self, node: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError):
+            self.fail(self.place(node), "expected a number, None, or a list of numbers")
 
     @property
-    def next(self) -> _Token:
-        return self.tokens[self.at]
+    def expected(self) -> str:
+        usages = ", ".join(_usage(name, function) for name, function in self.names.items())
+        joined = "; join them with & and |, and put them in ( )" if self.kind == "mask" else ""
+        return f"expected one of {usages}{joined}"
 
-    def take(self, text: str) -> bool:
-        found = self.next.text == text
-        self.at += found
-        return found
+    def place(self, node: ast.AST) -> _Place:
+        """Python counts columns in bytes of UTF-8."""
+        encoded = self.text.encode()
+        ends = (getattr(node, name) for name in ("col_offset", "end_col_offset"))
+        return _Place(*(len(encoded[:end].decode()) for end in ends))
 
-    def any_of(self) -> Mask:
-        mask = self.all_of()
-        while self.take("|"):
-            mask = mask | self.all_of()
-        return mask
+    def fail(self, place: _Place, problem: str) -> NoReturn:
+        found = self.text[place.start : place.stop]
+        found = found if len(found) <= LONGEST else found[:LONGEST] + "..."
+        where = f"character {place.start + 1} ({found})" if found else "the end"
+        raise ValueError(f"--{self.kind} {self.text!r}, at {where}: {problem}")
 
-    def all_of(self) -> Mask:
-        mask = self.one()
-        while self.take("&"):
-            mask = mask & self.one()
-        return mask
 
-    def one(self) -> Mask:
-        token = self.next
-        if self.take("("):
-            mask = self.any_of()
-            if not self.take(")"):
-                self.fail(self.next, f"expected ) for the ( at character {token.place + 1}")
-            return mask
-        name, _, rest = token.text.partition(":")
-        if name not in WORDS:
-            usages = ", ".join(word.usage for word in WORDS.values())
-            self.fail(token, f"expected a mask: {usages}, or one in ( )")
-        self.at += 1
-        try:
-            return WORDS[name].make(rest, self.seq_len)
-        except ValueError as error:
-            self.fail(token, f"{error}; use {WORDS[name].usage}")
-
-    def fail(self, token: _Token, problem: str) -> NoReturn:
-        where = f"character {token.place + 1} ({token.text})" if token.text else "the end"
-        raise ValueError(f"--mask {self.text!r}, at {where}: {problem}")
+def _usage(name: str, function: Callable[..., Any]) -> str:
+    """`name(argument, optional=0)`, without types; `name` alone where it takes no argument."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [each.replace(annotation=each.empty, default=each.default) for each in parameters]
+    shown = ", ".join(str(each) for each in plain)
+    return f"{name}({shown})" if shown else name
