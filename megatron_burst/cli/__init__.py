@@ -1,1 +1,1 @@
-"""The command line `megatron-burst`: `main` and one module or folder per sub-command."""
+"""The command line `megatron-burst`: `main`, and one module or folder for each sub-command."""

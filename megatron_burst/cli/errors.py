@@ -1,8 +1,7 @@
-"""Errors of a program that a command runs: which are for its user, in a line.
+"""Which errors of a program that a command runs are its user's to mend.
 
-Owns the rule: what this package raised about flags or settings becomes the ``ValueError`` that the
-command line shows as one line, on every rank that has it; anything else is shown with its traceback
-and ends with exit code 1. Knows nothing of the programs.
+An error that this package raised is about flags or settings: it becomes the `ValueError` that the
+command line prints as one line. Any other error keeps its traceback, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -17,8 +16,12 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Around what runs somebody else's program."""
+def user_errors() -> Iterator[None]:
+    """A context in which to run a program that is not this package's.
+
+    Raises ValueError for an error that this package raised, and SystemExit(1) after printing the
+    traceback of any other ValueError or RuntimeError.
+    """
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -29,6 +32,6 @@ def plainly() -> Iterator[None]:
 
 
 def _raised_here(frames: TracebackType | None) -> bool:
-    """Was an error raised by this package, not by what it called or by the program?"""
+    """Whether this package raised the error itself, not a library it called or the program."""
     last = [frame for frame, _ in traceback.walk_tb(frames)][-1]
     return PACKAGE in Path(last.f_code.co_filename).parents

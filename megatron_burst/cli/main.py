@@ -1,9 +1,8 @@
-"""The command line `megatron-burst`: one table of sub-commands, each a module imported when named.
+"""The command line `megatron-burst`: a table of sub-commands and how their errors are reported.
 
-Owns how a command is found and how its failures reach the terminal: bad input is one plain line
-and exit code 2, never a traceback. Knows nothing of what the commands do. A command's module has
-`add_arguments(parser)` and `run(arguments)`, which raises ValueError for what a user got wrong,
-and returns an exit code where there is more to say than that it ran.
+Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`. Only the module of
+the command that was typed is imported. `run` raises ValueError for bad input, which is printed as
+one line with exit status 2, and returns an exit status, or None for 0.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
-    """A sub-command: its name, the module that does it, and its line in the help."""
+    """A sub-command: its name, its module, and its line in the help."""
 
     name: str
     module: str
@@ -26,29 +25,29 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command(
-        "pretrain", "megatron_burst.cli.pretrain", "run a Megatron-LM script with our flags added"
+        "pretrain",
+        "megatron_burst.cli.pretrain",
+        "run a Megatron-LM script with the flags of BurstAttention",
     ),
     Command("recipe", "megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
     Command("show", "megatron_burst.cli.show", "draw masks, layouts and schedules"),
     Command(
-        "doctor", "megatron_burst.cli.doctor", "what is installed, what would go wrong, the fix"
+        "doctor", "megatron_burst.cli.doctor", "check this installation and your Megatron command"
     ),
-    Command("patch", "megatron_burst.cli.patch", "can this Megatron tree be patched?"),
-    Command(
-        "trace", "megatron_burst.cli.trace", "what each rank computes, sends and waits for, when"
-    ),
+    Command("patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
+    Command("trace", "megatron_burst.cli.trace", "record when each rank computes, sends and waits"),
 )
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line instead of the usage and a line."""
-        print(f"{self.prog}: error: {message} (--help lists what there is)", file=sys.stderr)
+        """Print the message without the usage, which would hide it."""
+        print(f"{self.prog}: error: {message} (--help lists the options)", file=sys.stderr)
         raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code: its own, 0 if it has none, or 2 for bad input."""
+    """Run one command. Returns its exit status, 0 where it gives none, or 2 for bad input."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="megatron-burst", description="BurstAttention for Megatron.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(sub)
             run = module.run
     arguments = parser.parse_args(argv)
-    assert run is not None  # anything else has ended in the parser
+    assert run is not None  # the parser has ended the program for any other word
     try:
         status = run(arguments)
         sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""`megatron-burst patch --check PATH`: is this Megatron tree patched, or can it be?
+"""`megatron-burst patch --check PATH`: report whether a Megatron tree is patched or can be.
 
-Owns: where the patch series are (`patches/` beside this file, so that they come with the wheel)
-and how one is tried: git applies it to a copy of the files it touches, and every place must then
-have its seam. Never changes the tree, which needs no git of its own. Must not know Megatron.
+Each patch series of `megatron_burst/patches` is tried on a copy of the files it changes: git
+applies it, and every place it patches must then hold its call to `megatron_burst.seam`. The tree
+itself is never changed and need not be a git repository.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PATCHED, PATCHABLE, NEITHER = 0, 1, 2
 
 
 class Tried(NamedTuple):
-    """One patch on one tree: already there, why it does not apply (None: it does)."""
+    """The result of one patch on one tree."""
 
     patch: Path
-    there: bool
-    refusal: str | None
+    applied: bool  # the tree has it already
+    refusal: str | None  # why it does not apply; None if it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         type=Path,
         required=True,
-        help="a Megatron-LM tree, or any folder that holds megatron/core",
+        help="a Megatron-LM tree, or any folder that contains megatron/core",
     )
-    parser.epilog = "exit status: 0 patched, 1 patchable, 2 neither"
+    parser.epilog = "Exit status: 0 patched, 1 patchable, 2 neither."
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,24 +48,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(tree: Path) -> tuple[int, list[str]]:
-    """(exit status, what to tell the user). ValueError if this is no Megatron."""
+    """The exit status and the lines to print. Raises ValueError if `tree` is not Megatron."""
     if not (tree / "megatron" / "core" / "package_info.py").is_file():
         raise ValueError(
             f"--check {tree}: no megatron/core/package_info.py in there; give the folder that "
-            "holds the folder megatron"
+            "contains the folder megatron"
         )
     attempts = [attempt(tree, series) for series in sorted(SERIES.iterdir())]
     version = version_of(tree)
     best = min(attempts, key=lambda tried: _rank(tried, version))
     name = best[0].patch.parent.name
-    if all(one.there for one in best):
+    if all(one.applied for one in best):
         return PATCHED, [f"patched: Megatron-Core {version} at {tree}"]
     refused = [one for one in best if one.refusal]
     if refused:
-        lines = [f"not patchable: Megatron-Core {version} at {tree}, tried series {name}, because"]
+        lines = [f"not patchable: Megatron-Core {version} at {tree}; series {name} does not apply:"]
         lines += [f"  {one.patch.name}: {one.refusal}" for one in refused]
-        return NEITHER, [*lines, "run-time hooks (megatron_burst.megatron.install) need no patch"]
-    missing = [shlex.quote(str(one.patch.resolve())) for one in best if not one.there]
+        return NEITHER, [
+            *lines,
+            "the run-time hooks (megatron_burst.megatron.install) need no patch",
+        ]
+    missing = [shlex.quote(str(one.patch.resolve())) for one in best if not one.applied]
     if len(missing) == len(best):
         missing = [shlex.quote(str(best[0].patch.parent.resolve())) + "/*.patch"]
     shown = " ".join(missing)
@@ -74,13 +77,13 @@ def check(tree: Path) -> tuple[int, list[str]]:
 
 
 def _rank(tried: list[Tried], version: str) -> tuple[int, bool]:
-    """How well a series fits a tree: refused patches, then the version it was made for."""
+    """The sort key of a series: fewest refused patches first, then the series of this version."""
     made_for = tried[0].patch.parent.name.split("-")[0]
     return sum(one.refusal is not None for one in tried), not version.startswith(made_for)
 
 
 def attempt(tree: Path, series: Path) -> list[Tried]:
-    """Every patch of a series on (a copy of the files it touches of) a tree."""
+    """Try every patch of a series on a copy of the files that it changes."""
     return [_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
 
 
@@ -97,15 +100,15 @@ def _try(tree: Path, patch: Path) -> Tried:
                 shutil.copyfile(tree / file, copy / file)
         refusal = _apply(patch, copy)
         left = _without_seam(copy, places)
-    if refusal is None and left:  # git went by the context, and found it somewhere else
+    if refusal is None and left:  # git matched the hunk's context in another function
         refusal = f"{left[0].file}: the hunk for {left[0].name} fits another function"
     return Tried(patch, False, refusal)
 
 
 def _apply(patch: Path, folder: Path) -> str | None:
-    """Apply a patch in a folder; what git said if it could not."""
+    """Apply a patch in a folder. Returns git's error message, or None if it applied."""
     try:
-        # A repository of its own, or git would apply nothing in a folder of another one.
+        # git apply skips all files silently in a subfolder of some other repository.
         subprocess.run(["git", "init", "--quiet", folder], check=True, capture_output=True)
         done = subprocess.run(
             ["git", "apply", str(patch.resolve())], cwd=folder, capture_output=True, text=True
@@ -124,11 +127,11 @@ def _has_seam(file: Path, place: Place) -> bool:
     try:
         return file.is_file() and marked(file.read_text(encoding="utf-8"), place)
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not Python that can be read: {error}") from error
+        raise ValueError(f"{file} cannot be parsed as Python: {error}") from error
 
 
 def version_of(tree: Path) -> str:
-    """The version that a tree says it is."""
+    """The version in a tree's package_info.py."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?([^'\"\n]*)", text, re.M))
     return ".".join(found.get(key, "?") for key in ("MAJOR", "MINOR", "PATCH")) + found.get(

@@ -1,8 +1,8 @@
-"""`megatron-burst pretrain SCRIPT ...`: an unmodified Megatron-LM script, with our flags added.
+"""`megatron-burst pretrain SCRIPT ...`: run an unmodified Megatron-LM script with BurstAttention.
 
-Owns how the script is run: as `python SCRIPT ...` would, after `install`. Everything after SCRIPT
-is the script's. Imports Megatron only once the script's folder is where Python looks first, so that
-a checkout's own `megatron` is the one that is used. Must not know: flags or models.
+The script runs as under `python SCRIPT ...`, after `megatron_burst.megatron.install`. All arguments
+after SCRIPT belong to the script. Megatron is imported only after the script's folder is first on
+the path, so that a checkout's own `megatron` is used.
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ import runpy
 import sys
 from pathlib import Path
 
-from .errors import plainly
+from .errors import user_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """SCRIPT, what belongs to it, and the one option that is not the script's."""
+    """SCRIPT with its arguments, and the one option that is not the script's."""
     parser.epilog = (
         "On several ranks: torchrun --nproc-per-node N -m megatron_burst pretrain SCRIPT ... "
-        "The flags that are added: megatron-burst pretrain SCRIPT --help, group megatron-burst."
+        "The added flags are in the group megatron-burst of: megatron-burst pretrain SCRIPT --help"
     )
     parser.add_argument(
         "--cpu",
         action="store_true",
-        help="without GPUs, for tests and debugging: maps CUDA to the CPU (slow; not for training)",
+        help="run without GPUs, for tests and debugging: maps CUDA to the CPU (slow)",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="such as Megatron-LM's pretrain_gpt.py")
     parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="flags of the script, and ours"
+        "script", metavar="SCRIPT", help="a training script, such as Megatron-LM's pretrain_gpt.py"
+    )
+    parser.add_argument(
+        "arguments",
+        metavar="...",
+        nargs=argparse.REMAINDER,
+        help="flags of the script and of BurstAttention",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Install, then run the script; ``ValueError`` for what the user of a flag got wrong."""
+    """Install, then run the script. Raises ValueError for bad flags or settings."""
     script = Path(arguments.script)
     if not script.is_file():
         raise ValueError(f"SCRIPT {script}: there is no such file")
@@ -43,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)
     _install(arguments.cpu)
-    with plainly():
+    with user_errors():
         runpy.run_path(str(script), run_name="__main__")
 
 
