@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_device() -> None:
     if not importlib.import_module("torch.cuda").is_available():
         raise ValueError(
-            "torch sees no CUDA device, and Megatron needs one: nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES say why; for tests and debugging without one: "
+            "torch sees no CUDA device, and Megatron needs one: check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES; for tests and debugging without one: "
             "megatron_burst pretrain --cpu SCRIPT ... --distributed-backend gloo "
             "--use-cpu-initialization --transformer-impl local"
         )

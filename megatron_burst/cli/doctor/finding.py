@@ -1,4 +1,4 @@
-"""One thing the doctor found. Owns the levels, and which of them is worth an exit status."""
+"""A finding of the doctor, its three levels, and the exit status that follows from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEVELS = ("ok", "note", "problem")
 
 
 class Finding(NamedTuple):
-    """level: "ok", "note" or "problem"; fix: what to do about it, empty where nothing is to do."""
+    """level: "ok", "note" or "problem"; fix: what to do, empty if there is nothing to do."""
 
     level: str
     topic: str
@@ -30,5 +30,5 @@ def problem(topic: str, what: str, fix: str) -> Finding:
 
 
 def status(findings: Iterable[Finding]) -> int:
-    """Exit status for scripts: 1 if there is a problem, else 0."""
+    """The exit status for scripts: 1 if there is a problem, else 0."""
     return int(any(one.level == "problem" for one in findings))

@@ -1,8 +1,8 @@
-"""What is installed here, and does it work: versions, local-attention kernels, Megatron's hooks.
+"""Checks of what is installed: versions, local-attention kernels, Megatron's hooks.
 
-Owns: what counts as tested. Versions are read, and nothing is imported for them. Each kernel is run
-on a small input rather than asked, and the hooks are put into this Megatron and taken out again.
-Must not know the user's command.
+Versions are read without importing anything. Each kernel runs on a small input and is compared with
+the reference, and the hooks are installed into this Megatron and removed again. `TESTED` lists the
+versions of Megatron-Core that the tests cover.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .finding import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
 INSTALL = 'pip install "megatron-burst[megatron]"'
-# What rounding may do to a kernel's results, relative to the largest of them.
+# The largest error of a kernel that rounding explains, relative to its largest result.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 WIDTH = 128
 MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
@@ -49,7 +49,7 @@ def version(*distributions: str) -> str | None:
 
 
 def versions() -> Iterator[Finding]:
-    """Python, torch and what it was built with, Megatron-Core, optional packages."""
+    """Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages."""
     yield ok("Python", platform.python_version())
     yield ok("torch", torch.__version__)
     cuda = torch.version.cuda
@@ -67,7 +67,7 @@ def versions() -> Iterator[Finding]:
 
 
 def flash_attention() -> Iterator[Finding]:
-    """Each FlashAttention package: is it there, and do the signatures of its functions fit?"""
+    """Whether each FlashAttention package is installed, and its functions have known signatures."""
     for name, package in FLASH.items():
         found = package.version or "of unknown version"
         try:
@@ -93,7 +93,7 @@ def _megatron() -> Finding:
 def megatron_version() -> str | None:
     """The version of the Megatron-Core that would be imported, or None.
 
-    Read from its source: a checkout on the path may be ahead of an installed wheel.
+    It is read from the source: a checkout may come before an installed wheel on the path.
     """
     try:
         found = util.find_spec("megatron.core")
@@ -108,8 +108,8 @@ def megatron_version() -> str | None:
 
 
 def kernels() -> Iterator[Finding]:
-    """Each local-attention kernel, run forward and backward on this machine's device, and what
-    "auto" takes of them."""
+    """Each local-attention kernel, run forward and backward on this machine's device, and the
+    kernels that "auto" selects."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, list[float | Exception]] = {}
     for name in KERNELS:
@@ -131,7 +131,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def _kernel(name: str, device: torch.device, found: Sequence[float | Exception]) -> Finding:
-    """Wrong results are a problem, whoever asks for the kernel; one that cannot run is a note."""
+    """A kernel with wrong results is a problem; one that cannot run is only a note."""
     topic = f"kernel {name}"
     wrong = next((each for each in found if isinstance(each, Wrong)), None)
     if wrong is not None:
@@ -155,7 +155,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | Exception:
-    """The error of a kernel, or why it cannot be used."""
+    """The error of a kernel, or the exception with which it failed."""
     try:
         return _compare(name, device, mask)
     except Exception as failure:
@@ -165,8 +165,8 @@ def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | Excep
 def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     """The largest error of a kernel's results over a ring of two, relative to the reference.
 
-    Grouped heads, lengths that are no power of two, queries that travel: what no operator of
-    torch's was made for. `Wrong` if it is no rounding.
+    The case has grouped heads, a length that is no power of two, and travelling queries, none of
+    which torch's own operators are tested with. Raises `Wrong` for more than rounding.
     """
     dtype = _dtype(device)
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +176,7 @@ def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     error = 0.0
     for mine, right in zip(*found, strict=True):
         off = ((mine - right).abs().max() / right.abs().max()).item()
-        if not off <= ERROR[dtype]:  # nor if it is NaN, which max() passes over
+        if not off <= ERROR[dtype]:  # written so that NaN fails, which max() would pass over
             raise Wrong(f"its results are off by {off:.1g} of the largest")
         error = max(error, off)
     return error
@@ -193,9 +193,9 @@ def _ring(kernel: Any, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list
 
 
 def hooks() -> Iterator[Finding]:
-    """Do the hooks fit this Megatron? They are installed and removed."""
+    """Whether the hooks fit this Megatron: they are installed and removed again."""
     if megatron_version() is None:
-        return  # said among the versions
+        return  # a finding of `versions`
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Is the library of `csrc/` here, and are its operators right on this machine's devices?
+"""Checks of the compiled library of `csrc/` and of its operators on this machine's devices.
 
-Each operator is run on a small input and held against its formula in float64, rather than trusted:
-a GPU for which it was not compiled shows here. Must not know how it is built or loaded.
+Each operator runs on a small input and is compared with its formula in float64, so that a GPU for
+which the library was not compiled is found here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TOLERANCE = 1e-5  # of float32
 
 
 def library() -> Iterator[Finding]:
-    """One finding where there is no library or it cannot be loaded, else one for each device."""
+    """One finding if there is no library or it cannot be loaded, else one for each device."""
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
-        devices = native.load.__wrapped__(native.FILE)  # asked anew: a cached answer has no reason
+        devices = native.load.__wrapped__(native.FILE)  # past the cache, which holds no reason
     if complaints:
         yield problem("csrc", str(complaints[0].message), FIX)
     elif not devices:
@@ -42,11 +42,11 @@ def _tried(device: str) -> Finding:
         return problem(topic, str(error).splitlines()[0], FIX)
     if wrong:
         return problem(topic, f"wrong results: {', '.join(wrong)}", FIX)
-    return ok(topic, "its operators are used, and right")
+    return ok(topic, "its operators are used, and their results are right")
 
 
 def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Each operator's name and largest error; NaN where it did not run at all."""
+    """The name and largest error of each operator; NaN if it did not run."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = torch.randn(3, 16, 1, 2, 64, generator=generator).to(device)
     lse, other = x[..., 0].clone(), y[..., 0].clone()

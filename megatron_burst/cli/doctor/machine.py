@@ -1,8 +1,7 @@
-"""What this machine has: GPUs, network interfaces, and the environment variables that matter.
+"""This machine: its GPUs, network interfaces, and the environment variables of NCCL and CUDA.
 
-Reads what Linux shows under /sys/class and what torch says of CUDA; nothing else is asked, so a
-container shows what the container sees. The only module that reads the environment: the doctor
-reports it, nothing here or elsewhere decides by it. Must not judge.
+GPUs come from torch, network interfaces from /sys/class, so in a container it is what the container
+sees. The doctor reports the environment; no code of the package depends on it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def gpus() -> list[str]:
 def nics(sys_class: Path = SYS) -> dict[str, str]:
     """Network interfaces that are up, and InfiniBand or RoCE adapters: name -> speed.
 
-    The loopback and what has no hardware below it (bridges, veth) are left out where the kernel
-    says so.
+    Interfaces without hardware (loopback, bridges, veth) are left out.
     """
     found = {}
     for path in _children(sys_class / "infiniband"):
@@ -60,17 +58,17 @@ def nics(sys_class: Path = SYS) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Those of `VARIABLES` that are set."""
+    """The variables of `VARIABLES` that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def launched() -> bool:
-    """Did torchrun (or something like it) start this process as one of several?"""
+    """Whether torchrun, or a launcher like it, started this process as one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def local_rank() -> int:
-    """Which GPU of its node is this process's."""
+    """The index of this process's GPU on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

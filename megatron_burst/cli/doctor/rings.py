@@ -1,8 +1,7 @@
-"""A five-second check of the real groups: is the result right, and how fast is each ring?
+"""Checks under torchrun: the results of attention on the process groups, and each ring's speed.
 
-Owns what is run on them and what counts as right. Every rank makes the same input, computes dense
-attention and its gradients from it by hand in float64, and compares its own rows. What one rank
-finds, every rank is told: all exit with the same status. Must not know Megatron.
+Every rank makes the same input, computes dense attention and its gradients by formula in float64,
+and compares its own rows. The ranks share their results, so that all exit with the same status.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.bfloat16: 2e-2}  # of the largest value
 
 
 def run(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
-    """Join the other processes, check, and report on rank 0; the exit status, alike on all."""
+    """Join the other processes, check, and report on rank 0. Returns the same status on all."""
     if not machine.launched():
         raise ValueError(
             "--distributed runs on all ranks: torchrun --nproc-per-node N -m megatron_burst doctor "
@@ -49,7 +48,7 @@ def run(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
 
 
 def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
-    """Check the groups of a process group that is there; the exit status, alike on all ranks."""
+    """Check groups made from the default process group. Returns the same status on all ranks."""
     here: list[dict[str, Any]] = [machine.describe()] * dist.get_world_size()
     dist.all_gather_object(here, here[dist.get_rank()])
     hosts = [one["host"] for one in here]
@@ -68,7 +67,7 @@ def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
 
 
 def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb.Groups]], Sizes]:
-    """The grids that algorithms need, of this rank's context-parallel group; collective."""
+    """The groups that the algorithms need, of this rank's context-parallel ranks; collective."""
     world, tp = dist.get_world_size(), command.tp
     cp = command.cp if command.cp_given else max(1, world // tp)
     sizes = hierarchical_sizes(tp, cp, per_node)
@@ -94,7 +93,7 @@ def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb
 
 
 def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
-    """Hosts with their GPUs and network interfaces; whether they are alike."""
+    """The hosts with their GPUs and network interfaces, and whether they differ."""
     hosts = [one["host"] for one in here]
     for host in dict.fromkeys(hosts):
         one = here[hosts.index(host)]
@@ -104,7 +103,7 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
         if hosts.count(host) != per_node:
             yield note(
                 f"host {host}",
-                f"{hosts.count(host)} ranks run here, and a node is taken to hold {per_node}",
+                f"{hosts.count(host)} ranks run here, but {per_node} per node are assumed",
                 "give --gpus-per-node as it is in the run",
             )
     sets = {(len(one["gpus"]), len(one["nics"])) for one in here}
@@ -116,7 +115,7 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
 
 
 def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
-    """Every algorithm and side that applies to these grids, against dense attention."""
+    """Every algorithm and side that applies to these groups, compared with dense attention."""
     grids = dict(made)
     ring, algorithms = grids["ring"], ["ring", "burst", "all_gather"]
     if ring.topology.intra_size > 1 and ring.topology.inter_size > 1:
@@ -170,7 +169,7 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
 def _worst(
     groups: mb.Groups, algorithm: Any, side: Any, whole: list[torch.Tensor], wanted: list
 ) -> float:
-    """Largest difference of this rank's out, dq, dk, dv, over the largest value of each."""
+    """The largest error of this rank's out, dq, dk, dv, relative to the largest value of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     front, back = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
     rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (front, back)])
@@ -191,7 +190,7 @@ def _worst(
 
 
 def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
-    """What each rank sends to its neighbour per second while all do, per ring."""
+    """The rate at which each rank sends to its neighbour while all ranks send, per ring."""
     topology = groups.topology
     for ring, width in (("intra", topology.intra_size), ("inter", topology.inter_size)):
         name = f"bandwidth {ring}"
@@ -205,7 +204,7 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 
 
 def _rate(groups: mb.Groups, ring: str) -> float:
-    """Bytes per second that this rank sends on a ring of it."""
+    """The bytes per second that this rank sends on its ring."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width = groups.topology.intra_size
     node, index = divmod(groups.rank, width)
@@ -226,7 +225,7 @@ def _rate(groups: mb.Groups, ring: str) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    shift(1)  # connects
+    shift(1)  # makes the connections
     seconds = [0.0] * dist.get_world_size()
     dist.all_gather_object(seconds, shift(3) / 3)
     times = max(3, min(200, round(SECONDS / max(seconds))))  # the same on all ranks
@@ -237,7 +236,7 @@ def _rate(groups: mb.Groups, ring: str) -> float:
 
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
-    """How many communicators a run gets on top of Megatron's, and what those made here take."""
+    """The communicators that a run has besides Megatron's, and the memory of those made here."""
     channels = getattr(groups.ring, "channels", {}).values()
     added = len({id(group) for group in channels})
     what = f"a plain ring adds {added} per rank to Megatron's"
@@ -248,7 +247,7 @@ def _communicators(groups: mb.Groups, before: int | None) -> Finding:
 
 
 def _taken() -> int | None:
-    """Bytes of this GPU that are taken, but for what torch's allocator has."""
+    """The bytes of this GPU in use outside torch's allocator; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()

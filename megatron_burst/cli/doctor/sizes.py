@@ -1,8 +1,7 @@
-"""Which hierarchical sizes fit a cluster: the one rule that the doctor and the documentation use.
+"""The hierarchical context-parallel sizes that fit a cluster.
 
 Megatron numbers ranks tensor-parallel first, context-parallel next: with T tensor-parallel ranks, a
-node of G GPUs holds G / T consecutive context-parallel ranks. Owns that arithmetic; must not know
-flags' spelling in a command line, devices or processes.
+node of G GPUs holds G / T consecutive context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Context-parallel ranks per node and nodes, and why these."""
+    """Context-parallel ranks per node, the number of nodes, and the reason for both."""
 
     intra: int
     inter: int
@@ -20,12 +19,12 @@ class Sizes(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """Is there one ring only?"""
+        """Whether there is only one ring."""
         return 1 in (self.intra, self.inter)
 
     @property
     def flags(self) -> str:
-        """What to put on the command line; nothing for a flat ring."""
+        """The flag with its values; empty for a flat ring."""
         return (
             "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
         )
@@ -34,7 +33,7 @@ class Sizes(NamedTuple):
 def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
     """The sizes for `--tensor-model-parallel-size` tp and `--context-parallel-size` cp.
 
-    Raises ValueError where tensor-parallel groups and nodes do not divide each other.
+    Raises ValueError if neither `tp` nor `gpus_per_node` divides the other, or one is below 1.
     """
     for flag, value in (
         ("--tensor-model-parallel-size", tp),
@@ -46,13 +45,13 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
     if gpus_per_node % tp and tp % gpus_per_node:
         raise ValueError(
             f"--tensor-model-parallel-size {tp} does not divide the {gpus_per_node} GPUs of a "
-            "node: tensor-parallel groups would reach over nodes; choose a size that divides it"
+            "node: tensor-parallel groups would span nodes; choose a size that divides it"
         )
     if cp == 1:
         return Sizes(1, 1, "no context parallelism")
     per_node = max(1, gpus_per_node // tp)
-    # Context-parallel groups start at multiples of cp, nodes at multiples of per_node: runs of
-    # their greatest common divisor lie in one node, longer ones would not.
+    # Context-parallel groups start at multiples of cp, and nodes at multiples of per_node, so runs
+    # of their greatest common divisor lie in one node, and longer runs do not.
     intra = math.gcd(cp, per_node)
     if per_node == 1:
         why = "tensor parallelism takes the whole node, so there is no ring within nodes: flat"
@@ -68,7 +67,7 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
 
 
 def table(gpus_per_node: int = 8, tps: tuple[int, ...] = (1, 2, 4, 8)) -> str:
-    """The sizes for some clusters, as Markdown."""
+    """The sizes for some clusters, as a Markdown table."""
     cps = (2, 4, 8, 16, 32, 64)
     lines = [
         "| TP \\ CP | " + " | ".join(map(str, cps)) + " |",

@@ -1,7 +1,7 @@
-"""Colours of ranks, and of everything else in a picture: safe for the colour-blind.
+"""Colours of ranks and of everything else in a picture, chosen for colour-blind readers too.
 
 Up to nine ranks have the "muted" scheme of Paul Tol's notes, ordered so that neighbours differ in
-lightness; more ranks are steps of a perceptually uniform scale (viridis).
+lightness. More ranks are steps of a perceptually uniform scale, viridis.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def of_rank(rank: int, ranks: int) -> str:
 
 
 def mixed(a: str, b: str, share: float) -> str:
-    """`a` with `share` of `b` in it."""
+    """The mixture of `a` and `b` in which `b` has this share."""
     one, two = channels(a), channels(b)
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(one, two, strict=True))
 
@@ -42,6 +42,6 @@ def channels(colour: str) -> tuple[int, int, int]:
 
 
 def ink_on(colour: str) -> str:
-    """Text on that colour: white or ink, whichever is easier to read."""
+    """The colour of text on `colour`: white or ink, whichever has more contrast."""
     red, green, blue = channels(colour)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"

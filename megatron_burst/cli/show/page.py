@@ -1,4 +1,4 @@
-"""What pictures of `show` are made of: a figure with title and numbers, axes placed in inches."""
+"""Figures with a title and a caption, and axes placed in inches, for all pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .colours import GREY, INK
 
 
 def headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
-    """A figure of so many inches with the scene's title, and its numbers at the foot."""
+    """A figure of this size in inches, with the scene's title and, at the foot, its caption."""
     figure = Figure(figsize=(width, height))
     left = 0.3 / width
     figure.text(left, 1 - 0.36 / height, words.title(scene), fontsize=13, fontweight="bold")
@@ -25,12 +25,12 @@ def headed(width: float, height: float, scene: words.Scene, numbers: bool = True
 
 
 def box(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Axes at so many inches from the lower left corner."""
+    """Axes of this place and size, in inches from the lower left corner."""
     w, h = figure.get_size_inches()
     return figure.add_axes((left / w, bottom / h, width / w, height / h))
 
 
 def inches(text: str, size: float) -> float:
-    """How wide a text of so many points is; the title is bold."""
+    """The width of a text of this size in points; titles are bold."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72

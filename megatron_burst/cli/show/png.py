@@ -1,7 +1,7 @@
 """Scenes as PNG, with matplotlib: the score matrix and the layouts; `timeline` draws schedules.
 
-Owns the look of the pictures and how they are written: small, and the same bytes for the same
-scene and the same matplotlib. Everything they show comes from the scene.
+The files are small, and have the same bytes for the same scene and the same matplotlib, so that a
+generated document changes only with its content.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHADES = 96  # colours of a file: flat areas and their smoothed edges
 
 
 def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
-    """Write the PNG of a scene; of a schedule, with `rank`, only what that rank does."""
+    """Write the PNG of a scene; of a schedule, with `rank`, only that rank's part."""
     with style.context(["default", STYLE], after_reset=True):
         if isinstance(scene, MaskScene):
             figure = _mask(scene)
@@ -49,7 +49,7 @@ def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """With a palette, and without what differs from run to run or from version to version."""
+    """Write with a palette, and without metadata, which differs between versions."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     picture = Image.open(buffer).convert("RGB")
@@ -92,7 +92,7 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
     picture = colours[computers].astype(np.uint8)  # -1, not visible, is the last one
     size = len(computers)
     axes.imshow(picture, interpolation="nearest", extent=(0, size, size, 0))
-    if size <= 64:  # a hairline between positions
+    if size <= 64:  # in a larger matrix the lines between positions would cover them
         ticks = np.arange(1, size)
         axes.hlines(ticks, 0, size, colors="white", linewidth=0.35)
         axes.vlines(ticks, 0, size, colors="white", linewidth=0.35)
@@ -100,7 +100,7 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
 
 
 def _blocks(axes: Axes, scene: MaskScene) -> None:
-    """Rules between ranks, and the step in the middle of every pair that is computed."""
+    """Rules between ranks, and the step of every pair of shards that is computed."""
     shards = scene.shards
     edges = np.cumsum([0, *shards.lengths])
     middles = (edges[:-1] + edges[1:]) / 2
@@ -117,7 +117,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int], edges: np.ndarray) -> None:
-    """The number of the step, in that quarter of the pair where it hides least."""
+    """The number of the step, in the quarter of the pair where it covers the fewest positions."""
     order = scene.shards.order
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -133,7 +133,7 @@ def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int], edges: np.ndarray
 
 
 def _work_bars(axes: Axes, scene: MaskScene) -> None:
-    """Beside each rank's rows, how much it computes; the mean as a rule."""
+    """The work of each rank beside its rows, and the mean as a dashed line."""
     shards, work = scene.shards, scene.shards.work
     edges = np.cumsum([0, *shards.lengths])
     middles, height = (edges[:-1] + edges[1:]) / 2, edges[1] - edges[0]
@@ -178,7 +178,7 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """Runs of positions of one rank as one box each, with its number where there is room."""
+    """One box for each run of positions of a rank, with the rank's number if there is room."""
     count = len(holders)
     cuts = np.flatnonzero(np.diff(holders)) + 1
     edges = [0, *cuts.tolist(), count]
@@ -195,7 +195,7 @@ def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
 
 
 def _columns(axes: Axes, work: list[int], most: int) -> None:
-    """The work of each rank as columns, and the mean as a rule."""
+    """The work of each rank as columns, and the mean as a dashed line."""
     ranks = len(work)
     colours = [of_rank(rank, ranks) for rank in range(ranks)]
     axes.bar(range(ranks), work, width=0.78, color=colours)

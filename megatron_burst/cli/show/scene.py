@@ -1,7 +1,7 @@
-"""What a picture shows, read from masks, layouts and schedules: never made up for the picture.
+"""The content of a picture, read from the masks, layouts and schedules that run.
 
-Owns which choices a picture offers; the schedule they lead to is `cost`'s, as a plan's is. Knows
-numbers, and neither colours nor terminals.
+A scene holds numbers only; `text`, `png` and `timeline` decide how they look. Its schedule comes
+from `cost`, as that of a plan does.
 
 Shape letters: G ranks, S positions.
 """
@@ -24,12 +24,12 @@ from ...schedule.tables import Chunk, Grid, Hop, Pair
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence of `seq_len` positions over ranks, and which of it sees which."""
+    """A sequence of `seq_len` positions over ranks, with its mask."""
 
     mask: Mask
     layout: Layout
     seq_len: int
-    mask_text: str  # as the user wrote them
+    mask_text: str  # as the user wrote it
     layout_text: str
 
     @property
@@ -38,7 +38,7 @@ class Shards:
 
     @cached_property
     def covers(self) -> np.ndarray:
-        """Cover [G, G]: of the queries of rank i over the keys of rank j, all spans together."""
+        """Cover [G, G]: how much the queries of rank i see of the keys of rank j."""
         covers = np.empty((self.size, self.size), dtype=int)
         spans = [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
         for i, j in np.ndindex(covers.shape):
@@ -48,7 +48,7 @@ class Shards:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """int64 [G, G]: how many pairs of positions are visible."""
+        """int64 [G, G]: the number of visible position pairs of two shards."""
         spans = [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
         counts = [[cost.visible_pairs(self.mask, q, k) for k in spans] for q in spans]
         return np.array(counts, dtype=np.int64)
@@ -68,7 +68,7 @@ class Shards:
 
     @property
     def lengths(self) -> list[int]:
-        """How many positions each rank holds."""
+        """The number of positions that each rank holds."""
         spans = (self.layout.spans(rank, self.seq_len) for rank in range(self.size))
         return [sum(span.length for span in of_rank) for of_rank in spans]
 
@@ -83,7 +83,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class MaskScene:
-    """The score matrix, and who computes what of it on the ring that `plan` is."""
+    """The score matrix, and the rank and step at which the ring `plan` computes each pair."""
 
     shards: Shards
     plan: Schedule
@@ -112,16 +112,16 @@ class MaskScene:
 
 
 class Cell(NamedTuple):
-    """What one rank does at one step."""
+    """What one rank computes at one step."""
 
     pair: Pair
-    cover: Cover  # EMPTY also where a cautious cover says PARTIAL and nothing is visible
+    cover: Cover  # EMPTY also if a conservative cover is PARTIAL, but nothing is visible
     share: float  # of the pairs of the busiest (rank, step)
     kept: bool  # its visiting chunk was kept from forward
 
 
 class Total(NamedTuple):
-    """Hops of one kind over all ranks, with and without leaving out what nobody needs."""
+    """Hops of one kind over all ranks: those made, and those if every chunk were needed."""
 
     hops: int
     bytes: int
@@ -131,7 +131,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleScene:
-    """One pass: what every rank computes and sends, boundary by boundary."""
+    """One pass: what every rank computes and sends, from boundary to boundary."""
 
     shards: Shards
     plan: Schedule
@@ -159,7 +159,7 @@ class ScheduleScene:
 
     @cached_property
     def left_out(self) -> list[Hop]:
-        """The hops that the same schedule would make if every pair had something visible."""
+        """The hops that the schedule would also make if every pair of shards were visible."""
         everything = replace(self.plan, visible=np.ones_like(self.plan.visible), kept=0)
         made = {(hop.chunk, hop.src, hop.dst, hop.post) for hop in self.hops}
         hops = (hop for rank in range(self.size) for hop in everything.sends(rank))
@@ -167,12 +167,12 @@ class ScheduleScene:
 
     @cached_property
     def end(self) -> int:
-        """The boundary at which the last hop has landed and the last pair is computed."""
+        """The boundary by which the last hop has landed and the last pair is computed."""
         return max([self.size, *(hop.land for hop in self.hops)])
 
     @property
     def totals(self) -> dict[tuple[str, bool], Total]:
-        """By link class and whether gradients: what crosses the links, and what would."""
+        """The hops and bytes by link class, and by whether they carry gradients."""
         hops, sent = Counter(), Counter()
         left, spared = Counter(), Counter()
         for one, count, bytes_ in ((self.hops, hops, sent), (self.left_out, left, spared)):
@@ -189,7 +189,7 @@ class ScheduleScene:
 
     @property
     def computed(self) -> int:
-        """How many of the G x G pairs of shards have something visible."""
+        """The number of the G x G pairs of shards with a visible position pair."""
         return int((self.shards.pairs > 0).sum())
 
     @property
@@ -206,7 +206,7 @@ class ScheduleScene:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a user may choose about a schedule; "auto" is resolved by bytes, as a plan does."""
+    """The choices of a schedule; "auto" is resolved by bytes, as for a plan."""
 
     algorithm: str = "burst"
     backward: bool = False
@@ -218,9 +218,9 @@ class Choices:
 def schedule_scene(
     shards: Shards, grid: Grid, sizes: cost.Sizes, choices: Choices
 ) -> ScheduleScene:
-    """The scene of one pass; ValueError for choices that do not go together."""
+    """The scene of one pass. Raises ValueError for choices that do not go together."""
     if not choices.backward and (choices.side != "auto" or choices.kv_cache):
-        raise ValueError("--side and --kv-cache: they say how backward runs; add --backward")
+        raise ValueError("--side and --kv-cache apply to backward; add --backward")
     if not 0 <= choices.kv_cache <= 1:
         raise ValueError(f"--kv-cache must be in 0..1, got {choices.kv_cache}")
     if choices.kv_cache and choices.side == "query":
@@ -240,7 +240,7 @@ def schedule_scene(
 
 @dataclass(frozen=True)
 class LayoutScene:
-    """Layouts of one sequence, one under the other, and how a mask loads their ranks."""
+    """Several layouts of one sequence, and the work of each rank under a mask."""
 
     rows: tuple[Shards, ...]
-    best: str | None  # the name of the layout with the least imbalance; None where not asked
+    best: str | None  # the name of the layout with the least imbalance; None if not asked for

@@ -1,8 +1,8 @@
-"""A schedule as a picture: time to the right, ranks downwards, what is computed above what is sent.
+"""A schedule as a picture: time runs to the right, and each rank has its steps above its hops.
 
-Owns the geometry of that picture. A box is a step; the bar in it is its share of visible pairs, so
-what the bar leaves free is waiting. An arrow below is a hop, from where it is posted to where it
-lands. Both have the colour of the travelling chunk's owner. Everything shown comes from the scene.
+A box is a step, and the bar in it is its share of visible pairs: the rest of the box is waiting. An
+arrow is a hop, from the boundary at which it is posted to that at which it lands. Boxes and arrows
+have the colour of the travelling chunk's owner.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .words import caption, title
 UNIT = 0.3  # inches of a box's height
 STEP, WIDEST_STEP = 1.05, 1.6  # inches of a step; wider where there is room
 LANE, GAP, NODE_GAP = 0.44, 0.42, 0.55  # in units
-LABELS = 1.0  # inches left of step 0
-DRAIN = 0.58  # width of what follows the last step, in steps
+LABELS = 1.12  # inches left of step 0
+DRAIN = 0.58  # width, in steps, of each boundary after the last step
 LEFT_OUT = {"facecolor": "none", "edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 Kind = tuple[str, bool]  # link class, gradient?
 
 
 class _Lanes:
-    """Which lane below a rank's boxes each of its hops takes: none crosses another."""
+    """The lane below a rank's boxes in which each of its hops is drawn, so that none overlap."""
 
     def __init__(self, hops: Iterable[Hop]):
         self.of: dict[Hop, int] = {}
@@ -59,7 +59,7 @@ class _Lanes:
 
 
 def draw(scene: ScheduleScene, only: int | None) -> Figure:
-    """The figure of one pass; with `only`, of that rank's part in it."""
+    """The figure of one pass, or with `only` of that rank's part in it."""
     ranks = list(range(scene.size)) if only is None else [only]
     mine = [hop for hop in scene.hops if hop.src in ranks]
     missing = [hop for hop in scene.left_out if hop.src in ranks]
@@ -89,7 +89,7 @@ def draw(scene: ScheduleScene, only: int | None) -> Figure:
 
 
 def _x(boundary: int, steps: int) -> float:
-    """Where a boundary is drawn: what drains after the last step takes less room."""
+    """Where a boundary is drawn; those after the last step are closer together."""
     return min(boundary, steps) + DRAIN * max(boundary - steps, 0)
 
 
@@ -102,7 +102,7 @@ def _name(kind: Kind) -> str:
 
 
 def _tops(ranks: list[int], per_node: int, each: float) -> tuple[dict[int, float], float]:
-    """Where each rank's boxes begin, in units from the top, and how deep it all is."""
+    """Where each rank's boxes begin, and the height of the picture, in units from the top."""
     tops, y = {}, 0.0
     for rank in ranks:
         y += NODE_GAP * (rank % per_node == 0 and rank > ranks[0])
@@ -126,13 +126,13 @@ def _rank(axes: Axes, scene: ScheduleScene, rank: int, top: float, lanes: _Lanes
     axes.text(-0.14, top + 0.5, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
     for kind, lane in lanes.first.items():
         axes.text(-0.14, top + 1 + LANE * (lane + 0.5) + 0.04, _name(kind), ha="right",
-                  va="center_baseline", fontsize=6.2, color=GREY)  # fmt: skip
+                  va="center_baseline", fontsize=7, color=GREY)  # fmt: skip
     for step in range(scene.size):
         _box(axes, scene, rank, step, top)
 
 
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float) -> None:
-    """A step: filled as far as it has visible pairs; outlined only where it computes nothing."""
+    """A step, filled to its share of visible pairs; only an outline if it computes nothing."""
     cell = scene.cell(rank, step)
     visitor = scene.visitor(cell.pair)
     colour, left, wide = of_rank(visitor, scene.size), step + 0.03, 0.94
@@ -156,8 +156,8 @@ def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float) -> 
 
 
 def _arrow(axes: Axes, hop: Hop, y: float, ranks: int, made: bool) -> None:
-    """A hop along time: outlined in dashes where left out, in red where it blocks (lands where it
-    is posted: nothing is computed meanwhile)."""
+    """A hop: dashed if it is left out, red if it blocks, which is to say that it lands at the
+    boundary at which it is posted, and nothing is computed meanwhile."""
     blocks = hop.land == hop.post
     begin = _x(hop.post, ranks) + 0.03
     end = begin + DRAIN - 0.1 if blocks else _x(hop.land, ranks) - 0.03
@@ -171,7 +171,7 @@ def _arrow(axes: Axes, hop: Hop, y: float, ranks: int, made: bool) -> None:
                           linewidth=1.3 if blocks else 0.7))  # fmt: skip
     letter = "d" * hop.chunk.gradient + hop.chunk.family.removeprefix("d")[0]
     axes.text(begin + 0.04, y + LANE / 2 - 0.04, f"{letter}{hop.chunk.owner} to {hop.dst}",
-              va="center_baseline", fontsize=5.8, color=ink_on(fill))  # fmt: skip
+              va="center_baseline", fontsize=6.4, color=ink_on(fill))  # fmt: skip
 
 
 def _shape(begin: float, end: float, y: float, high: float, **looks: Any) -> Polygon:
@@ -184,7 +184,7 @@ def _shape(begin: float, end: float, y: float, high: float, **looks: Any) -> Pol
 
 
 def _legend(scene: ScheduleScene, missing: bool) -> list[tuple[str, list[Any]]]:
-    """The marks of the picture with their meaning; one unit is an inch."""
+    """The entries of the legend: text and marks, in inches."""
     colour, letter = of_rank(0, scene.size), scene.plan.side[0]
     solid = {"facecolor": colour, "edgecolor": colour, "linewidth": 0.7}
     light = solid | {"facecolor": mixed(colour, "#ffffff", 0.62)}
@@ -194,16 +194,16 @@ def _legend(scene: ScheduleScene, missing: bool) -> list[tuple[str, list[Any]]]:
         Rectangle((0, 0.14), 0.2, 0.06, facecolor=colour),
     ]
     entries: list[tuple[str, list[Any]]] = [
-        ("visible pairs, full = busiest step", share),
+        ("visible pairs (full bar: busiest step)", share),
         (f"hop of the chunk of rank 0 ({letter}0)", [_shape(0, 0.3, 0.04, 0.12, **solid)]),
     ]
     if scene.backward:
-        entries.append((f"of its gradient (d{letter}0)", [_shape(0, 0.3, 0.04, 0.12, **light)]))
+        entries.append((f"hop of its gradient (d{letter}0)", [_shape(0, 0.3, 0.04, 0.12, **light)]))
     if any(hop.land == hop.post for hop in scene.hops):
         blocking = light | {"edgecolor": WARN, "linewidth": 1.3}
-        entries.append(("one that is waited for", [_shape(0, 0.3, 0.04, 0.12, **blocking)]))
+        entries.append(("hop that blocks", [_shape(0, 0.3, 0.04, 0.12, **blocking)]))
     if missing:
-        entries.append(("hop left out: not needed", [_shape(0, 0.3, 0.04, 0.12, **LEFT_OUT)]))
+        entries.append(("hop left out", [_shape(0, 0.3, 0.04, 0.12, **LEFT_OUT)]))
     if scene.plan.kept:
         entries.append(
             ("kept from forward", [Rectangle((0, 0), 0.3, 0.2, facecolor=back, edgecolor=INK)])

@@ -1,4 +1,4 @@
-"""The sentences that go with a scene: one wording for text, for pictures and for the gallery."""
+"""Title, subtitle and caption of a scene, for text, pictures and the gallery alike."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Scene = MaskScene | LayoutScene | ScheduleScene
 LONGEST = 60  # characters of a mask in a title
 FAMILIES = {
     "kv": "keys and values (K, V)",
-    "query": "queries and what belongs to them (Q, dO, delta, lse)",
+    "query": "queries and their row statistics (Q, dO, delta, lse)",
 }
 
 
 def title(scene: Scene) -> str:
-    """What is shown, in one line."""
+    """One line that names the scene."""
     if isinstance(scene, ScheduleScene):
         grid, plan = scene.plan.grid, scene.plan
         where = (
@@ -32,25 +32,27 @@ def title(scene: Scene) -> str:
 
 
 def subtitle(scene: Scene) -> str:
-    """How to read it."""
+    """One line on how to read the scene."""
     if isinstance(scene, MaskScene):
         return (
             f"{scene.shards.seq_len} positions over {scene.shards.size} ranks; each visible pair "
             "has the colour of the rank that computes it"
         )
     if isinstance(scene, LayoutScene):
-        bars = "; bars: the work of each rank, dashed the mean" * bool(scene.rows[0].mask_text)
+        bars = "; bars: the work of each rank; dashed line: the mean" * bool(
+            scene.rows[0].mask_text
+        )
         return f"each position has the colour of the rank that holds it{bars}"
     travels = FAMILIES[scene.plan.side]
     gradients = ", their gradients follow" if scene.backward else ""
     route = " directly from owner to reader" if scene.plan.route == "direct" else ""
     every = "all" if scene.plan.kept == scene.size - 1 else "some"
-    kept = f", {every} visitors kept from forward" if scene.plan.kept else ""
+    kept = f", {every} visiting chunks kept from forward" if scene.plan.kept else ""
     return f"{scene.shards.seq_len} positions; {travels} travel{route}{gradients}{kept}"
 
 
 def caption(scene: Scene) -> list[str]:
-    """The numbers, one line each."""
+    """The numbers of the scene, one line each."""
     if isinstance(scene, MaskScene):
         return [_balance(scene.shards.work, scene.shards.imbalance)]
     if isinstance(scene, LayoutScene):
@@ -60,7 +62,7 @@ def caption(scene: Scene) -> list[str]:
         return [*lines, f"least imbalance: {scene.best}"] if scene.best else lines
     pairs = scene.size**2
     return [
-        f"{scene.computed} of {pairs} pairs of shards have something visible; "
+        f"{scene.computed} of {pairs} pairs of shards have a visible position pair; "
         + _balance(scene.work, scene.imbalance),
         *_totals(scene),
     ]

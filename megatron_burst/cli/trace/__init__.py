@@ -1,8 +1,8 @@
-"""`megatron-burst trace`: what every rank computed, sent and waited for, and when.
+"""`megatron-burst trace`: record when every rank computes, sends and waits.
 
-Runs one attention call on gloo ranks of this machine (or reads the events of a run elsewhere)
-and writes a picture and a trace for Chrome's viewer or Perfetto. Owns the flags; how events are
-noted is `record`'s, how they look `picture`'s.
+The command runs one attention call on gloo ranks of this machine, or reads the events of an earlier
+run, and writes a picture or a trace for Chrome's viewer or Perfetto. `record` takes the events, and
+`picture` draws them.
 """
 
 from __future__ import annotations
@@ -14,39 +14,57 @@ from pathlib import Path
 from ...options import ALGORITHMS
 from ...schedule.tables import SIDES
 
-RANKS = 16  # as many processes as one machine may reasonably start
+RANKS = 16  # the most processes that this command starts
 
 EPILOG = """\
+examples:
   megatron-burst trace --nodes 2 --ranks-per-node 2 --png burst.png --chrome burst.json
-  megatron-burst trace --head-chunks 4 --png groups.png
+  megatron-burst trace --head-chunks 4 --png chunks.png
   megatron-burst trace --events runs/cluster/trace.json --png cluster.png
 
---chrome writes a file for chrome://tracing or https://ui.perfetto.dev.
+The ranks run forward and backward of one causal attention call in fp32, batch 1, with the
+layout zigzag. Open the file of --chrome in chrome://tracing or https://ui.perfetto.dev.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `trace`; what they mean is `run`'s."""
+    """Add the flags of `trace`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture")
     parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace")
-    parser.add_argument("--events", type=Path, metavar="FILE", help="draw these; run nothing")
-    parser.add_argument("--save-events", type=Path, metavar="FILE", help="keep for --events")
-    parser.add_argument("--nodes", type=int, default=2, help="default: 2")
-    parser.add_argument("--ranks-per-node", type=int, default=2, help="default: 2")
+    parser.add_argument(
+        "--events", type=Path, metavar="FILE", help="read the events of FILE instead of running"
+    )
+    parser.add_argument(
+        "--save-events", type=Path, metavar="FILE", help="write the events, for --events"
+    )
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=2, help="ranks on each node (default: 2)"
+    )
     rings = [name for name in ALGORITHMS if name not in ("ulysses", "hybrid")]
     parser.add_argument("--algorithm", default="burst", choices=rings, help="default: burst")
-    parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="default: auto")
-    parser.add_argument("--tokens", type=int, default=512, help="per rank (default: 512)")
+    parser.add_argument(
+        "--side",
+        default="auto",
+        choices=("auto", *SIDES),
+        help="which tensors travel in backward (default: the side with fewer bytes)",
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank (default: 512)")
     parser.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
     parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
-    parser.add_argument("--width", type=int, default=64, help="of a head (default: 64)")
-    parser.add_argument("--head-chunks", type=int, default=1, help="default: 1")
+    parser.add_argument("--width", type=int, default=64, help="width of a head (default: 64)")
+    parser.add_argument(
+        "--head-chunks",
+        type=int,
+        default=1,
+        help="groups of heads whose rings run one behind the other (default: 1)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Trace, or read a trace, and write what was asked for; ValueError for bad flags."""
+    """Record or read a trace, and write the files asked for. Raises ValueError for bad flags."""
     from . import files
 
     if not (arguments.png or arguments.chrome or arguments.save_events):

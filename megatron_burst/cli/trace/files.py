@@ -1,4 +1,4 @@
-"""Traces on disk: events as JSON, to be drawn again, and the format of Chrome's trace viewers."""
+"""Traces on disk: events as JSON, which can be read again, and Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .record import STREAMS, Event
 
 @dataclass(frozen=True)
 class Trace:
-    """What all ranks did, on one clock. marks: (name, begin, end) of whole passes."""
+    """The events of all ranks on one clock. marks: (name, begin, end) of each pass, in seconds."""
 
     title: str
     events: tuple[Event, ...]
@@ -31,7 +31,7 @@ class Trace:
         return max(event.end for event in self.events)
 
     def busy(self, rank: int, stream: str) -> float:
-        """Seconds in which a stream of a rank had anything to do; what overlaps counts once."""
+        """Seconds in which a stream of a rank was busy; overlapping events count once."""
         total, until = 0.0, -1.0
         mine = [e for e in self.events if (e.rank, e.stream) == (rank, stream)]
         for event in sorted(mine, key=lambda event: event.begin):
@@ -48,7 +48,7 @@ def save(trace: Trace, path: Path) -> None:
 
 
 def load(path: Path) -> Trace:
-    """The trace that `save` wrote; ValueError if the file holds none."""
+    """The trace that `save` wrote. Raises ValueError if the file holds none."""
     try:
         record = json.loads(path.read_text())
         events = tuple(Event(*event) for event in record["events"])
@@ -59,7 +59,7 @@ def load(path: Path) -> Trace:
 
 
 def save_chrome(trace: Trace, path: Path) -> None:
-    """For chrome://tracing and Perfetto: a process per rank, a thread per stream, microseconds."""
+    """Write Chrome's format: a process per rank, a thread per stream, times in microseconds."""
     entries: list[dict[str, Any]] = []
     for rank in trace.ranks:
         entries.append(_name("process_name", rank, 0, f"rank {rank}"))

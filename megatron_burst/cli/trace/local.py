@@ -1,7 +1,7 @@
-"""Traces of one attention call on gloo ranks that this machine starts on its loopback.
+"""The trace of one attention call on gloo ranks of this machine.
 
-For a look at a schedule's real order of events; loopback has no links to speak of. Shaped links
-are the emulated cluster's (`benchmarks/cluster`), which writes the same files.
+It shows the real order of events. Their durations are those of the loopback device, which is no
+network; `benchmarks/cluster` emulates links, and writes the same files.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ class Call:
 
     @property
     def title(self) -> str:
-        groups = f", {self.head_chunks} head chunks" * (self.head_chunks > 1)
+        chunks = f", {self.head_chunks} head chunks" * (self.head_chunks > 1)
         return (
             f"{self.algorithm}, {self.nodes} nodes x {self.per_node} ranks, {self.tokens} tokens "
-            f"per rank, {self.heads} heads ({self.kv_heads} for keys) of {self.width}{groups}"
+            f"per rank, {self.heads} heads ({self.kv_heads} for keys) of {self.width}{chunks}"
         )
 
 
 def run(call: Call, limit: float = 120.0) -> Trace:
-    """Start the ranks, run the call twice and trace the second; ValueError if a rank refuses it."""
-    context = multiprocessing.get_context("forkserver")  # imports torch once
+    """Start the ranks, run the call twice and trace the second run.
+
+    Raises ValueError if a rank raises an error, or does not answer within `limit` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")  # so torch is imported once
     context.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         pipes, processes = [], []
@@ -111,7 +114,7 @@ def _trace(rank: int, call: Call) -> tuple[list[Event], list[Mark]]:
         q, k, v, groups=groups, algorithm=call.algorithm, side=call.side,
         head_chunks=call.head_chunks,
     )  # fmt: skip
-    attention(q, k, v, plan=plan).sum().backward()  # connections are made on first use
+    attention(q, k, v, plan=plan).sum().backward()  # the first exchange also makes the connections
     tracing, events = traced(plan)
     dist.barrier()
     times = [time.perf_counter()]

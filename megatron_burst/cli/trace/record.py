@@ -1,11 +1,10 @@
-"""What one rank does while a plan runs, as events on four streams, from the clock of the host.
+"""Events of one rank while a plan runs, on four streams, timed by the clock of the host.
 
-`traced(plan)` gives the plan with a kernel and transports that note when they begin and end:
-compute (a pair's local attention, with its merging), intra and inter (an exchange over links of
-that class, from when it is started until all of it is there) and wait (time in which the rank
-does nothing but wait for an exchange). The plan itself is not changed. Ends of transfers are
-noted by a thread that waits for each, so tracing costs a little time; on CUDA, where the host
-runs ahead of the device, these events would mean nothing and are refused.
+`traced(plan)` returns a copy of the plan whose kernel and transports record events: compute (the
+local attention of a pair, with its merge), intra and inter (an exchange over links of that class,
+from its start until all of it has arrived) and wait (the rank only waits for an exchange). A thread
+per exchange records its end, so tracing costs a little time. Plans on CUDA are refused: the host
+runs ahead of the device there, and its clock does not time the device's work.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ STREAMS = ("compute", "intra", "inter", "wait")
 
 
 class Event(NamedTuple):
-    """Seconds of a clock that all processes of a host share."""
+    """One event. begin, end: seconds of a clock that all processes of a host share."""
 
     rank: int
     stream: str
@@ -37,7 +36,10 @@ class Event(NamedTuple):
 
 
 def traced(plan: Plan) -> tuple[Plan, list[Event]]:
-    """The plan, tracing, and the list to which its events are added as it runs on this rank."""
+    """A copy of the plan that records its events, and the list to which it adds them.
+
+    Raises ValueError unless every rank is a gloo process of its own.
+    """
     if plan.groups.backend != "gloo":
         raise ValueError(
             "a trace needs one gloo process per rank: the clock of the host says nothing about "
@@ -99,7 +101,7 @@ class _Endpoint:
 
 
 class _Watched:
-    """A pending exchange with a thread that waits for it and tells when it was over."""
+    """A pending exchange, and a thread that waits for it and records when it ended."""
 
     def __init__(
         self,
