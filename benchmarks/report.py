@@ -1,11 +1,11 @@
-"""What the benchmarks share: where they ran, interleaved timing, tables, sections of documents.
+"""What the benchmarks share: provenance, interleaved timing, tables, sections of documents.
 
-Decides how a figure is written down: with command, date, machine and spread. Knows nothing of
-what is measured.
+Every figure is written with its command, date, machine and spread.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import statistics
@@ -17,8 +17,11 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TERMINAL = Console(stderr=True)
@@ -96,11 +99,15 @@ def human(count: int) -> str:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table; the columns line up in the source too."""
-    cells = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = [" | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells]
-    lines.insert(1, " | ".join("-" * w for w in widths))
-    return "\n".join(f"| {line} |" for line in lines)
+    table = Table(box=box.MARKDOWN)
+    for column in columns:
+        table.add_column(Text(column))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console(file=io.StringIO(), width=10_000, color_system=None)  # never wraps
+    with console.capture() as text:
+        console.print(table)
+    return text.get().strip()
 
 
 def write_section(path: Path, name: str, text: str, opening: str = "") -> None:

@@ -115,7 +115,7 @@ SECTIONS = (
         Picture("burst-backward-query",
                 "schedule --nodes 2 --ranks-per-node 4 --backward --side query --layout striped",
                 "Backward with travelling queries: each gradient follows one step behind its "
-                "chunk, and crosses between nodes once, after its node has added all contributions."),
+                "chunk, and crosses between nodes once, after its node has added all its parts."),
         Picture("burst-backward-kept",
                 "schedule --nodes 2 --ranks-per-node 4 --backward --side kv --kv-cache 1",
                 "Backward with all visiting keys kept from forward: only gradients travel."),

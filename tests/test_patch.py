@@ -280,7 +280,7 @@ def test_a_file_that_is_not_python_is_named(tmp_path):
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 2\n")
     for broken in (b"def f(:", b"x = '\xff'"):
         (core / "utils.py").write_bytes(broken)
-        with pytest.raises(ValueError, match=r"megatron/core/utils\.py is not Python"):
+        with pytest.raises(ValueError, match=r"megatron/core/utils\.py cannot be parsed as Python"):
             patch.check(tmp_path / "a b")
 
 

@@ -25,7 +25,7 @@ from .words import caption, title
 
 UNIT = 0.3  # inches of a box's height
 STEP, WIDEST_STEP = 1.05, 1.6  # inches of a step; wider where there is room
-LANE, GAP, NODE_GAP = 0.44, 0.42, 0.55  # in units
+LANE, GAP, NODE_GAP = 0.5, 0.42, 0.55  # in units
 LABELS = 1.12  # inches left of step 0
 DRAIN = 0.58  # width, in steps, of each boundary after the last step
 LEFT_OUT = {"facecolor": "none", "edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
