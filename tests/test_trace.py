@@ -1,5 +1,6 @@
 """Traces: what is noted, added up and drawn, and the command that does it."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,10 +9,11 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import megatron_burst as mb
 from megatron_burst.cli.main import main
-from megatron_burst.cli.trace import files, record
+from megatron_burst.cli.trace import files, picture, record
 from megatron_burst.cli.trace.record import Event
 
 EVENTS = (
@@ -51,6 +53,20 @@ def test_the_command_draws_events_that_were_kept(tmp_path, capsys):
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_of_passes_do_not_overlap():
+    """However short a pass is beside the others; three short ones need a third row."""
+    marks = [("forward", 10.0, 10.1), ("backward", 10.1, 10.2), ("forward", 10.2, 14.0)]
+    figure = picture._figure(files.Trace("two ranks", EVENTS, tuple(marks)))
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    texts = [t for t in figure.axes[0].texts if t.get_text().endswith(" ms")]
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert [text.get_text() for text in texts] == [
+        "forward, 100 ms", "backward, 100 ms", "forward, 3800 ms",
+    ]  # fmt: skip
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(box.y1 < figure.bbox.y1 for box in boxes)
 
 
 def test_profilers_see_pairs_and_waits_by_name():

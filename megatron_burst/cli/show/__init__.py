@@ -71,11 +71,16 @@ def _add_sequence(sub: argparse.ArgumentParser, default_layout: str | None) -> N
         metavar="LAYOUT",
         help=f"which positions each rank holds (default: {default_layout or 'all'})",
     )
-    sub.add_argument("--ranks", type=int, help="ranks on one node (default: 4)")
-    sub.add_argument("--nodes", type=int, help="number of nodes, with --ranks-per-node")
-    sub.add_argument("--ranks-per-node", type=int, help="ranks on each node")
+    sub.add_argument("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
     sub.add_argument(
-        "--seq-len", type=int, help="length of the sequence (default: 8 positions per rank)"
+        "--nodes", type=int, metavar="N", help="number of nodes, with --ranks-per-node"
+    )
+    sub.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks on each node")
+    sub.add_argument(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        help="length of the sequence (default: 8 positions per rank)",
     )
     sub.add_argument("--png", type=Path, metavar="FILE", help="write a PNG file instead of text")
 
@@ -102,10 +107,14 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="fraction of visiting keys and values that forward keeps for backward (default: 0)",
     )
-    sub.add_argument("--rank", type=int, help="draw only this rank")
-    sub.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
-    sub.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
-    sub.add_argument("--width", type=int, default=128, help="width of a head (default: 128)")
+    sub.add_argument("--rank", type=int, metavar="N", help="draw only this rank")
+    sub.add_argument("--heads", type=int, metavar="N", default=8, help="query heads (default: 8)")
+    sub.add_argument(
+        "--kv-heads", type=int, metavar="N", default=8, help="key and value heads (default: 8)"
+    )
+    sub.add_argument(
+        "--width", type=int, metavar="N", default=128, help="width of a head (default: 128)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -39,9 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save-events", type=Path, metavar="FILE", help="write the events, for --events"
     )
-    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=2, help="ranks on each node (default: 2)"
+        "--nodes", type=int, metavar="N", default=2, help="number of nodes (default: 2)"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", default=2, help="ranks on each node (default: 2)"
     )
     rings = [name for name in ALGORITHMS if name not in ("ulysses", "hybrid")]
     parser.add_argument("--algorithm", default="burst", choices=rings, help="default: burst")
@@ -51,13 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *SIDES),
         help="which tensors travel in backward (default: the side with fewer bytes)",
     )
-    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank (default: 512)")
-    parser.add_argument("--heads", type=int, default=8, help="query heads (default: 8)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
-    parser.add_argument("--width", type=int, default=64, help="width of a head (default: 64)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", default=512, help="tokens per rank (default: 512)"
+    )
+    parser.add_argument(
+        "--heads", type=int, metavar="N", default=8, help="query heads (default: 8)"
+    )
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="N", default=8, help="key and value heads (default: 8)"
+    )
+    parser.add_argument(
+        "--width", type=int, metavar="N", default=64, help="width of a head (default: 64)"
+    )
     parser.add_argument(
         "--head-chunks",
         type=int,
+        metavar="N",
         default=1,
         help="groups of heads whose rings run one behind the other (default: 1)",
     )
