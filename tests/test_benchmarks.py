@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import markdown
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
     "accuracy": ["| one device", "| fp32 wire, side query | 4 ", "| emulated 16-bit ring"],
@@ -36,6 +38,17 @@ def test_quick_mode_prints_its_tables(script):
     for words in SCRIPTS[script]:
         assert words in run.stdout, words
     assert documents() == before
+
+
+def test_a_table_is_markdown_that_lines_up():
+    """Brackets are quartiles and links here, not rich's markup."""
+    rows = [["`a_b`", "1.00 [0.9, 1.1]"], ["[bold]x", "[link](x.md)"]]
+    assert markdown(["", "ms [quartiles]"], rows).splitlines() == [
+        "|         | ms [quartiles]  |",
+        "|---------|-----------------|",
+        "| `a_b`   | 1.00 [0.9, 1.1] |",
+        "| [bold]x | [link](x.md)    |",
+    ]
 
 
 def test_every_script_has_a_make_target():

@@ -135,7 +135,7 @@ def test_an_error_shows_the_place_and_what_works(text, place, helps):
     [
         ("(" * 500 + "causal" + ")" * 500, "too many nested parentheses"),
         ("&".join(["causal"] * 500), "at most 100 joined, got 500"),
-        ("~" * 100_000 + "causal", "at character 1 (~"),
+        ("~" * 100_000 + "causal", f"at character 1 ({60 * '~'}...): "),
     ],
     ids=["parentheses", "joined", "operators"],
 )

@@ -53,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     named, run = next((word for word in argv if not word.startswith("-")), None), None
     for command in COMMANDS:
-        sub = commands.add_parser(
-            command.name, help=command.help, description=f"{command.help.capitalize()}."
-        )
+        description = f"{command.help[0].upper()}{command.help[1:]}."
+        sub = commands.add_parser(command.name, help=command.help, description=description)
         if command.name == named:
             module = importlib.import_module(command.module)
             module.add_arguments(sub)

@@ -90,7 +90,6 @@ def _config(command: Command) -> SimpleNamespace:
     return SimpleNamespace(
         **vars(command)
         | {
-            "transformer_impl": None,  # `hazards` reports it with this machine's packages
             "context_parallel_size": command.cp,
             "hierarchical_context_parallel_sizes": command.fitting_sizes,
             "num_query_groups": command.num_query_groups if command.group_query_attention else None,
