@@ -233,7 +233,7 @@ import importlib, inspect, json, sys
 from megatron_burst.seam import PLACES, inside
 import megatron_burst.megatron as burst
 from megatron_burst.megatron import cpu
-from megatron_burst.megatron.patched import patched_places
+from megatron_burst.megatron.patching.patched import patched_places
 import megatron.training.arguments, megatron.training.argument_utils
 cpu.enable()
 

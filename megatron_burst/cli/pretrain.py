@@ -65,7 +65,8 @@ def _check_device() -> None:
 def _install(cpu: bool) -> None:
     try:
         megatron = importlib.import_module("megatron_burst.megatron")
-        importlib.import_module("megatron_burst.megatron.core_attention")  # imports Megatron-Core
+        # This imports Megatron-Core.
+        importlib.import_module("megatron_burst.megatron.attention.core_attention")
     except ImportError as error:
         raise ValueError(f"{_version()} cannot be used: {error}") from error
     if not megatron.training_available():

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Train. Raises ValueError for an unknown name or setting, or a value that does not fit."""
     if arguments.list:
         table = Table.grid(padding=(0, 2))
-        for name, recipe in _module("recipes.ready").RECIPES.items():
+        for name, recipe in _module("recipes.ready_made").RECIPES.items():
             table.add_row(Text(name), Text((recipe.__doc__ or "").splitlines()[0]))
         unwrapped().print(table)
         return
@@ -87,8 +87,8 @@ def _recipe(arguments: argparse.Namespace) -> Any:
                 f"override {text}: write setting=value with a setting of the recipe; settings "
                 "added with + would have no effect"
             )
-    cpu, override = _module("recipes.cpu"), _module("recipes.override")
-    layers, ready = _module("recipes.layers"), _module("recipes.ready")
+    cpu, apply = _module("recipes.cpu"), _module("recipes.apply")
+    layers, ready = _module("recipes.layers"), _module("recipes.ready_made")
     try:
         if arguments.cpu:
             cpu.enable()
@@ -100,7 +100,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     if arguments.cpu:
         cpu.settle(recipe)
     choices = layers.choices_of(recipe.model.transformer_layer_spec) | _parsed(ours)
-    override.apply_burst(recipe, **choices)
+    apply.apply_burst(recipe, **choices)
     omegaconf = _module("training.utils.omegaconf_utils", "megatron.bridge")
     try:
         recipe = omegaconf.process_config_with_overrides(recipe, cli_overrides=theirs)

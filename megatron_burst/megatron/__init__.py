@@ -21,13 +21,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_burst.megatron import cpu
+from megatron_burst.megatron.attention.plan_book import startup_line
 from megatron_burst.megatron.install import configure, install, installed_layout, uninstall
-from megatron_burst.megatron.lm_head import startup_line as lm_head_line
-from megatron_burst.megatron.plans import startup_line
-from megatron_burst.megatron.training import available as training_available
+from megatron_burst.megatron.lm_head.fused_loss import startup_line as lm_head_line
+from megatron_burst.megatron.training.hooks import available as training_available
 
 if TYPE_CHECKING:
-    from megatron_burst.megatron.core_attention import BurstCoreAttention
+    from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
 
 __all__ = [
     "BurstCoreAttention",
@@ -45,6 +45,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "BurstCoreAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_burst.megatron.core_attention import BurstCoreAttention
+    from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
 
     return BurstCoreAttention

@@ -31,8 +31,8 @@ import torch
 from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
-from megatron_burst.megatron import training
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.training import hooks
 
 _NAME = "cpu"
 
@@ -50,7 +50,7 @@ def enable() -> None:
             "leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES= to debug on the CPU"
         )
     # Before anything is replaced: Megatron-Core imports torch's compiler, which refuses stand-ins.
-    importlib.import_module("megatron_burst.megatron.core_attention")
+    importlib.import_module("megatron_burst.megatron.attention.core_attention")
     with registry.patching(_NAME) as patches:
         _patch_torch_cuda(patches)
         _enter_everywhere(_CudaMeansCpu(), patches)
@@ -59,7 +59,7 @@ def enable() -> None:
         torch.compiler.set_stance("force_eager")
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
         _patch_megatron(patches)
-        if training.available():
+        if hooks.available():
             _patch_training(patches)
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.layout import LayoutName
-from megatron_burst.megatron import lm_head, mtp, training
-from megatron_burst.megatron.checks import check_version, config_problems, require_parameters
-from megatron_burst.megatron.data import slicing_patches
-from megatron_burst.megatron.model_checks import kernel_problems
+from megatron_burst.megatron.checks.config import check_version, config_problems, require_parameters
+from megatron_burst.megatron.checks.model import kernel_problems
+from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.data.slicing import slicing_patches
+from megatron_burst.megatron.lm_head import fused_loss, mtp
 from megatron_burst.megatron.patching import patched, registry
-from megatron_burst.megatron.problem import refuse
+from megatron_burst.megatron.training import hooks
 from megatron_burst.recompute.checkpoint import framed
 
 _NAME = "burst"
@@ -44,24 +45,24 @@ def install(layout: LayoutName | None = None) -> None:
     present = registry.installed(_NAME)
     if present is None:
         # Before anything is replaced, so that no module keeps a replacement after `uninstall`.
-        importlib.import_module("megatron_burst.megatron.core_attention")
-        for_scripts = layout is None and training.available()
+        importlib.import_module("megatron_burst.megatron.attention.core_attention")
+        for_scripts = layout is None and hooks.available()
         if for_scripts:
-            training.load()  # before seams are looked for
+            hooks.load()  # before seams are looked for
         with registry.patching(_NAME) as patches, patched.opened(patches):
             _patch_attention(patches)
             slicing_patches(layout or "striped")  # checks signatures while all can be undone
             _patch_recompute(patches)
-            lm_head.patch(patches)
+            fused_loss.patch(patches)
             mtp.patch(patches)
             patches.notes["scripts"] = for_scripts
             if for_scripts:
-                training.patch(patches, configure)
+                hooks.patch(patches, configure)
             if layout is not None:
                 _settle(patches, layout)
     elif layout is not None:
         _settle(present, layout)
-    elif training.available() and not present.notes["scripts"]:
+    elif hooks.available() and not present.notes["scripts"]:
         raise ValueError(
             "install(layout=...) was called, and added no flags to Megatron-LM's command line; "
             "call uninstall() before install()"
@@ -110,7 +111,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         raise ValueError("megatron_burst is not installed: call install() before configure()")
     refuse([
         *config_problems(config, burst, seq_length),
-        *lm_head.problems(config, burst),
+        *fused_loss.problems(config, burst),
         *kernel_problems(burst.kernel),
     ])  # fmt: skip
     if burst.algorithm != "megatron" or "layout" in patches.notes:
@@ -176,7 +177,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
     Raises ``ValueError`` for any other: it would see its own rank's tokens, or split them its way.
     """
-    from megatron_burst.megatron.core_attention import BurstCoreAttention
+    from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
 
     module = getattr(core, "module", core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):

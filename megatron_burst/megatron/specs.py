@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.checks import require_function
+from megatron_burst.megatron.checks.config import require_function
 from megatron_burst.megatron.install import configure, install
 
 

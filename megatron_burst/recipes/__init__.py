@@ -9,7 +9,7 @@ Owns: the public names. Nothing of Bridge or NeMo is imported before a recipe of
 
 from __future__ import annotations
 
+from megatron_burst.recipes.apply import apply_burst
 from megatron_burst.recipes.layers import burst_layer_spec
-from megatron_burst.recipes.override import apply_burst
 
 __all__ = ["apply_burst", "burst_layer_spec"]

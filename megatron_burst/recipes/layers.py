@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_burst.megatron import specs, words
+from megatron_burst.megatron import specs
+from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.log import speak
 from megatron_burst.recipes import packed
-from megatron_burst.recipes.forms import in_words_of, words_of
+from megatron_burst.recipes.kinds import in_words_of, words_of
 
 
 def burst_layer_spec(
@@ -31,7 +32,7 @@ def burst_layer_spec(
     speak()
     with in_words_of(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
-    words.speak_of(functools.partial(words_of, config))
+    translation.speak_of(functools.partial(words_of, config))
     packed.serve()
     return layers
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.checks import require_function
-from megatron_burst.megatron.data import context_group, take
+from megatron_burst.megatron.checks.config import require_function
+from megatron_burst.megatron.data.slicing import context_group, take
 from megatron_burst.megatron.install import installed_layout
 from megatron_burst.megatron.patching import registry
 

@@ -11,11 +11,12 @@ import functools
 import importlib
 from typing import Any
 
-from megatron_burst.megatron import lm_head, specs
-from megatron_burst.megatron.checks import check_config, check_version, require_parameters
+from megatron_burst.megatron import specs
+from megatron_burst.megatron.checks.config import check_config, check_version, require_parameters
 from megatron_burst.megatron.install import installed_layout
+from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.patching import registry
-from megatron_burst.recipes.forms import in_words_of
+from megatron_burst.recipes.kinds import in_words_of
 from megatron_burst.recipes.layers import fields_of, is_ours
 
 _NAME = "recipes"
@@ -52,7 +53,7 @@ def check(recipe: Any) -> None:
         specs.check_backend(transformer, burst)
         if burst.algorithm != "megatron" and transformer.context_parallel_size > 1:
             _check_groups(recipe)
-        lm_head.check(transformer, burst)
+        fused_loss.check(transformer, burst)
 
 
 def _check_stranger(transformer: Any) -> None:

@@ -116,10 +116,10 @@ def train_with_wrong_weights(flags):
 
 def train_with_fused_accumulation(flags):
     """A run in which the output layer's gradient is announced as Megatron's fused layers do."""
-    from megatron_burst.megatron import lm_head
-    from megatron_burst.megatron.lazy_logits import MainGrad
+    from megatron_burst.megatron.lm_head import fused_loss
+    from megatron_burst.megatron.lm_head.lazy_logits import MainGrad
 
-    with mock.patch.object(lm_head, "MainGrad", lambda weight, fused: MainGrad(weight, True)):
+    with mock.patch.object(fused_loss, "MainGrad", lambda weight, fused: MainGrad(weight, True)):
         return train(flags)
 
 
@@ -227,14 +227,14 @@ def further_losses(per_token, kept):
     from megatron.core.transformer import multi_token_prediction as mtp
 
     import megatron_burst.megatron as burst
-    from megatron_burst.megatron import plans
+    from megatron_burst.megatron.attention import plan_book
 
     _meet_again()
     burst.install("zigzag")
     try:
         parallel_state.initialize_model_parallel(context_parallel_size=4)
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
-        plans._books()[group, ()] = None  # as if a model's attention ran on it
+        plan_book._books()[group, ()] = None  # as if a model's attention ran on it
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])
         values = torch.arange(64.0).reshape(2, 32).sin()  # losses of the two heads, everywhere
@@ -281,7 +281,7 @@ def counted_by_gpt_model(kept):
     from megatron.core.models.gpt import gpt_model
 
     import megatron_burst.megatron as burst
-    from megatron_burst.megatron import plans
+    from megatron_burst.megatron.attention import plan_book
 
     _meet_again()
     burst.install("zigzag")
@@ -291,7 +291,7 @@ def counted_by_gpt_model(kept):
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])[None, mine]
         _, stock = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
-        plans._books()[group, ()] = None  # as if a model's attention ran on it
+        plan_book._books()[group, ()] = None  # as if a model's attention ran on it
         _, ours = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         return float(ours), float(stock)
     finally:
@@ -307,7 +307,7 @@ def node_lines(hosts, sizes, intra_size):
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     import megatron_burst as mb
-    from megatron_burst.megatron.groups import context_groups
+    from megatron_burst.megatron.attention.groups import context_groups
 
     _meet_again()
     told = []

@@ -3,7 +3,7 @@
 import pytest
 import session
 
-from megatron_burst.megatron.groups import node_warning
+from megatron_burst.megatron.attention.groups import node_warning
 
 
 @pytest.mark.parametrize(

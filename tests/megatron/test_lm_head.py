@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from test_parity import TOLERANCE, worst
 
 import megatron_burst as mb
-from megatron_burst.megatron import lm_head
-from megatron_burst.megatron.lazy_logits import LazyLogits
+from megatron_burst.megatron.lm_head import fused_loss
+from megatron_burst.megatron.lm_head.lazy_logits import LazyLogits
 
 MODES = ["single_pass", "recompute"]
 TP = "--tensor-model-parallel-size 2"
@@ -96,7 +96,7 @@ def test_which_logits_exist(four, common, mode):
 
 def test_right_predictions_of_further_heads_are_counted_without_logits():
     stock = lambda *given: "stock"  # noqa: E731
-    counts = lm_head._counting(stock)
+    counts = fused_loss._counting(stock)
     logits = LazyLogits(None, None, None, None)
     labels, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 1, 1, 0]])
     assert counts(logits, labels, mask, None, None) == "stock"  # nothing is known yet
@@ -117,9 +117,9 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 def test_what_cannot_be_honoured_is_refused(flag):
     config = SimpleNamespace(**REFUSED[flag])
-    lm_head.check(config, mb.BurstConfig())
+    fused_loss.check(config, mb.BurstConfig())
     with pytest.raises(ValueError, match=rf"--burst-lm-head-loss recompute .*{flag}"):
-        lm_head.check(config, mb.BurstConfig(lm_head_loss="recompute"))
+        fused_loss.check(config, mb.BurstConfig(lm_head_loss="recompute"))
 
 
 def test_an_unknown_mode_is_refused():
@@ -143,4 +143,4 @@ def test_models_it_does_not_know_are_refused(what, message):
     model = SimpleNamespace() if what == "model" else GPTModel.__new__(GPTModel)
     vars(model)["output_layer"] = layer
     with pytest.raises(ValueError, match=message):
-        lm_head._check_model(model, "single_pass")
+        fused_loss._check_model(model, "single_pass")

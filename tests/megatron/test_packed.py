@@ -11,8 +11,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron import data, plans
-from megatron_burst.megatron.packed import pack_of
+from megatron_burst.megatron.attention import plan_book
+from megatron_burst.megatron.data import slicing
+from megatron_burst.megatron.data.packed import pack_of
 
 
 class Group:
@@ -160,7 +161,7 @@ def test_rotary_angles_follow_the_tokens(layout, bounds, angles):
 
 
 def test_documents_are_read_once_per_batch_and_again_when_they_change():
-    book = plans.PlanBook(groups=mb.Groups.in_process(intra=2))
+    book = plan_book.PlanBook(groups=mb.Groups.in_process(intra=2))
     lengths = ends(0, 5, 24)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths.clone())
     first = book.pack(24, params)
@@ -175,7 +176,7 @@ def test_documents_are_read_once_per_batch_and_again_when_they_change():
 
 
 def test_cross_attention_is_refused():
-    book = plans.PlanBook(groups=mb.Groups.in_process(intra=2))
+    book = plan_book.PlanBook(groups=mb.Groups.in_process(intra=2))
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends(0, 5, 24), cu_seqlens_kv=ends(0, 6, 24)
     )
@@ -185,15 +186,15 @@ def test_cross_attention_is_refused():
 
 def test_old_plans_are_dropped():
     groups = mb.Groups.in_process(intra=1)
-    book = plans.PlanBook(groups=groups, startup="said")
-    kind = plans.Signature(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
+    book = plan_book.PlanBook(groups=groups, startup="said")
+    kind = plan_book.Signature(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
     q = k = v = torch.zeros(300, 1, 1, 4)
-    packs = [pack_of(300, ends(0, end, 300)) for end in range(1, plans.PLANS_KEPT + 2)]
+    packs = [pack_of(300, ends(0, end, 300)) for end in range(1, plan_book.PLANS_KEPT + 2)]
     for pack in packs:
         book.plan(kind, True, q, k, v, pack)
-    assert len(book._plans) == plans.PLANS_KEPT
+    assert len(book._plans) == plan_book.PLANS_KEPT
     assert book.plan(kind, False, q, k, v, packs[1]) is not None
-    with pytest.raises(ValueError, match=f"last {plans.PLANS_KEPT} calls"):
+    with pytest.raises(ValueError, match=f"last {plan_book.PLANS_KEPT} calls"):
         book.plan(kind, False, q, k, v, packs[0])
 
 
@@ -201,7 +202,7 @@ def test_rope_of_newer_versions_is_told_the_longest_document_besides():
     def theirs(t, cu_seqlens, freqs, max_seqlen=None, cp_group=None):
         raise AssertionError("documents of uneven lengths are not laid out by themselves")
 
-    rope = data.packed_rope(theirs, lambda t, freqs: t * freqs, "zigzag")
+    rope = slicing.packed_rope(theirs, lambda t, freqs: t * freqs, "zigzag")
     freqs = torch.arange(8.0).view(8, 1, 1, 1)  # of the whole pack
     ends = torch.tensor([0, 3, 8])
     turned = rope(torch.ones(4, 1, 1), ends, freqs, max_seqlen=5, cp_group=Group(1, 2))

@@ -21,7 +21,9 @@ from megatron.training import arguments, checkpointing, yaml_arguments
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.megatron import checks, loader_masks, training
+from megatron_burst.megatron.checks import config as config_checks
+from megatron_burst.megatron.data import loader_masks
+from megatron_burst.megatron.training import hooks
 
 WRAPPED = [
     (arguments, "add_megatron_arguments"),
@@ -106,17 +108,17 @@ def test_too_old_a_megatron_is_refused(monkeypatch):
 
     monkeypatch.setattr(megatron.core, "__version__", "0.15.1")
     with pytest.raises(RuntimeError, match=r"Megatron-Core 0\.15\.1 is older than 0\.16"):
-        checks.check_version()
+        config_checks.check_version()
 
 
 @pytest.mark.parametrize("given", ["--cp-comm-type p2p", "--cp-comm-type=a2a"])
 def test_the_type_of_communication_is_refused_only_where_given(given):
     with pytest.raises(ValueError, match="remove --cp-comm-type"):
-        training.check_flags(asked(cp_comm_type=["p2p"]), given.split())
-    training.check_flags(asked(cp_comm_type=["p2p"]), [])
+        hooks.check_flags(asked(cp_comm_type=["p2p"]), given.split())
+    hooks.check_flags(asked(cp_comm_type=["p2p"]), [])
     off = asked(cp_comm_type=["p2p"])
     off.context_parallel_algo = "megatron"
-    training.check_flags(off, given.split())
+    hooks.check_flags(off, given.split())
 
 
 NO_HEADS_FOR_ALL = {
@@ -134,7 +136,7 @@ def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
         context_parallel_size=cp, tensor_model_parallel_size=1, num_attention_heads=heads,
         num_query_groups=groups,
     )  # fmt: skip
-    (problem,) = checks.config_problems(config, mb.BurstConfig("ulysses"))
+    (problem,) = config_checks.config_problems(config, mb.BurstConfig("ulysses"))
     reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: "
     assert problem.reason.startswith(reason)
     assert f"{heads} query heads and {groups or heads} key/value heads" in problem.reason
@@ -142,7 +144,7 @@ def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
     assert " ".join(problem.add) == NO_HEADS_FOR_ALL[case]
     algorithm, *size = [word for word in " ".join(problem.add).split() if "--" not in word]
     chosen = mb.BurstConfig(algorithm, ulysses_size=int(size[0]) if size else None)
-    assert not list(checks.config_problems(config, chosen))  # what is said does work
+    assert not list(config_checks.config_problems(config, chosen))  # what is said does work
 
 
 @pytest.mark.parametrize(
@@ -159,10 +161,10 @@ def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
     args = SimpleNamespace(context_parallel_algo="burst", world_size=world, **sizes)
     flags.settle(args)
     if words is None:
-        training.check_flags(args, [])
+        hooks.check_flags(args, [])
         return
     with pytest.raises(ValueError, match=words):
-        training.check_flags(args, [])
+        hooks.check_flags(args, [])
 
 
 @pytest.mark.skipif(
@@ -170,9 +172,9 @@ def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
 )
 def test_the_hybrid_stack_without_transformer_engine():
     stack = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
-    training.check_flags(asked(hybrid_layer_pattern="M-M-", spec=stack), [])
+    hooks.check_flags(asked(hybrid_layer_pattern="M-M-", spec=stack), [])
     with pytest.raises(ValueError, match=r"M\*M- has attention .* need Transformer Engine"):
-        training.check_flags(asked(hybrid_layer_pattern="M*M-", spec=stack), [])
+        hooks.check_flags(asked(hybrid_layer_pattern="M*M-", spec=stack), [])
 
 
 @pytest.mark.parametrize(
@@ -223,10 +225,10 @@ def test_documents_end_behind_end_of_document_tokens(text, lengths):
 def test_a_yaml_file_is_refused(given):
     """Megatron-LM itself cannot train from one; see `test_megatron_cannot_train_from_yaml`."""
     with pytest.raises(ValueError, match=r"--yaml-cfg run.yaml: Megatron.*; remove --yaml-cfg"):
-        training.check_flags(asked(yaml_cfg="run.yaml"), given.split())
+        hooks.check_flags(asked(yaml_cfg="run.yaml"), given.split())
     off = asked(yaml_cfg="run.yaml")
     off.context_parallel_algo = "megatron"
-    training.check_flags(off, [])
+    hooks.check_flags(off, [])
 
 
 def test_megatron_cannot_train_from_yaml():
@@ -240,11 +242,11 @@ def test_megatron_cannot_train_from_yaml():
 
 def test_changes_since_a_checkpoint():
     now = flags.stated(asked(burst_side="kv")) | {"--context-parallel-size": 2}
-    assert training.changes(SimpleNamespace(context_parallel_size=2), now) == [
+    assert hooks.changes(SimpleNamespace(context_parallel_size=2), now) == [
         "the checkpoint was made with --context-parallel-algo megatron, this run has burst",
         "the checkpoint was made with --burst-side auto, this run has kv",
     ]
-    assert training.changes(asked(burst_side="kv"), now) == []
+    assert hooks.changes(asked(burst_side="kv"), now) == []
 
 
 def test_our_lines_are_shown_once_and_no_longer_after_uninstall(capsys):

@@ -200,7 +200,7 @@ def hooks() -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import megatron_burst.megatron as burst
-            import megatron_burst.megatron.core_attention  # noqa: F401  imports Megatron-Core
+            import megatron_burst.megatron.attention.core_attention  # noqa: F401  imports Megatron-Core
             from megatron_burst.megatron.patching.patched import patched_places
     except ImportError as error:
         yield problem("Megatron-Core", f"cannot be imported: {error}", INSTALL)

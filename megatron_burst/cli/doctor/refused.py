@@ -14,8 +14,10 @@ from typing import Any
 
 from ... import flags
 from ...config import BurstConfig
-from ...megatron import checks, command_line, lm_head
-from ...megatron.problem import Problem
+from ...megatron.checks import command_line
+from ...megatron.checks.config import config_problems
+from ...megatron.checks.problem import Problem
+from ...megatron.lm_head import fused_loss
 from .command import ALGORITHM, FLAGS, Command
 from .finding import Finding, ok, problem
 
@@ -66,8 +68,8 @@ def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iter
 def _problems(
     config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
 ) -> Iterator[Problem]:
-    yield from checks.config_problems(config, burst, seq_length)
-    yield from lm_head.problems(config, burst)
+    yield from config_problems(config, burst, seq_length)
+    yield from fused_loss.problems(config, burst)
     if burst.algorithm != flags.OFF and config.context_parallel_size > 1:
         yield from command_line.run_problems(config, engine=te is not None)
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.log import log, speak
 from megatron_burst.recipes import validate
-from megatron_burst.recipes.forms import in_words_of
+from megatron_burst.recipes.kinds import in_words_of
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 
 _NAMES = tuple(f.name for f in dataclasses.fields(BurstConfig) if f.name != "intra_size")

@@ -8,27 +8,29 @@ import pytest
 import torch
 
 import megatron_burst.megatron as burst
-from megatron_burst.megatron import data, lm_head, words
-from megatron_burst.recipes.forms import words_of
+from megatron_burst.megatron.checks import translation
+from megatron_burst.megatron.data import slicing
+from megatron_burst.megatron.lm_head import fused_loss
+from megatron_burst.recipes.kinds import words_of
 
 MODEL = SimpleNamespace(seq_length=66, context_parallel_size=2, lm_head_loss="off")
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 
 
 def wrong_length():
-    data._shard(torch.zeros(1, 66), "striped", GROUP, 1)
+    slicing._shard(torch.zeros(1, 66), "striped", GROUP, 1)
 
 
 def masked_pack():
-    data.take({"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), "striped", 2, 0)
+    slicing.take({"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), "striped", 2, 0)
 
 
 def two_packs():
-    data.take({"tokens": torch.zeros(2, 8)}, (None, None), "striped", 2, 0)
+    slicing.take({"tokens": torch.zeros(2, 8)}, (None, None), "striped", 2, 0)
 
 
 def not_a_gpt():
-    lm_head._check_model(SimpleNamespace(output_layer=None), "single_pass")
+    fused_loss._check_model(SimpleNamespace(output_layer=None), "single_pass")
 
 
 @pytest.fixture
@@ -53,17 +55,17 @@ def installed():
 def test_errors_name_what_the_user_wrote(installed, wrong, flags, settings):
     with pytest.raises(ValueError, match=f"(?s){flags}"):
         wrong()
-    words.speak_of(functools.partial(words_of, MODEL))
+    translation.speak_of(functools.partial(words_of, MODEL))
     with pytest.raises(ValueError, match=f"(?s)^.*{settings}") as raised:
         wrong()
     assert flags not in str(raised.value) or flags == settings
-    words.speak_of(None)
+    translation.speak_of(None)
     with pytest.raises(ValueError, match=f"(?s){flags}"):
         wrong()
 
 
 def test_the_next_installation_starts_with_flags(installed):
-    words.speak_of(functools.partial(words_of, MODEL))
+    translation.speak_of(functools.partial(words_of, MODEL))
     burst.uninstall()
     burst.install("striped")
     with pytest.raises(ValueError, match="--seq-length 66"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_burst.kernels import flash_packages
-from megatron_burst.megatron.problem import Problem
+from megatron_burst.megatron.checks.problem import Problem
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

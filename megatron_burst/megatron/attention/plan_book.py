@@ -28,7 +28,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import megatron_burst as mb
-from megatron_burst.megatron.packed import Pack, pack_of
+from megatron_burst.megatron.data.packed import Pack, pack_of
 from megatron_burst.megatron.patching import registry
 from megatron_burst.options import AttentionKeywords
 

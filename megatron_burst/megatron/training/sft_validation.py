@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.checks import require_function
-from megatron_burst.megatron.data import context_group
+from megatron_burst.megatron.attention.plan_book import has_plans
+from megatron_burst.megatron.checks.config import require_function
+from megatron_burst.megatron.data.slicing import context_group
 from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.plans import has_plans
 
 
 def patch(patches: registry.PatchSet) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.checks import require_parameters
-from megatron_burst.megatron.command_line import RESET
+from megatron_burst.megatron.checks.command_line import RESET
+from megatron_burst.megatron.checks.config import require_parameters
 from megatron_burst.megatron.log import log
 from megatron_burst.megatron.patching import registry
 

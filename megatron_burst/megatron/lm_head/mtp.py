@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.checks import require_parameters
+from megatron_burst.megatron.attention.plan_book import has_plans
+from megatron_burst.megatron.checks.config import require_parameters
 from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.plans import has_plans
 
 
 def patch(patches: registry.PatchSet) -> None:

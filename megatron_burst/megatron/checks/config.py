@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.model_checks import layout_problems, model_problems
-from megatron_burst.megatron.problem import Problem, Refused, refuse
+from megatron_burst.megatron.checks.model import layout_problems, model_problems
+from megatron_burst.megatron.checks.problem import Problem, Refused, refuse
 from megatron_burst.schedule.topology import Topology
 
 OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run

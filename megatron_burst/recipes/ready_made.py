@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_burst.recipes.override import apply_burst
+from megatron_burst.recipes.apply import apply_burst
 
 K, M = 2**10, 2**20
 

@@ -21,12 +21,12 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
-from megatron_burst.megatron import words
-from megatron_burst.megatron.checks import require_parameters
-from megatron_burst.megatron.lazy_logits import LazyLogits, MainGrad
-from megatron_burst.megatron.mtp import rolled
+from megatron_burst.megatron.checks import translation
+from megatron_burst.megatron.checks.config import require_parameters
+from megatron_burst.megatron.checks.problem import Problem, refuse
+from megatron_burst.megatron.lm_head.lazy_logits import LazyLogits, MainGrad
+from megatron_burst.megatron.lm_head.mtp import rolled
 from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.problem import Problem, refuse
 
 _FLAG = "--burst-lm-head-loss"
 _STARTUP = "lm_head_startup"
@@ -114,18 +114,18 @@ def _check_model(model: Any, mode: str) -> None:
 
     layer = model.output_layer
     if not isinstance(model, GPTModel):
-        raise words.error(f"{_FLAG} {mode} knows GPTModel, not {type(model).__name__}")
+        raise translation.error(f"{_FLAG} {mode} knows GPTModel, not {type(model).__name__}")
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
-        raise words.error(
+        raise translation.error(
             f"{_FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
             f"got {type(layer).__name__}"
         )
     if layer.gather_output:
-        raise words.error(
+        raise translation.error(
             f"{_FLAG} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise words.error(f"{_FLAG} {mode} needs the whole rows of the weight on every rank")
+        raise translation.error(f"{_FLAG} {mode} needs the whole rows of the weight on every rank")
 
 
 def _binding(original: Callable) -> Callable:
@@ -186,7 +186,7 @@ class LazyHead:
         weight = self.layer.weight if weight is None else weight
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):
-            raise words.error(
+            raise translation.error(
                 f"{_FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp"
             )
         return LazyLogits(self._forward, self._loss, input_, weight), None

@@ -22,11 +22,13 @@ import torch
 
 from megatron_burst import flags
 from megatron_burst.comm.consensus import agree
-from megatron_burst.megatron import command_line, loader_masks, validation
-from megatron_burst.megatron.checks import require_function
+from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron.checks.config import require_function
+from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.data import loader_masks
 from megatron_burst.megatron.log import log, speak
 from megatron_burst.megatron.patching.registry import PatchSet
-from megatron_burst.megatron.problem import refuse
+from megatron_burst.megatron.training import sft_validation
 
 _ASKED = "flags"  # what this process was asked for, from the end of parsing on
 _SIZES = (
@@ -63,7 +65,7 @@ def patch(patches: PatchSet, configure: Configure) -> None:
         original = require_function(home, name, parameters)
         patches.replace_function(home, name, wrap(original, patches))
     loader_masks.patch(patches)
-    validation.patch(patches)
+    sft_validation.patch(patches)
     from megatron.core import parallel_state
 
     name = "initialize_model_parallel"

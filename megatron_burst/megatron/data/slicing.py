@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import megatron_burst as mb
-from megatron_burst.megatron import words
-from megatron_burst.megatron.checks import require_parameters
-from megatron_burst.megatron.packed import pack_of
+from megatron_burst.megatron.checks import translation
+from megatron_burst.megatron.checks.config import require_parameters
+from megatron_burst.megatron.data.packed import pack_of
 
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
@@ -108,13 +108,13 @@ def take(
     """Cut a packed batch [1, tokens] down to what ``rank`` of ``size`` holds of it."""
     sequences = _sequences(batch)
     if "attention_mask" in dict(sequences):
-        raise words.error(
+        raise translation.error(
             "packed sequences come without attention_mask: pass "
             "--no-create-attention-mask-in-dataloader"
         )
     for key, value in sequences:
         if value.shape[:2] != (1, sequences[0][1].shape[1]):
-            raise words.error(
+            raise translation.error(
                 f"packed sequences need --micro-batch-size 1 and one length, got {key} of shape "
                 f"{tuple(value.shape)}"
             )
@@ -179,7 +179,7 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
     if size == 1:
         return x
     if x.size(dim) % (2 * size):
-        raise words.error(
+        raise translation.error(
             f"--seq-length {x.size(dim)} is not divisible by 2 x --context-parallel-size "
             f"({2 * size}); pad the sequences or change one of the two"
         )

@@ -20,14 +20,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
-from megatron_burst.megatron.checks import check_config, layer_window
-from megatron_burst.megatron.command_line import RESET
-from megatron_burst.megatron.groups import context_groups
-from megatron_burst.megatron.loader_masks import documents_expected
-from megatron_burst.megatron.model_checks import dropout_problem
-from megatron_burst.megatron.packed import Pack
-from megatron_burst.megatron.plans import Signature, plan_book
-from megatron_burst.megatron.problem import refuse
+from megatron_burst.megatron.attention.groups import context_groups
+from megatron_burst.megatron.attention.plan_book import Signature, plan_book
+from megatron_burst.megatron.checks.command_line import RESET
+from megatron_burst.megatron.checks.config import check_config, layer_window
+from megatron_burst.megatron.checks.model import dropout_problem
+from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.data.loader_masks import documents_expected
+from megatron_burst.megatron.data.packed import Pack
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # What Megatron calls them when documents are packed.

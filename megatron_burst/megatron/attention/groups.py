@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks import check_topology, ulysses_size
+from megatron_burst.megatron.checks.config import check_topology, ulysses_size
 
 
 def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:

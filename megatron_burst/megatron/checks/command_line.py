@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst import flags
-from megatron_burst.megatron import lm_head
-from megatron_burst.megatron.checks import config_problems
-from megatron_burst.megatron.model_checks import kernel_problems
+from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.model import kernel_problems
+from megatron_burst.megatron.checks.problem import Problem
+from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.problem import Problem
 
 RESET = "--reset-attention-mask"
 # Further flags of Megatron-LM that make packed batches.
@@ -76,7 +76,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
-    yield from lm_head.problems(settings, burst)
+    yield from fused_loss.problems(settings, burst)
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(burst.kernel)

@@ -1,0 +1,1 @@
+"""Batches, rotary embeddings and masks, cut for the layout of a run."""

@@ -1,0 +1,1 @@
+"""The LM head with its loss, and the losses of multi-token prediction."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's own training loop: flags, arguments, checkpoints, validation."""
