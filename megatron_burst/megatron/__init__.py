@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_burst.megatron import cpu
 from megatron_burst.megatron.attention.plan_book import startup_line
 from megatron_burst.megatron.install import configure, install, installed_layout, uninstall
-from megatron_burst.megatron.lm_head.fused_loss import startup_line as lm_head_line
-from megatron_burst.megatron.training.hooks import available as training_available
+from megatron_burst.megatron.lm_head import startup_line as lm_head_line
+from megatron_burst.megatron.training import available as training_available
 
 if TYPE_CHECKING:
     from megatron_burst.megatron.attention.core_attention import BurstCoreAttention

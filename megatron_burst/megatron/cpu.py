@@ -31,8 +31,8 @@ import torch
 from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
+from megatron_burst.megatron import training
 from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.training import hooks
 
 _NAME = "cpu"
 
@@ -59,7 +59,7 @@ def enable() -> None:
         torch.compiler.set_stance("force_eager")
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
         _patch_megatron(patches)
-        if hooks.available():
+        if training.available():
             _patch_training(patches)
 
 

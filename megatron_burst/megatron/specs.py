@@ -19,8 +19,8 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.checks.config import require_function
 from megatron_burst.megatron.install import configure, install
+from megatron_burst.megatron.patching.compatibility import require_function
 
 
 def burst_layer_spec(

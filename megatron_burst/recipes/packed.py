@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.checks.config import require_function
-from megatron_burst.megatron.data.slicing import context_group, take
 from megatron_burst.megatron.install import installed_layout
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_function
 
 _NAME = "recipes, packed"
 _STEP = "megatron.bridge.training.gpt_step"
@@ -39,6 +38,9 @@ def serve() -> None:
 
 
 def _cutting(original: Callable) -> Callable:
+    # Late, because it imports Megatron-Core, and a recipe may be written where there is none.
+    from megatron_burst.megatron.data.slicing import context_group, take
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -12,10 +12,12 @@ import importlib
 from typing import Any
 
 from megatron_burst.megatron import specs
-from megatron_burst.megatron.checks.config import check_config, check_version, require_parameters
+from megatron_burst.megatron.checks.config import check_config
+from megatron_burst.megatron.checks.lm_head import lm_head_problems
+from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.install import installed_layout
-from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import check_version, require_parameters
 from megatron_burst.recipes.kinds import in_words_of
 from megatron_burst.recipes.layers import fields_of, is_ours
 
@@ -53,7 +55,7 @@ def check(recipe: Any) -> None:
         specs.check_backend(transformer, burst)
         if burst.algorithm != "megatron" and transformer.context_parallel_size > 1:
             _check_groups(recipe)
-        fused_loss.check(transformer, burst)
+        refuse(lm_head_problems(transformer, burst))
 
 
 def _check_stranger(transformer: Any) -> None:

@@ -25,8 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
-from megatron_burst.megatron.checks.config import layer_window, require_parameters
+from megatron_burst.megatron.attention.core_attention import layer_window
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_parameters
 
 PATCHED = [
     (Attention, "__init__"),

@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from test_parity import TOLERANCE, worst
 
 import megatron_burst as mb
+from megatron_burst.megatron.checks.lm_head import lm_head_problems
+from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.lm_head.lazy_logits import LazyLogits
 
@@ -117,9 +119,9 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 def test_what_cannot_be_honoured_is_refused(flag):
     config = SimpleNamespace(**REFUSED[flag])
-    fused_loss.check(config, mb.BurstConfig())
+    assert not list(lm_head_problems(config, mb.BurstConfig()))
     with pytest.raises(ValueError, match=rf"--burst-lm-head-loss recompute .*{flag}"):
-        fused_loss.check(config, mb.BurstConfig(lm_head_loss="recompute"))
+        refuse(lm_head_problems(config, mb.BurstConfig(lm_head_loss="recompute")))
 
 
 def test_an_unknown_mode_is_refused():

@@ -23,6 +23,7 @@ import megatron_burst.megatron as burst
 from megatron_burst import flags
 from megatron_burst.megatron.checks import config as config_checks
 from megatron_burst.megatron.data import loader_masks
+from megatron_burst.megatron.patching import compatibility
 from megatron_burst.megatron.training import hooks
 
 WRAPPED = [
@@ -108,7 +109,7 @@ def test_too_old_a_megatron_is_refused(monkeypatch):
 
     monkeypatch.setattr(megatron.core, "__version__", "0.15.1")
     with pytest.raises(RuntimeError, match=r"Megatron-Core 0\.15\.1 is older than 0\.16"):
-        config_checks.check_version()
+        compatibility.check_version()
 
 
 @pytest.mark.parametrize("given", ["--cp-comm-type p2p", "--cp-comm-type=a2a"])

@@ -16,8 +16,8 @@ from ... import flags
 from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.config import config_problems
+from ...megatron.checks.lm_head import lm_head_problems
 from ...megatron.checks.problem import Problem
-from ...megatron.lm_head import fused_loss
 from .command import ALGORITHM, FLAGS, Command
 from .finding import Finding, ok, problem
 
@@ -69,7 +69,7 @@ def _problems(
     config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
 ) -> Iterator[Problem]:
     yield from config_problems(config, burst, seq_length)
-    yield from fused_loss.problems(config, burst)
+    yield from lm_head_problems(config, burst)
     if burst.algorithm != flags.OFF and config.context_parallel_size > 1:
         yield from command_line.run_problems(config, engine=te is not None)
 

@@ -16,14 +16,17 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.attention.groups import context_groups
 from megatron_burst.megatron.attention.plan_book import Signature, plan_book
 from megatron_burst.megatron.checks.command_line import RESET
-from megatron_burst.megatron.checks.config import check_config, layer_window
+from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem
 from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.data.loader_masks import documents_expected
@@ -217,3 +220,16 @@ def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> 
             "packed_seq_params.local_cp_size: one context-parallel size per run; remove "
             "--hybrid-context-parallel"
         )
+
+
+def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None] | None:
+    """(left, right) of a sliding-window layer, None standing for no limit; None for a full one.
+
+    A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
+    """
+    size = getattr(config, "window_size", None)
+    skip: Any = getattr(config, "window_attn_skip_freq", None)
+    if not size or not is_layer_window_attention(size, skip, layer_number):
+        return None
+    left, right = (None if limit == -1 else limit for limit in size)
+    return left, right

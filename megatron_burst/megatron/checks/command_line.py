@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import kernel_problems
 from megatron_burst.megatron.checks.problem import Problem
-from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.patching import registry
 
 RESET = "--reset-attention-mask"
@@ -76,7 +76,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
-    yield from fused_loss.problems(settings, burst)
+    yield from lm_head_problems(settings, burst)
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(burst.kernel)

@@ -8,9 +8,8 @@ the same error.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
@@ -18,7 +17,6 @@ from megatron_burst.megatron.checks.model import layout_problems, model_problems
 from megatron_burst.megatron.checks.problem import Problem, Refused, refuse
 from megatron_burst.schedule.topology import Topology
 
-OLDEST = (0, 16)  # of Megatron-Core; before, nothing of this was run
 SIZES = "--hierarchical-context-parallel-sizes"
 
 
@@ -196,64 +194,3 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
     """Can ``size`` ranks share these heads, in whole ones? Key/value heads may be repeated."""
     return not (cp % size or heads % size or (kv_heads % size and size % kv_heads))
-
-
-def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None] | None:
-    """(left, right) of a sliding-window layer, None standing for no limit; None for a full one.
-
-    A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
-    """
-    from megatron.core.transformer.utils import is_layer_window_attention
-
-    size = getattr(config, "window_size", None)
-    skip: Any = getattr(config, "window_attn_skip_freq", None)
-    if not size or not is_layer_window_attention(size, skip, layer_number):
-        return None
-    left, right = (None if limit == -1 else limit for limit in size)
-    return left, right
-
-
-def check_version() -> None:
-    """Raise ``RuntimeError`` for a Megatron-Core that lacks what every patch stands on.
-
-    There is no newest version: what a patch needs of a function is checked by its signature.
-    """
-    import megatron.core
-
-    version = megatron.core.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise RuntimeError(
-            f"Megatron-Core {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that "
-            "megatron_burst works with; upgrade megatron-core"
-        )
-
-
-def require_parameters(function: Callable, names: Sequence[str], symbol: str) -> None:
-    """Raise ``RuntimeError`` unless ``function`` takes (at least) the parameters ``names``."""
-    import megatron.core
-
-    found = list(inspect.signature(function).parameters)
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__}: {symbol} takes {found}, without "
-            f"{missing}; this version of megatron_burst does not know it"
-        )
-
-
-def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callable:
-    """The function ``name`` of a module of Megatron, if it takes ``parameters``.
-
-    Raises ``RuntimeError`` naming Megatron's version and the symbol otherwise.
-    """
-    import megatron.core
-
-    symbol = f"{home.__name__.removeprefix('megatron.')}.{name}"
-    found = getattr(home, name, None)
-    if found is None:
-        raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__} has no {symbol}; this version of "
-            "megatron_burst does not know it"
-        )
-    require_parameters(found, parameters, symbol)
-    return found

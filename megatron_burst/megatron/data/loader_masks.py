@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from megatron_burst.megatron.checks.command_line import RESET
-from megatron_burst.megatron.checks.config import require_parameters
 from megatron_burst.megatron.log import log
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_parameters
 
 _DOCUMENTS = "documents of the data loader"
 

@@ -12,11 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings import (  # noqa: F401  two from-import what we replace
+    rope_utils,
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.checks.config import require_parameters
 from megatron_burst.megatron.data.packed import pack_of
+from megatron_burst.megatron.patching.compatibility import require_parameters
 
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
@@ -26,13 +32,6 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
 
     Raises ``RuntimeError`` when one of them is not the function the replacement was written for.
     """
-    from megatron.core import utils
-    from megatron.core.models.common.embeddings import (  # noqa: F401  from-import what we replace
-        rope_utils,
-        rotary_pos_embedding,
-        yarn_rotary_pos_embedding,
-    )
-
     name = "get_batch_on_this_cp_rank"
     found = [(utils, name, batch_slicer(getattr(utils, name), layout))]
     name = "get_thd_batch_on_this_cp_rank"
@@ -190,6 +189,4 @@ def context_group(group: Any = None) -> Any:
     """``group``, or the context-parallel group of this process."""
     if group is not None:
         return group
-    from megatron.core import parallel_state
-
     return parallel_state.get_context_parallel_group()

@@ -18,65 +18,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction as mtp
 
-from megatron_burst.config import BurstConfig
 from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
 from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.checks.config import require_parameters
-from megatron_burst.megatron.checks.problem import Problem, refuse
+from megatron_burst.megatron.checks.lm_head import FLAG
+from megatron_burst.megatron.lm_head import STARTUP
 from megatron_burst.megatron.lm_head.lazy_logits import LazyLogits, MainGrad
 from megatron_burst.megatron.lm_head.mtp import rolled
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_parameters
 
-_FLAG = "--burst-lm-head-loss"
-_STARTUP = "lm_head_startup"
 Bound = tuple[bool, torch.Tensor | None]
-
-
-def check(config: Any, burst: BurstConfig) -> None:
-    """Raise ``ValueError`` if a ``TransformerConfig`` asks for what the fused loss cannot do."""
-    refuse(problems(config, burst))
-
-
-def problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """All that the fused loss cannot do of what a ``TransformerConfig`` asks for."""
-    if burst.lm_head_loss == "off":
-        return
-
-    def get(name: str) -> Any:
-        return getattr(config, name, None)
-
-    for asked, what, flag in (
-        (get("cross_entropy_loss_fusion"), "replaces it", "--cross-entropy-loss-fusion"),
-        (get("defer_embedding_wgrad_compute"),
-         "makes that gradient at once", "--defer-embedding-wgrad-compute"),
-        (get("fp16"), "takes bf16 or fp32", "--fp16"),
-        (get("fp8_output_proj"), "takes bf16 or fp32", "--fp8-output-proj"),
-        (get("overlap_moe_expert_parallel_comm"),
-         "needs GPTModel.forward", "--overlap-moe-expert-parallel-comm"),
-    ):  # fmt: skip
-        if asked:
-            yield Problem(f"{_FLAG} {burst.lm_head_loss} {what}", remove=(flag,))
-    scope = str(get("cuda_graph_scope"))
-    if get("cuda_graph_impl") == "full_iteration" or "full_iteration" in scope:
-        yield Problem(
-            f"{_FLAG} {burst.lm_head_loss} reads a flag of the device in backward: no CUDA graph "
-            "of full iterations"
-        )
-
-
-def startup_line() -> str | None:
-    """What the fused loss of this process's first forward was; None before, or without it."""
-    patches = registry.installed("burst")
-    return patches.notes.get(_STARTUP) if patches else None
 
 
 def patch(patches: registry.PatchSet) -> None:
     """Add to a set of patches what models with a fused loss need."""
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import multi_token_prediction as mtp
-
     setup = LanguageModule.setup_embeddings_and_output_layer
     loss = LanguageModule.compute_language_model_loss
     require_parameters(setup, ["self"], "LanguageModule.setup_embeddings_and_output_layer")
@@ -109,23 +69,20 @@ def _with_lazy_head(original: Callable) -> Callable:
 
 
 def _check_model(model: Any, mode: str) -> None:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
     layer = model.output_layer
     if not isinstance(model, GPTModel):
-        raise translation.error(f"{_FLAG} {mode} knows GPTModel, not {type(model).__name__}")
+        raise translation.error(f"{FLAG} {mode} knows GPTModel, not {type(model).__name__}")
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
         raise translation.error(
-            f"{_FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
+            f"{FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
             f"got {type(layer).__name__}"
         )
     if layer.gather_output:
         raise translation.error(
-            f"{_FLAG} {mode} never gathers logits: build the model with parallel_output=True"
+            f"{FLAG} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise translation.error(f"{_FLAG} {mode} needs the whole rows of the weight on every rank")
+        raise translation.error(f"{FLAG} {mode} needs the whole rows of the weight on every rank")
 
 
 def _binding(original: Callable) -> Callable:
@@ -187,7 +144,7 @@ class LazyHead:
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):
             raise translation.error(
-                f"{_FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp"
+                f"{FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp"
             )
         return LazyLogits(self._forward, self._loss, input_, weight), None
 
@@ -220,8 +177,8 @@ class LazyHead:
 
     def _announce(self, line: str) -> None:
         patches = registry.installed("burst")
-        if patches is not None and _STARTUP not in patches.notes:
-            patches.notes[_STARTUP] = line
+        if patches is not None and STARTUP not in patches.notes:
+            patches.notes[STARTUP] = line
             if torch.distributed.get_rank() == 0:
                 logging.getLogger("megatron_burst").info(line)
 

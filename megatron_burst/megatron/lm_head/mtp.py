@@ -18,17 +18,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import gpt_model
+from megatron.core.transformer import multi_token_prediction as mtp
 
 from megatron_burst.megatron.attention.plan_book import has_plans
-from megatron_burst.megatron.checks.config import require_parameters
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_parameters
 
 
 def patch(patches: registry.PatchSet) -> None:
     """Add to a set of patches what counts tokens over context-parallel groups."""
-    from megatron.core.models.gpt import gpt_model
-    from megatron.core.transformer import multi_token_prediction as mtp
-
     process = getattr(mtp, "process_mtp_loss", None)
     if process is None:  # until 0.16 its lines are in GPTModel
         roll = getattr(gpt_model, "roll_tensor", mtp.roll_tensor)
@@ -43,8 +42,6 @@ def patch(patches: registry.PatchSet) -> None:
 
 def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[torch.Tensor]:
     """A loss mask [b, s] moved on by 1, 2, ... ``times`` tokens; each step communicates."""
-    from megatron.core.transformer import multi_token_prediction as mtp
-
     for _ in range(times):
         mask = mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[
             0

@@ -13,20 +13,20 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_burst import flags
 from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.checks import command_line
-from megatron_burst.megatron.checks.config import require_function
 from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.data import loader_masks
 from megatron_burst.megatron.log import log, speak
+from megatron_burst.megatron.patching.compatibility import require_function
 from megatron_burst.megatron.patching.registry import PatchSet
 from megatron_burst.megatron.training import sft_validation
 
@@ -36,11 +36,6 @@ _SIZES = (
     "hierarchical_context_parallel_sizes", "seq_length", "micro_batch_size",
 )  # fmt: skip
 Configure = Callable[..., Any]
-
-
-def available() -> bool:
-    """Is there a Megatron-LM (`megatron.training`) to import?"""
-    return importlib.util.find_spec("megatron.training") is not None
 
 
 def load() -> None:
@@ -66,8 +61,6 @@ def patch(patches: PatchSet, configure: Configure) -> None:
         patches.replace_function(home, name, wrap(original, patches))
     loader_masks.patch(patches)
     sft_validation.patch(patches)
-    from megatron.core import parallel_state
-
     name = "initialize_model_parallel"
     original = require_function(parallel_state, name, ["context_parallel_size"])
     patches.replace_function(parallel_state, name, _agreeing(original, patches))

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megatron_burst.megatron.attention.plan_book import has_plans
-from megatron_burst.megatron.checks.config import require_function
 from megatron_burst.megatron.data.slicing import context_group
 from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_function
 
 
 def patch(patches: registry.PatchSet) -> None:

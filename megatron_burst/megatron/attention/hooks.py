@@ -1,0 +1,109 @@
+"""Where Megatron builds and recomputes attention: the functions that are replaced for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
+from megatron_burst.megatron.patching import registry
+from megatron_burst.megatron.patching.compatibility import require_parameters
+from megatron_burst.recompute.checkpoint import framed
+
+
+def patch_attention(patches: registry.PatchSet) -> None:
+    stock = _stock_core_attentions()
+    for cls in (Attention, MultiLatentAttention):
+        original = cls.__init__
+        symbol = f"{cls.__name__}.__init__"
+        require_parameters(original, ["config", "submodules", "pg_collection"], symbol)
+        patches.replace(cls, "__init__", _with_burst(original, stock))
+    for cls in stock:
+        require_parameters(
+            cls.__init__,
+            ["config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale",
+             "cp_comm_type", "pg_collection"],
+            f"{cls.__name__}.__init__",
+        )  # fmt: skip
+        require_parameters(
+            cls.forward,
+            ["query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias",
+             "packed_seq_params"],
+            f"{cls.__name__}.forward",
+        )  # fmt: skip
+
+
+def _stock_core_attentions() -> tuple[type, ...]:
+    found = (DotProductAttention, getattr(transformer_engine, "TEDotProductAttention", None))
+    # Without Transformer Engine the second name is missing or a placeholder.
+    return tuple(c for c in found if isinstance(c, type) and hasattr(c, "forward"))
+
+
+def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
+    """Wrap an attention constructor so that it gets our core attention where it should."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        config, submodules = bound.arguments["config"], bound.arguments["submodules"]
+        burst = getattr(config, "burst", None)
+        ours = burst is not None and burst.algorithm != "megatron"
+        if ours and config.context_parallel_size > 1:
+            core = _replaced(submodules.core_attention, stock)
+            bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
+        original(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
+    """Ours for a core attention of Megatron's own, be it a class or a ``ModuleSpec`` of one.
+
+    Raises ``ValueError`` for any other: it would see its own rank's tokens, or split them its way.
+    """
+    module = getattr(core, "module", core)
+    if isinstance(module, type) and issubclass(module, BurstCoreAttention):
+        return core
+    if module not in stock and not isinstance(module, type):
+        raise ValueError(
+            f"the layer spec has no core attention to replace, but {module!r:.100}: layers of "
+            "Transformer Engine, such as those of pretrain_hybrid.py, need it installed; or take "
+            "--context-parallel-algo megatron"
+        )
+    if module not in stock:
+        names = " and ".join(one.__name__ for one in stock)
+        raise ValueError(
+            f"the layer spec has the core attention {getattr(module, '__name__', module)}, and "
+            f"BurstAttention can take the place of {names} only: change the spec, or take "
+            "--context-parallel-algo megatron"
+        )
+    return (
+        BurstCoreAttention
+        if core is module
+        else dataclasses.replace(core, module=BurstCoreAttention)
+    )
+
+
+def patch_recompute(patches: registry.PatchSet) -> None:
+    original = random.checkpoint
+    names = ["function", "distribute_saved_activations"]
+    require_parameters(original, names, "tensor_parallel.checkpoint")
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["function"] = framed(bound.arguments["function"])
+        return original(*bound.args, **bound.kwargs)
+
+    patches.replace_function(random, "checkpoint", checkpoint)

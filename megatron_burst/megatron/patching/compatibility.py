@@ -1,0 +1,61 @@
+"""Is this Megatron the one that the patches were written for?
+
+A patch replaces a function of Megatron, so it relies on that function's parameters. There is no
+newest version: each patch checks the signature of the function it replaces, and the error names
+Megatron's version and the function. Megatron-Core is imported inside the functions, because the
+command line and recipes import this module long before they need Megatron, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+OLDEST = (0, 16)  # of Megatron-Core: no older version was ever tested
+
+
+def check_version() -> None:
+    """Raise ``RuntimeError`` for a Megatron-Core that lacks what every patch stands on.
+
+    There is no newest version: what a patch needs of a function is checked by its signature.
+    """
+    import megatron.core
+
+    version = megatron.core.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise RuntimeError(
+            f"Megatron-Core {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that "
+            "megatron_burst works with; upgrade megatron-core"
+        )
+
+
+def require_parameters(function: Callable, names: Sequence[str], symbol: str) -> None:
+    """Raise ``RuntimeError`` unless ``function`` takes (at least) the parameters ``names``."""
+    import megatron.core
+
+    found = list(inspect.signature(function).parameters)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise RuntimeError(
+            f"Megatron-Core {megatron.core.__version__}: {symbol} takes {found}, without "
+            f"{missing}; this version of megatron_burst does not know it"
+        )
+
+
+def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callable:
+    """The function ``name`` of a module of Megatron, if it takes ``parameters``.
+
+    Raises ``RuntimeError`` naming Megatron's version and the symbol otherwise.
+    """
+    import megatron.core
+
+    symbol = f"{home.__name__.removeprefix('megatron.')}.{name}"
+    found = getattr(home, name, None)
+    if found is None:
+        raise RuntimeError(
+            f"Megatron-Core {megatron.core.__version__} has no {symbol}; this version of "
+            "megatron_burst does not know it"
+        )
+    require_parameters(found, parameters, symbol)
+    return found
