@@ -1,9 +1,9 @@
-"""Seams: the lines that a patched Megatron has, so that nothing of it is replaced at run time.
+"""Seams: decorators in a patched Megatron, so that none of its functions is replaced at run time.
 
 A patched tree (`patches/`) marks each function that this plugin changes with ``@seam``. A seam
-calls its function, until `megatron_burst.megatron.install` puts something around it, and again
-after ``uninstall``. Owns: what a seam is, and the list of places that have one. Must not know:
-Megatron, which imports this module while it is itself being imported, or what goes into a seam.
+calls its function until `megatron_burst.megatron.install` puts a replacement into it, and again
+after ``uninstall``. This module imports nothing of the package or of Megatron, because Megatron
+imports it while it is itself being imported.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ PLACES = (
 
 
 class Seam:
-    """What is inside a seam: the function it marks, and what runs instead of it."""
+    """The state of a seam: the function it marks, and the replacement that runs instead."""
 
     def __init__(self, bare: Callable[..., Any]) -> None:
         self.bare = bare
@@ -76,12 +76,12 @@ class Seam:
 
 
 def seam(function: F) -> F:
-    """`function` itself, until something is put around it."""
+    """``function``, until `install` puts a replacement into the seam."""
     return _made(function)
 
 
 def entrance(function: F, install: Callable[[], object]) -> F:
-    """A seam that calls `install` when it is first called: where flags are declared."""
+    """A seam that calls ``install`` on its first call: the place where flags are declared."""
     return _made(function, install)
 
 
@@ -99,7 +99,7 @@ def _made(function: F, install: Callable[[], object] | None = None) -> F:
 
 
 def inside(function: object) -> Seam | None:
-    """The seam that a function is, or None."""
+    """The state of the seam on a function; None without a seam."""
     return getattr(function, MARKER, None)
 
 
@@ -114,7 +114,7 @@ def definition(tree: ast.Module, name: str) -> ast.FunctionDef | None:
 
 
 def marked(source: str, place: Place) -> bool:
-    """Does this source of the module have the seam at that place?"""
+    """Whether this source of the module has the seam at that place."""
     found = definition(ast.parse(source), place.name)
     names = [ast.unparse(d) for d in found.decorator_list] if found else []
     return names[:1] == [place.decorator]  # outermost, or it would not be what Megatron calls

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On several ranks: torchrun --nproc-per-node N -m megatron_burst recipe NAME ... "
         "Overrides: train.train_iters=100 model.context_parallel_size=8 burst.store=0.3"
     )
-    parser.add_argument("--list", action="store_true", help="list the ready recipes and exit")
+    parser.add_argument("--list", action="store_true", help="list the ready-made recipes and exit")
     parser.add_argument(
         "--print", action="store_true", help="print the recipe after all overrides and exit"
     )
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run without GPUs, for tests: fp32, gloo, Megatron's local layers (slow)",
     )
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a ready recipe, or a recipe of Megatron-Bridge"
+        "name", metavar="NAME", nargs="?", help="a ready-made recipe, or one of Megatron-Bridge"
     )
     parser.add_argument(
         "overrides",
@@ -98,7 +98,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     if arguments.cpu:
-        cpu.settle(recipe)
+        cpu.adapt(recipe)
     choices = layers.choices_of(recipe.model.transformer_layer_spec) | _parsed(ours)
     apply.apply_burst(recipe, **choices)
     omegaconf = _module("training.utils.omegaconf_utils", "megatron.bridge")

@@ -1,19 +1,23 @@
-"""BurstAttention for Megatron: install once, and let flags or `configure` choose it.
+"""BurstAttention for Megatron: install it once, then choose it by flags or with `configure`.
 
-In a script of Megatron-LM, whose command line then has our flags, first of all:
+In a script of Megatron-LM these are the first lines; they add flags to its command line:
 
     import megatron_burst.megatron
     megatron_burst.megatron.install()
 
-In a script of one's own on Megatron-Core:
+In your own script on Megatron-Core:
 
     import megatron_burst as mb, megatron_burst.megatron as burst
     burst.install(layout="zigzag")                       # before the model is built
     burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
 
-Owns: the public names of the integration. `install` changes what Megatron-Core builds, and only
-for configurations that went through `configure` and have more than one context-parallel rank.
-Megatron-Core, which takes seconds to import, is imported when `install` or the class needs it.
+`install` changes only models whose configuration went through `configure` and that have more than
+one context-parallel rank. Importing this package does not import Megatron-Core, which takes
+seconds; `install` does.
+
+Folders: ``attention/`` core attention, process groups, plans; ``data/`` slicing of batches;
+``lm_head/`` LM head and loss; ``training/`` Megatron-LM's training loop; ``checks/`` what is
+refused; ``patching/`` replacing functions of Megatron and restoring them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Lets Megatron-Core run on a machine without a GPU, with gloo: for tests, laptops, debugging.
 
-Owns: the list of CUDA assumptions in Megatron-Core's training path and their CPU stand-ins.
-Must not know: attention, layouts, or anything else this package does.
+Megatron-Core uses CUDA devices, streams, events and generators directly. ``enable()`` maps them to
+the CPU for the whole process: device "cuda" means "cpu", streams and events do nothing, and the
+CUDA generator is the CPU generator. Results are those of the CPU; speed and memory say nothing
+about a GPU. Where CUDA is available ``enable()`` raises, because nothing of this is needed.
 
-Megatron-Core names CUDA devices, streams, events and generators in plain code. ``enable()`` maps
-them to the CPU for the whole process: device "cuda" means "cpu", streams and events do nothing,
-the CUDA generator is the CPU generator. Numbers are what the CPU computes; speed and memory say
-nothing about a GPU. It refuses to run where CUDA is available: nothing of this is needed there.
+Megatron is imported inside the functions: importing this module must not take seconds.
 
     import megatron_burst.megatron.cpu as cpu
     cpu.enable()                                    # before building a model
@@ -49,13 +48,12 @@ def enable() -> None:
             "megatron_burst.megatron.cpu.enable() maps CUDA to the CPU, and this machine has CUDA: "
             "leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES= to debug on the CPU"
         )
-    # Before anything is replaced: Megatron-Core imports torch's compiler, which refuses stand-ins.
+    # Before torch.cuda is replaced: Megatron-Core imports torch's compiler, which needs it intact.
     importlib.import_module("megatron_burst.megatron.attention.core_attention")
     with registry.patching(_NAME) as patches:
         _patch_torch_cuda(patches)
         _enter_everywhere(_CudaMeansCpu(), patches)
-        # Megatron decorates small functions with torch.compile; a debugging run should not need
-        # a C++ compiler, nor wait for it.
+        # Megatron decorates small functions with torch.compile, which needs a C++ compiler.
         torch.compiler.set_stance("force_eager")
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
         _patch_megatron(patches)
@@ -74,7 +72,7 @@ _ANSWERED = frozenset(
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites device arguments of every torch call, and answers for CUDA-only tensor methods."""
+    """Rewrites device arguments of every torch call, and replaces CUDA-only tensor methods."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -97,8 +95,11 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _enter_everywhere(mode: TorchFunctionMode, patches: registry.PatchSet) -> None:
-    """Enter ``mode`` until undone, in backward too: torch leaves modes for the whole of a call to
-    ``torch.autograd.backward``, and Megatron recomputes activations, which means forward, there."""
+    """Enter ``mode`` until undone, in backward too.
+
+    torch leaves all modes during ``torch.autograd.backward``, but Megatron recomputes activations
+    there, and that is a forward pass.
+    """
     mode.__enter__()
     patches.on_undo(lambda: mode.__exit__(None, None, None))
     run_backward = graph._engine_run_backward
@@ -116,7 +117,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _Idle:
-    """A stream or an event on a device that never runs ahead."""
+    """A stream or an event of a device that runs synchronously."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -134,7 +135,7 @@ class _Idle:
 
 
 class _NoTransformerEngine:
-    """A class that nothing is an instance of."""
+    """A class without instances, for ``isinstance(x, TELinear)``."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -146,7 +147,7 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
     get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
     stand_ins = {
         "current_device": lambda: "cpu",
-        "device_count": lambda: 1,  # of this process: Megatron-LM makes no groups without one
+        "device_count": lambda: 1,  # Megatron-LM makes no process groups without a device
         "set_device": _nothing,
         "synchronize": _nothing,
         "empty_cache": _nothing,
@@ -159,7 +160,7 @@ def _patch_torch_cuda(patches: registry.PatchSet) -> None:
         "manual_seed_all": _nothing,
         "get_rng_state": lambda *a, **k: get_state(),
         "set_rng_state": lambda state, *a, **k: set_state(state),
-        # As of a Hopper: Megatron-LM asks before it checks CUDA_DEVICE_MAX_CONNECTIONS.
+        # Like a Hopper: Megatron-LM asks before it checks CUDA_DEVICE_MAX_CONNECTIONS.
         "get_device_capability": lambda *a, **k: (9, 0),
         "get_device_properties": lambda *a, **k: SimpleNamespace(major=9, minor=0, name="CPU"),
         "get_device_name": lambda *a, **k: "CPU",
@@ -194,7 +195,7 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
             patches.replace_function(layers, name, lambda module: False)
 
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """How many tokens each expert gets: Megatron makes numbers only of CUDA tensors."""
+        """Tokens per expert as numbers: Megatron converts only tensors on CUDA."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     patches.replace_function(moe_utils, "maybe_move_tensor_to_cpu", counts)
@@ -225,9 +226,9 @@ def _patch_training(patches: registry.PatchSet) -> None:
         return start(*args, **named | {"allow_no_cuda": True})
 
     patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
-    # It warms CUDA kernels up on random inputs whose shapes depend on the context-parallel size:
-    # with one generator for all devices, weights would depend on it too.
+    # The warm-up draws random inputs whose shapes depend on the context-parallel size. On the CPU
+    # one generator serves all devices, so the weights would depend on that size too.
     patches.replace_function(initialize, "_warmup_jit_function", _nothing)
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        # A wheel has them compiled, and no makefile to compile them with.
+        # A wheel holds the helpers compiled, and no makefile.
         patches.replace_function(utils, "compile_helpers", _nothing)

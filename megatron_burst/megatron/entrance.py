@@ -1,4 +1,4 @@
-"""The seam that a patched Megatron enters the plugin by: where it declares its flags."""
+"""The seam at which a patched Megatron installs the plugin: where it declares its flags."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def entrance(function: F) -> F:
-    """`function` as a seam that installs the plugin when it is first called."""
+    """``function`` as a seam whose first call installs the plugin."""
     return seam.entrance(function, install)

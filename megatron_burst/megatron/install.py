@@ -1,11 +1,12 @@
-"""Installing BurstAttention into Megatron-Core, and choosing it for a model.
+"""Installing BurstAttention into Megatron, and choosing it for a model.
 
-Owns: which functions of Megatron are replaced, and the promise that a run has one layout.
-Must not know: what an attention layer does with its core.
+This module decides which parts of Megatron are replaced, and ensures that a run has one layout:
+Megatron slices batches and caches rotary embeddings before it knows which model will see them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_burst.config import BurstConfig
@@ -14,7 +15,7 @@ from megatron_burst.megatron import training
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import kernel_problems
-from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.patching import patched, registry
 from megatron_burst.megatron.patching.compatibility import check_version
 
@@ -22,16 +23,16 @@ _NAME = "burst"
 
 
 def install(layout: LayoutName | None = None) -> None:
-    """Teach Megatron BurstAttention. Nothing changes until a configuration asks for it.
+    """Make BurstAttention available in Megatron. Nothing changes until a configuration chooses it.
 
-    Without ``layout``, which is what a script of Megatron-LM wants: where `megatron.training` can
-    be imported, its command line gets our flags, and its configurations follow them; the layout is
-    that of the first configuration. With ``layout`` the script calls `configure` by itself, and
-    only Megatron-Core is touched.
+    Without ``layout``, for scripts of Megatron-LM: if `megatron.training` can be imported, its
+    command line gets our flags and its configurations follow them. The first configuration
+    decides the layout. With ``layout``, only Megatron-Core is changed, and the script calls
+    `configure` itself.
 
-    Call before arguments are parsed, models are built and batches are cut. Idempotent; the layout
-    of a run cannot be changed, so another layout is a ``ValueError`` until `uninstall`. Raises
-    ``RuntimeError`` when this Megatron's functions are not those the patches were written for.
+    Call it before arguments are parsed, models are built and batches are cut. Idempotent. Raises
+    ``ValueError`` for a second layout, since a run has one until `uninstall`, and
+    ``RuntimeError`` if a function of this Megatron lacks a parameter that its patch needs.
     """
     if layout is not None:
         BurstConfig(layout=layout)
@@ -50,7 +51,7 @@ def install(layout: LayoutName | None = None) -> None:
             training_hooks.load()  # before `opened` looks for seams
         with registry.patching(_NAME) as patches, patched.opened(patches):
             attention_hooks.patch_attention(patches)
-            slicing_patches(layout or "striped")  # checks signatures while all can be undone
+            slicing_patches(layout or "striped")  # checks signatures, while all can be undone
             attention_hooks.patch_recompute(patches)
             fused_loss.patch(patches)
             mtp.patch(patches)
@@ -58,9 +59,9 @@ def install(layout: LayoutName | None = None) -> None:
             if for_scripts:
                 training_hooks.patch(patches, configure)
             if layout is not None:
-                _settle(patches, layout)
+                _fix_layout(patches, layout)
     elif layout is not None:
-        _settle(present, layout)
+        _fix_layout(present, layout)
     elif training.available() and not present.notes["scripts"]:
         raise ValueError(
             "install(layout=...) was called, and added no flags to Megatron-LM's command line; "
@@ -68,13 +69,13 @@ def install(layout: LayoutName | None = None) -> None:
         )
 
 
-def _settle(patches: registry.PatchSet, layout: str) -> None:
-    """Make ``layout`` that of the run, whose batches and rotary embeddings are cut by it."""
+def _fix_layout(patches: registry.PatchSet, layout: str) -> None:
+    """Fix the layout of the run, and slice batches and rotary embeddings by it from now on."""
     settled = patches.notes.setdefault("layout", layout)
     if settled != layout:
         raise ValueError(
             f"--burst-layout {layout}: layout {settled!r} is installed, and a run has one "
-            "layout; call uninstall() first, and build the model anew"
+            "layout; call uninstall() first, and build the model again"
         )
     if "sliced" not in patches.notes:
         from megatron_burst.megatron.data.slicing import slicing_patches
@@ -86,36 +87,41 @@ def _settle(patches: registry.PatchSet, layout: str) -> None:
 
 
 def uninstall() -> bool:
-    """Put Megatron back as it was; False when nothing was installed.
+    """Restore Megatron's own functions; False if nothing was installed.
 
-    Models built meanwhile keep working; their process groups live as long as they do.
+    Models that were built in between keep working, with their process groups.
     """
     return registry.remove(_NAME)
 
 
 def installed_layout() -> str | None:
-    """The layout of this run: that given to `install`, or of the first `configure`; or None."""
+    """The layout of this run, from `install` or from the first `configure`; None before both."""
     patches = registry.installed(_NAME)
     return patches.notes.get("layout") if patches else None
+
+
+def configuration_problems(
+    config: Any, burst: BurstConfig, seq_length: int | None
+) -> Iterator[Problem]:
+    """All that `configure` refuses of a ``TransformerConfig``; ``seq_length``: global, tokens."""
+    yield from config_problems(config, burst, seq_length)
+    yield from lm_head_problems(config, burst)
+    yield from kernel_problems(burst.kernel)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
     """Choose the attention of models built from a ``TransformerConfig``; returns the config.
 
-    Sets ``config.burst``, which survives copies of the config. With algorithm "megatron", or one
-    context-parallel rank, Megatron's own attention runs. Raises ``ValueError`` naming the flag
-    for everything BurstAttention would not honour; ``seq_length`` (global, tokens) is checked if
-    given.
+    Sets ``config.burst``, which copies of the config keep. With algorithm "megatron", or on one
+    context-parallel rank, Megatron's own attention runs. ``seq_length`` (global, tokens) is
+    checked if given. Raises ``ValueError`` naming the flag of every setting that cannot be
+    honoured.
     """
     patches = registry.installed(_NAME)
     if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
-    refuse([
-        *config_problems(config, burst, seq_length),
-        *lm_head_problems(config, burst),
-        *kernel_problems(burst.kernel),
-    ])  # fmt: skip
+    refuse(configuration_problems(config, burst, seq_length))
     if burst.algorithm != "megatron" or "layout" in patches.notes:
-        _settle(patches, burst.layout)
+        _fix_layout(patches, burst.layout)
     config.burst = burst
     return config

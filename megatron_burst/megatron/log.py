@@ -1,7 +1,4 @@
-"""Our own lines in the log of a training script, whatever level it shows of others'.
-
-Owns: the handler they go through. Must not know: what is said.
-"""
+"""Log lines of this package in a training script, independent of the script's own log level."""
 
 from __future__ import annotations
 
@@ -14,20 +11,23 @@ _NAME = "megatron_burst"
 
 
 class _Handler(logging.Handler):
-    """To whatever is standard output when a line is said."""
+    """Writes to the standard output of the moment, which tests and launchers may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), flush=True)
 
 
 def log(line: str) -> None:
-    """Say it, once per job."""
+    """Log a line, on rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
         logging.getLogger(_NAME).info(line)
 
 
-def speak(patches: PatchSet | None = None) -> None:
-    """Show our lines on standard output, until ``patches`` are removed if given. Idempotent."""
+def show_log(patches: PatchSet | None = None) -> None:
+    """Show this package's log on standard output, until ``patches`` (if given) are removed.
+
+    Idempotent.
+    """
     logger = logging.getLogger(_NAME)
     if any(isinstance(handler, _Handler) for handler in logger.handlers):
         return

@@ -1,12 +1,11 @@
-"""The layer spec of a GPT model with BurstAttention, for whoever takes a function that makes one.
+"""The layer spec (Megatron's description of a model's layers) of a GPT model with BurstAttention.
 
-Owns: the one function that Megatron-LM calls by `--spec megatron_burst.megatron.specs
-burst_layer_spec` (from 0.19 on; before, it takes only specs that are already made, and those cannot
-look at the configuration), and that recipes hold as ``functools.partial(burst_layer_spec,
-base=..., ...)``. Must not know: attention, recipes.
+Megatron-LM calls `burst_layer_spec` for `--spec megatron_burst.megatron.specs burst_layer_spec`.
+That needs 0.19 or newer: older versions take only finished specs, which cannot read the
+configuration. Recipes hold it as ``functools.partial(burst_layer_spec, base=..., ...)``.
 
-A spec is asked for when a model is built, which is after every override of a configuration; so
-choices are settled and checked here and not when they are stated.
+Megatron asks for a spec when it builds a model, after every override of the configuration.
+Therefore choices are completed and checked here, not when they are stated.
 """
 
 from __future__ import annotations
@@ -19,30 +18,37 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.install import configure, install
+from megatron_burst.megatron.checks.model import backend_problems
+from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.install import configuration_problems, configure, install
 from megatron_burst.megatron.patching.compatibility import require_function
 
 
 def burst_layer_spec(
     config: Any, vp_stage: int | None = None, *, base: Any = None, **choices: Any
 ) -> Any:
-    """The layers that the model would have without us, with our attention between ranks.
+    """The layers that the model has anyway, with BurstAttention as their core attention.
 
     config: a ``TransformerConfig``, or a model configuration that holds one as ``.transformer``.
-    base: what makes those layers: a ``ModuleSpec``, a function of (config) or (config, vp_stage),
-    or None for Megatron-LM's default. choices: fields of `BurstConfig`. With none, our flags count
-    where they were added, but for the algorithm "megatron"; otherwise it is `BurstConfig` as it
-    stands. Raises ``ValueError`` for what cannot be honoured.
+    base: those layers, as a ``ModuleSpec`` or as a function of (config) or (config, vp_stage);
+    None for Megatron-LM's default. choices: fields of `BurstConfig`. Without choices the flags of
+    the command line decide, if it has them, and the defaults of `BurstConfig` otherwise; the
+    algorithm "megatron" then becomes the default one, because the spec itself asks for
+    BurstAttention. Raises ``ValueError`` for settings that cannot be honoured.
     """
     transformer = transformer_of(config)
     chosen = None if choices else getattr(transformer, "burst", None)
     if chosen is None:
-        chosen = settled(choices, transformer)
+        chosen = choices_with_layout(choices, transformer)
         install(chosen.layout)
-    if chosen.algorithm == flags.OFF and not choices:  # no flag asks for it; this spec does
+    if chosen.algorithm == flags.OFF and not choices:  # only the flag's default
         chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
-    check_backend(transformer, chosen)
-    configure(transformer, chosen, seq_length=getattr(config, "seq_length", None))
+    length = getattr(config, "seq_length", None)
+    refuse([
+        *backend_problems(transformer, chosen),
+        *configuration_problems(transformer, chosen, length),
+    ])  # fmt: skip
+    configure(transformer, chosen, seq_length=length)
     layers = _layers(base, config, vp_stage)
     if transformer.context_parallel_size > 1 and chosen.algorithm != flags.OFF:
         _check_layers(layers)
@@ -54,22 +60,8 @@ def transformer_of(config: Any) -> Any:
     return getattr(config, "transformer", config)
 
 
-def check_backend(transformer: Any, chosen: BurstConfig) -> None:
-    """Raise ``ValueError`` for the backend that stands for another core attention.
-
-    Builders put Megatron's own unfused attention over whatever a spec names where they see it.
-    """
-    backend = getattr(transformer, "attention_backend", None)
-    split = transformer.context_parallel_size > 1 and chosen.algorithm != flags.OFF
-    if split and getattr(backend, "name", backend) == "local":
-        raise ValueError(
-            "--attention-backend local asks for Megatron's own unfused attention, which "
-            "BurstAttention replaces: leave it unset, or take --context-parallel-algo megatron"
-        )
-
-
-def settled(choices: dict[str, Any], transformer: Any) -> BurstConfig:
-    """The choices of one configuration, with the layout that follows from them."""
+def choices_with_layout(choices: dict[str, Any], transformer: Any) -> BurstConfig:
+    """The choices of one configuration, with the layout that follows from the others."""
     config = BurstConfig(**choices)
     if "layout" in choices:
         return config
@@ -88,10 +80,11 @@ def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def _check_layers(layers: Any) -> None:
-    """Raise ``ValueError`` unless Megatron's own attention is somewhere in a layer spec.
+    """Raise ``ValueError`` unless a layer spec has Megatron's own attention somewhere.
 
-    An empty list of layers is that of a pipeline stage without any.
+    An empty list of layers is legal: a pipeline stage may have none.
     """
+    # Late: recipes import this module before Megatron-Core is needed.
     from megatron.core.transformer.attention import Attention
 
     if getattr(layers, "layer_specs", None) == []:
@@ -107,7 +100,7 @@ def _check_layers(layers: Any) -> None:
 
 
 def _modules(spec: Any) -> Iterator[Any]:
-    """All that is named in a spec, at any depth."""
+    """Everything that a spec names, at any depth."""
     if isinstance(spec, (list, tuple)):
         for one in spec:
             yield from _modules(one)

@@ -1,10 +1,10 @@
-"""BurstAttention for recipes: Megatron-Bridge's, and those of NeMo 2.
+"""BurstAttention for recipes of Megatron-Bridge and of NeMo 2.
 
     from megatron_burst.recipes import apply_burst
 
     cfg = apply_burst(llama3_8b_128k_pretrain_config(), lm_head_loss="single_pass", store=0.5)
 
-Owns: the public names. Nothing of Bridge or NeMo is imported before a recipe of theirs is there.
+Neither Megatron-Bridge nor NeMo is imported before `apply_burst` gets one of their recipes.
 """
 
 from __future__ import annotations

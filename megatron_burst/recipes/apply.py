@@ -1,8 +1,7 @@
 """`apply_burst`: one line that gives a recipe BurstAttention.
 
-Owns: which fields of a recipe change, for each kind of recipe. A recipe states what is wanted, and
-launchers override it afterwards; so what depends on its sizes is checked when it is used
-(`late`), and only names and values are checked here. Must not know: attention.
+Only names and values of its arguments are checked here. Launchers override the sizes of a recipe
+afterwards, so whatever depends on them is checked when the recipe is used (`recipes.validate`).
 """
 
 from __future__ import annotations
@@ -13,34 +12,35 @@ import importlib
 from typing import Any
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.log import log, speak
+from megatron_burst.megatron.log import log, show_log
 from megatron_burst.recipes import validate
-from megatron_burst.recipes.kinds import in_words_of
+from megatron_burst.recipes.kinds import translating
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 
 _NAMES = tuple(f.name for f in dataclasses.fields(BurstConfig) if f.name != "intra_size")
 
 
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
-    """Let a recipe train with BurstAttention; returns the recipe, changed.
+    """Make a recipe train with BurstAttention. Changes the recipe and returns it.
 
     recipe: a ``ConfigContainer`` of Megatron-Bridge, or a ``run.Partial`` of NeMo 2.
-    intra: context-parallel ranks per node, where host names do not say it (`BurstConfig`'s
-    ``intra_size``); choices: its other fields. A second call replaces the first.
+    intra: context-parallel ranks per node, needed only where host names do not tell
+    (``BurstConfig.intra_size``). choices: the other fields of `BurstConfig`. A second call
+    replaces the first.
 
-    Besides the layer spec two settings change where a choice needs it, and are named in the log:
+    Two settings besides the layer spec change if a choice needs it, and the log names them:
     a fused ``lm_head_loss`` turns ``cross_entropy_loss_fusion`` off, and ``store`` turns full
-    recompute on where the recipe recomputes nothing. Overrides may come after; what is then asked
-    for is checked before the first process group is made (in NeMo 2: when the model is built).
+    recompute on if the recipe recomputes nothing. Overrides may follow. The result is checked
+    before the first process group is made (in NeMo 2: when the model is built).
 
-    Raises ``ValueError`` for an unknown choice or value, and for what is not such a recipe.
+    Raises ``ValueError`` for an unknown choice, a wrong value, or an object of another type.
     """
     unknown = sorted(set(choices) - set(_NAMES))
     if unknown:
-        raise ValueError(f"{unknown[0]}: apply_burst knows intra, {', '.join(_NAMES)}")
+        raise ValueError(f"{unknown[0]}: apply_burst takes intra, {', '.join(_NAMES)}")
     if intra is not None:
         choices["intra_size"] = intra
-    with in_words_of(None):
+    with translating(None):
         BurstConfig(**choices)
     if _is_nemo(recipe):
         return _apply_nemo(recipe, choices)
@@ -54,14 +54,14 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
     if any("vision" in name for name in vars(model)):
         raise ValueError(
             f"recipe: {type(model).__name__} is a vision-language model, which shares sequences "
-            "between ranks in its own way; apply_burst knows models of text"
+            "between ranks in its own way; apply_burst supports text models only"
         )
     base, before = model.transformer_layer_spec, {}
     if is_ours(base):
         base, before = base.keywords["base"], base.keywords.get("before", {})
     spec = functools.partial(burst_layer_spec, base=base, **choices)
-    model.transformer_layer_spec = _following(model, choices, before, spec)
-    validate.watch()
+    model.transformer_layer_spec = _adjusted(model, choices, before, spec)
+    validate.hook_into_bridge()
     return recipe
 
 
@@ -71,10 +71,11 @@ _RECOMPUTE = {
 }  # fmt: skip
 
 
-def _following(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
-    """Change what a choice cannot live with, or is nothing without; ``spec`` remembers what was.
+def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
+    """Change the settings that a choice needs changed; returns ``spec`` with their old values.
 
-    before: what an earlier call changed, which is put back first where nobody changed it since.
+    before: old values that an earlier call recorded. They are put back first, except where the
+    user has changed the setting since.
     """
     for name, value in before.items():
         if _get(model, name) == (_UNFUSED | _RECOMPUTE)[name]:
@@ -90,8 +91,8 @@ def _following(model: Any, choices: dict[str, Any], before: dict[str, Any], spec
     was = {name: _get(model, name) for name in wanted}
     for name, value in wanted.items():
         setattr(model, name, value)
-    if was != before:  # or it has been said
-        speak()
+    if was != before:  # an earlier call has logged the same change
+        show_log()
         said = ", ".join(f"{name}={value}" for name, value in wanted.items())
         log(f"the recipe's model now has {said}")
     return functools.partial(spec, before=was)
@@ -102,7 +103,7 @@ def _get(model: Any, name: str) -> Any:
 
 
 def _is_nemo(recipe: Any) -> bool:
-    """Is it a configuration of fiddle, which is what ``run.Partial`` and ``run.Config`` are?"""
+    """Whether it is a configuration of fiddle, as ``run.Partial`` and ``run.Config`` are."""
     return any(cls.__module__.startswith("fiddle.") for cls in type(recipe).__mro__)
 
 
@@ -115,6 +116,6 @@ def _apply_nemo(recipe: Any, choices: dict[str, Any]) -> Any:
     if _is_nemo(base) and base.__fn_or_cls__ is burst_layer_spec:
         base, before = base.base, _get(base, "before") or {}
     spec = functools.partial(burst_layer_spec, base=base, **choices)
-    spec = _following(config, choices, before, spec)
+    spec = _adjusted(config, choices, before, spec)
     config.transformer_layer_spec = run.Partial(spec.func, **spec.keywords)
     return recipe

@@ -1,11 +1,10 @@
 """Lets Megatron-Bridge train a recipe without a GPU, with gloo: for tests and debugging.
 
-Owns: what Bridge assumes beyond Megatron-Core (`megatron_burst.megatron.cpu`), and the settings of
-a recipe that only a GPU can follow. Must not know: attention.
+`megatron_burst.megatron.cpu` handles Megatron-Core; this module handles what Bridge assumes beyond
+it, and replaces the settings of a recipe that need a GPU.
 
-Bridge 0.3 imports Transformer Engine for adapters that this does not run, and there is none for
-CPUs: an empty stand-in is there for as long as that import takes. All else it needs is a package:
-`docs/nemo.md` lists them.
+Bridge 0.3 imports Transformer Engine for adapters that are not run here, and there is no
+Transformer Engine for CPUs. An empty module stands in for it during that import.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron_burst.recipes.layers import is_ours
 _NAME = "recipes on the cpu"
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 _ADAPTERS = "megatron.bridge.peft.lora"
-# Whether there is a Transformer Engine is asked when these are imported, so before the stand-in.
+# These look for Transformer Engine when they are imported, so they come before the stand-in.
 _ASK_FOR_ENGINE = (
     "megatron.core.models.gpt", "megatron.core.transformer.transformer_block",
     "megatron.core.optimizer", "megatron.core.transformer.moe.router",
@@ -61,10 +60,10 @@ def enable() -> None:
 
     with registry.patching(_NAME) as patches:
         patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
-        # It runs CUDA kernels on random inputs whose shapes depend on the context-parallel size:
-        # with one generator for all devices, weights would depend on it too.
+        # The warm-up draws random inputs whose shapes depend on the context-parallel size. On the
+        # CPU one generator serves all devices, so the weights would depend on that size too.
         patches.replace_function(initialize, "_warmup_jit_function", _nothing)
-        # A wheel of megatron-core has them compiled, and no makefile to compile them with.
+        # A wheel of megatron-core holds the helpers compiled, and no makefile.
         patches.replace_function(initialize, "compile_helpers", _nothing)
 
 
@@ -74,8 +73,8 @@ def disable() -> None:
     cpu.disable()
 
 
-def settle(recipe: Any) -> None:
-    """Change a recipe of Bridge so that a CPU can follow it: fp32, gloo, no fused kernels."""
+def adapt(recipe: Any) -> None:
+    """Change a recipe of Bridge so that a CPU can train it: fp32, gloo, no fused kernels."""
     provider = importlib.import_module("megatron.bridge.models.gpt_provider")
     recipe.mixed_precision = None
     recipe.dist.distributed_backend = "gloo"
@@ -105,8 +104,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-class _Nowhere:
-    """Whatever is asked of it is a class that nothing is an instance of."""
+class _EmptyClasses:
+    """Every attribute is a new class, which no object is an instance of."""
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {})
@@ -114,10 +113,10 @@ class _Nowhere:
 
 @contextmanager
 def _stand_in() -> Iterator[None]:
-    """Inside, `import transformer_engine.pytorch` finds names and nothing behind them."""
+    """Inside, `import transformer_engine.pytorch` finds empty modules."""
     package, module = (ModuleType(name) for name in _ENGINE)
     module.Linear = type("Linear", (torch.nn.Module,), {})  # pyright: ignore[reportAttributeAccessIssue]
-    module.ops = _Nowhere()  # pyright: ignore[reportAttributeAccessIssue]
+    module.ops = _EmptyClasses()  # pyright: ignore[reportAttributeAccessIssue]
     package.pytorch = module  # pyright: ignore[reportAttributeAccessIssue]
     sys.modules |= dict(zip(_ENGINE, (package, module), strict=True))
     try:

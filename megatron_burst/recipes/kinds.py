@@ -1,7 +1,7 @@
-"""The three kinds of recipe, and where each keeps what we read and write.
+"""The three kinds of recipe, and what each calls the setting behind a flag.
 
-Owns: how a kind is recognised, and what its users call a setting: errors of this package name
-flags, which no recipe has. Must not know: attention, or what a setting is good for.
+Errors of this package name flags of Megatron-LM. A recipe has settings instead, under paths that
+differ between its kinds, so errors are translated before users of a recipe see them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _STRATEGY = (
 
 
 @dataclass(frozen=True)
-class Form:
-    """One kind of recipe: its name, and where overrides of its settings go."""
+class RecipeKind:
+    """One kind of recipe: its name, and the paths under which its users override settings."""
 
     name: str
     transformer: str
@@ -37,7 +37,7 @@ class Form:
     batch: str
 
     def path(self, flag: str, owner: Any) -> str:
-        """What users of this kind of recipe write for a flag; the flag if they cannot."""
+        """The setting that stands for a flag in this kind of recipe; the flag if there is none."""
         if flag in _FIELDS:
             return _FIELDS[flag]
         setting = _ALIASES.get(flag, flag.removeprefix("--").replace("-", "_"))
@@ -51,30 +51,30 @@ class Form:
         return f"{self.model}.{setting}" if hasattr(owner, name) else flag
 
 
-PROVIDER = Form("a Megatron-Bridge recipe", "model", "model", "model", "train")
-NESTED = Form(
+PROVIDER = RecipeKind("a Megatron-Bridge recipe", "model", "model", "model", "train")
+NESTED = RecipeKind(
     "a Megatron-Bridge recipe", "model.transformer", "model", "model.transformer", "train"
 )
-NEMO = Form("a NeMo 2 recipe", "model.config", "model.config", "trainer.strategy", "data")
+NEMO = RecipeKind("a NeMo 2 recipe", "model.config", "model.config", "trainer.strategy", "data")
 
 
-def form_of(model: Any) -> Form:
+def kind_of(model: Any) -> RecipeKind:
     """The kind of recipe that a model configuration belongs to."""
     if getattr(model, "transformer", None) is not None:
         return NESTED
     return NEMO if type(model).__module__.startswith("nemo.") else PROVIDER
 
 
-def words_of(model: Any, text: str) -> str:
-    """A text about flags as one about the settings of a recipe."""
-    form = form_of(model)
+def translated(model: Any, text: str) -> str:
+    """``text`` with each flag replaced by the setting of the recipe that it stands for."""
+    form = kind_of(model)
     return re.sub(r"--[a-z][a-z0-9-]*", lambda m: form.path(m.group(), model), text)
 
 
 @contextmanager
-def in_words_of(model: Any) -> Iterator[None]:
-    """Inside, a ``ValueError`` about flags becomes one about the settings of a recipe."""
+def translating(model: Any) -> Iterator[None]:
+    """Inside, every ``ValueError`` is raised with its flags replaced by settings of the recipe."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(words_of(model, str(error))) from error
+        raise ValueError(translated(model, str(error))) from error

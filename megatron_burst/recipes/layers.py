@@ -1,7 +1,7 @@
-"""What a recipe holds in place of its layer spec.
+"""The layer spec that `apply_burst` puts into a recipe.
 
-Owns: the function that a recipe's ``transformer_layer_spec`` is a partial of. It is public, of this
-module, and takes plain values, so that a YAML file can name it. Must not know: attention.
+A recipe's ``transformer_layer_spec`` becomes a ``functools.partial`` of `burst_layer_spec`. That
+function is public and takes plain values, so that a YAML file can name it with its arguments.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_burst.megatron import specs
 from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.log import speak
+from megatron_burst.megatron.log import show_log
 from megatron_burst.recipes import packed
-from megatron_burst.recipes.kinds import in_words_of, words_of
+from megatron_burst.recipes.kinds import translated, translating
 
 
 def burst_layer_spec(
@@ -24,21 +24,22 @@ def burst_layer_spec(
     before: dict[str, Any] | None = None,
     **choices: Any,
 ) -> Any:
-    """`megatron_burst.megatron.specs.burst_layer_spec`, with errors in the words of a recipe.
+    """`megatron_burst.megatron.specs.burst_layer_spec`, with errors that name settings of a recipe.
 
-    before: what `apply_burst` found in settings that it changed; only another call reads it.
-    ``choices`` are fields of `BurstConfig`, and win over whatever flags there are.
+    before: the values that settings had before `apply_burst` changed them; another `apply_burst`
+    puts them back, and nothing else reads them. choices: fields of `BurstConfig`; they take
+    precedence over flags.
     """
-    speak()
-    with in_words_of(config):
+    show_log()
+    with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
-    translation.speak_of(functools.partial(words_of, config))
-    packed.serve()
+    translation.translate_with(functools.partial(translated, config))
+    packed.patch_bridge()
     return layers
 
 
 def is_ours(spec: Any) -> bool:
-    """Is a layer spec what `apply_burst` makes?"""
+    """Whether `apply_burst` made this layer spec."""
     return isinstance(spec, functools.partial) and spec.func is burst_layer_spec
 
 
@@ -48,7 +49,7 @@ def fields_of(spec: functools.partial) -> dict[str, Any]:
 
 
 def choices_of(spec: functools.partial) -> dict[str, Any]:
-    """What `apply_burst` was given, as it takes it."""
+    """The arguments that `apply_burst` was called with."""
     choices = fields_of(spec)
     intra = choices.pop("intra_size", None)
     return choices if intra is None else choices | {"intra": intra}

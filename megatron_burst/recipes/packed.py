@@ -1,8 +1,8 @@
 """Packed batches of Megatron-Bridge, cut as the attention expects them.
 
-Owns: the replacement of the one function with which Bridge's training step cuts a packed batch. Its
-own asks Transformer Engine, which knows one layout and documents padded to it. Must not know: how
-positions are shared (`megatron.packed`).
+Bridge's training step cuts a packed batch with one function, which this module replaces. Bridge's
+own calls Transformer Engine, which supports one layout and needs documents padded for it.
+`megatron.data.packed` decides which positions a rank holds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _STEP = "megatron.bridge.training.gpt_step"
 _CUT = "_partition_packed_batch_for_cp"
 
 
-def serve() -> None:
-    """Cut Bridge's packed batches by the layout of the run, if Bridge's step is there. Idempotent.
+def patch_bridge() -> None:
+    """Cut Bridge's packed batches by the layout of the run, if Bridge's step is loaded. Idempotent.
 
-    Raises ``RuntimeError`` when its function is not the one this was written for.
+    Raises ``RuntimeError`` if Bridge's function does not have the expected parameters.
     """
     step = sys.modules.get(_STEP)
     if step is None or registry.installed(_NAME) is not None:
@@ -46,12 +46,12 @@ def _cutting(original: Callable) -> Callable:
     @functools.wraps(original)
     def partition_packed_batch_for_cp(*args: Any, **kwargs: Any) -> dict[str, Any]:
         layout = installed_layout()
-        if layout is None:  # no model of this process asked for us
+        if layout is None:  # no model of this process has BurstAttention
             return original(*args, **kwargs)
         batch = signature.bind(*args, **kwargs).arguments["batch"]
         group = context_group()
         rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
-        documents = _trimmed(batch["cu_seqlens"]), None  # where they start, padding included
+        documents = _trimmed(batch["cu_seqlens"]), None  # where documents start, padding included
         cut = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
         return batch | take(cut, documents, layout, group.size(), group.rank())
 
@@ -59,12 +59,12 @@ def _cutting(original: Callable) -> Callable:
 
 
 def _spans(x: torch.Tensor, rows: list[torch.Tensor]) -> bool:
-    """Is it an entry of one value per token?"""
+    """Whether this entry of a batch has one value per token."""
     return bool(rows) and x.shape == rows[0].shape
 
 
 def _trimmed(lengths: torch.Tensor) -> torch.Tensor:
-    """Cumulative lengths [1, n] without what fills them up to the longest of a batch: -1."""
+    """Cumulative lengths [1, n] without the entries of -1 that pad them to the longest."""
     if lengths.dim() > 1 and lengths.shape[0] != 1:
         raise ValueError(
             "packed sequences need train.micro_batch_size=1, got cu_seqlens of shape "

@@ -1,9 +1,8 @@
-"""Ready recipes: a recipe of Megatron-Bridge, its sizes for a longer sequence, and our override.
+"""Ready-made recipes: recipes of Megatron-Bridge with sizes for long sequences and `apply_burst`.
 
-Owns: which choices go with a model, a length and a cluster, each with its reason. The name says
-model, task, GPUs, hardware and tokens. Model, optimizer, data (random tokens until `dataset.blend`
-is set) and schedule are Bridge's. None of them was ever run on the GPUs in its name: memory is
-reckoned by the table in `docs/nemo.md`. Must not know: what Bridge does with a recipe.
+A name states model, task, GPUs, hardware and tokens; each choice below has its reason beside it.
+Model, optimizer, data (random tokens until `dataset.blend` is set) and learning-rate schedule are
+Bridge's. None of them has been run on the GPUs in its name; `docs/nemo.md` estimates the memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
                      "llama3_8b_pretrain_64gpu_h100_bf16_128k_config")  # fmt: skip
     # TP 4 leaves a GPU 4 GB of weights and 8 GB of gradients; CP 2 is the rest of the node.
     _sizes(recipe, tokens=256 * K, tensor=4, context=2)
-    # 128K logits of a quarter vocabulary would be 16 GiB in float32: they are never made.
-    # store=0.5: half of attention's results are kept, and 3/4 of it is not computed again.
+    # 128K tokens x a quarter of the vocabulary would be 16 GiB of float32 logits; the fused loss
+    # never materializes them. store=0.5 keeps half of attention's results, which saves 3/4 of its
+    # recompute.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -32,12 +32,12 @@ def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
     """Llama 3 8B at 1M tokens on 4 nodes of 8 H100."""
     recipe = _bridge("llama", "llama3_8b_128k_pretrain_config",
                      "llama3_8b_pretrain_64gpu_h100_bf16_128k_config")  # fmt: skip
-    # TP 4, not 8: two ranks per node remain for the ring within it, whose links are the fast ones.
+    # TP 4, not 8, leaves two ranks per node for a ring over the fast links within the node.
     # CP 8 is the rest; between layers a GPU holds 32K tokens, 256 MiB a layer.
     _sizes(recipe, tokens=M, tensor=4, context=8)
-    # Side stays auto: 8 key/value heads for 32 make keys and values the lighter half to send.
-    # store=0.5 (striped, so that what is kept is level over ranks): 3/4 of attention is not
-    # computed again, for 4 GiB. Without lm_head_loss logits alone would be 16 GiB.
+    # Side stays auto: with 8 key/value heads for 32 query heads, sending keys and values in
+    # backward takes fewer bytes. store=0.5 (striped, so that all ranks keep equally much) saves
+    # 3/4 of attention's recompute for 4 GiB. Without lm_head_loss logits would take 16 GiB.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -45,9 +45,9 @@ def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
     """Qwen3 14B at 2M tokens on 8 nodes of 8 H100."""
     recipe = _bridge("qwen", "qwen3_14b_pretrain_config",
                      "qwen3_14b_pretrain_8gpu_h100_bf16_config")  # fmt: skip
-    # The recipe's TP 8 would leave one rank per node, and every hop to the slow links.
+    # The recipe's TP 8 would leave one rank per node, and every hop would take the slow links.
     _sizes(recipe, tokens=2 * M, tensor=4, context=16)
-    # 152K words: logits would be 18 GiB a GPU, several times over in backward.
+    # With a vocabulary of 152K, logits would take 18 GiB per GPU, several times in backward.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -55,10 +55,11 @@ def llama2_7b_pretrain_32gpu_a800_2m() -> Any:
     """Llama 2 7B at 2M tokens on 4 nodes of 8 A800, the setting of the BurstEngine paper."""
     recipe = _bridge("llama", "llama2_7b_pretrain_config",
                      "llama2_7b_pretrain_2gpu_h100_bf16_config")  # fmt: skip
-    # The paper shards weights instead (FSDP); TP 2 halves them here, and CP 16 keeps 4 ranks in
-    # each node's ring.
+    # The paper shards weights with FSDP. Here TP 2 halves them, and CP 16 leaves 4 ranks for the
+    # ring within each node.
     _sizes(recipe, tokens=2 * M, tensor=2, context=16)
-    # As many key/value heads as query heads: the paper's backward, where queries travel.
+    # There are as many key/value heads as query heads, so queries travel in backward, as in the
+    # paper.
     return apply_burst(recipe, side="query", lm_head_loss="single_pass", store=0.5)
 
 
@@ -74,7 +75,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
 
 
 def find(name: str) -> Callable[[], Any]:
-    """A ready recipe, or one of Bridge's own, to which `apply_burst` is then applied as it stands.
+    """A ready-made recipe, or a recipe of Bridge with `apply_burst()` applied to it.
 
     Raises ``ValueError`` for a name that neither has.
     """
@@ -83,14 +84,14 @@ def find(name: str) -> Callable[[], Any]:
     theirs = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
     if not callable(theirs) or not name.endswith("_config"):
         raise ValueError(
-            f"NAME {name}: neither a ready recipe ({', '.join(RECIPES)}) nor a recipe of "
+            f"NAME {name}: neither a ready-made recipe ({', '.join(RECIPES)}) nor a recipe of "
             "Megatron-Bridge (such as llama3_8b_128k_pretrain_config)"
         )
     return lambda: apply_burst(theirs())
 
 
 def _bridge(family: str, *names: str) -> Any:
-    """A recipe of Bridge, by the first of ``names`` that it has: they differ between versions."""
+    """A recipe of Bridge by the first of ``names`` that exists: versions name it differently."""
     module = importlib.import_module(f"megatron.bridge.recipes.{family}")
     recipe = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if recipe is None:
@@ -106,7 +107,7 @@ def _sizes(recipe: Any, *, tokens: int, tensor: int, context: int) -> None:
     model.tensor_model_parallel_size = tensor
     model.sequence_parallel = tensor > 1
     model.context_parallel_size = context
-    # At these lengths attention is nearly all there is, and a pipeline would only add its bubble.
+    # At these lengths attention dominates the time, and a pipeline would only add its bubble.
     model.pipeline_model_parallel_size = 1
     model.pipeline_dtype = None
     recipe.train.micro_batch_size = 1

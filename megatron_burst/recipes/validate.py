@@ -1,31 +1,33 @@
-"""What a recipe of Megatron-Bridge asks for, once all overrides are in.
+"""The check of a recipe of Megatron-Bridge, once all overrides are in.
 
-Owns: the check that runs when Bridge validates a configuration, which is before it makes process
-groups: sizes that do not fit would end there in an assertion that names nothing. All ranks read
-the same configuration, so all raise the same ``ValueError``. Must not know: attention.
+It runs when Bridge validates a configuration, before Bridge makes process groups: sizes that do not
+fit would otherwise end there in an assertion that names no setting. One error has all reasons. All
+ranks read the same configuration, so all raise the same error.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_burst.megatron import specs
-from megatron_burst.megatron.checks.config import check_config
+from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
-from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.checks.model import backend_problems
+from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.install import installed_layout
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import check_version, require_parameters
-from megatron_burst.recipes.kinds import in_words_of
+from megatron_burst.recipes.kinds import translating
 from megatron_burst.recipes.layers import fields_of, is_ours
 
 _NAME = "recipes"
 
 
-def watch() -> None:
-    """Let Bridge's own validation check our recipes too. Idempotent."""
+def hook_into_bridge() -> None:
+    """Make Bridge's ``ConfigContainer.validate`` call `check` first. Idempotent."""
     if registry.installed(_NAME) is not None:
         return
     check_version()
@@ -43,35 +45,38 @@ def watch() -> None:
 
 
 def check(recipe: Any) -> None:
-    """Raise ``ValueError`` naming the setting of a ``ConfigContainer`` that cannot be honoured."""
+    """Raise ``ValueError`` naming each setting of a ``ConfigContainer`` that is refused."""
     model = recipe.model
     spec: Any = getattr(model, "transformer_layer_spec", None)
     transformer = specs.transformer_of(model)
     if not is_ours(spec):
-        return _check_stranger(transformer)
-    with in_words_of(model):
-        burst = specs.settled(fields_of(spec), transformer)
-        check_config(transformer, burst, getattr(model, "seq_length", None))
-        specs.check_backend(transformer, burst)
-        if burst.algorithm != "megatron" and transformer.context_parallel_size > 1:
-            _check_groups(recipe)
-        refuse(lm_head_problems(transformer, burst))
+        return _check_layout_of_others(transformer)
+    with translating(model):
+        burst = specs.choices_with_layout(fields_of(spec), transformer)
+        refuse([
+            *config_problems(transformer, burst, getattr(model, "seq_length", None)),
+            *backend_problems(transformer, burst),
+            *_group_problems(recipe, transformer, burst.algorithm),
+            *lm_head_problems(transformer, burst),
+        ])  # fmt: skip
 
 
-def _check_stranger(transformer: Any) -> None:
-    """A recipe that did not ask for us must not find its batches cut our way."""
+def _check_layout_of_others(transformer: Any) -> None:
+    """Raise ``ValueError`` if batches of a recipe without BurstAttention would be cut by another
+    recipe's layout."""
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
         raise ValueError(
-            f"batches of this process are cut by layout {layout}, which an earlier recipe chose "
-            "and the attention of this one does not know: call megatron_burst.megatron.uninstall() "
-            "before, or apply_burst to this one too"
+            f"an earlier recipe of this process chose layout {layout} for all its batches, and the "
+            "attention of this recipe supports only zigzag: call "
+            "megatron_burst.megatron.uninstall() first, or use apply_burst on this recipe too"
         )
 
 
-def _check_groups(recipe: Any) -> None:
-    if getattr(recipe.dist, "use_decentralized_pg", False):
-        raise ValueError(
+def _group_problems(recipe: Any, transformer: Any, algorithm: str) -> Iterator[Problem]:
+    split = algorithm != "megatron" and transformer.context_parallel_size != 1
+    if split and getattr(recipe.dist, "use_decentralized_pg", False):
+        yield Problem(
             "dist.use_decentralized_pg=True: those groups have no hierarchy of context-parallel "
             "ranks, and were never run with BurstAttention; set dist.use_decentralized_pg=False"
         )

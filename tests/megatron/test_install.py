@@ -155,7 +155,7 @@ class Theirs(DotProductAttention):
 
 @pytest.mark.parametrize("core", [Theirs, ModuleSpec(module=Theirs), IdentityOp])
 def test_a_core_attention_that_is_not_megatrons_is_refused(core):
-    """Or ours would be absent, and nobody told."""
+    """Otherwise our flags would be missing without a message."""
     burst.install("zigzag")
     chosen = burst.configure(config(), mb.BurstConfig())
     parts = dataclasses.replace(

@@ -187,7 +187,7 @@ def test_cross_attention_is_refused():
 def test_old_plans_are_dropped():
     groups = mb.Groups.in_process(intra=1)
     book = plan_book.PlanBook(groups=groups, startup="said")
-    kind = plan_book.Signature(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
+    kind = plan_book.LayerKind(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
     q = k = v = torch.zeros(300, 1, 1, 4)
     packs = [pack_of(300, ends(0, end, 300)) for end in range(1, plan_book.PLANS_KEPT + 2)]
     for pack in packs:

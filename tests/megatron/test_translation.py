@@ -11,7 +11,7 @@ import megatron_burst.megatron as burst
 from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.lm_head import fused_loss
-from megatron_burst.recipes.kinds import words_of
+from megatron_burst.recipes.kinds import translated
 
 MODEL = SimpleNamespace(seq_length=66, context_parallel_size=2, lm_head_loss="off")
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
@@ -45,7 +45,7 @@ def installed():
     [
         (wrong_length, "--seq-length 66 is not divisible by 2 x --context-parallel-size",
          "model.seq_length 66 is not divisible by 2 x model.context_parallel_size"),
-        (not_a_gpt, "--burst-lm-head-loss single_pass knows GPTModel", "lm_head_loss single_pass"),
+        (not_a_gpt, "--burst-lm-head-loss single_pass supports GPT", "lm_head_loss single_pass"),
         (two_packs, "need --micro-batch-size 1", "need train.micro_batch_size 1"),
         # A setting of the data, which recipes of different data call differently.
         (masked_pack, "pass --no-create-attention-mask-in-dataloader",
@@ -55,17 +55,17 @@ def installed():
 def test_errors_name_what_the_user_wrote(installed, wrong, flags, settings):
     with pytest.raises(ValueError, match=f"(?s){flags}"):
         wrong()
-    translation.speak_of(functools.partial(words_of, MODEL))
+    translation.translate_with(functools.partial(translated, MODEL))
     with pytest.raises(ValueError, match=f"(?s)^.*{settings}") as raised:
         wrong()
     assert flags not in str(raised.value) or flags == settings
-    translation.speak_of(None)
+    translation.translate_with(None)
     with pytest.raises(ValueError, match=f"(?s){flags}"):
         wrong()
 
 
 def test_the_next_installation_starts_with_flags(installed):
-    translation.speak_of(functools.partial(words_of, MODEL))
+    translation.translate_with(functools.partial(translated, MODEL))
     burst.uninstall()
     burst.install("striped")
     with pytest.raises(ValueError, match="--seq-length 66"):

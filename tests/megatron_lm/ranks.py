@@ -165,7 +165,7 @@ def run_alone(script, argv):
 
 
 def wait(children, limit):
-    """Exit codes; whoever takes too long is killed (-9)."""
+    """Exit codes; processes that take too long are killed (-9)."""
     codes, end = dict.fromkeys(children), time.monotonic() + limit
     while None in codes.values():
         for child in [child for child, code in codes.items() if code is None]:

@@ -96,8 +96,8 @@ def test_a_second_call_puts_back_what_the_first_changed(llama):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"intra_size": 2}, "intra_size: apply_burst knows intra, algorithm"),
-        ({"stores": 0.5}, "stores: apply_burst knows intra, algorithm"),
+        ({"intra_size": 2}, "intra_size: apply_burst takes intra, algorithm"),
+        ({"stores": 0.5}, "stores: apply_burst takes intra, algorithm"),
         ({"store": 1.5}, "store .* must be a fraction from 0 to 1, got 1.5"),
         ({"layout": "diagonal"}, "layout .* must be one of"),
         ({"intra": "2"}, r"intra_size \(intra\) must be an integer"),
@@ -169,7 +169,7 @@ def test_layers_without_an_attention_to_replace_are_refused(llama):
         (no_attention, "no attention of Megatron's to replace, only Whole.* algorithm megatron"),
     ):
         recipe = llama()
-        cpu.settle(recipe)
+        cpu.adapt(recipe)
         recipe.model.transformer_layer_spec = layers
         apply_burst(recipe)
         recipe.validate()
@@ -185,11 +185,11 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
     from megatron_burst.recipes import apply_burst, cpu
 
     stranger = llama()
-    cpu.settle(stranger)
+    cpu.adapt(stranger)
     apply_burst(llama())  # from now on Bridge's validation asks us
     install("striped")
     try:
-        with pytest.raises(ValueError, match=r"cut by layout striped.*uninstall\(\)"):
+        with pytest.raises(ValueError, match=r"chose layout striped.*uninstall\(\)"):
             stranger.validate()
     finally:
         uninstall()
@@ -232,12 +232,36 @@ def test_bridges_own_validation_names_what_does_not_fit(llama, choices, override
         recipe.validate()
 
 
+def test_all_that_does_not_fit_is_told_at_once(llama):
+    from megatron_burst.recipes import apply_burst
+
+    recipe = overridden(
+        apply_burst(llama(), store=0.5, lm_head_loss="single_pass"),
+        "model.attention_backend=local", "model.attention_dropout=0.1",
+        "dist.use_decentralized_pg=true", "model.recompute_granularity=null",
+        "model.cross_entropy_loss_fusion=true",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^5 settings cannot be honoured:") as raised:
+        recipe.validate()
+    _, *lines = str(raised.value).splitlines()
+    reasons, fixes = [one[4:] for one in lines[:5]], [one.split() for one in lines[5:]]
+    for reason in (
+        "model.attention_backend local asks for", "attention dropout is 0.1",
+        "dist.use_decentralized_pg=True: ", "store 0.5 keeps attention",
+        "lm_head_loss single_pass replaces it",
+    ):  # fmt: skip
+        assert sum(one.startswith(reason) for one in reasons) == 1, reason
+    assert fixes == [
+        ["add:", "model.attention_dropout", "0"], ["remove:", "model.cross_entropy_loss_fusion"],
+    ]  # fmt: skip
+
+
 def test_what_fits_is_validated(llama):
     from megatron_burst.recipes import apply_burst, cpu
 
     ours, theirs = llama(), llama()
     for recipe in (ours, theirs):
-        cpu.settle(recipe)  # or Bridge refuses fused kernels that are not installed
+        cpu.adapt(recipe)  # or Bridge refuses fused kernels that are not installed
     sizes = ["model.hierarchical_context_parallel_sizes=[2,2]"]
     sizes += ["model.recompute_granularity=selective", "model.recompute_modules=null"]
     sizes += ["model.recompute_method=null", "model.recompute_num_layers=null"]
@@ -254,7 +278,7 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
         llama3_8b_128k_pretrain_config(), intra=2, lm_head_loss="single_pass", store=0.5
     )
     monkeypatch.setenv("WORLD_SIZE", "64")  # TP 4 x PP 2 x CP 8
-    cpu.settle(cfg)
+    cpu.adapt(cfg)
     cfg.validate()
     assert cfg.model.recompute_granularity == "full"
 
@@ -265,7 +289,7 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
         ("nonsense", "NAME nonsense: neither a ready recipe (llama3_8b_pretrain_8gpu_h100_256k"),
         ("llama3_8b_64k_pretrain_config +model.x=1", "override +model.x=1: write setting=value"),
         ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
-        ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst knows intra, algorithm"),
+        ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst takes intra, algorithm"),
         ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
         ("llama3_8b_64k_pretrain_config --print", "--print: options come before NAME"),
         ("llama3_8b_64k_pretrain_config burst.layout", "burst.layout: write burst.layout=value"),

@@ -59,7 +59,7 @@ def built(work):
     from megatron_burst.recipes import cpu
 
     recipe = getattr(llama3, work["recipe"])()
-    cpu.settle(recipe)
+    cpu.adapt(recipe)
     if work.get("packed"):
         from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
         from megatron.bridge.training.config import FinetuningDatasetConfig

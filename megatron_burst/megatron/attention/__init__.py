@@ -1,1 +1,1 @@
-"""The attention of a model: Megatron's call, its process groups, its plans."""
+"""Megatron's core attention: the module, its process groups and its plans."""

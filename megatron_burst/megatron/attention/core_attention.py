@@ -1,8 +1,8 @@
-"""BurstAttention as a Megatron-Core core attention: the module between projections.
+"""BurstAttention as Megatron's core attention: the module between the projections of a layer.
 
-Owns: the translation of Megatron's call into one of `mb.attention`, and what that call may ask
-for. Must not know: how plans are shared (`plans`), where groups come from (`groups`), which
-positions a packed batch has (`packed`).
+It turns Megatron's call into one of `mb.attention` and refuses arguments that cannot be honoured.
+`plan_book` shares plans between layers, `groups` makes the process groups, and `data.packed` says
+where the tokens of a packed batch are.
 
 Shape letters: s local sequence, b micro-batch, h query heads, g key/value heads of this
 tensor-parallel rank, d key width, w value width; t local tokens of a packed batch.
@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.attention.groups import context_groups
-from megatron_burst.megatron.attention.plan_book import Signature, plan_book
+from megatron_burst.megatron.attention.plan_book import LayerKind, plan_book
 from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem
@@ -33,20 +33,20 @@ from megatron_burst.megatron.data.loader_masks import documents_expected
 from megatron_burst.megatron.data.packed import Pack
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-# What Megatron calls them when documents are packed.
+# Megatron's names for the same masks when documents are packed.
 _CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
 
 
 class BurstCoreAttention(MegatronModule):
     """Drop-in for ``DotProductAttention`` / ``TEDotProductAttention`` at context-parallel size > 1.
 
-    Built by Megatron's attention layers once `install` and `configure` were called; the
-    constructor takes their keywords. The first module over a context-parallel group makes the
-    groups of its rings, a collective over that group. Honours ``window_size`` and
-    ``window_attn_skip_freq``, and ``softmax_type`` with the parameter ``softmax_offset`` that
-    checkpoints of Megatron's own modules have.
+    Megatron's attention layers build it after `install` and `configure`, with the keywords of its
+    own core attention. The first module over a context-parallel group makes the groups of its
+    rings, which is a collective over that group. Honours ``window_size``,
+    ``window_attn_skip_freq`` and ``softmax_type``, whose parameter ``softmax_offset`` has the name
+    that it has in checkpoints of Megatron's own modules.
 
-    Raises ``ValueError`` for what it cannot honour, on all ranks alike.
+    Raises the same ``ValueError`` on all ranks for settings that it cannot honour.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BurstCoreAttention(MegatronModule):
             raise ValueError(f"attention_type is {attention_type!r}: only self-attention is split")
         for name, value in unknown.items():
             if value is not None:
-                raise ValueError(f"core attention got {name}={value!r}, which it does not know")
+                raise ValueError(f"core attention got the unknown argument {name}={value!r}")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         sizes = config.hierarchical_context_parallel_sizes
@@ -85,13 +85,13 @@ class BurstCoreAttention(MegatronModule):
         self.tp_group = pg_collection.tp
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
-        self._kind = (
+        self._head_sizes = (
             config.num_attention_heads, config.num_query_groups, k_channels, v_channels,
         )  # fmt: skip
         self._layer = max(1, layer_number)
         self._window = layer_window(config, self._layer)
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
-        self.leads = self.book.join(self._signature(attn_mask_type), self._layer)
+        self.leads = self.book.join(self._layer_kind(attn_mask_type), self._layer)
 
     def _add_sink(self, heads: int) -> None:
         """``softmax_offset`` [h]: learnable, zeros ("off-by-one" softmax), or None."""
@@ -136,7 +136,7 @@ class BurstCoreAttention(MegatronModule):
         except ValueError as error:
             self._fail(error)
             raise
-        plan = self.book.plan(self._signature(mask_type), self.leads, query, key, value, pack)
+        plan = self.book.plan(self._layer_kind(mask_type), self.leads, query, key, value, pack)
         out = mb.attention(
             query, key, value, plan=plan, sink=self.softmax_offset, label=self._layer
         )
@@ -145,8 +145,10 @@ class BurstCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """``softmax_offset``, if it is learnable, split over tensor-parallel ranks like the heads:
-        under the name and in the form that Megatron's own modules save it."""
+        """``softmax_offset``, if it is learnable, split over tensor-parallel ranks like the heads.
+
+        Name and form are those of Megatron's own modules, so that checkpoints are interchangeable.
+        """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -173,17 +175,17 @@ class BurstCoreAttention(MegatronModule):
             )
         return pack
 
-    def _signature(self, mask_type: AttnMaskType) -> Signature:
-        return Signature(
+    def _layer_kind(self, mask_type: AttnMaskType) -> LayerKind:
+        return LayerKind(
             burst=self._burst,
             causal=_CAUSAL_PACKED.get(mask_type, True),
             window=self._window,
             softmax_scale=self.softmax_scale,
-            kind=self._kind,
+            head_sizes=self._head_sizes,
         )
 
     def _fail(self, error: ValueError) -> None:
-        """Tell the ranks that were called properly too, if this layer leads."""
+        """Make ranks whose call was right raise the error too, if this layer makes the plans."""
         if self.leads:
             agree(error, self.book.groups.gather)
 
@@ -223,7 +225,7 @@ def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> 
 
 
 def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None] | None:
-    """(left, right) of a sliding-window layer, None standing for no limit; None for a full one.
+    """(left, right) of a layer with a sliding window, None for no limit; None without a window.
 
     A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
     """

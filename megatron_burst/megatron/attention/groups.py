@@ -1,7 +1,4 @@
-"""Process groups: from Megatron's to the grid of BurstAttention.
-
-Owns: which ranks count as one node. Must not know: what the groups are used for.
-"""
+"""From Megatron's process groups to the grid of BurstAttention: which ranks count as a node."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from megatron_burst.megatron.checks.config import check_topology, ulysses_size
 def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
     """The grid of this rank's context-parallel group; collective over that group.
 
-    Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), else runs of
-    ``burst.intra_size`` ranks, else ranks that share a host name. Nodes of one rank are no error,
-    and are said to be none: all of its GPUs are a node's tensor-parallel ranks.
+    Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), otherwise runs of
+    ``burst.intra_size`` ranks, otherwise ranks that share a host name. Nodes of one rank are legal
+    (tensor parallelism then takes all GPUs of a node), and the log says so.
     """
     groups = _grid(pg_collection, sizes, burst)
     if sizes or burst.intra_size is not None:
-        _say_where_nodes_are(pg_collection.cp, groups.topology.per_node)
+        _warn_of_spread_nodes(pg_collection.cp, groups.topology.per_node)
     if groups.topology.per_node == 1 < groups.size and torch.distributed.get_rank() == 0:
         logging.getLogger("megatron_burst").info(
             f"one context-parallel rank per node: no ring within nodes, a flat one over all "
@@ -46,11 +43,11 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) ->
     return mb.Groups.by_host(cp, **heads)
 
 
-def _say_where_nodes_are(cp: Any, per_node: int) -> None:
-    """Say so if what is called a node lies on several hosts; collective over the group.
+def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
+    """Warn if a node of the grid lies on several hosts; collective over the group.
 
-    That need not be wrong, since fast links may join hosts (racks with NVLink between them). Mostly
-    it is a size that forgot tensor parallelism: every exchange within a node then takes slow links.
+    This can be intended: fast links may join hosts, such as NVLink within a rack. More often the
+    size does not account for tensor parallelism, and exchanges within a node take slow links.
     """
     hosts: list[str] = [""] * cp.size()
     torch.distributed.all_gather_object(hosts, socket.gethostname(), group=cp)
@@ -60,7 +57,7 @@ def _say_where_nodes_are(cp: Any, per_node: int) -> None:
 
 
 def node_warning(hosts: list[str], per_node: int) -> str | None:
-    """What to say of context-parallel ranks on these hosts, in their order; None: all is well."""
+    """The warning for context-parallel ranks on these hosts, in rank order; None without one."""
     nodes = [hosts[i : i + per_node] for i in range(0, len(hosts), per_node)]
     if all(len(set(node)) == 1 for node in nodes):
         return None
@@ -76,13 +73,13 @@ def node_warning(hosts: list[str], per_node: int) -> str | None:
 
 
 def _hierarchical(pg_collection: Any) -> list[Any]:
-    # Asked for only when the configuration names sizes: Megatron keeps the groups of an earlier
-    # initialize_model_parallel after destroy_model_parallel.
+    # Called only when the configuration names sizes: destroy_model_parallel leaves the groups of an
+    # earlier initialize_model_parallel behind.
     levels = getattr(pg_collection, "hcp", None)
     if levels is None and pg_collection.cp is parallel_state.get_context_parallel_group(
         check_initialized=False
     ):
-        # The collection that Attention makes for itself has only tp and cp.
+        # A collection that Attention makes itself has only tp and cp.
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
     if not levels:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where Megatron builds and recomputes attention: the functions that are replaced for it."""
+"""Replacements of the functions with which Megatron builds and recomputes attention."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_burst.recompute.checkpoint import framed
 
 
 def patch_attention(patches: registry.PatchSet) -> None:
+    """Add to a set of patches what puts our core attention into attention layers."""
     stock = _stock_core_attentions()
     for cls in (Attention, MultiLatentAttention):
         original = cls.__init__
@@ -49,7 +50,7 @@ def _stock_core_attentions() -> tuple[type, ...]:
 
 
 def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
-    """Wrap an attention constructor so that it gets our core attention where it should."""
+    """Wrap an attention constructor so that models with BurstAttention get our core attention."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -67,9 +68,10 @@ def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
-    """Ours for a core attention of Megatron's own, be it a class or a ``ModuleSpec`` of one.
+    """Our core attention in place of Megatron's own, given as a class or as its ``ModuleSpec``.
 
-    Raises ``ValueError`` for any other: it would see its own rank's tokens, or split them its way.
+    Raises ``ValueError`` for any other core attention: it would see only the tokens of its rank, or
+    split them in its own way.
     """
     module = getattr(core, "module", core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
@@ -95,6 +97,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 
 def patch_recompute(patches: registry.PatchSet) -> None:
+    """Add to a set of patches what lets recomputation use the attention store."""
     original = random.checkpoint
     names = ["function", "distribute_saved_activations"]
     require_parameters(original, names, "tensor_parallel.checkpoint")

@@ -1,19 +1,20 @@
-"""Plans and process groups shared by the attention layers of a model.
+"""The plan book: plans and process groups that the attention layers of a model share.
 
-Owns: when a plan is made, and by which layer. Making a plan is a collective of the
-context-parallel group (ranks compare what they are about to do), so it must never be entered by
-some ranks only. The rule: layers are grouped by what is known when they are built; in each group
-the lowest layer of this rank, the leader, makes the plan on every forward, whatever it has made
-before, so that ranks that were called differently all get the same ValueError. The others only
-look up what a leader has made. This holds with several micro-batches in flight and with
-recomputation, where layers run again in another order: plans are made as if everything needed a
-gradient, so one plan serves both passes. Little is lost by it: q, k and v mostly come from one
-projection and need gradients together, and where none does there is no backward. Packed batches
-have a plan for each pack; the last `PLANS_KEPT` are kept, by order of use, which is the same on all
-ranks. What algorithm "auto" chose for the first plan of a kind of layer and its shapes holds for
-all later ones, whatever documents they hold: the groups, and whether ranks share heads, were
-settled before any shape was known.
-Must not know: Megatron configurations.
+Making a plan is a collective of the context-parallel group, because ranks compare what they are
+about to do. Either all ranks make a plan or none does, by this rule:
+
+- Layers are grouped by their `LayerKind`, which is known when they are built and the same on all
+  ranks. In each group the lowest layer of this rank, the leader, makes the plan.
+- The leader makes it in every forward, even if it made the same plan before, so that all ranks
+  raise the same error if some were called differently. Other layers look the plan up.
+- Every plan assumes that q, k and v need gradients. One plan then serves forward and recompute,
+  in which layers run in another order, also with several micro-batches in flight. This costs
+  little: q, k and v mostly come from one projection and need gradients together.
+- Packed batches have one plan per pack. The last `PLANS_KEPT` plans are kept, in the order of use,
+  which is the same on all ranks.
+- What algorithm "auto" chooses for the first plan of a kind of layer and its shapes holds for all
+  later ones, whatever documents they have: the process groups, and whether ranks share heads, were
+  decided before any shape was known.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from megatron_burst.megatron.data.packed import Pack, pack_of
 from megatron_burst.megatron.patching import registry
 from megatron_burst.options import AttentionKeywords
 
-PLANS_KEPT = 256  # more than packed micro-batches in flight times kinds of layers
+PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 
 @dataclass(frozen=True)
-class Signature:
-    """What is known of an attention layer when it is built, the same on all ranks."""
+class LayerKind:
+    """What is known about an attention layer when it is built; the same on all ranks."""
 
     burst: mb.BurstConfig
     causal: bool
     window: tuple[int | None, int | None] | None  # left and right, None for no limit
     softmax_scale: float | None
-    kind: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
+    head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
 
     def mask(self, pack: Pack | None) -> mb.masks.Mask:
-        """What the queries of such a layer see."""
+        """The mask of such a layer, for one sequence or for the documents of a pack."""
         mask = mb.masks.Causal() if self.causal else mb.masks.Full()
         if self.window is not None:
             mask = mask & mb.masks.Window(*self.window)
@@ -59,26 +60,26 @@ class PlanBook:
 
     groups: mb.Groups
     startup: str | None = None
-    _lowest: dict[Signature, int] = field(default_factory=dict)
+    _lowest: dict[LayerKind, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     _packs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
-    def join(self, signature: Signature, layer_number: int) -> bool:
-        """Register a layer; True if it leads.
+    def join(self, kind: LayerKind, layer_number: int) -> bool:
+        """Register a layer; True if it is the leader of its kind.
 
-        A rebuilt layer with the leader's number leads too: who leads depends on the order of
-        construction alone, never on when old models are garbage-collected.
+        A rebuilt layer with the leader's number leads too. Thus leadership depends only on the
+        order of construction, never on when old models are garbage-collected.
         """
-        lowest = min(layer_number, self._lowest.get(signature, layer_number))
-        self._lowest[signature] = lowest
+        lowest = min(layer_number, self._lowest.get(kind, layer_number))
+        self._lowest[kind] = lowest
         return layer_number == lowest
 
-    def plan(self, signature: Signature, leads: bool, q, k, v, pack: Pack | None = None) -> mb.Plan:
+    def plan(self, kind: LayerKind, leads: bool, q, k, v, pack: Pack | None = None) -> mb.Plan:
         """The plan for these tensors; a collective if ``leads``, a look-up otherwise."""
-        key = (signature, pack, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
+        key = (kind, pack, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
         if leads:
-            self._plans[key] = self._prepare(signature, q, k, v, pack)
+            self._plans[key] = self._prepare(kind, q, k, v, pack)
         elif key not in self._plans:
             raise ValueError(
                 "this layer got tensors that the lowest layer of its kind on this rank never saw, "
@@ -95,7 +96,7 @@ class PlanBook:
     def pack(self, total: int, params: Any) -> Pack:
         """The documents of a ``PackedSeqParams``; read from the device once per batch.
 
-        Raises ``ValueError`` for what self-attention over one pack cannot mean.
+        Raises ``ValueError`` for parameters that do not describe self-attention over one pack.
         """
         lengths, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
         if lengths is None:
@@ -108,13 +109,13 @@ class PlanBook:
             self._packs[lengths] = known
         return known[2]
 
-    def _prepare(self, signature: Signature, q, k, v, pack: Pack | None) -> mb.Plan:
-        kind = signature, *(t.shape for t in (q, k, v))
-        keywords = signature.burst.keywords()
-        keywords |= self._chosen.get(kind, {})
-        keywords["mask"], keywords["softmax_scale"] = signature.mask(pack), signature.softmax_scale
+    def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None) -> mb.Plan:
+        known = kind, *(t.shape for t in (q, k, v))
+        keywords = kind.burst.keywords()
+        keywords |= self._chosen.get(known, {})
+        keywords["mask"], keywords["softmax_scale"] = kind.mask(pack), kind.softmax_scale
         if pack is not None:
-            keywords["layout"] = pack.layout(signature.burst.layout, self.groups.size)
+            keywords["layout"] = pack.layout(kind.burst.layout, self.groups.size)
         plan = mb.prepare(
             q,
             k,
@@ -124,7 +125,7 @@ class PlanBook:
             **keywords,
         )
         if plan.choice is not None:
-            self._chosen[kind] = plan.choice.call
+            self._chosen[known] = plan.choice.call
         if self.startup is None:
             self.startup = plan.describe()
             if torch.distributed.get_rank() == 0:
@@ -153,14 +154,14 @@ def startup_line() -> str | None:
     return None
 
 
-def has_plans(group: Any) -> bool:
-    """Does a model of this process split its attention over this context-parallel group?"""
+def splits_attention(group: Any) -> bool:
+    """Whether a model of this process splits its attention over this context-parallel group."""
     return any(one is group for one, _ in _books())
 
 
 def plan_book(group: Any, key: tuple, make_groups: Callable[[], mb.Groups]) -> PlanBook:
     """The book of a context-parallel group and a topology; made, and kept until `uninstall`."""
-    # The entry holds the group itself, so no later group can be mistaken for it.
+    # The key holds the group itself, so no later group can have the same identity.
     books = _books()
     if (group, key) not in books:
         books[group, key] = PlanBook(make_groups())

@@ -1,1 +1,1 @@
-"""What of a configuration or command line cannot be honoured, and how users are told."""
+"""Settings that cannot be honoured: how they are found and how they are reported."""

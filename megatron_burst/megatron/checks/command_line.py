@@ -1,8 +1,8 @@
-"""What a Megatron-LM run asks for that cannot be honoured, found when its arguments are parsed.
+"""Problems of a Megatron-LM command line, found when its arguments are parsed.
 
-Owns: the problems that only a command line has (the number of ranks, packed batches, a yaml
-file), and how parsed arguments are read like a ``TransformerConfig``, so that one error has
-them all before anything is built. Must not know: patches, processes, tensors.
+Some problems only a command line has: the number of ranks, packed batches, a yaml file. The others
+are found by reading parsed arguments like a ``TransformerConfig``. One error reports all of them
+before anything is built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _INTERLEAVED = (
 
 
 def settings_of(args: Any) -> SimpleNamespace:
-    """Parsed arguments under the names of a ``TransformerConfig``; a yaml file has sections."""
+    """Parsed arguments under the names of a ``TransformerConfig``.
+
+    With a yaml file the arguments have sections, whose entries are read like the others.
+    """
     sections = (getattr(args, name, None) for name in ("language_model", "model_parallel"))
     found = {k: x for section in sections if section is not None for k, x in vars(section).items()}
     found |= vars(args)
@@ -45,13 +48,13 @@ def settings_of(args: Any) -> SimpleNamespace:
 
 
 def takes_over(args: Any) -> bool:
-    """Will BurstAttention run, as settled arguments ask?"""
+    """Whether BurstAttention will run with these arguments (completed by `flags.settle`)."""
     cp = settings_of(args).context_parallel_size
     return args.context_parallel_algo != flags.OFF and type(cp) is int and cp > 1
 
 
 def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
-    """What ``--cpu`` cannot stand in for."""
+    """Features that need a GPU, for which ``--cpu`` has no replacement."""
     for name, what in (
         ("use_torch_fsdp2", "shards a model for CUDA devices"),
         ("use_megatron_fsdp", "shards a model for CUDA devices"),
@@ -68,7 +71,7 @@ def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
 
 
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
-    """All that cannot be honoured of settled arguments; ``argv``: what the user gave."""
+    """All problems of arguments completed by `flags.settle`; argv: the command line as given."""
     settings = settings_of(args)
     if registry.installed("cpu"):
         yield from _without_cuda(settings)
@@ -99,8 +102,10 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
 
 
 def run_problems(settings: Any, engine: bool) -> Iterator[Problem]:
-    """What neither a configuration nor the number of ranks tells; ``engine``: is there
-    Transformer Engine?"""
+    """Problems of documents and of hybrid models.
+
+    engine: whether Transformer Engine is installed.
+    """
     yield from _packed(settings)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
@@ -143,7 +148,7 @@ def _asks(settings: Any, flag: str) -> Any:
 
 
 def _packed(settings: Any) -> Iterator[Problem]:
-    """What packed batches do not work with."""
+    """Settings that do not work with packed batches."""
     asked = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
     if not asked:
         return
@@ -158,14 +163,14 @@ def _packed(settings: Any) -> Iterator[Problem]:
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
     if rope and getattr(settings, "apply_rope_fusion", False) and asked[0] != "--sft":
         yield Problem(
-            f"{asked[0]} with fused rope, which knows only documents of multiples of 2 x "
+            f"{asked[0]} with fused rope, which supports only documents of multiples of 2 x "
             "--context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 
 
 def _documents(settings: Any) -> Iterator[Problem]:
-    """What keeps ``--reset-attention-mask`` from becoming documents."""
+    """Settings with which ``--reset-attention-mask`` cannot be turned into documents."""
     rows = getattr(settings, "micro_batch_size", None)
     if not hasattr(settings, "dataloader_inter_document_masking"):
         yield Problem(
@@ -205,12 +210,12 @@ def _hybrid(settings: Any) -> Iterator[Problem]:
 
 
 def idle(args: Any, argv: list[str]) -> str | None:
-    """What to say of settled arguments whose flags nothing follows."""
+    """A line about flags that have no effect, if these arguments have some."""
     asked = f"--context-parallel-algo {args.context_parallel_algo}"
     if args.context_parallel_algo == flags.OFF:
         alone = [name for name in flags.given(argv) if name not in flags.ALONE]
         if alone:
-            return f"{', '.join(alone)} without --context-parallel-algo burst: nothing follows them"
+            return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
         return f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs"
     return None

@@ -1,9 +1,7 @@
-"""What this integration refuses, each with the flag to change.
+"""Problems of a ``TransformerConfig`` that depend on the sizes of a run.
 
-Owns: the list of Megatron settings that BurstAttention does not honour, as problems that are told
-all at once, and the check that a Megatron function still has the signature a patch was written for.
-Must not know: processes or tensors; every rank reads the same configuration, so every rank raises
-the same error.
+Nothing here looks at processes or tensors: every rank reads the same configuration, so every rank
+raises the same error.
 """
 
 from __future__ import annotations
@@ -21,16 +19,17 @@ SIZES = "--hierarchical-context-parallel-sizes"
 
 
 def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
-    """Raise ``ValueError`` if a ``TransformerConfig`` asks for what BurstAttention cannot do."""
+    """Raise ``ValueError`` if BurstAttention cannot honour a ``TransformerConfig``."""
     refuse(config_problems(config, burst, seq_length))
 
 
 def config_problems(
     config: Any, burst: BurstConfig, seq_length: int | None = None
 ) -> Iterator[Problem]:
-    """All that BurstAttention cannot do of what a ``TransformerConfig`` asks for.
+    """All settings of a ``TransformerConfig`` that BurstAttention cannot honour.
 
-    config: that, or whatever has attributes of the same names; ``seq_length``: global, tokens.
+    config: a ``TransformerConfig``, or any object with attributes of the same names;
+    seq_length: global, in tokens.
     """
     cp = config.context_parallel_size
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
@@ -51,7 +50,7 @@ def config_problems(
         if burst.layout != "zigzag":
             yield Problem(
                 f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
-                "own attention knows only zigzag; leave the layout out, or take "
+                "own attention supports only zigzag; leave the layout out, or take "
                 "--context-parallel-algo burst"
             )
         return
@@ -69,7 +68,7 @@ def config_problems(
 
 
 def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
-    """Unless ``cp`` ranks can hold two equal pieces of a sequence each."""
+    """Unless ``cp`` ranks can each hold two equal pieces of a sequence."""
     if seq_length % (2 * cp):
         yield Problem(
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
@@ -78,7 +77,7 @@ def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
 
 
 def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless ranks that share heads leave rings of equal nodes."""
+    """Unless the ranks that share heads leave rings with equally many ranks per node."""
     size = ulysses_size(burst, cp)
     if size == 1 or intra is None:
         return
@@ -89,7 +88,7 @@ def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Itera
 
 
 def _store_problems(config: Any, store: float) -> Iterator[Problem]:
-    """Unless something recomputes attention, by calls that can be framed."""
+    """Unless Megatron recomputes attention, in a way that the store can intercept."""
 
     def get(name: str) -> Any:
         return getattr(config, name, None)
@@ -108,24 +107,27 @@ def _store_problems(config: Any, store: float) -> Iterator[Problem]:
             f"add --recompute-granularity full or --recompute-activations, or leave {flag} out"
         )
     if get("fp8") or get("fp4"):
-        yield Problem(f"{flag}: recompute in fp8 goes another way", remove=("--fp8-format",))
+        yield Problem(
+            f"{flag}: fp8 layers are recomputed by Transformer Engine, past the store",
+            remove=("--fp8-format",),
+        )
     graphs = get("cuda_graph_impl")
     if get("enable_cuda_graph") or get("external_cuda_graph") or graphs not in (None, "none"):
         yield Problem(f"{flag}: CUDA graphs replay without Python; turn them off")
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:
-    """Raise ``ValueError`` unless the two ways to say ranks per node fit ``cp`` and each other."""
+    """Raise ``ValueError`` unless ``sizes`` and ``intra_size`` fit ``cp`` and each other."""
     refuse(topology_problems(cp, sizes, intra_size))
 
 
 def topology_problems(
     cp: int, sizes: Sequence[int] | None, intra_size: int | None
 ) -> Iterator[Problem]:
-    """What of the two ways to say ranks per node does not fit ``cp``, or each other."""
+    """What does not fit of the two ways to state ranks per node: to ``cp``, or to each other."""
     if sizes and len(sizes) != 2:
         yield Problem(
-            f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention knows two: ranks per "
+            f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention takes two: ranks per "
             "node, then nodes"
         )
     if intra_size is not None and cp % intra_size:
@@ -141,7 +143,7 @@ def topology_problems(
 
 
 def ulysses_size(burst: BurstConfig, cp: int) -> int:
-    """How many of ``cp`` ranks share the heads of the same rows; 1 for a plain ring."""
+    """How many of ``cp`` ranks share the heads of the same rows; 1 for a ring of all ranks."""
     if burst.algorithm == "ulysses":
         if burst.ulysses_size not in (None, cp):
             refuse([Problem(
@@ -158,7 +160,7 @@ def ulysses_size(burst: BurstConfig, cp: int) -> int:
 
 
 def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless the ranks that share heads can, of those of a tensor-parallel rank."""
+    """Unless the heads of a tensor-parallel rank can be shared by that many ranks."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
     try:
@@ -166,7 +168,7 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     except Refused as error:
         yield from error.problems
         return
-    if size == 1 or heads is None:  # read later, from a description of the layers
+    if size == 1 or heads is None:  # a yaml file or a layer spec gives the heads later
         return
     heads, kv_heads = heads // tp, max(1, (groups or heads) // tp)
     if _shared(size, cp, heads, kv_heads):
@@ -192,5 +194,8 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
-    """Can ``size`` ranks share these heads, in whole ones? Key/value heads may be repeated."""
+    """Whether ``size`` ranks can share these heads without splitting one.
+
+    Key/value heads may be repeated.
+    """
     return not (cp % size or heads % size or (kv_heads % size and size % kv_heads))

@@ -1,4 +1,4 @@
-"""Which settings of a model the fused LM head and loss cannot honour."""
+"""Problems of a model's settings with the fused LM head and loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLAG = "--burst-lm-head-loss"
 
 
 def lm_head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """All that the fused loss cannot do of what a ``TransformerConfig`` asks for."""
+    """All settings of a ``TransformerConfig`` that the fused loss cannot honour."""
     if burst.lm_head_loss == "off":
         return
 

@@ -1,7 +1,6 @@
-"""What BurstAttention does not do of what an attention layer may be asked for.
+"""Problems of a model's settings that do not depend on the sizes of a run, and of local attention.
 
-Owns: the list of a model's settings that are refused, whatever the sizes of a run are, and which
-local attention a machine can run. Must not know: ranks, groups, how problems are told.
+Each function yields the problems that it finds.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import flash_packages
 from megatron_burst.megatron.checks.problem import Problem
 
@@ -34,8 +34,8 @@ def _window_problems(size: Any) -> Iterator[Problem]:
         )
 
 
-# Fields of a TransformerConfig that ask for what there is not, and what to remove.
-_ABSENT = (
+# Fields of a TransformerConfig for features that do not exist here, the reason, the flag to remove.
+_UNSUPPORTED = (
     (("qk_clip",), "maximum attention logits are not recorded", "--qk-clip"),
     (("apply_query_key_layer_scaling",), "query-key layer scaling is not supported",
      "--apply-query-key-layer-scaling"),
@@ -47,7 +47,7 @@ _ABSENT = (
 
 
 def model_problems(config: Any) -> Iterator[Problem]:
-    """What layers of that ``TransformerConfig`` would do, and BurstAttention does not."""
+    """Features of the layers of a ``TransformerConfig`` that BurstAttention lacks."""
 
     def get(name: str, default: Any = None) -> Any:
         return getattr(config, name, default)
@@ -57,13 +57,13 @@ def model_problems(config: Any) -> Iterator[Problem]:
     yield from _window_problems(get("window_size"))
     if get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
         yield Problem(
-            f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are known"
+            f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are supported"
         )
     if get("attn_logit_softcapping"):
         yield Problem(
             "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
         )
-    for names, reason, flag in _ABSENT:
+    for names, reason, flag in _UNSUPPORTED:
         if any(get(name) for name in names):
             yield Problem(f"{flag}: {reason}", remove=(flag,))
     heads, groups = get("num_attention_heads"), get("num_query_groups")
@@ -72,14 +72,14 @@ def model_problems(config: Any) -> Iterator[Problem]:
 
 
 def dropout_problem(share: float) -> Problem:
-    """Attention weights that are dropped with probability ``share``."""
+    """Attention dropout with probability ``share``."""
     return Problem(
         f"attention dropout is {share}, and BurstAttention has none", add=("--attention-dropout 0",)
     )
 
 
 def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
-    """Code of Megatron that slices or shifts the sequence for itself, assuming zigzag."""
+    """Features for which Megatron slices or shifts the sequence itself, assuming zigzag."""
 
     def get(name: str) -> Any:
         return getattr(config, name, None)
@@ -101,8 +101,22 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
                       add=("--no-rope-fusion",))  # fmt: skip
 
 
+def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless the attention backend leaves the core attention of a layer spec in place.
+
+    With ``local``, builders put Megatron's unfused attention over the one that a spec names.
+    """
+    backend = getattr(config, "attention_backend", None)
+    split = config.context_parallel_size != 1 and burst.algorithm != "megatron"
+    if split and getattr(backend, "name", backend) == "local":
+        yield Problem(
+            "--attention-backend local asks for Megatron's own unfused attention, which "
+            "BurstAttention replaces: leave it unset, or take --context-parallel-algo megatron"
+        )
+
+
 def kernel_problems(name: str) -> Iterator[Problem]:
-    """Unless this machine can run that local attention."""
+    """Unless this machine can run the local attention ``name``."""
     if name in flash_packages.PACKAGES:
         try:
             flash_packages.load(name)
@@ -111,6 +125,6 @@ def kernel_problems(name: str) -> Iterator[Problem]:
             return
     if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
         yield Problem(
-            f"--burst-kernel {name} is one of CUDA, which this machine does not have",
+            f"--burst-kernel {name} needs CUDA, which this machine does not have",
             add=("--burst-kernel auto",),
         )

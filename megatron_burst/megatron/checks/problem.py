@@ -1,6 +1,6 @@
-"""A setting that cannot be honoured, and the one error for all that a run has.
+"""A problem (a setting that cannot be honoured), and one error that reports all problems of a run.
 
-Owns: how problems are told, ready to paste. Must not know: which settings there are.
+The error ends in the flags to add and to remove, ready to be pasted into a command.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """What was asked for and why it cannot be, with the flags that settle it.
+    """A setting that cannot be honoured, why, and the flags that fix it.
 
-    reason: one line. add: flags with their values, to be added or to replace what was given;
-    remove: names of flags to leave out. Where no flag settles it, ``reason`` says what to do.
+    reason: one line; it says what to do if no flag fixes the problem. add: flags with values, to
+    add or to use instead of those given. remove: names of flags to leave out.
     """
 
     reason: str
@@ -28,22 +28,22 @@ class Problem:
 
 
 class Refused(ValueError):
-    """The problems of a run, all of them; ``problems`` has them one by one."""
+    """The error for all problems of a run; ``problems`` has them one by one."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
-        super().__init__(told(self.problems))
+        super().__init__(report(self.problems))
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise `Refused`, a ``ValueError``, if there are any."""
+    """Raise `Refused`, a ``ValueError``, if there are problems."""
     found = list(problems)
     if found:
         raise Refused(found)
 
 
-def told(problems: tuple[Problem, ...]) -> str:
-    """A line for one problem; for several a block that ends in the flags to add and to remove."""
+def report(problems: tuple[Problem, ...]) -> str:
+    """One line for one problem; for several, a block that ends in the flags to add and remove."""
     if len(problems) == 1:
         return str(problems[0])
     lines = [f"{len(problems)} settings cannot be honoured:"]

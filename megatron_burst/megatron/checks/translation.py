@@ -1,7 +1,7 @@
-"""Errors that come after a configuration was checked, in the words of those who wrote it.
+"""Errors of building and training a model, translated for users of recipes.
 
-Scripts have flags, recipes have settings. Owns: which of the two a model of this process was built
-from. What is found wrong while it is built or trained is told by `error`. Must not know: recipes.
+Error messages name flags of Megatron-LM. A recipe has settings instead, so it registers a function
+that translates messages; `user_error` applies it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from megatron_burst.megatron.patching import registry
 
-_WORDS = "words"
+_TRANSLATE = "translate errors"
 
 
-def speak_of(words: Callable[[str], str] | None) -> None:
-    """From now on, until `uninstall`, tell errors as ``words(text about flags)``; None as is."""
+def translate_with(translate: Callable[[str], str] | None) -> None:
+    """Apply ``translate`` to all messages until `uninstall`; None leaves them as they are."""
     patches = registry.installed("burst")
     if patches is not None:
-        patches.notes[_WORDS] = words
+        patches.notes[_TRANSLATE] = translate
 
 
-def error(text: str) -> ValueError:
-    """What to raise, from a text that names flags."""
+def user_error(text: str) -> ValueError:
+    """The error to raise for a message that names flags."""
     patches = registry.installed("burst")
-    words = patches.notes.get(_WORDS) if patches else None
-    return ValueError(text if words is None else words(text))
+    translate = patches.notes.get(_TRANSLATE) if patches else None
+    return ValueError(text if translate is None else translate(text))

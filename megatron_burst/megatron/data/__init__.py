@@ -1,1 +1,1 @@
-"""Batches, rotary embeddings and masks, cut for the layout of a run."""
+"""Batches, rotary embeddings and attention masks for the layout of a run."""

@@ -1,12 +1,10 @@
-"""The attention masks that Megatron's data loader would make: known by what they mean instead.
+"""What replaces the attention masks of Megatron's data loader.
 
-Megatron makes a dense s x s mask per sample unless told not to. A causal one says nothing that
-attention does not know. One of ``--reset-attention-mask`` says that a token sees nothing before
-the end-of-document tokens between: these documents travel as ``cu_seqlens``, the way of
-``--dataloader-inter-document-masking``, but end where that mask would have ended them, and
-position ids stay those of ``--reset-position-ids`` or its absence.
-
-Owns: that no such mask is made, and what arrives instead. Must not know: attention, plans.
+By default Megatron's data loader makes a dense s x s mask per sample. Here it makes none. A causal
+mask is redundant, because attention is causal. The mask of ``--reset-attention-mask`` hides
+everything before the last end-of-document token; its documents travel as ``cu_seqlens``, as with
+``--dataloader-inter-document-masking``, but end where that mask would have ended them. Position ids
+restart with each document only under ``--reset-position-ids``, as in Megatron.
 """
 
 from __future__ import annotations
@@ -26,7 +24,10 @@ _DOCUMENTS = "documents of the data loader"
 
 
 def replace_masks(args: Any, patches: registry.PatchSet) -> None:
-    """Let the data loader of settled arguments make no mask, and say what holds instead."""
+    """Make the data loader create no mask, and log what attention does instead.
+
+    args: arguments completed by `flags.settle`; changed.
+    """
     patches.notes[_DOCUMENTS] = False
     if not getattr(args, "create_attention_mask_in_dataloader", False):
         if getattr(args, "reset_attention_mask", False):
@@ -34,7 +35,7 @@ def replace_masks(args: Any, patches: registry.PatchSet) -> None:
         return
     args.create_attention_mask_in_dataloader = False
     if getattr(args, "dataloader_inter_document_masking", False):
-        return  # nor would Megatron
+        return  # Megatron makes no mask either
     if not getattr(args, "reset_attention_mask", False):
         log("attention is causal; the data loader makes no s x s mask of it")
         return
@@ -44,13 +45,14 @@ def replace_masks(args: Any, patches: registry.PatchSet) -> None:
 
 
 def documents_expected() -> bool:
-    """Must every batch of this run say where its documents end?"""
+    """Whether every batch of this run has to state where its documents end."""
     patches = registry.installed("burst")
     return patches is not None and patches.notes.get(_DOCUMENTS, False)
 
 
 def patch(patches: registry.PatchSet) -> None:
-    """Let Megatron's GPT dataset end documents where ``--reset-attention-mask`` would."""
+    """Make Megatron's GPT dataset end documents where ``--reset-attention-mask`` would."""
+    # Late: only scripts of Megatron-LM need the dataset.
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     query = GPTDataset._query_document_sample_shuffle_indices
@@ -64,9 +66,10 @@ def patch(patches: registry.PatchSet) -> None:
 
 
 def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
-    """Tokens of each document in ``text`` [n], which ends behind every ``eod`` but the last token.
+    """Tokens of each document in ``text`` [n]; a document ends after each ``eod``.
 
-    The last token is the one that is only predicted: Megatron looks for ends in the others.
+    An ``eod`` as the last token does not count: that token is only predicted, and Megatron looks
+    for ends of documents in the others.
     """
     ends = (text[:-1] == eod).nonzero().flatten() + 1
     bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(text))])
@@ -92,7 +95,7 @@ def _ending_documents(original: Callable, patches: registry.PatchSet) -> Callabl
 
 
 def _with_positions(original: Callable, patches: registry.PatchSet) -> Callable:
-    """Position ids that run through the sequence, unless Megatron was asked to reset them."""
+    """Position ids from 0 to the end of the sequence, unless ``--reset-position-ids`` was given."""
 
     @functools.wraps(original)
     def __getitem__(self: Any, idx: int | None) -> dict[str, Any]:

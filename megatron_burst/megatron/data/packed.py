@@ -1,12 +1,9 @@
 """Packed batches: which documents a `PackedSeqParams` holds, and where their tokens are.
 
-Owns: the one rule for the layout of a packed batch, which the data path, the rotary embedding and
-the attention all ask, so that they cannot disagree. Must not know: models, plans or patches.
-
-The rule: under layout zigzag, when every document can be cut into 2 x CP equal pieces, each
-document is laid out by itself (what Megatron and Transformer Engine do, and what data prepared for
-them has); otherwise the layout of the run is that of the whole pack, which takes documents of any
-length.
+Data path, rotary embedding and attention all ask this module for the layout of a packed batch, so
+that they cannot disagree. The rule: under layout zigzag, if every document can be cut into 2 x CP
+equal pieces, each document is laid out by itself, as Megatron and Transformer Engine do it.
+Otherwise the layout of the run applies to the whole pack, whose documents may have any length.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ import megatron_burst as mb
 class Pack:
     """The documents of one packed sequence of ``total`` tokens over all context-parallel ranks.
 
-    bounds: where documents start and end in the pack, padding behind a document included.
-    documents: where what may be attended to starts and ends; padding is a document of its own.
+    bounds: boundaries of the documents in the pack, each with the padding behind it.
+    documents: boundaries for the mask, for which padding is a document of its own.
     """
 
     total: int
@@ -60,11 +57,11 @@ class Pack:
 
 
 def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
-    """The pack that cumulative lengths describe; waits for the device they are on.
+    """The pack that cumulative lengths describe; waits for the device that holds them.
 
-    cu_seqlens [n] or [1, n]: ends of documents without, ``padded`` with the padding behind them.
-    Repeated entries (empty documents), tokens after the last document and -1 after the last entry
-    are allowed.
+    cu_seqlens [n] or [1, n]: cumulative lengths of documents without their padding; padded: the
+    same with it. Repeated entries (empty documents), tokens after the last document and entries
+    of -1 at the end are allowed.
     """
     ends = _increasing("cu_seqlens", cu_seqlens, total)
     if padded is None:
@@ -86,7 +83,7 @@ def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
         raise ValueError(
             f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
         )
-    found = found[: len(np.trim_zeros(found + 1, "b"))]  # NeMo fills up to its longest with -1
+    found = found[: len(np.trim_zeros(found + 1, "b"))]  # NeMo pads to its longest with -1
     if len(found) < 2 or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] > total:
         raise ValueError(
             f"{name} must start at 0, never decrease and end by the {total} tokens of the pack, "

@@ -1,7 +1,7 @@
-"""Batches and rotary embeddings for layouts and packed batches that Megatron does not have.
+"""Slicing batches and rotary embeddings for layouts and packed batches that Megatron lacks.
 
-Owns: the replacements of Megatron's slicing functions. A run has one layout: Megatron caches
-rotary embeddings, and batches are cut before any model sees them. Must not know: attention.
+The functions here replace Megatron's own slicing functions. A run has one layout, because Megatron
+slices batches before it knows the model, and caches rotary embeddings.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_siz
 
 
 def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
-    """(module, function, replacement) of all that cuts sequences in a run of that layout.
+    """(module, name, replacement) of each function that slices sequences in a run of that layout.
 
-    Raises ``RuntimeError`` when one of them is not the function the replacement was written for.
+    Raises ``RuntimeError`` if one of Megatron's functions lacks an expected parameter.
     """
     name = "get_batch_on_this_cp_rank"
     found = [(utils, name, batch_slicer(getattr(utils, name), layout))]
@@ -50,7 +50,7 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
 def batch_slicer(original: Callable, layout: str) -> Callable:
     """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20).
 
-    Unpacked batches of a zigzag run are left to the original.
+    The original slices unpacked batches of a zigzag run.
     """
     require_parameters(original, ["batch"], "utils.get_batch_on_this_cp_rank")
     signature = inspect.signature(original)
@@ -71,7 +71,7 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
             documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
             return take(batch, documents, layout, group.size(), group.rank())
         for key, value in _sequences(batch):
-            # An attention mask is [batch, 1, queries, keys]: ranks share the queries.
+            # An attention mask is [batch, 1, queries, keys], of which ranks divide the queries.
             batch[key] = _shard(value, layout, group, 2 if key == "attention_mask" else 1)
         return batch
 
@@ -104,16 +104,16 @@ def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 def take(
     batch: dict[str, Any], documents: tuple[Any, Any], layout: str, size: int, rank: int
 ) -> dict[str, Any]:
-    """Cut a packed batch [1, tokens] down to what ``rank`` of ``size`` holds of it."""
+    """The part of a packed batch [1, tokens] that ``rank`` of ``size`` ranks holds."""
     sequences = _sequences(batch)
     if "attention_mask" in dict(sequences):
-        raise translation.error(
+        raise translation.user_error(
             "packed sequences come without attention_mask: pass "
             "--no-create-attention-mask-in-dataloader"
         )
     for key, value in sequences:
         if value.shape[:2] != (1, sequences[0][1].shape[1]):
-            raise translation.error(
+            raise translation.user_error(
                 f"packed sequences need --micro-batch-size 1 and one length, got {key} of shape "
                 f"{tuple(value.shape)}"
             )
@@ -127,8 +127,8 @@ def take(
 def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
     """A replacement for ``rope_utils._apply_rotary_pos_emb_thd``, for documents of any length.
 
-    rotate: ``rope_utils._apply_rotary_pos_emb_bshd``. Where each document is laid out by itself,
-    Megatron's own way, the original runs.
+    rotate: ``rope_utils._apply_rotary_pos_emb_bshd``. The original runs if each document is laid
+    out by itself, as Megatron does it.
     """
     require_parameters(
         original, ["t", "cu_seqlens", "freqs", "cp_group"], "rope_utils._apply_rotary_pos_emb_thd"
@@ -148,10 +148,10 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         if isinstance(pack.layout(layout, group.size()), mb.layout.DocumentZigzag):
             return original(*args, **kwargs)
         in_pack, in_document = pack.places(layout, group.size(), group.rank())
-        # Angles of the whole pack, or of its longest document (padding at its end has none).
+        # freqs covers the whole pack, or its longest document; padding at the end has no angles.
         places = in_pack if freqs.shape[0] == pack.total else in_document
         index = torch.from_numpy(places).clamp_max(freqs.shape[0] - 1).to(freqs.device)
-        # Newer versions take max_seqlen besides, which only their own search needs.
+        # Newer versions also take max_seqlen, which only their own slicing needs.
         named = {k: x for k, x in bound.arguments.items() if k in of_rotate}
         return rotate(t.unsqueeze(1), freqs[index], **named).squeeze(1)
 
@@ -178,7 +178,7 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
     if size == 1:
         return x
     if x.size(dim) % (2 * size):
-        raise translation.error(
+        raise translation.user_error(
             f"--seq-length {x.size(dim)} is not divisible by 2 x --context-parallel-size "
             f"({2 * size}); pad the sequences or change one of the two"
         )

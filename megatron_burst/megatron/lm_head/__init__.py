@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron_burst.megatron.patching import registry
 
-STARTUP = "lm_head_startup"  # the note under which an installation keeps the line below
+STARTUP = "lm_head_startup"  # under this name the set of patches keeps the line below
 
 
 def startup_line() -> str | None:
-    """What the fused loss of this process's first forward was; None before, or without it."""
+    """The log line of the fused loss in the first forward of this process; None without one."""
     patches = registry.installed("burst")
     return patches.notes.get(STARTUP) if patches else None

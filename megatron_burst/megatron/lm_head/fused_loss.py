@@ -1,9 +1,8 @@
 """Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
 
-A GPTModel whose configuration asks for it gets an output layer that returns a `LazyLogits` where
-labels are known, and `compute_language_model_loss` fuses what it is given. Owns: what is refused,
-when logits stay lazy, and which loss mask belongs to which head. Must not know: how the loss is
-computed.
+The output layer of a GPTModel that asks for it returns `LazyLogits` instead of logits while labels
+are known, and `compute_language_model_loss` computes the loss from them. This module decides when
+logits stay lazy and which loss mask belongs to which head; `linear_cross_entropy` computes.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -47,7 +46,8 @@ def patch(patches: registry.PatchSet) -> None:
     patches.replace(LanguageModule, "setup_embeddings_and_output_layer", _with_lazy_head(setup))
     patches.replace(LanguageModule, "compute_language_model_loss", _fusing(loss))
     patches.replace(GPTModel, "forward", _binding(GPTModel.forward))
-    # Newer versions count how often the further heads are right; their argmax is known by then.
+    # Newer versions count correct predictions of the further heads from their logits; the fused
+    # loss has computed the argmax by then.
     counts = getattr(mtp, "_compute_mtp_acceptance_counts", None)
     if counts is not None:
         require_parameters(
@@ -71,22 +71,22 @@ def _with_lazy_head(original: Callable) -> Callable:
 def _check_model(model: Any, mode: str) -> None:
     layer = model.output_layer
     if not isinstance(model, GPTModel):
-        raise translation.error(f"{FLAG} {mode} knows GPTModel, not {type(model).__name__}")
+        raise translation.user_error(f"{FLAG} {mode} supports GPTModel, not {type(model).__name__}")
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
-        raise translation.error(
+        raise translation.user_error(
             f"{FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
             f"got {type(layer).__name__}"
         )
     if layer.gather_output:
-        raise translation.error(
+        raise translation.user_error(
             f"{FLAG} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise translation.error(f"{FLAG} {mode} needs the whole rows of the weight on every rank")
+        raise translation.user_error(f"{FLAG} {mode} needs whole rows of the weight on every rank")
 
 
 def _binding(original: Callable) -> Callable:
-    """GPTModel.forward that lets its output layer be lazy while it runs, if it has labels."""
+    """GPTModel.forward whose output layer is lazy while it runs, if it has labels."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -102,10 +102,11 @@ def _binding(original: Callable) -> Callable:
 
 
 def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
-    """(is it a further head?, its loss mask [b, s]) in the order Megatron runs them: those first.
+    """(whether it is a further head, its loss mask [b, s]) for each head; further heads come first.
 
-    The i-th further head learns the i-th token after the next, so its mask is rolled i times.
-    A generator, because the rolls communicate: it goes on when a loss is asked for.
+    The i-th further head of multi-token prediction predicts the i-th token after the next one, so
+    its mask is rolled i times. This is a generator because rolling communicates: each step runs
+    when Megatron computes the loss of that head.
     """
     mask = given.get("loss_mask")
     full = torch.ones_like(given["labels"]) if mask is None else mask
@@ -116,7 +117,7 @@ def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
 
 
 class LazyHead:
-    """Stands in for `forward` of one output layer."""
+    """Replaces ``forward`` of one output layer."""
 
     def __init__(self, layer: Any, mode: str) -> None:
         self.layer, self.mode = layer, mode
@@ -137,13 +138,13 @@ class LazyHead:
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Any, None]:
-        """(logits, no bias); lazy only where a loss will be asked for."""
+        """(logits, no bias); the logits are lazy only inside `bound`."""
         if self._masks is None or runtime_gather_output or registry.installed("burst") is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
         weight = self.layer.weight if weight is None else weight
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):
-            raise translation.error(
+            raise translation.user_error(
                 f"{FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp"
             )
         return LazyLogits(self._forward, self._loss, input_, weight), None
@@ -168,7 +169,7 @@ class LazyHead:
             labels.transpose(0, 1).contiguous(),
             loss_mask=None if mask is None else mask.transpose(0, 1).contiguous(),
             logit_scale=logits.scale,
-            return_argmax=further,  # to count how often it is right
+            return_argmax=further,  # to count its correct predictions
             sink=MainGrad(weight, fused) if hasattr(weight, "main_grad") else None,
             **choices,
         )
@@ -194,7 +195,7 @@ def _fusing(original: Callable) -> Callable:
 
 
 def _counting(original: Callable) -> Callable:
-    """(right predictions, tokens that count) without the logits."""
+    """(correct predictions, unmasked tokens) without materializing the logits."""
 
     @functools.wraps(original)
     def counts(

@@ -1,7 +1,7 @@
-"""What stands in for logits between Megatron's output layer and its loss, and for their gradient.
+"""Logits that are computed only on use, and Megatron's contract for the gradient of a weight.
 
-Owns: that whoever looks at lazy logits gets real ones, and Megatron's contract for the gradient
-of a weight. Must not know: which models use it.
+`LazyLogits` travel from Megatron's output layer to its loss, which is computed without
+materializing the full logits. Any other use computes them.
 
 Shape letters: s tokens of this context-parallel rank, b batch, v vocabulary rows of this
 tensor-parallel rank.
@@ -16,10 +16,10 @@ import torch
 
 
 class LazyLogits:
-    """scale * hidden weight^T [s, b, v], made only if somebody looks.
+    """scale * hidden weight^T [s, b, v], computed only on use.
 
-    forward(hidden, weight) makes them; loss(self, labels [b, s]) is the loss they stand for.
-    argmax [s, b]: each token's most likely vocabulary row, where it has become known.
+    forward(hidden, weight) computes the logits; loss(self, labels [b, s]) computes their loss
+    without them. argmax [s, b]: the most likely vocabulary row of each token, None until known.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LazyLogits:
         return self.materialise() * factor
 
     def materialise(self) -> torch.Tensor:
-        """The real logits, by the output layer's own forward."""
+        """The logits, computed by the output layer's own forward."""
         logits = self.forward(self.hidden, self.weight)
         return logits if self.scale == 1.0 else logits * self.scale
 
@@ -60,11 +60,12 @@ class LazyLogits:
 
 
 class MainGrad:
-    """A weight whose gradient Megatron's data parallelism keeps in `main_grad`.
+    """A weight whose gradient Megatron's data parallelism keeps in ``main_grad``.
 
-    With gradient-accumulation fusion Megatron is told that the gradient is there, as its own
-    layers do; then what autograd gets is ignored, or must be zeros if the weight has other uses
-    (`zero_out_wgrad`). Without it autograd's gradient is added to `main_grad`: zeros from here.
+    With gradient-accumulation fusion a flag tells Megatron that the gradient is already there, as
+    its own layers do it. Autograd's gradient is then ignored, or has to be zeros if the weight has
+    other uses (``zero_out_wgrad``). Without fusion Megatron adds autograd's gradient to
+    ``main_grad``, so autograd gets zeros.
     """
 
     def __init__(self, weight: Any, fused: bool) -> None:
@@ -74,7 +75,7 @@ class MainGrad:
         return self.weight.main_grad
 
     def done(self) -> torch.Tensor:
-        """Not None: with overlapped reduction Megatron insists on a gradient."""
+        """The gradient for autograd; not None, which overlapped reduction would refuse."""
         weight = self.weight
         if not self.fused:
             return torch.zeros_like(weight)

@@ -1,10 +1,9 @@
-"""Multi-token prediction: its losses are averaged over whole sequences, not over each rank's part.
+"""Multi-token prediction: losses averaged over whole sequences instead of each rank's part.
 
-Megatron divides the loss of a further head by the tokens that one rank counts, and then averages
-over ranks; so with uneven masks (or just the last token, which only one rank loses) the loss and
-its gradient depend on how a sequence is split. Here the counts are those of the context-parallel
-group, and what Megatron computes with them is what it computes on one rank. Owns: those counts.
-Must not know: attention, or how a loss is computed.
+Megatron divides the loss of a further head by the tokens of one rank and then averages over ranks.
+With uneven masks (already the last token counts on one rank only) the loss and its gradient depend
+on how a sequence is split. Here the counts are those of the context-parallel group, so the result
+is that of one rank with the whole sequence.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -21,7 +20,7 @@ import torch
 from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import multi_token_prediction as mtp
 
-from megatron_burst.megatron.attention.plan_book import has_plans
+from megatron_burst.megatron.attention.plan_book import splits_attention
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
@@ -29,7 +28,7 @@ from megatron_burst.megatron.patching.compatibility import require_parameters
 def patch(patches: registry.PatchSet) -> None:
     """Add to a set of patches what counts tokens over context-parallel groups."""
     process = getattr(mtp, "process_mtp_loss", None)
-    if process is None:  # until 0.16 its lines are in GPTModel
+    if process is None:  # up to 0.16 this code is in GPTModel
         roll = getattr(gpt_model, "roll_tensor", mtp.roll_tensor)
         require_parameters(roll, ["tensor", "cp_group"], "gpt_model.roll_tensor")
         patches.replace(gpt_model, "roll_tensor", _counting(roll))
@@ -41,7 +40,7 @@ def patch(patches: registry.PatchSet) -> None:
 
 
 def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[torch.Tensor]:
-    """A loss mask [b, s] moved on by 1, 2, ... ``times`` tokens; each step communicates."""
+    """A loss mask [b, s] shifted by 1, 2, ... ``times`` tokens; each step communicates."""
     for _ in range(times):
         mask = mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[
             0
@@ -52,10 +51,11 @@ def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[
 def _normalized(original: Callable) -> Callable:
     """process_mtp_loss with the counts of the group.
 
-    Megatron divides by its own count, clamped to 1: each head's loss is multiplied by that and
-    divided by the group's, and by the group's size because ranks' results are averaged. With
-    ``calculate_per_token_loss`` it then multiplies by its own count before rolling, which may be 0
-    where the rolled one is not: the configuration it sees has that count as a factor instead.
+    Megatron divides each head's loss by the rank's own count, clamped to 1. Multiplying the loss
+    by own count / group's count undoes that, and the factor of the group's size makes up for
+    the average over ranks. With ``calculate_per_token_loss`` Megatron also multiplies by the
+    rank's count before rolling, which may be 0 where the rolled one is not. It therefore gets a
+    configuration without that option whose scaling factor contains the group's count.
     """
     signature = inspect.signature(original)
 
@@ -65,12 +65,12 @@ def _normalized(original: Callable) -> Callable:
         given = bound.arguments
         config, group = given["config"], given.get("cp_group")
         labels = given["labels"] if given["labels"] is not None else given.get("input_ids")
-        if group is None or group.size() == 1 or not has_plans(group) or labels is None:
+        if group is None or group.size() == 1 or not splits_attention(group) or labels is None:
             return original(*args, **named)
         mask = given.get("loss_mask")
         mask = torch.ones_like(labels) if mask is None else mask
         packed = given.get("packed_seq_params")
-        if given["labels"] is None:  # labels are to be the next inputs, which the last one lacks
+        if given["labels"] is None:  # labels will be the next inputs, which the last token lacks
             (mask,) = rolled(mask, 1, group, packed)
         masks = [mask, *rolled(mask, config.mtp_num_layers, group, packed)]
         own = torch.stack([mask.sum() for mask in masks]).float()
@@ -91,14 +91,14 @@ def _normalized(original: Callable) -> Callable:
 
 
 def _counting(original: Callable) -> Callable:
-    """roll_tensor that counts a rank's equal share of what all ranks of the group hold."""
+    """roll_tensor whose count is that of the whole group, divided by its size."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def roll_tensor(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         moved, count = original(*args, **named)
         group = signature.bind(*args, **named).arguments.get("cp_group")
-        if group is None or group.size() == 1 or not has_plans(group):
+        if group is None or group.size() == 1 or not splits_attention(group):
             return moved, count
         count = count.float()
         torch.distributed.all_reduce(count, group=group)

@@ -1,1 +1,1 @@
-"""Replacing functions of Megatron while the process runs, and putting them back."""
+"""Replacing functions of Megatron at run time, and restoring them."""

@@ -1,9 +1,8 @@
-"""Is this Megatron the one that the patches were written for?
+"""Checks that a Megatron function still has the parameters that its replacement relies on.
 
-A patch replaces a function of Megatron, so it relies on that function's parameters. There is no
-newest version: each patch checks the signature of the function it replaces, and the error names
-Megatron's version and the function. Megatron-Core is imported inside the functions, because the
-command line and recipes import this module long before they need Megatron, which takes seconds.
+There is an oldest supported version but no newest one: each patch checks the function it replaces,
+and the error names Megatron's version and the function. Megatron-Core is imported inside the
+functions, because the command line and recipes import this module before they need Megatron.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ OLDEST = (0, 16)  # of Megatron-Core: no older version was ever tested
 
 
 def check_version() -> None:
-    """Raise ``RuntimeError`` for a Megatron-Core that lacks what every patch stands on.
-
-    There is no newest version: what a patch needs of a function is checked by its signature.
-    """
+    """Raise ``RuntimeError`` for a Megatron-Core older than `OLDEST`."""
     import megatron.core
 
     version = megatron.core.__version__
@@ -39,7 +35,7 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
     if missing:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__}: {symbol} takes {found}, without "
-            f"{missing}; this version of megatron_burst does not know it"
+            f"{missing}; this version of megatron_burst does not support it"
         )
 
 
@@ -55,7 +51,7 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
     if found is None:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} has no {symbol}; this version of "
-            "megatron_burst does not know it"
+            "megatron_burst does not support it"
         )
     require_parameters(found, parameters, symbol)
     return found

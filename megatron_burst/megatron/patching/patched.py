@@ -1,8 +1,8 @@
-"""A Megatron that has the patches of `patches/`: filling its seams instead of replacing functions.
+"""Filling the seams of a Megatron that has the patches of `patches/`.
 
-Owns: which places of the Megatron that is imported have a seam, and that a seam ends up around
-what `install` made for its function. A place without one is replaced as ever, so a tree may have
-a part of the series. Must not know what the plugin does at any place.
+A seam marks a function that the plugin changes. If the imported Megatron has one, `install` puts
+its replacement into the seam; otherwise it replaces the function at run time. A tree may therefore
+have only part of the patches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_burst.seam import PLACES, Place, Seam, inside
 
 
 class Found(NamedTuple):
-    """A seam of the imported Megatron: what owns it (a module or a class), its name, itself."""
+    """A seam of the imported Megatron: owner (a module or a class), name, function, state."""
 
     owner: Any
     name: str
@@ -34,10 +34,11 @@ def patched_places() -> list[Place]:
 
 @contextmanager
 def opened(patches: registry.PatchSet, purpose: str | None = None) -> Iterator[None]:
-    """Inside, functions with a seam stand bare; what is then in their place goes into the seam.
+    """Inside, functions with a seam are exposed without it, so that they can be replaced as usual.
 
-    purpose: only of that patch of the series; None for all. Removing ``patches`` empties the
-    seams. Nothing happens in a tree without any.
+    On exit each replacement moves into its seam, and the seam is back in place. purpose: only the
+    seams of that patch of the series; None for all. Removing ``patches`` empties the seams. A
+    tree without seams is left alone.
     """
     found = [one for place, one in _seams() if purpose in (None, place.purpose)]
     patches.on_undo(lambda: _close(found, empty=True))
@@ -48,21 +49,21 @@ def opened(patches: registry.PatchSet, purpose: str | None = None) -> Iterator[N
 
 
 def _close(found: list[Found], empty: bool) -> None:
-    """Put the seams back where they were, around what is there now."""
+    """Put the seams back in place, around whatever replaced their functions."""
     for owner, name, call, seam in found:
         now = inspect.getattr_static(owner, name)
         seam.inner = None if empty or now is seam.bare else now
         setattr(owner, name, call)
-        if inspect.ismodule(owner):  # whoever was imported meanwhile took what stood there
+        if inspect.ismodule(owner):  # a module imported in between may hold either of the others
             registry.rename_everywhere(name, now, call)
             registry.rename_everywhere(name, seam.bare, call)
 
 
 def _seams() -> list[tuple[Place, Found]]:
-    """The seams of this Megatron, but for those in parts of megatron.training not imported yet.
+    """The seams of this Megatron, except those in modules of megatron.training not yet imported.
 
-    Whoever replaces functions there imports it first. Nobody else should have to: a script on
-    Megatron-Core alone does not need it.
+    Code that replaces functions of megatron.training imports it first. A script on Megatron-Core
+    alone does not need megatron.training, so it is not imported here.
     """
     places = [p for p in PLACES if p.module.startswith("megatron.core") or p.module in sys.modules]
     return [(place, one) for place in places if (one := _find(place)) is not None]

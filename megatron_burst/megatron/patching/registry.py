@@ -1,8 +1,7 @@
-"""What has been replaced inside Megatron and torch, and how to put it back.
+"""The registry of what has been replaced inside Megatron and torch, and how to restore it.
 
-Owns: the registry of installed patches, one of the two pieces of process-wide state this package
-has. A set of patches is applied whole or not at all, and removed whole. Must not know: what is
-being patched or why.
+This is one of the two pieces of process-wide state of the package. A set of patches is applied
+completely or not at all, and removed completely.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _installed: dict[str, PatchSet] = {}
 
 @dataclass
 class PatchSet:
-    """One named group of replacements, with what is needed to undo it and what it shares.
+    """A named group of replacements that are undone together.
 
-    ``notes`` holds what the patches of this set share for as long as they are installed.
+    ``notes`` holds the state that these replacements share while they are installed.
     """
 
     name: str
@@ -29,7 +28,7 @@ class PatchSet:
     _undo: list[Callable[[], object]] = field(default_factory=list)
 
     def replace(self, owner: object, attribute: str, value: object) -> object:
-        """Set ``owner.attribute``; returns what was there. ``AttributeError`` if nothing was."""
+        """Set ``owner.attribute`` and return its old value; ``AttributeError`` if it had none."""
         previous = inspect.getattr_static(owner, attribute)
         setattr(owner, attribute, value)
         self._undo.append(lambda: setattr(owner, attribute, previous))
@@ -50,16 +49,16 @@ class PatchSet:
         self._undo.append(action)
 
     def undo(self) -> None:
-        """Put everything back, newest first."""
+        """Restore everything, newest first."""
         while self._undo:
             self._undo.pop()()
 
 
 def rename_everywhere(name: str, old: object, new: object) -> None:
-    """Make ``name`` mean ``new`` in every loaded module where it means ``old``."""
+    """Bind ``name`` to ``new`` in every loaded module where it is bound to ``old``."""
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
-        # Read the dict, not the attribute: lazy modules import things when asked for a name.
+        # Read the dict, not the attribute: reading an attribute of a lazy module may import it.
         if namespace is not None and namespace.get(name) is old:
             setattr(module, name, new)
 

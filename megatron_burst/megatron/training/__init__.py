@@ -1,4 +1,4 @@
-"""Megatron-LM's own training loop: flags, arguments, checkpoints, validation."""
+"""Megatron-LM's training loop: flags, arguments, checkpoints, validation."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import importlib.util
 
 
 def available() -> bool:
-    """Is there a Megatron-LM (`megatron.training`) to import?"""
+    """Whether Megatron-LM (`megatron.training`) can be imported."""
     return importlib.util.find_spec("megatron.training") is not None

@@ -1,11 +1,8 @@
 """Our flags in Megatron-LM: from its command line to the configuration of every model.
 
-Owns: which functions of `megatron.training` are wrapped, and what of the flags is checked before
-anything is built. Must not know: attention, plans, or what a configuration is used for.
-
-The wrapped functions have had the same names and parameters from Megatron-Core 0.16 to 0.20. Where
-a module holds one under `from ... import`, it is replaced there too; so the order of imports does
-not matter as long as `install` runs before the script parses its arguments.
+The functions of `megatron.training` that are wrapped here have had the same names and parameters
+from Megatron-Core 0.16 to 0.20. A function is replaced wherever a module imported it by name, so
+the order of imports does not matter if `install` runs before the script parses its arguments.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.data import loader_masks
-from megatron_burst.megatron.log import log, speak
+from megatron_burst.megatron.log import log, show_log
 from megatron_burst.megatron.patching.compatibility import require_function
 from megatron_burst.megatron.patching.registry import PatchSet
 from megatron_burst.megatron.training import sft_validation
 
-_ASKED = "flags"  # what this process was asked for, from the end of parsing on
+_ASKED = "flags"  # note: the flags of this process, once they are parsed
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "hierarchical_context_parallel_sizes", "seq_length", "micro_batch_size",
@@ -39,7 +36,7 @@ Configure = Callable[..., Any]
 
 
 def load() -> None:
-    """Import what `patch` wraps."""
+    """Import the modules whose functions `patch` wraps."""
     for name in ("arguments", "yaml_arguments", "checkpointing"):
         importlib.import_module(f"megatron.training.{name}")
 
@@ -78,7 +75,7 @@ def _with_flags(original: Callable, patches: PatchSet) -> Callable:
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron-LM 0.19 ends --help in an error: it has help texts with a bare percent sign."""
+    """Escape bare percent signs in help texts, with which --help of Megatron-LM 0.19 fails."""
     for action in parser._actions:
         try:
             str(action.help or "").__mod__({**vars(action), "prog": parser.prog})
@@ -87,11 +84,11 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _validating(original: Callable, patches: PatchSet) -> Callable:
-    """Check our flags before Megatron checks its own: its assertions seldom name a flag."""
+    """Check our flags before Megatron checks its own: few of its assertions name a flag."""
 
     @functools.wraps(original)
     def validate(args: Any, *others: Any, **named: Any) -> Any:
-        speak(patches)
+        show_log(patches)
         flags.settle(args)
         check_flags(args, sys.argv[1:])
         patches.notes[_ASKED] = _facts(args)
@@ -103,8 +100,10 @@ def _validating(original: Callable, patches: PatchSet) -> Callable:
 
 
 def check_flags(args: Any, argv: list[str]) -> None:
-    """Raise ``ValueError`` with all that settled arguments ask for and cannot have; say on rank 0
-    when they ask for nothing."""
+    """Raise ``ValueError`` with all problems of arguments completed by `flags.settle`.
+
+    Rank 0 logs flags that have no effect.
+    """
     refuse(command_line.problems(args, argv))
     line = command_line.idle(args, argv)
     if line is not None:
@@ -118,7 +117,7 @@ def _facts(args: Any) -> dict[str, Any]:
 
 
 def _agreeing(original: Callable, patches: PatchSet) -> Callable:
-    """Making groups is collective: first hear whether all ranks were started alike."""
+    """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **named: Any) -> Any:
@@ -150,7 +149,7 @@ def _configuring(configure: Configure) -> Callable[[Callable, PatchSet], Callabl
 
 
 def _comparing(original: Callable, patches: PatchSet) -> Callable:
-    """Say on rank 0 which of our flags, and sizes, differ from those of a checkpoint's run."""
+    """Log on rank 0 which of our flags, and sizes, differ from those of the checkpoint's run."""
 
     @functools.wraps(original)
     def check_checkpoint_args(checkpoint_args: Any, *others: Any, **named: Any) -> Any:
@@ -166,7 +165,7 @@ def _comparing(original: Callable, patches: PatchSet) -> Callable:
 
 
 def changes(saved: Any, now: dict[str, Any]) -> list[str]:
-    """One line per flag whose value in a checkpoint's arguments is not that of this run."""
+    """One line per flag whose value in the checkpoint's arguments differs from this run's."""
     names = {flag.name: flag for flag in flags.FLAGS}
     lines = []
     for name, value in now.items():

@@ -1,9 +1,9 @@
 """Validation of supervised fine-tuning: means over whole sequences, not over each rank's part.
 
-With `--sft` Megatron-LM averages, over all ranks, each rank's mean loss per micro-batch; so how a
-sequence is split weighs its tokens: its uneven masks change the loss by up to 1e-3. Here each rank
-of a context-parallel group reports the sums of the group, whose mean is that of one rank with whole
-sequences. Training sums before it divides, and is left alone. Must not know: attention.
+With `--sft` Megatron-LM averages each rank's mean loss per micro-batch over all ranks, so the
+weight of a token depends on how its sequence is split: uneven masks change the loss by up to 1e-3.
+Here each rank of a context-parallel group reports the sums of the group, whose mean is that of one
+rank with whole sequences. Training sums before it divides, so it needs no change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.attention.plan_book import has_plans
+from megatron_burst.megatron.attention.plan_book import splits_attention
 from megatron_burst.megatron.data.slicing import context_group
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import require_function
@@ -36,7 +36,7 @@ def _evaluating(original: Callable) -> Callable:
     def evaluate(*args: Any, **named: Any) -> Any:
         group = context_group()
         sft = getattr(importlib.import_module("megatron.training").get_args(), "sft", False)
-        if not sft or group.size() == 1 or not has_plans(group):
+        if not sft or group.size() == 1 or not splits_attention(group):
             return original(*args, **named)
         bound = signature.bind(*args, **named)
         bound.arguments["forward_step_func"] = _summing(bound.arguments["forward_step_func"], group)
@@ -46,7 +46,7 @@ def _evaluating(original: Callable) -> Callable:
 
 
 def _summing(forward_step: Callable, group: Any) -> Callable:
-    """A step whose loss function reports [sum, count] of the whole group."""
+    """A forward step whose loss function reports [sum, count] of the whole group."""
 
     @functools.wraps(forward_step)
     def step(*args: Any, **named: Any) -> Any:
@@ -54,7 +54,7 @@ def _summing(forward_step: Callable, group: Any) -> Callable:
 
         def loss(*outputs: Any, **options: Any) -> Any:
             found = loss_function(*outputs, **options)
-            if options or not isinstance(found, tuple):  # asked for something else than losses
+            if options or not isinstance(found, tuple):  # a call that is not for losses
                 return found
             *first, reported = found
             return *first, {name: _summed(value, group) for name, value in reported.items()}
@@ -66,7 +66,7 @@ def _summing(forward_step: Callable, group: Any) -> Callable:
 
 def _summed(value: Any, group: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.numel() != 2:
-        return value  # a mean already, which Megatron does not weigh
+        return value  # already a mean, which Megatron does not weigh
     value = value.detach().clone()
     torch.distributed.all_reduce(value, group=group)
     return value
