@@ -286,7 +286,10 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("nonsense", "NAME nonsense: neither a ready recipe (llama3_8b_pretrain_8gpu_h100_256k"),
+        (
+            "nonsense",
+            "NAME nonsense: neither a ready-made recipe (llama3_8b_pretrain_8gpu_h100_256k",
+        ),
         ("llama3_8b_64k_pretrain_config +model.x=1", "override +model.x=1: write setting=value"),
         ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
         ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst takes intra, algorithm"),
