@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import megatron_burst.megatron as burst
+from megatron_burst.flags import FLAGS
 from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.lm_head import fused_loss
+from megatron_burst.recipes.apply import apply_burst
 from megatron_burst.recipes.kinds import translated
 
 MODEL = SimpleNamespace(seq_length=66, context_parallel_size=2, lm_head_loss="off")
@@ -70,3 +72,10 @@ def test_the_next_installation_starts_with_flags(installed):
     burst.install("striped")
     with pytest.raises(ValueError, match="--seq-length 66"):
         wrong_length()
+
+
+def test_recipes_have_an_argument_for_each_flag_and_no_other():
+    with pytest.raises(ValueError, match="nonsense: apply_burst takes") as raised:
+        apply_burst(None, nonsense=1)
+    arguments = str(raised.value).split(" takes ")[1].split(", ")
+    assert sorted(arguments) == sorted(translated(MODEL, flag.name) for flag in FLAGS)

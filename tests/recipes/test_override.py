@@ -288,7 +288,7 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
     [
         (
             "nonsense",
-            "NAME nonsense: neither a ready-made recipe (llama3_8b_pretrain_8gpu_h100_256k",
+            "NAME nonsense: neither a ready-made recipe (llama3_8b_pretrain_8gpu_",
         ),
         ("llama3_8b_64k_pretrain_config +model.x=1", "override +model.x=1: write setting=value"),
         ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
