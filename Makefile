@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-docs test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart docs test test-slow test-docs test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -23,6 +23,10 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+docs: $(VENV)/.ready-docs ## the documentation site into docs/_build/html; a warning is an error
+	@$(PY) -m sphinx -E -q -W --keep-going -n -b html docs docs/_build/html $(ARGS) < /dev/null
+	@echo "wrote docs/_build/html/index.html"
 
 # One file in one process. Short tests run in the order of their files: those with ranks, which keep
 # all cores busy, come first, and no long file is left for the end. Of the long tail the files with
@@ -61,8 +65,9 @@ csrc: $(VENV)/.ready-test ## compile the operators of csrc/ into the package; it
 csrc-cuda: $(VENV)/.ready-test ## compile the CUDA code of csrc/ for sm_80, sm_90a, sm_100: registers, spills
 	@$(PY) csrc/check_cuda.py $(ARGS)
 
-gallery: $(VENV)/.ready-test ## draw docs/gallery.md and its pictures again
+gallery: $(VENV)/.ready-test ## draw docs/gallery.md, its pictures and those of docs/concepts again
 	@$(PY) docs/make_gallery.py $(ARGS)
+	@$(PY) docs/make_concepts.py
 
 fuzz: $(VENV)/.ready-test ## random calls, faults and misuses by seed; ARGS='attention --seed 1 --seconds 600'
 	@OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS) < /dev/null
@@ -114,7 +119,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
-	rm -rf megatron_burst/kernels/libcsrc.so .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatron_burst/kernels/libcsrc.so .venv* build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras: a second call does nothing, a new pyproject.toml installs again.

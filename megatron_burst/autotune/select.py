@@ -95,7 +95,7 @@ def choose(
     tokens: rows of each rank; heads, kv_heads, width, value_width, batch: of its q, k and v;
     itemsize: bytes per element, wire_itemsize: of travelling gradients (default: fp32's 4, or
     itemsize where that is larger); mask, layout: as in `prepare`; rates: with `compute`. Head
-    parallelism (ulysses, hybrid) is tried wherever ranks can share these heads.
+    parallelism (ulysses, hybrid) is tried wherever ranks can share these heads::
 
         choice = mb.choose(ranks=8, intra=4, rates=mb.Rates(...), tokens=4096, heads=32, width=128)
         groups = mb.Groups.from_topology(pg, **choice.groups)

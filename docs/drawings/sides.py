@@ -1,0 +1,86 @@
+"""What one token sends per hop in backward, from the sizes that a plan counts with."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from drawings.paper import box, figure
+from megatron_burst.cli.show.colours import INK, ink_on, mixed, of_rank
+from megatron_burst.schedule import cost
+from megatron_burst.schedule.tables import Chunk, Grid
+
+GRID = Grid(2, 4)
+HEADS = ((32, 32, 4), (32, 32, 2), (32, 8, 4))  # query heads, key heads, bytes of a gradient
+WIDTH = 128
+
+
+def sizes(heads: int, kv_heads: int, wire: int) -> cost.Sizes:
+    """Of one token in bf16, whose travelling gradients have so many bytes per element."""
+    return cost.Sizes(1, 1, heads, kv_heads, WIDTH, WIDTH, 2, 4, wire, (True, True, True))
+
+
+def side_bytes(side: str, of: cost.Sizes) -> tuple[int, int]:
+    """Bytes per token of the chunk that travels, and of its gradient."""
+    return of.chunk_bytes(Chunk(side, 0)), of.chunk_bytes(Chunk("d" + side, 0))
+
+
+def taken(of: cost.Sizes) -> str:
+    """The side that "auto" takes."""
+    visible = np.ones((GRID.size, GRID.size), dtype=bool)
+    return cost.backward_schedule("burst", GRID, visible, of).side
+
+
+def side_label(heads: int, kv_heads: int, wire: int) -> str:
+    return f"{heads} query, {kv_heads} key heads; gradients in {'fp32' if wire == 4 else 'bf16'}"
+
+
+def side_caption(case: tuple[int, int, int]) -> str:
+    of = sizes(*case)
+    kv, query = (sum(side_bytes(side, of)) / 1024 for side in ("kv", "query"))
+    return f"{side_label(*case)}: kv {kv:.4g} KiB, query {query:.4g} KiB, auto takes {taken(of)}"
+
+
+def draw_sides() -> Figure:
+    made = figure(
+        9.4,
+        4.0,
+        "What one token sends per hop in backward",
+        f"activations in bf16, heads of width {WIDTH}",
+    )
+    axes = box(made, 1.5, 0.75, 7.5, 2.4)
+    parts = {"kv": ("K, V", "dK, dV"), "query": ("Q, dO, lse, delta", "dQ")}
+    y, ticks = 0.0, []
+    for case in HEADS:
+        of = sizes(*case)
+        axes.text(0, y - 0.62, side_label(*case), fontsize=9, color=INK, va="center")
+        for side, names in parts.items():
+            start = 0.0
+            shades = (of_rank(0, 2), mixed(of_rank(0, 2), "#ffffff", 0.62))
+            for name, count, shade in zip(names, side_bytes(side, of), shades, strict=True):
+                axes.barh(y, count / 1024, 0.72, left=start, color=shade)
+                if count / 1024 > 2.5:
+                    axes.text(start + count / 2048, y, name, ha="center", va="center_baseline",
+                              fontsize=8.5, color=ink_on(shade))  # fmt: skip
+                start += count / 1024
+            auto = side == taken(of)
+            axes.text(start + 0.4, y, f"{start:.4g} KiB" + ", taken by auto" * auto, fontsize=9,
+                      va="center_baseline", fontweight="bold" if auto else "normal")  # fmt: skip
+            ticks.append((y, f"side {side}"))
+            y += 0.85
+        y += 1.0
+    axes.set_ylim(y - 1.35, -1.0)
+    axes.set_yticks([t for t, _ in ticks], [label for _, label in ticks], fontsize=9)
+    axes.set_xlim(0, 56)
+    axes.set_xlabel("KiB per token and hop")
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return made
+
+
+def captions() -> list[str]:
+    """The numbers of the drawing in words."""
+    return [side_caption(case) for case in HEADS]
+
+
+DRAWINGS = {"sides": draw_sides}

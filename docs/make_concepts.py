@@ -1,0 +1,46 @@
+"""Draws docs/concepts/*.svg: `make gallery`.
+
+Every arrow, number and colour is read from the schedules, layouts, masks and sizes of the package.
+`captions` says the numbers in words; a test compares them with what the pages print.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from drawings import layouts, rings, sides, store
+from matplotlib import style
+
+from megatron_burst.cli.show.png import STYLE
+
+FOLDER = Path(__file__).parent / "concepts"
+PAGES = {"ring": rings, "sides": sides, "layouts": layouts, "store": store}
+DRAWINGS = {name: draw for page in PAGES.values() for name, draw in page.DRAWINGS.items()}
+
+
+def captions() -> dict[str, list[str]]:
+    """The numbers of each page's drawings, as the page must print them."""
+    return {name: page.captions() for name, page in PAGES.items()}
+
+
+def save(name: str, folder: Path, form: str = "svg") -> Path:
+    """Draw one of DRAWINGS into a folder; the same bytes each time."""
+    path = folder / f"{name}.{form}"
+    with style.context(["default", STYLE | {"svg.hashsalt": name}], after_reset=True):
+        metadata = {"Date": None, "Creator": None} if form == "svg" else {}
+        DRAWINGS[name]().savefig(path, metadata=metadata, dpi=110)
+    return path
+
+
+def main() -> int:
+    FOLDER.mkdir(exist_ok=True)
+    for name in DRAWINGS:
+        save(name, FOLDER)
+    for page, lines in captions().items():
+        print(f"docs/concepts/{page}.md must print:", *lines, sep="\n  - ")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
