@@ -26,6 +26,8 @@ class Rates:
     launch: seconds that each call of the local attention takes besides its FLOPs.
     posting: seconds of a rank's own time that starting an exchange takes, in which it computes
     nothing; 0 where the host runs ahead of a device.
+
+    Raises ValueError that names the rate.
     """
 
     intra: float

@@ -29,17 +29,18 @@ class Groups:
     """An ordered grid rank -> (head, intra, inter), and the process groups of its rings.
 
     The ranks are numbered 0 .. size - 1, node by node: in that order a layout deals out
-    positions. Without `head` they form one ring of nodes. With `head` = p every p of them share
-    the heads (`head_parallel`) and the rings run over the other size / p.
+    positions. With `ulysses` = 1 they form one ring of nodes. With `ulysses` = p every p of them
+    share heads by all-to-all and the rings run over the other size / p; `placement` says whether
+    these p are neighbours ("head_first") or the ranks of a ring are ("context_first").
 
     Make it once, on every rank of the grid alike and before the first attention: making the
     process groups of the rings is collective. It cannot be copied or pickled, so it must not
     be stored on a Megatron config. Its process groups live as long as the process: torch names
     groups so that one made after another was destroyed may find the dead one's addresses.
 
-    `mb.Groups(intra=pg, inter=pg)` takes the two process
-    groups of this rank's node and of its index across nodes (index 0 and 1 of Megatron's
-    hierarchical groups).
+    `mb.Groups(intra=pg, inter=pg)` takes the two process groups of this rank's node and of its
+    index across nodes (index 0 and 1 of Megatron's hierarchical groups). Raises ValueError, as the
+    other ways to make groups do, if the ranks do not form a grid or were asked for different ones.
 
     Attributes: `topology`; `rank`; `backend`; `ring` and `ulysses`, the endpoints of this rank's
     ring and of the ranks that share heads with it (`ulysses_links`: link class to each of these);
@@ -78,7 +79,7 @@ class Groups:
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup, *, ulysses: int = 1) -> Groups:
-        """All ranks of `group` as one node."""
+        """All ranks of `group` as one node; `ulysses` as in `Groups`."""
         return cls.from_topology(group, intra=process_group(group).size(), ulysses=ulysses)
 
     @classmethod
@@ -90,7 +91,8 @@ class Groups:
         ulysses: int = 1,
         placement: str = "head_first",
     ) -> Groups:
-        """`intra` consecutive ranks of `group` form a node; `head`, `placement`: see Topology."""
+        """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`: as in
+        `Groups`."""
         asked = f"intra={intra!r}, ulysses={ulysses!r}, placement={placement!r}"
         ranks = agreed(introduce(process_group(group), asked))
         self = cls.__new__(cls)
@@ -101,7 +103,11 @@ class Groups:
     def by_host(
         cls, group: dist.ProcessGroup, *, ulysses: int = 1, placement: str = "head_first"
     ) -> Groups:
-        """Ranks of `group` that share a host name form a node (a collective over `group`)."""
+        """Ranks of `group` that share a host name form a node (a collective over `group`).
+
+        `ulysses`, `placement`: as in `Groups`. Raises ValueError if hosts hold different numbers of
+        ranks, or the ranks of a host do not follow one another.
+        """
         hosts: list[str] = [""] * process_group(group).size()
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         intra = hosts.count(hosts[0])
@@ -120,11 +126,13 @@ class Groups:
         """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
 
         For tests, and to check the numerics of a large grid on one device; one call at a time.
+        `ulysses`, `placement`: as in `Groups`.
         """
         return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
 
     @property
     def size(self) -> int:
+        """How many ranks the grid has."""
         return self.topology.size
 
     @property

@@ -26,6 +26,7 @@ class Span(NamedTuple):
 
     @property
     def last(self) -> int:
+        """The largest position."""
         return self.start + self.stride * (self.length - 1)
 
     def positions(self) -> np.ndarray:
@@ -47,7 +48,7 @@ def integer(name: str, value: object) -> int:
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a number from 0 to 1."""
+    """Raise ValueError, which calls it `name`, unless `value` is a number from 0 to 1."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0.0 <= value <= 1.0:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name} must be a fraction from 0 to 1, got {value!r}")
@@ -70,7 +71,10 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 class Layout:
-    """How `cp_size` ranks share a sequence. Subclasses give `name`, `pieces_per_rank`, `_spans`."""
+    """How `cp_size` ranks share a sequence; ValueError for a number of ranks that is none.
+
+    Subclasses give `name`, `pieces_per_rank` and `_spans`.
+    """
 
     name: str
     pieces_per_rank = 1
@@ -100,7 +104,10 @@ class Layout:
             )
 
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
-        """The spans that `rank` holds of a sequence of `seq_len` positions, in shard order."""
+        """The spans that `rank` holds of a sequence of `seq_len` positions, in shard order.
+
+        Raises ValueError for a rank that is none, or a length that this layout cannot cut.
+        """
         rank, seq_len = integer("rank", rank), integer("seq_len", seq_len)
         self.check(seq_len)
         if not 0 <= rank < self.cp_size:
@@ -116,7 +123,7 @@ class Layout:
 
 
 class Contiguous(Layout):
-    """Rank r holds the r-th of G equal runs. Unbalanced for causal masks."""
+    """Rank r of `cp_size` holds the r-th of as many equal runs. Unbalanced for causal masks."""
 
     name = "contiguous"
 
@@ -126,7 +133,8 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Of 2G equal pieces rank r holds r and 2G - 1 - r: Megatron's own layout, causal-balanced."""
+    """Of 2G equal pieces rank r of G = `cp_size` holds r and 2G - 1 - r: Megatron's own layout,
+    balanced for causal masks."""
 
     name = "zigzag"
     pieces_per_rank = 2
@@ -138,7 +146,8 @@ class Zigzag(Layout):
 
 
 class Striped(Layout):
-    """Rank r holds positions r, r + G, r + 2G, ...: balanced for causal masks on any prefix."""
+    """Rank r of G = `cp_size` holds positions r, r + G, r + 2G, ...: balanced for causal masks on
+    any prefix."""
 
     name = "striped"
 
@@ -147,7 +156,8 @@ class Striped(Layout):
 
 
 class BlockStriped(Striped):
-    """Every block of `block` positions is striped over all ranks: any block table is balanced.
+    """Every block of `block` positions is striped over all `cp_size` ranks, so that any block table
+    is balanced. ValueError if the ranks do not divide a block.
 
     Where the ranks divide the block these are the positions of `Striped`; this layout says, and
     checks, that the blocks of a block-sparse mask were meant (BurstEngine section 3.4).

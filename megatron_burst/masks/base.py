@@ -82,13 +82,14 @@ class Mask:
         return np.array(found, dtype=np.int64).reshape(fields[0].shape)
 
     def bands(self, q_spans: Span, k_spans: Span) -> Bands:
-        """The visible part of each pair of spans as a band, where it is known to be one."""
+        """The visible part of each pair of q_spans and k_spans as a band, where it is known to be
+        one."""
         covers = self.covers(q_spans, k_spans)
         reach = np.where(covers == Cover.FULL, FAR, -FAR)
         return Bands(reach, reach, covers != Cover.PARTIAL)
 
     def band(self, q_span: Span, k_span: Span) -> Band | None:
-        """`bands` of one pair; None where it is not known to be a band."""
+        """`bands` of q_span and k_span; None where these are not known to be a band."""
         left, right, known = self.bands(q_span, k_span)
         return Band(int(left), int(right)) if known else None
 

@@ -43,7 +43,8 @@ class Full(VectorMask):
 class Window(VectorMask):
     """A query at p sees the keys from p - left to p + right; None stands for no limit.
 
-    A causal sliding window of W tokens, the own one included, is Window(W - 1, 0).
+    A causal sliding window of W tokens, the own one included, is Window(W - 1, 0). ValueError for a
+    limit that is no number of positions.
     """
 
     left: int | None
@@ -99,7 +100,10 @@ class Causal(Window):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(VectorMask):
-    """A query sees the keys whose distance is a multiple of `stride`, on both sides."""
+    """A query sees the keys whose distance is a multiple of `stride`, on both sides.
+
+    ValueError unless `stride` is an integer from 1 on.
+    """
 
     stride: int
 
@@ -125,7 +129,10 @@ class Dilated(VectorMask):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(VectorMask):
-    """Every query sees the first n keys. A prefix language model is Causal() | Prefix(n)."""
+    """Every query sees the first n keys. A prefix language model is Causal() | Prefix(n).
+
+    ValueError unless n is an integer from 0 on.
+    """
 
     n: int
     flash_compatible = True

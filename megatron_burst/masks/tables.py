@@ -17,7 +17,7 @@ class Documents(VectorMask):
     """Positions see each other within a document; documents are packed one after the other.
 
     cu_seqlens: cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
-    Causal packed documents are Documents(cu_seqlens) & Causal().
+    Causal packed documents are Documents(cu_seqlens) & Causal(). ValueError for other numbers.
     """
 
     flash_compatible = True
@@ -31,7 +31,7 @@ class Documents(VectorMask):
         return False  # every batch has other documents
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
-        """The index of the document each position belongs to."""
+        """The index of the document each of `positions` belongs to."""
         return np.searchsorted(self.bounds, positions, side="right")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:

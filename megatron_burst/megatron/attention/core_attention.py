@@ -124,6 +124,8 @@ class BurstCoreAttention(MegatronModule):
 
         s is this rank's share of the sequence, in the installed layout. With packed_seq_params
         (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w].
+        attn_mask_type: causal or no mask, in place of the layer's. attention_mask, attention_bias
+        and what is unknown must be None. Raises ``ValueError`` on all ranks alike.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
