@@ -20,7 +20,7 @@ import megatron_burst
 project = "megatron_burst"
 release = version = megatron_burst.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "cluster-here*"]  # what `make bench-cluster` measures stays out
 myst_heading_anchors = 3
 
 html_theme = "furo"

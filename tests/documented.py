@@ -38,12 +38,25 @@ def blocks(page):
     return [Block(page, number, *each) for number, each in enumerate(texts)]
 
 
+def indented(prose):
+    """The indented blocks of a text without fences."""
+    return [re.sub(r"^ {4}", "", found, flags=re.M) for found in INDENTED.findall(prose)]
+
+
+def python_lines(text):
+    """Lines that look like Python where `blocks` does not find them."""
+    others = [
+        match[3] for match in FENCE.finditer(text) if match[2] not in ("python", "{eval-rst}")
+    ]
+    lines = "\n".join([*others, *indented(FENCE.sub("", text))]).splitlines()
+    return [line for line in lines if re.match(r"import |from \S+ import |[\w, ]+ = mb\.", line)]
+
+
 def commands(text):
     """Every command of a page's text, continued lines joined and comments left out."""
     fenced = [match[3] for match in FENCE.finditer(text) if match[2] in ("sh", "bash", "console")]
     prose = FENCE.sub("", text)
-    indented = [re.sub(r"^ {4}", "", found, flags=re.M) for found in INDENTED.findall(prose)]
-    lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
+    lines = "\n".join([*fenced, *indented(prose)]).replace("\\\n", " ").splitlines()
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", INDENTED.sub("", prose))]
     for line in [*lines, *spans]:
         line = re.sub(r"\s#.*", "", line.removeprefix("$ ")).strip()

@@ -58,6 +58,11 @@ READERS = {
     "README.md-1": Reader(CONFIG, "transformer_config.burst.algorithm == 'burst'"),
     "README.md-2": Reader(QKV, "out.shape == q.shape and groups.size == 4", ranks=4),
     "README.md-3": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
+    "docs/cluster.md-0": Reader(
+        f"{QKV}\npg, gpus_per_node = torch.distributed.group.WORLD, 2",
+        "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')",
+        ranks=4,
+    ),
     "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
     "docs/own-script.md-1": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
     "docs/own-script.md-2": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),
@@ -98,6 +103,18 @@ def test_python_blocks_run(block, ranks):
 
 def test_no_block_is_looked_for_that_is_not_there():
     assert {block.name for block in BLOCKS if block.needs not in ELSEWHERE} == set(READERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_python_hides_in_another_block(name):
+    """Where nothing would run it: indented, or in a fence that does not say `python`."""
+    assert not documented.python_lines((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_python_that_hides_is_found():
+    text = "Text.\n\n    out = mb.attention(q, k, v)\n\n```\nimport torch\n```\n"
+    assert documented.python_lines(text) == ["import torch", "out = mb.attention(q, k, v)"]
+    assert not documented.python_lines("```python\nimport torch\n```\n\n    make test\n")
 
 
 def dense(q, k, v, *, plan):
@@ -180,7 +197,7 @@ def python_command(words, monkeypatch):
     elif words[0] == "-m":
         if importlib.util.find_spec(words[1]) is None:
             raise ValueError(f"there is no module {words[1]}")
-        if words[1] == "benchmarks.cluster":
+        if words[1] == "benchmarks.cluster" and words[2:]:  # else only the program is named
             importlib.import_module("benchmarks.cluster.__main__")._parser().parse_args(words[2:])
     elif words[0] == "examples/pretrain_gpt.py":
         monkeypatch.setenv("WORLD_SIZE", "4")
