@@ -90,6 +90,8 @@ def test_python_blocks_run(block, ranks):
     if block.needs and importlib.util.find_spec(INSTALLED[block.needs].split(".")[0]) is None:
         pytest.skip(f"{block.name} needs {INSTALLED[block.needs]}")
     assert block.name in READERS, "say in READERS what its reader has"
+    imports = "megatron_burst.megatron" in block.text
+    assert block.needs or not imports, "a line before it must say <!-- needs: megatron -->"
     reader = READERS[block.name]
     if reader.ranks:
         ranks(reader.ranks).run(execute, block.name, block.text, reader)
