@@ -90,6 +90,9 @@ class BurstConfig:
     kv_cache: Annotated[
         float, Described("fraction of visiting keys and values that forward keeps for backward")
     ] = 0.0
+    wire_dtype: Annotated[
+        WireDtype | None, Described("of travelling gradients; default: that of their sum, fp32")
+    ] = None
     store: Annotated[
         float | None,
         Described(
@@ -97,9 +100,6 @@ class BurstConfig:
             "is most expensive to recompute",
             flag="--burst-attention-store",
         ),
-    ] = None
-    wire_dtype: Annotated[
-        WireDtype | None, Described("of travelling gradients; default: that of their sum, fp32")
     ] = None
     lm_head_loss: Annotated[
         Loss,

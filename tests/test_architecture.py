@@ -28,6 +28,10 @@ NO_TORCH = {
 TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
 # What else than the standard library, numpy and torch.
 OUTSIDE = {
+    "attention": {"typing_extensions"},
+    "planning": {"typing_extensions"},
+    "comm": {"greenlet"},
+    "options": {"torch"},  # for type checkers only, which a subprocess test below confirms
     "linear_cross_entropy": {"triton"},
     "cli": {"rich", "matplotlib", "PIL"},
     "kernels": {"triton"},

@@ -30,10 +30,11 @@ BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the li
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate taken, and all others by predicted time.
+    """What `choose` took, and why.
 
-    `call` holds keywords for `mb.prepare` or `mb.attention`, `groups` those for
-    `mb.Groups.from_topology`; `why` says it in words.
+    taken: the candidate with the shortest predicted time; others: the rest, by predicted time;
+    rates: what the prediction is based on; per_node: ranks per node. `call` holds keywords for
+    `mb.prepare` or `mb.attention`, `groups` those for `mb.Groups.from_topology`.
     """
 
     taken: Candidate

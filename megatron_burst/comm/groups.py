@@ -20,7 +20,7 @@ from .calls import CALLS, Calls
 from .consensus import Facts, agree
 from .local import LocalEndpoint, RankSwitch
 from .process_groups import agreed, alive, device_of, introduce, join, process_group, timeout_of
-from .transport import Channel, Counters, Endpoint, ProcessEndpoint
+from .transport import Counters, Endpoint, ProcessEndpoint
 
 T = TypeVar("T")
 
@@ -143,7 +143,8 @@ class Groups:
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order.
 
-        The one collective of the package; on the host.
+        header: this rank's. The one collective of the package; on the host. Raises RuntimeError if
+        a rank does not take part.
         """
         if self.size == 1:
             return [header]
@@ -165,7 +166,7 @@ class Groups:
         agree(so_far, self.gather)
 
     def expect(self, message: int) -> None:
-        """From now on messages of so many bytes may come."""
+        """From now on a `message` of so many bytes may come."""
         for end in (self.ring, self.ulysses):
             end.room = max(end.room, message)
 
@@ -217,7 +218,7 @@ class Groups:
             return group
 
         self._control = new(list(range(topology.size)), "gloo")
-        channels = self._channels(lambda members: new(members, self.backend))
+        channels = ring_groups(topology, self.rank, lambda members: new(members, self.backend))
         join(channels.values(), device_of(parent))
 
         counters = Counters()
@@ -234,31 +235,6 @@ class Groups:
         sharing = topology.ulysses_group(self.rank)
         self.ring, self.ulysses = end(topology.ring(self.rank)), end(sharing)
         self.ulysses_links = tuple(topology.link(self.rank, other) for other in sharing)
-
-    def _channels(
-        self, new: Callable[[list[int]], dist.ProcessGroup]
-    ) -> dict[Channel, dist.ProcessGroup]:
-        """Two groups per ring, one for ulysses. Rings over the same ranks share theirs."""
-        ring, width = self.topology.ring(self.rank), self.topology.intra_size
-        node, index = divmod(ring.index(self.rank), width)
-        wanted = {
-            Channel(name, gradient): members
-            for name, members in (
-                ("flat", ring),
-                ("intra", ring[node * width : (node + 1) * width]),
-                ("inter", ring[index::width]),
-            )
-            for gradient in (False, True)
-        }
-        wanted[Channel("ulysses", False)] = self.topology.ulysses_group(self.rank)
-        made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
-        channels = {}
-        for channel, members in wanted.items():
-            key = (tuple(members), channel.gradient)
-            if len(members) > 1:
-                made[key] = made.get(key) or new(members)
-                channels[channel] = made[key]
-        return channels
 
 
 class _LocalRank(Groups):

@@ -8,12 +8,15 @@ differs is told so on every rank. Knows no grid and makes no groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from ..schedule.topology import Topology
+from .transport import Channel
 
 
 class Said(NamedTuple):
@@ -88,3 +91,32 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
+def ring_groups(
+    topology: Topology, rank: int, new: Callable[[list[int]], dist.ProcessGroup]
+) -> dict[Channel, dist.ProcessGroup]:
+    """The groups that carry the rings of `rank`: two per ring, one for ulysses; `new` makes one.
+
+    Activations and gradients never share a communicator. Rings over the same ranks share theirs.
+    """
+    ring, width = topology.ring(rank), topology.intra_size
+    node, index = divmod(ring.index(rank), width)
+    wanted = {
+        Channel(name, gradient): members
+        for name, members in (
+            ("flat", ring),
+            ("intra", ring[node * width : (node + 1) * width]),
+            ("inter", ring[index::width]),
+        )
+        for gradient in (False, True)
+    }
+    wanted[Channel("ulysses", False)] = topology.ulysses_group(rank)
+    made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
+    channels = {}
+    for channel, members in wanted.items():
+        key = (tuple(members), channel.gradient)
+        if len(members) > 1:
+            made[key] = made.get(key) or new(members)
+            channels[channel] = made[key]
+    return channels

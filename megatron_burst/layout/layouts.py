@@ -189,8 +189,8 @@ class BlockStriped(Striped):
 class DocumentZigzag(Layout):
     """Zigzag within every document of a packed sequence, as Megatron lays packed sequences out.
 
-    cu_seqlens: cumulative lengths; every document must be a multiple of 2G positions long, or the
-    constructor raises ValueError.
+    cu_seqlens: cumulative lengths; every document must be a multiple of 2 x `cp_size` positions
+    long, or the constructor raises ValueError.
     """
 
     name = "zigzag"

@@ -71,8 +71,8 @@ class Mask:
     def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
         """`cover` of many pairs of spans at once.
 
-        The fields of both spans are integer arrays, broadcast against each other; returns an int64
-        array of `Cover` values of their common shape.
+        The fields of `q_spans` and `k_spans` are integer arrays, broadcast against each other;
+        returns an int64 array of `Cover` values of their common shape.
         """
         fields = np.broadcast_arrays(*q_spans, *k_spans)
         found = [
@@ -198,7 +198,7 @@ class _Or(_Combined):
 def shards_visible(
     mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
 ) -> np.ndarray:
-    """bool [G, G]: may any query of shard i see any key of shard j?
+    """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
 
     A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
     it may stand where nothing is visible.

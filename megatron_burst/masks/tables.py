@@ -61,6 +61,7 @@ class BlockSparse(VectorMask):
     """Query block i sees key block j where table[i, j] (BurstEngine section 3.4).
 
     table: bool or 0/1, [n, n]. block: positions per block; n * block is the sequence length.
+    Raises ValueError for other tables.
     """
 
     def __init__(self, table: np.ndarray, block: int):
@@ -107,7 +108,8 @@ class BlockSparse(VectorMask):
 class Dense(Mask):
     """Query q sees key k where table[q, k]: for masks that no other class describes.
 
-    table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank.
+    table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank. Raises
+    ValueError for other tables.
     """
 
     def __init__(self, table: np.ndarray):

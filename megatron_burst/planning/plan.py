@@ -30,7 +30,9 @@ from .validate import NeedsGrad, Signature, signature
 class Plan:
     """Everything a call of `attention` on one rank needs besides its tensors, made by `prepare`.
 
-    options: as given, with every "auto" and default resolved. schedules: of forward and backward.
+    groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
+    the objects that these name. signature: shapes, dtypes and device of q, k, v. sizes: this rank's
+    share in its ring. schedules: of forward and backward.
     identity: digest of what all ranks agreed on, the same on each. job: what this rank executes.
     recompute: if calls may run again, and keep something between. choice: why, where the algorithm
     was left open.
@@ -49,8 +51,8 @@ class Plan:
     choice: Choice | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Do these tensors have the shapes, dtypes and device that the plan was made for, and
-        need no gradient that it did not foresee?"""
+        """Do q, k, v have the shapes, dtypes and device that the plan was made for, and need no
+        gradient that it did not foresee?"""
         unforeseen = [torch.is_grad_enabled() and not planned for planned in self.job.needs_grad]
         return signature(q, k, v) == self.signature and not any(
             t.requires_grad and new for t, new in zip((q, k, v), unforeseen, strict=True)
@@ -62,18 +64,22 @@ class Plan:
 
     @property
     def algorithm(self) -> str:
+        """The algorithm that runs."""
         return self.options.algorithm
 
     @property
     def kernel(self) -> Kernel:
+        """The local attention."""
         return self.job.kernel
 
     @property
     def needs_grad(self) -> NeedsGrad:
+        """Which of q, k, v the backward makes gradients of."""
         return self.job.needs_grad
 
     @property
     def head_chunks(self) -> int:
+        """In how many chunks the heads go round the ring; 1: all at once."""
         return self.job.head_chunks
 
     def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:

@@ -46,6 +46,11 @@ class BurstCoreAttention(MegatronModule):
     ``window_attn_skip_freq`` and ``softmax_type``, whose parameter ``softmax_offset`` has the name
     that it has in checkpoints of Megatron's own modules.
 
+    Of Megatron's keywords these count: config (after `configure`), layer_number, attn_mask_type,
+    softmax_scale, pg_collection, and for MLA k_channels and v_channels. attention_type must be
+    "self" and attention_dropout 0 or None; cp_comm_type is not read, and what is unknown must be
+    None.
+
     Raises the same ``ValueError`` on all ranks for settings that it cannot honour.
     """
 
@@ -150,6 +155,7 @@ class BurstCoreAttention(MegatronModule):
         """``softmax_offset``, if it is learnable, split over tensor-parallel ranks like the heads.
 
         Name and form are those of Megatron's own modules, so that checkpoints are interchangeable.
+        prefix, sharded_offsets, metadata: as Megatron gives them to every module.
         """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
