@@ -390,20 +390,20 @@ def by_hand():
     return AtenKernel("by hand", ByHand("flash4", package, loaded))
 
 
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
 @pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5)], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, visiting, monkeypatch):
+def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, travelling, monkeypatch):
     kernel = by_hand()
     monkeypatch.setattr(aten, "stand_in", None)  # must not be called
     inputs = tensors(12, 2, heads, widths)
     truth = oracle.attention(*inputs, oracle.visible(mask, 12))
-    got = run(kernel, MASKS[mask], *inputs, visiting=visiting)
+    got = run(kernel, MASKS[mask], *inputs, travelling=travelling)
     assert_exact(got, (truth[0], *truth[2:]))
 
 
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
 @pytest.mark.parametrize(
     "window", [(0, 0), (3, 0), (3, 2), (1, None), (8, 1), (9, 0), (20, 0)], ids=str
 )
@@ -417,7 +417,7 @@ def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, visitin
     ],
     ids=str,
 )
-def test_windows_of_an_operator_are_the_oracle(spans, window, visiting):
+def test_windows_of_an_operator_are_the_oracle(spans, window, travelling):
     """Local bands: aligned to the last row and column, cropped where rows see nothing."""
     inputs = tensors(12, 2, (4, 2), (5, 3))
     rows, columns = (np.concatenate([span.positions() for span in side]) for side in spans)
@@ -431,6 +431,6 @@ def test_windows_of_an_operator_are_the_oracle(spans, window, visiting):
         assert kernel.work_for(Window(left, right), q_spans, k_spans) is None
         return
     got = run(
-        kernel, Window(left, right), *inputs, spans=q_spans, visiting=visiting, k_spans=k_spans
+        kernel, Window(left, right), *inputs, spans=q_spans, travelling=travelling, k_spans=k_spans
     )
     assert_exact(got, (truth[0], *truth[2:]))

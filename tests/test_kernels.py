@@ -49,10 +49,10 @@ def tensors(length, batch, heads, widths, dtype=torch.float64, size=1.0):
     return [x.to(dtype) for x in (*qkv, dout * size)]
 
 
-def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False, k_spans=None):
+def run(name, mask, q, k, v, dout, spans=None, scale=None, travelling=False, k_spans=None):
     """out, dq, dk, dv of one kernel (or its name) over one pair, as the ring would use it.
 
-    `visiting`: backward gets no out, only lse and delta, as where the queries travelled.
+    `travelling`: backward gets no out, only lse and delta, as where the queries travelled.
     """
     kernel = registry.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
@@ -63,7 +63,7 @@ def run(name, mask, q, k, v, dout, spans=None, scale=None, visiting=False, k_spa
     final = out.to(q.dtype)
     delta = (dout.to(lse.dtype) * final.to(lse.dtype)).sum(dim=-1)
     sums = [torch.zeros(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v)]
-    known = None if visiting else final
+    known = None if travelling else final
     kernel.backward(Rows(q, dout, lse, delta, known), k, v, work, Scoring(scale), *sums)
     return final, *sums
 
@@ -84,15 +84,15 @@ def test_the_oracle_is_torch_attention_with_autograd():
     assert_exact((out, *torch.autograd.grad(out, leaves, dout)), (truth[0], *truth[2:]))
 
 
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
 @pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5)], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["reference", "aten"])
-def test_float64_is_the_oracle(name, mask, heads, widths, visiting):
+def test_float64_is_the_oracle(name, mask, heads, widths, travelling):
     inputs = tensors(12, 2, heads, widths)
     truth = oracle.attention(*inputs, oracle.visible(mask, 12))
-    got = run(name, MASKS[mask], *inputs, visiting=visiting)
+    got = run(name, MASKS[mask], *inputs, travelling=travelling)
     assert_exact(got, (truth[0], *truth[2:]))
 
 
@@ -126,13 +126,13 @@ def test_tensors_need_not_be_contiguous(name):
         assert oracle.worst(got, wanted) < 1e-14
 
 
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
-def test_blind_rows_of_the_reference(visiting):
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
+def test_blind_rows_of_the_reference(travelling):
     inputs = tensors(9, 2, (4, 2), (4, 3))
     seen = oracle.visible("causal", 9)
     seen[1::2] = False
     truth = oracle.attention(*inputs, seen)
-    got = run("reference", Blind(), *inputs, visiting=visiting)
+    got = run("reference", Blind(), *inputs, travelling=travelling)
     assert_exact(got, (truth[0], *truth[2:]))
     assert not got[0][1::2].any()
     assert not got[1][1::2].any()
@@ -185,7 +185,7 @@ def test_rows_that_do_not_see_a_bad_key(name, bad, what):
     for 0 times NaN is NaN."""
     q, k, v, dout = tensors(600, 1, (1, 1), (8, 8), torch.float32)
     {"key": k, "value": v}[what][500] = bad
-    out, dq, *_ = run(name, Causal(), q, k, v, dout, visiting=True)
+    out, dq, *_ = run(name, Causal(), q, k, v, dout, travelling=True)
     tile, hidden = set(range(600)), set(range(500))
     if name == "aten":
         tiles = registry.make(name, q, k, v).cutter.tiles(Causal(), *[[Span(0, 1, 600)]] * 2)
@@ -204,7 +204,7 @@ def test_a_key_that_nobody_sees_may_be_anything(name, bad):
     table = np.tri(64, dtype=bool) & (np.random.default_rng(0).random((64, 64)) < 0.5)
     table[:, 0], table[:, 50:] = True, False
     k[50:], v[50:] = bad, bad
-    got = run(name, mb.masks.Dense(table), q, k, v, dout, visiting=True)
+    got = run(name, mb.masks.Dense(table), q, k, v, dout, travelling=True)
     k[50:], v[50:] = 0, 0
     truth = oracle.attention(q, k, v, dout, torch.from_numpy(table))
     assert_exact(got, (truth[0], *truth[2:]))
@@ -222,15 +222,15 @@ def stock(q, k, v, dout, causal):
     return out, *torch.autograd.grad(out, leaves, dout)
 
 
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", ["reference", "aten"])
-def test_low_precision_errs_no_more_than_torch(name, dtype, mask, heads, visiting):
+def test_low_precision_errs_no_more_than_torch(name, dtype, mask, heads, travelling):
     inputs = tensors(96, 1, heads, (32, 32), dtype)
     truth = oracle.attention(*inputs, oracle.visible(mask, 96))
-    got = run(name, MASKS[mask], *inputs, visiting=visiting)
+    got = run(name, MASKS[mask], *inputs, travelling=travelling)
     theirs = stock(*inputs, causal=mask == "causal")
     for part, mine, other, right in zip(
         ("out", "dq", "dk", "dv"), got, theirs, (truth[0], *truth[2:]), strict=True
@@ -240,12 +240,12 @@ def test_low_precision_errs_no_more_than_torch(name, dtype, mask, heads, visitin
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-30, 1e20])
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
-def test_tiny_and_huge_gradients_keep_their_accuracy(size, visiting):
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
+def test_tiny_and_huge_gradients_keep_their_accuracy(size, travelling):
     """float32 rows of |dO| about 1e-25: their squares underflow."""
     inputs = tensors(16, 1, (2, 2), (8, 8), torch.float32, size)
     truth = oracle.attention(*inputs, oracle.visible("causal", 16))
-    got = run("aten", Causal(), *inputs, visiting=visiting)
+    got = run("aten", Causal(), *inputs, travelling=travelling)
     for mine, right in zip(got[1:], truth[2:], strict=True):
         assert oracle.worst(mine, right) < 1e-5 * right.abs().max().item()
 
@@ -268,14 +268,14 @@ def test_the_stand_in_gives_delta(size, dtype, seed):
     assert oracle.worst(got / size, delta.double() / size) < bound
 
 
-@pytest.mark.parametrize("visiting", [False, True], ids=["own", "visiting"])
-def test_gradients_of_large_float16_values_are_as_good_as_torch_has_them(visiting):
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
+def test_gradients_of_large_float16_values_are_as_good_as_torch_has_them(travelling):
     """Gradients with one large element: along them, a stand-in would need 1.3e5."""
     q, k, v, dout = tensors(16, 1, (2, 2), (64, 64), torch.float16)
     v, dout = 3e4 + 16 * v, torch.full_like(dout, 0.1)
     dout[..., 0] = 1
     truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 16))
-    got = run("aten", Causal(), q, k, v, dout, visiting=visiting)
+    got = run("aten", Causal(), q, k, v, dout, travelling=travelling)
     theirs = stock(q, k, v, dout, causal=True)
     for mine, other, right in zip(got[1:], theirs[1:], truth[2:], strict=True):
         assert oracle.worst(mine, right) <= 3 * oracle.worst(other, right)
@@ -338,8 +338,8 @@ def test_the_table_and_auto():
     ids=str,
 )
 def test_auto_on_a_gpu(capability, cudnn, mask, first, monkeypatch):
-    """As torch chooses between its own; masks that are more than stairs go to the kernel that
-    takes any."""
+    """As torch chooses between its own; masks that flash kernels cannot take in a few tiles go to
+    the kernel that takes any."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     order = registry.automatic(torch.device("cuda:0"), mask)

@@ -43,7 +43,7 @@ class Play:
         self.sums = [defaultdict(set) for _ in range(size)]  # gradient -> ranks that added to it
         self.flying = []  # (hop, ranks that added to it)
         self.pairs = Counter()
-        self.visiting = 0  # most chunks of others that a rank holds or is receiving
+        self.travelling = 0  # most chunks of others that a rank holds or is receiving
         self.gradients = 0  # most gradient buffers: sums, and what leaves and arrives
         for index in range(max(map(len, self.programs))):
             self.play(index)
@@ -121,7 +121,7 @@ class Play:
             flights = [hop for hop, _ in self.flying]
             others = [c for c in held if c.owner != rank]
             others += [h for h in flights if h.dst == rank and not h.chunk.gradient]
-            self.visiting = max(self.visiting, len(others))
+            self.travelling = max(self.travelling, len(others))
             sums = [c for c, added in self.sums[rank].items() if added]
             sums += [h for h in flights if rank in (h.src, h.dst) and h.chunk.gradient]
             self.gradients = max(self.gradients, len(sums))
@@ -139,8 +139,8 @@ def test_every_pair_once_and_every_gradient_home_from_everyone(grid):
             assert {chunk: added for chunk, added in sums.items() if added} == home
 
 
-def most_visiting(schedule):
-    """The true maximum of visiting chunks, at most 4 on any grid: within a node one to compute
+def most_travelling(schedule):
+    """The true maximum of travelling chunks, at most 4 on any grid: within a node one to compute
     with and one arriving; across nodes the one to be passed on, which waits until its transfer
     has landed, and the one arriving for the next cycle."""
     nodes, width = schedule.rings
@@ -163,7 +163,7 @@ def most_gradients(schedule):
 def test_few_buffers_whatever_the_size_of_the_grid(grid):
     for schedule in schedules(grid):
         play = Play(schedule)
-        assert play.visiting == most_visiting(schedule), schedule
+        assert play.travelling == most_travelling(schedule), schedule
         assert play.gradients == most_gradients(schedule), schedule
 
 
@@ -285,8 +285,8 @@ def test_nothing_is_sent_that_nobody_needs():
 def test_direct_sends_hold_two_chunks_and_all_gather_holds_all():
     everyone = np.ones((6, 6), dtype=bool)
     direct = forward("ring", Grid(1, 6), visible=everyone, route="direct")
-    assert Play(direct).visiting == 2
-    assert Play(forward("all_gather", Grid(1, 6))).visiting == 5
+    assert Play(direct).travelling == 2
+    assert Play(forward("all_gather", Grid(1, 6))).travelling == 5
 
 
 def test_kept_chunks_are_the_farthest_and_are_not_sent():

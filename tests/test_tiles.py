@@ -75,7 +75,7 @@ def shown_by(left, right, q, k):
 
 
 def test_a_window_is_one_tile_for_a_kernel_that_takes_windows():
-    """Wherever its edges leave the rectangle; without a left edge it is stairs, as ever."""
+    """Wherever its edges leave the rectangle; without a left edge it is squares and triangles."""
     cutter = Cutter(None, None, windows=True)
     shapes = product((1, 5, 8), (1, 4, 7, 8), range(-4, 5), (1, 3))
     for (rows, columns, ahead, stride), left, right in product(shapes, (0, 1, 3, 9), (0, 2, None)):

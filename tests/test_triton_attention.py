@@ -69,4 +69,4 @@ def test_a_device_or_width_that_is_not_in_the_table_takes_the_next_entry():
     assert blocks.blocks(86, "backward", 192) == table[80, "backward", 256]
     assert blocks.blocks(70, "backward", 16) == table[80, "backward", 64]
     assert blocks.blocks(121, "forward", 128) == table[80, "forward", 128]
-    assert blocks.blocks(90, "forward", 96, 4) == blocks.SINGLE["forward", 128]
+    assert blocks.blocks(90, "forward", 96, 4) == blocks.FLOAT32_BLOCKS["forward", 128]

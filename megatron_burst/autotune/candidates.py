@@ -44,6 +44,7 @@ class Workload:
 
     @property
     def seq_len(self) -> int:
+        """Positions of the whole sequence."""
         return self.sizes.tokens * self.layout.cp_size
 
 

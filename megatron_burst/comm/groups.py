@@ -19,7 +19,16 @@ from ..schedule.topology import Topology
 from .calls import CALLS, Calls
 from .consensus import Facts, agree
 from .local import LocalEndpoint, RankSwitch
-from .process_groups import agreed, alive, device_of, introduce, join, process_group, timeout_of
+from .process_groups import (
+    agreed,
+    alive,
+    device_of,
+    introduce,
+    join,
+    process_group,
+    ring_groups,
+    timeout_of,
+)
 from .transport import Counters, Endpoint, ProcessEndpoint
 
 T = TypeVar("T")

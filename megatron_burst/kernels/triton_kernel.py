@@ -38,6 +38,7 @@ class PairWork:
         self.lists: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
 
     def grid(self, rows: int, columns: int) -> TileGrid:
+        """The pair's tiles of `rows` x `columns`."""
         if (rows, columns) not in self.grids:
             self.grids[rows, columns] = tile_grid(*self.problem, rows, columns)
         return self.grids[rows, columns]

@@ -98,6 +98,7 @@ def plain(options: LossOptions) -> LossOptions:
 
 
 def flag(name: str, value: Any) -> Iterator[str]:
+    """Why `value` is no boolean, if it is none."""
     if not isinstance(value, bool):
         yield f"{name} must be True or False, got {told(value)}"
 

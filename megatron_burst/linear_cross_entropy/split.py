@@ -34,6 +34,7 @@ class InFlight:
     work: dist.Work | None = None
 
     def wait(self) -> torch.Tensor:
+        """The tensor, once it is filled; RuntimeError where the exchange failed."""
         if self.work is not None:
             _guarded(self.work.wait)
         return self.tensor
@@ -48,10 +49,12 @@ class Split:
 
     @property
     def size(self) -> int:
+        """How many ranks divide the vocabulary."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def rank(self) -> int:
+        """The index of this rank's slice of the vocabulary."""
         return 0 if self.group is None else self.group.rank()
 
     @property

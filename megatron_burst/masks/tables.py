@@ -84,6 +84,7 @@ class BlockSparse(VectorMask):
 
     @cached_property
     def digest(self) -> str:
+        """Shape and hash of the table, which stand for it in the mask's repr."""
         return _digest(self.table)
 
     @cached_property
@@ -117,6 +118,7 @@ class Dense(Mask):
 
     @cached_property
     def digest(self) -> str:
+        """Shape and hash of the table, which stand for it in the mask's repr."""
         return _digest(self.table)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:

@@ -32,6 +32,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """How many rows and columns the tile has."""
         return _length(self.rows), _length(self.columns)
 
     @property

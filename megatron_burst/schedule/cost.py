@@ -94,6 +94,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
+        """Bytes over both link classes."""
         return self.intra + self.inter
 
     def __add__(self, other: Traffic) -> Traffic:

@@ -27,6 +27,7 @@ class Grid(NamedTuple):
 
     @property
     def size(self) -> int:
+        """How many ranks there are."""
         return self.inter * self.intra
 
     def link(self, src: int, dst: int) -> str:
@@ -42,6 +43,7 @@ class Chunk(NamedTuple):
 
     @property
     def gradient(self) -> bool:
+        """Is it a sum of gradients, which ranks add to, and not a copy of what the owner has?"""
         return self.family.startswith("d")
 
 

@@ -88,6 +88,7 @@ class Topology:
 
     @property
     def ring_size(self) -> int:
+        """How many ranks a ring has."""
         return self.size // self.ulysses
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -140,6 +141,7 @@ def _even(nodes: list[int]) -> bool:
 
 
 def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
