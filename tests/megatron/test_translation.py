@@ -9,6 +9,7 @@ import torch
 
 import megatron_burst.megatron as burst
 from megatron_burst.flags import FLAGS
+from megatron_burst.megatron import specs
 from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.lm_head import fused_loss
@@ -79,3 +80,17 @@ def test_recipes_have_an_argument_for_each_flag_and_no_other():
         apply_burst(None, nonsense=1)
     arguments = str(raised.value).split(" takes ")[1].split(", ")
     assert sorted(arguments) == sorted(translated(MODEL, flag.name) for flag in FLAGS)
+
+
+def test_a_layer_spec_is_refused_with_all_reasons_at_once():
+    config = SimpleNamespace(
+        context_parallel_size=2, tensor_model_parallel_size=1, num_attention_heads=4,
+        num_query_groups=None, attention_dropout=0.1, attention_backend="local", seq_length=66,
+    )  # fmt: skip
+    try:
+        with pytest.raises(ValueError, match=r"^3 settings cannot be honoured:") as raised:
+            specs.burst_layer_spec(config, layout="zigzag")
+    finally:
+        burst.uninstall()
+    for reason in ("--attention-backend local", "--seq-length 66", "attention dropout is 0.1"):
+        assert f"\n  - {reason}" in str(raised.value)
