@@ -24,10 +24,6 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-docs: $(VENV)/.ready-docs ## the documentation site into docs/_build/html; a warning is an error
-	@$(PY) -m sphinx -E -q -W --keep-going -n -b html docs docs/_build/html $(ARGS) < /dev/null
-	@echo "wrote docs/_build/html/index.html"
-
 # One file in one process. Short tests run in the order of their files: those with ranks, which keep
 # all cores busy, come first, and no long file is left for the end. Of the long tail the files with
 # most tests come first.
@@ -64,6 +60,10 @@ csrc: $(VENV)/.ready-test ## compile the operators of csrc/ into the package; it
 
 csrc-cuda: $(VENV)/.ready-test ## compile the CUDA code of csrc/ for sm_80, sm_90a, sm_100: registers, spills
 	@$(PY) csrc/check_cuda.py $(ARGS)
+
+docs: $(VENV)/.ready-docs ## the documentation site into docs/_build/html; a warning is an error
+	@$(PY) -m sphinx -E -q -W --keep-going -n -b html docs docs/_build/html $(ARGS) < /dev/null
+	@echo "wrote docs/_build/html/index.html"
 
 gallery: $(VENV)/.ready-test ## draw docs/gallery.md, its pictures and those of docs/concepts again
 	@$(PY) docs/make_gallery.py $(ARGS)
