@@ -118,7 +118,7 @@ SECTIONS = (
                 "chunk, and crosses between nodes once, after its node has added all its parts."),
         Picture("burst-backward-kept",
                 "schedule --nodes 2 --ranks-per-node 4 --backward --side kv --kv-cache 1",
-                "Backward with all visiting keys kept from forward: only gradients travel."),
+                "Backward with all travelling keys kept from forward: only gradients travel."),
         Picture("double-ring-backward",
                 "schedule --algorithm double_ring --nodes 2 --ranks-per-node 2 --backward "
                 "--side query --layout contiguous",

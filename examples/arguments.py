@@ -1,7 +1,7 @@
 """Command line of `pretrain_gpt.py`: Megatron's own flag names, plus the burst ones.
 
 Owns: names and defaults of Megatron's flags as far as they are used here, and the checks that need
-only flags and the number of processes. Must not know: Megatron, or what the burst flags are.
+only flags and the number of processes.
 """
 
 from __future__ import annotations

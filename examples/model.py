@@ -1,6 +1,6 @@
 """The model that `pretrain_gpt.py` trains, from its flags: Megatron-Core's own parts.
 
-Owns: which flag becomes which field of Megatron's configurations. Must not know: data or steps.
+Owns: which flag becomes which field of Megatron's configurations.
 """
 
 from __future__ import annotations

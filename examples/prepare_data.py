@@ -9,7 +9,7 @@ Used by `make quickstart`, and alone:
 Owns the decision what a token is: one byte (0 to 255), and 256 at the end of each document. Beside
 the dataset it writes PREFIX.json (documents, tokens, vocabulary size, unigram entropy in nats per
 token). PREFIX carries a fingerprint of the source, so an unchanged source is not built again and
-Megatron's own index cache never outlives a change. Knows nothing of models or of parallelism.
+Megatron's own index cache never outlives a change.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def attention(
     package: "flash2", "flash3", "flash4".
     softmax_scale: default d ** -0.5. softcap: cap * tanh(score / cap).
     grad_wire_dtype: of travelling gradients, None for the accumulation dtype.
-    kv_cache: the fraction of visiting keys that forward keeps for backward.
+    kv_cache: the fraction of travelling keys that forward keeps for backward.
     store: the fraction of results that a checkpoint around the call keeps (default: as it says).
     head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
     rings run staggered, so that the last hops of one overlap with the compute of another, at that

@@ -46,7 +46,7 @@ class BurstConfig:
     "ulysses" takes all ranks).
     placement: "head_first" puts the ranks that share heads next to each other, "context_first"
     those of a ring.
-    kv_cache: fraction of visiting keys and values that forward keeps for backward.
+    kv_cache: fraction of travelling keys and values that forward keeps for backward.
     wire_dtype: of travelling gradients, "fp32" or "bf16"; None for the accumulation dtype.
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
@@ -58,7 +58,8 @@ class BurstConfig:
     algorithm: Annotated[
         Algorithm | Literal["megatron"],
         Described(
-            "attention across context-parallel ranks; megatron leaves Megatron's own alone",
+            "attention across context-parallel ranks; auto takes what is predicted to be fastest "
+            "at measured rates, megatron leaves Megatron's own attention alone",
             flag="--context-parallel-algo",
         ),
     ] = "burst"
@@ -73,7 +74,13 @@ class BurstConfig:
     side: Annotated[
         SideName, Described("what travels in backward; auto takes the side with fewer bytes")
     ] = "auto"
-    kernel: Annotated[KernelName, Described("the local attention")] = "auto"
+    kernel: Annotated[
+        KernelName,
+        Described(
+            "the local attention; auto takes what torch prefers on the device, flash2 to flash4 "
+            "are the installed FlashAttention packages"
+        ),
+    ] = "auto"
     intra_size: Annotated[
         int | None,
         Described(
@@ -82,22 +89,27 @@ class BurstConfig:
         ),
     ] = None
     ulysses_size: Annotated[
-        int | None, Described("ranks that share heads by all-to-all, around any ring")
+        int | None,
+        Described(
+            "ranks that share heads by all-to-all, around any ring; hybrid needs it, ulysses "
+            "takes all"
+        ),
     ] = None
     placement: Annotated[
         Placement, Described("whether neighbouring ranks share heads or a ring")
     ] = "head_first"
     kv_cache: Annotated[
-        float, Described("fraction of visiting keys and values that forward keeps for backward")
+        float, Described("fraction of travelling keys and values that forward keeps for backward")
     ] = 0.0
     wire_dtype: Annotated[
-        WireDtype | None, Described("of travelling gradients; default: that of their sum, fp32")
+        WireDtype | None,
+        Described("of travelling gradients, summed in fp32; default: fp32"),
     ] = None
     store: Annotated[
         float | None,
         Described(
-            "of attention results, what --recompute-granularity keeps: 1.0 all, 0.5 the half that "
-            "is most expensive to recompute",
+            "fraction of attention results that --recompute-granularity keeps: 1.0 recomputes no "
+            "attention, 0.5 a quarter of it (causal) for half the memory",
             flag="--burst-attention-store",
         ),
     ] = None

@@ -117,3 +117,16 @@ def given(argv: Sequence[str], *names: str) -> Iterator[str]:
     """Which of ``names`` (all flags of this module, if none are named) a command line has."""
     words = {word.split("=", 1)[0] for word in argv}
     return (name for name in names or [flag.name for flag in FLAGS] if name in words)
+
+
+def table() -> str:
+    """All flags as a table in Markdown, for README.md."""
+    rows = [
+        f"| `{flag.name}` | {_shown(flag)} | {flag.help.replace('|', ' or ')} |" for flag in FLAGS
+    ]
+    return "\n".join(["| flag | values | meaning |", "|-|-|-|", *rows])
+
+
+def _shown(flag: Flag) -> str:
+    names = ", ".join(f"`{name}`" for name in names_of(flag.field))
+    return names or {int: "N", float: "0 to 1"}[flag.type]

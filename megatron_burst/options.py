@@ -42,7 +42,7 @@ class AttentionOptions:
     softmax_scale: default d ** -0.5. softcap: scores become cap * tanh(score / cap).
     grad_wire_dtype: of travelling gradients, a torch dtype or "fp32" or "bf16"; None for the
     accumulation dtype.
-    kv_cache: fraction (0 to 1) of visiting keys and values that forward keeps for backward.
+    kv_cache: fraction (0 to 1) of travelling keys and values that forward keeps for backward.
     store: fraction (0 to 1) of attention results that a checkpoint around the call keeps.
     head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
     rings run staggered: the last hops of one overlap with the compute of another, at that many

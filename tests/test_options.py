@@ -1,7 +1,10 @@
 """The choices of a call are one object: every list of them elsewhere is this one."""
 
 import dataclasses
+import importlib.util
 import inspect
+import re
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -12,6 +15,7 @@ from megatron_burst import config, flags, options
 from megatron_burst.kernels import registry
 from megatron_burst.planning.validate import WIRE
 
+ROOT = Path(__file__).parents[1]
 NAMES = [field.name for field in dataclasses.fields(options.AttentionOptions)]
 
 
@@ -51,6 +55,27 @@ def test_a_flag_for_every_field_of_a_config():
     shown = {flag.field: flag.values for flag in flags.FLAGS}
     assert shown["side"] == "{auto,kv,query}"
     assert (shown["ulysses_size"], shown["kv_cache"], shown["store"]) == ("N", "F", "F")
+
+
+def test_the_table_of_flags_in_the_readme_is_that_of_today():
+    """If not: python docs/make_flags.py"""
+    page = ROOT / "README.md"
+    spec = importlib.util.spec_from_file_location("make_flags", ROOT / "docs" / "make_flags.py")
+    make_flags = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_flags)
+    assert make_flags.written(page.read_text()) == page.read_text()
+    assert "| `--burst-side` | `auto`, `kv`, `query` |" in page.read_text()
+
+
+def test_the_path_to_read_is_short():
+    """CONTRIBUTING lists the files of a forward and backward; together they are one sitting."""
+    listed = (
+        (ROOT / "CONTRIBUTING.md").read_text().split("## Reading the core")[1].split("\n## ")[0]
+    )
+    names = re.findall(r"`([\w/]+\.py)`", listed)
+    lines = [len((ROOT / "megatron_burst" / name).read_text().splitlines()) for name in names]
+    assert len(names) > 12
+    assert sum(lines) <= 2000
 
 
 def test_an_unknown_keyword_is_named():

@@ -3,7 +3,7 @@
 `enclosed(main)` runs `main` as process 1 of a PID namespace with its own network and mounts. So
 there is nothing to clean up: when that process ends, however it ends, the kernel kills every rank
 and removes every link. It ends when the process outside does, killed ones included. Rootless
-where the kernel lets users make user namespaces. Knows nothing of what runs inside.
+where the kernel lets users make user namespaces.
 """
 
 from __future__ import annotations

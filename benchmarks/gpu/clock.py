@@ -2,7 +2,6 @@
 
 Decides the order of runs (A B C A B C ...: whatever else the machine does, its clock included,
 then hits all alike, and ratios are taken within a round) and what counts as memory of a run.
-Knows nothing of what is measured.
 """
 
 from __future__ import annotations

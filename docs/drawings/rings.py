@@ -115,7 +115,7 @@ def draw_visits() -> Figure:
 
 
 def _visit(axes: Axes, plan: Schedule, rank: int, step: int, landed: set) -> None:
-    owner = plan.visitor(rank, step)
+    owner = plan.owner_at(rank, step)
     colour = of_rank(owner, GRID.size)
     y = rank + 0.35 * (rank >= GRID.intra)
     axes.add_patch(Rectangle((step + 0.04, y + 0.06), 0.92, 0.88, facecolor=colour))

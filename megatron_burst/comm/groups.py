@@ -1,7 +1,7 @@
 """The grid of ranks and the process groups of its rings.
 
 Decides how groups are made: collectively, once, with the parent's backend and timeout, and
-only among the ranks concerned. It must not know what travels on a ring or when.
+only among the ranks concerned.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 a group.
 
 Making groups is collective: ranks that mean different grids would wait for each other until the
-timeout. So they first compare, over the group they were given, what they were asked for; whoever
-differs is told so on every rank. Knows no grid and makes no groups.
+timeout. So they first compare, over the group they were given, what they were asked for; a rank
+that differs is named on every rank.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Pass:
     """What one rank needs for one pass over the ring: its program, and the work of each pair.
 
     works: what the kernel planned for each pair; a pair with nothing visible is absent.
-    kept: visiting chunks that forward leaves behind and backward finds.
+    kept: travelling chunks that forward leaves behind and backward finds.
     rows: of each owner's keys, where they differ between owners; empty: all alike.
     deferred: the program of head chunks that compute the pair of their own chunks last.
     call: which call this is; every message bears it.
@@ -132,26 +132,21 @@ class Executor:
         is where another head chunk computes.
         """
         if self._started:
-            self._finish(self.run.program[self._started - 1])
+            # What lands where it was posted blocks: only now, when every rank has posted it.
+            self._land(self._started - 1)
+            pair = self.run.program[self._started - 1].pair
+            if pair is not None and pair in self.run.works:
+                with record_function(f"{self.run.name}: {_pair(pair)}"):
+                    self.compute(pair)
         if self._started == len(self.run.program):
             return False
-        self._start(self.run.program[self._started])
-        self._started += 1
-        return True
-
-    def _start(self, boundary: Boundary) -> None:
+        boundary = self.run.program[self._started]
         self._land(boundary.index)
         self._release(boundary.release)
         for channel, hops in _exchanges(boundary.posts):
             self._post(channel, hops, boundary.index)
-
-    def _finish(self, boundary: Boundary) -> None:
-        # What lands where it was posted blocks: only now, when every rank has posted it.
-        self._land(boundary.index)
-        pair = boundary.pair
-        if pair is not None and pair in self.run.works:
-            with record_function(f"{self.run.name}: {_pair(pair)}"):
-                self.compute(pair)
+        self._started += 1
+        return True
 
     def _packed(self, chunk: Chunk, tensors: Tensors) -> Message:
         """What this rank has from the start; copied into one message only if it is to be sent."""

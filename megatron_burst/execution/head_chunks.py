@@ -37,7 +37,9 @@ def run_staggered(executors: Sequence[Executor]) -> None:
     while waiting or running:
         running += waiting[:1]
         del waiting[:1]
-        running = [executor for executor in running if executor.advance()]
+        for executor in list(running):
+            if not executor.advance():
+                running.remove(executor)
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Forward:
 
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         """out [s, b, h, w] in the dtype of q, lse [s, b, h] in the accumulation dtype, and k, v of
-        every visiting chunk that is kept for backward.
+        every travelling chunk that is kept for backward.
 
         sink [h] or None: a logit that every row sees besides its keys, with no value.
         """
@@ -62,7 +62,7 @@ class Forward:
 class Backward:
     """Gradients of the local q, k, v (BurstEngine Algorithms 1 and 2).
 
-    Which side travels is the program's business: own chunks are held from the start, visiting
+    Which side travels is the program's business: own chunks are held from the start, travelling
     chunks arrive or were `kept`, and gradients are summed per chunk wherever it is. `rows` is the
     local query chunk, `keys` the local (k, v); `kept`: k, v of each chunk of `run.kept`.
     """
@@ -92,7 +92,7 @@ class Backward:
     def compute(self, pair: Pair) -> None:
         q, dout, lse, delta = self.executor.held[Chunk("query", pair.query)].tensors
         k, v = self.executor.held[Chunk("kv", pair.key)].tensors
-        # out does not travel: a visiting query chunk brings delta instead (BurstEngine 3.1).
+        # out does not travel: a travelling query chunk brings delta instead (BurstEngine 3.1).
         out = self.rows.out if pair.query == self.me else None
         rows, work = Rows(q, dout, lse, delta, out), self.run.works[pair]
         self.kernel.backward(rows, k, v, work, self.scoring, *self._sums(pair))

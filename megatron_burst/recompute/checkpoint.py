@@ -5,7 +5,7 @@ leaves the results of some rows there (`store` says which); when it runs again, 
 are taken from there and only the others are recomputed. Frames are found through the one
 ContextVar of this package, entries by their order within the call, so that several calls may be
 in flight, be run again in any order, more than once, or never; a frame goes when its call's graph
-does. Knows nothing of rings or plans. Source: LoongTrain (selective checkpoint++), BurstEngine
+does. Source: LoongTrain (selective checkpoint++), BurstEngine
 section 3.2 (its sequence-level half).
 """
 
@@ -114,8 +114,9 @@ def checkpoint(fn: Callable[..., T], *args: Any, keep: float = 0.5) -> T:
     """Run `fn(*args)`, saving only its arguments, and run it again in backward.
 
     keep: the fraction of positions whose attention results are kept between the two (out and the
-    log-sum-exp: 2 w + 4 bytes per row and head in bf16), dearest rows first; 1.0 recomputes no
-    attention, 0.5 a quarter of it for a causal mask, 0.0 all. `fn` must do the same each time;
-    plans used in it are made by `mb.prepare(..., store=keep)`. Gradients are those of `fn`.
+    log-sum-exp: 2 w + 4 bytes per row and head in bf16), the most expensive rows first; 1.0
+    recomputes no attention, 0.5 a quarter of it for a causal mask, 0.0 all. `fn` must do the same
+    each time; plans used in it are made by `mb.prepare(..., store=keep)`. Gradients are those of
+    `fn`.
     """
     return torch_checkpoint(framed(fn, keep), *args, use_reentrant=False)  # pyright: ignore[reportReturnType]

@@ -1,8 +1,7 @@
 """The smaller ring that recomputes attention where nothing was kept.
 
-Turns `store`'s choice of positions into what each local rank runs: which rows it left in the
-frame, which it computes again, and a pass whose chunks hold only the keys that these rows see.
-Knows nothing of how the pass is run.
+Turns the positions that `selection` chose into what a rank runs: which rows it left in the frame,
+which it computes again, and a pass whose chunks hold only the keys that these rows see.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What attention keeps between forward and recompute, and what recomputing the rest needs.
 
-Decides which positions are kept: those that are dearest to recompute under the mask, the later
+Decides which positions are kept: those most expensive to recompute under the mask, the later
 ones where several are equal; for a causal mask that is the end of the sequence (BurstEngine
 section 3.2). The others are recomputed by a smaller ring: only their queries, only the keys that
 these see. Arithmetic on positions: no torch, and nothing about when frames live, which is
@@ -48,13 +48,13 @@ def split(
     blocks = [Interval(int(a), int(b)) for a, b in pairwise(edges)]
     whole = (Span(0, 1, seq_len),)
 
-    def dearness(block: Interval) -> tuple[float, int]:
+    def cost_per_row(block: Interval) -> tuple[float, int]:
         length = block.stop - block.start
         pairs = visible_pairs(mask, (Span(block.start, 1, length),), whole)
         return pairs / length, block.start
 
     kept: list[Interval] = []
-    for block in sorted(blocks, key=dearness, reverse=True):
+    for block in sorted(blocks, key=cost_per_row, reverse=True):
         start = max(block.start, block.stop - target)
         if start < block.stop:
             kept.append(Interval(start, block.stop))

@@ -105,7 +105,7 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="FRACTION",
-        help="fraction of visiting keys and values that forward keeps for backward (default: 0)",
+        help="fraction of travelling keys and values that forward keeps for backward (default: 0)",
     )
     sub.add_argument("--rank", type=int, metavar="N", help="draw only this rank")
     sub.add_argument("--heads", type=int, metavar="N", default=8, help="query heads (default: 8)")

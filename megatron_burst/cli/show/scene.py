@@ -117,7 +117,7 @@ class Cell(NamedTuple):
     pair: Pair
     cover: Cover  # EMPTY also if a conservative cover is PARTIAL, but nothing is visible
     share: float  # of the pairs of the busiest (rank, step)
-    kept: bool  # its visiting chunk was kept from forward
+    kept: bool  # its travelling chunk was kept from forward
 
 
 class Total(NamedTuple):
@@ -142,13 +142,13 @@ class ScheduleScene:
     def size(self) -> int:
         return self.plan.grid.size
 
-    def visitor(self, pair: Pair) -> int:
+    def owner(self, pair: Pair) -> int:
         return pair.key if self.plan.side == "kv" else pair.query
 
     def cell(self, rank: int, step: int) -> Cell:
         pair = self.plan.pair(rank, step)
         most = max(int(self.shards.pairs.max()), 1)
-        chunk = Chunk(self.plan.side, self.visitor(pair))
+        chunk = Chunk(self.plan.side, self.owner(pair))
         kept = self.plan.kept > 0 and chunk in self.plan.kept_chunks(rank)
         cover = Cover(int(self.shards.covers[pair])) if self.shards.pairs[pair] else Cover.EMPTY
         return Cell(pair, cover, int(self.shards.pairs[pair]) / most, kept)

@@ -136,7 +136,7 @@ def _cell(scene: ScheduleScene, rank: int, boundary: int) -> Text:
 
 def _append_pair(text: Text, scene: ScheduleScene, cell: Cell) -> None:
     label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}" + "*" * cell.kept
-    style = of_rank(scene.visitor(cell.pair), scene.size)
+    style = of_rank(scene.owner(cell.pair), scene.size)
     text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)
 
 

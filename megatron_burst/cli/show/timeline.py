@@ -134,8 +134,8 @@ def _rank(axes: Axes, scene: ScheduleScene, rank: int, top: float, lanes: _Lanes
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float) -> None:
     """A step, filled to its share of visible pairs; only an outline if it computes nothing."""
     cell = scene.cell(rank, step)
-    visitor = scene.visitor(cell.pair)
-    colour, left, wide = of_rank(visitor, scene.size), step + 0.03, 0.94
+    owner = scene.owner(cell.pair)
+    colour, left, wide = of_rank(owner, scene.size), step + 0.03, 0.94
     if cell.cover == Cover.EMPTY:
         axes.add_patch(Rectangle((left, top), wide, 1, facecolor="white", edgecolor=RULE,
                                  linewidth=0.8, linestyle=(0, (3, 2))))  # fmt: skip

@@ -47,7 +47,7 @@ def subtitle(scene: Scene) -> str:
     gradients = ", their gradients follow" if scene.backward else ""
     route = " directly from owner to reader" if scene.plan.route == "direct" else ""
     every = "all" if scene.plan.kept == scene.size - 1 else "some"
-    kept = f", {every} visiting chunks kept from forward" if scene.plan.kept else ""
+    kept = f", {every} travelling chunks kept from forward" if scene.plan.kept else ""
     return f"{scene.shards.seq_len} positions; {travels} travel{route}{gradients}{kept}"
 
 
