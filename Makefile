@@ -115,7 +115,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q --no-deps $(BARE) -e .
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q $(NEED) \
-	  numpy packaging einops psutil pyyaml rich matplotlib pytest hypothesis
+	  numpy packaging einops psutil pyyaml rich greenlet matplotlib pytest hypothesis
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
