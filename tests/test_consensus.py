@@ -1,16 +1,35 @@
 """The header all ranks compare before anything travels: differences are found and said alike."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_burst.comm.consensus import HEADER_BYTES, agree
+from megatron_burst.comm.local import RankSwitch
 
 FACTS = {"q": (4, 2), "layout": "zigzag", "softmax_scale": 0.125}
 
 
 def everyone(*facts):
-    """`agree` as all ranks at once would call it."""
-    agree(facts, lambda headers: list(headers))
+    """`agree` on as many ranks, each with its facts; all of them must end alike."""
+    switch, seen = RankSwitch(), []
+
+    def one(rank, fact):
+        def gather(header):
+            seen.append(header)
+            return switch.all_gather(rank, len(facts), header)
+
+        try:
+            return agree(fact, gather)
+        except ValueError as error:
+            return error
+
+    ended = switch.run([partial(one, *given) for given in enumerate(facts)])
+    assert len({repr(end) for end in ended}) == 1
+    if ended[0] is not None:
+        raise ended[0]
+    return seen
 
 
 def test_equal_facts_pass():
@@ -18,8 +37,7 @@ def test_equal_facts_pass():
 
 
 def test_a_header_is_small_and_of_fixed_size():
-    seen = []
-    agree([FACTS, {**FACTS, "layout": "zigzag"}], lambda headers: seen.extend(headers) or seen)
+    seen = everyone(FACTS, {**FACTS, "layout": "zigzag"})
     assert [(h.dtype, h.shape) for h in seen] == [(torch.uint8, (HEADER_BYTES,))] * 2
     assert HEADER_BYTES <= 2048
 
