@@ -287,7 +287,7 @@ def test_what_cannot_be_served_is_refused(choices, sizes, words):
         ),
         (lambda: mb.Groups.in_process(inter=0, intra=2), "at least one rank, got .*0"),
         (lambda: mb.Groups.in_process(intra=2.0), "intra .*integer, got 2.0"),
-        (lambda: mb.Groups.in_process(intra=2, ulysses=None), "head .*integer, got None"),
+        (lambda: mb.Groups.in_process(intra=2, ulysses=None), "ulysses .*integer, got None"),
     ],
 )
 def test_grids_and_layouts_that_mean_nothing_are_refused(make, words):

@@ -34,7 +34,17 @@ from .transport import Counters, Endpoint, ProcessEndpoint
 T = TypeVar("T")
 
 
-class Groups:
+class _Uncopied:
+    """Process groups, and mailboxes that ranks share, have no copies."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
+
+    def __reduce__(self):
+        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
+
+
+class Groups(_Uncopied):
     """An ordered grid rank -> (head, intra, inter), and the process groups of its rings.
 
     The ranks are numbered 0 .. size - 1, node by node: in that order a layout deals out
@@ -203,12 +213,6 @@ class Groups:
                 "ranks may be out of step; make new mb.Groups on every rank, or start again"
             )
 
-    def __deepcopy__(self, memo: object) -> Groups:
-        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
-
-    def __reduce__(self):
-        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
-
     def _connect(self, ranks: list[int], topology: Topology, parent: dist.ProcessGroup) -> None:
         """Make every ring's process groups; `ranks` are the global ranks, node by node."""
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
@@ -269,7 +273,7 @@ class _LocalRank(Groups):
         pass
 
 
-class InProcessGroups:
+class InProcessGroups(_Uncopied):
     """All ranks of a grid in this process, made by `Groups.in_process`; `ranks` are `Groups`."""
 
     def __init__(self, topology: Topology):

@@ -21,7 +21,7 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
-from ..options import ALGORITHMS, SIDES, AttentionOptions
+from ..options import ALGORITHMS, KERNELS, SIDES, AttentionOptions
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
@@ -173,8 +173,9 @@ def _check_names(options: AttentionOptions) -> None:
     for name, value, names in (
         ("algorithm", options.algorithm, ALGORITHMS),
         ("side", options.side, SIDES),
+        ("kernel", options.kernel, KERNELS),
     ):
-        if value not in names:
+        if not isinstance(value, str) or value not in names:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
@@ -234,6 +235,11 @@ def _is_number(value: object) -> bool:
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if isinstance(tensor, (list, tuple)):
+            raise ValueError(
+                f"{name} must be one tensor, the shard of this rank, got a list of {len(tensor)}; "
+                "lists are for mb.Groups.in_process"
+            )
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")
         if tensor.dim() != 4 or 0 in tensor.shape:

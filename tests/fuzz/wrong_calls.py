@@ -99,7 +99,7 @@ KEYWORDS = [
     ("softcap 0", {"softcap": 0.0, "kernel": "reference"}, ("softcap", "None", "0.0")),
     ("softcap of aten", {"softcap": 5.0, "kernel": "aten"}, ("softcap=5.0", "reference")),
     ("wire integer", {"grad_wire_dtype": torch.int8}, ("grad_wire_dtype", "float32", "int8")),
-    ("wire name", {"grad_wire_dtype": "bf16"}, ("grad_wire_dtype", "bfloat16", "bf16")),
+    ("wire name", {"grad_wire_dtype": "fp8"}, ("grad_wire_dtype", "bf16", "'fp8'")),
     ("kv_cache percent", {"kv_cache": 50}, ("kv_cache", "0 to 1", "50")),
     ("kv_cache negative", {"kv_cache": -0.5}, ("kv_cache", "0 to 1", "-0.5")),
     ("kv_cache bool", {"kv_cache": True}, ("kv_cache", "0 to 1", "True")),
@@ -150,7 +150,7 @@ TENSORS = [
 ]  # fmt: skip
 
 CALLS = [
-    ("no groups", lambda: mb.attention(*tensors()), ("groups",), TypeError),
+    ("no groups", lambda: mb.attention(*tensors()), ("groups", "None")),
     ("groups None", lambda: mb.attention(*tensors(), groups=None), ("groups", "mb.Groups", "None")),
     ("groups a number", lambda: mb.prepare(*tensors(), groups=4), ("groups", "mb.Groups", "4")),
     ("groups the class", lambda: mb.attention(*tensors(), groups=mb.Groups),

@@ -42,7 +42,7 @@ def _tried(device: str) -> Finding:
         return problem(topic, str(error).splitlines()[0], FIX)
     if wrong:
         return problem(topic, f"wrong results: {', '.join(wrong)}", FIX)
-    return ok(topic, "its operators are used, and their results are right")
+    return ok(topic, "its operators are used, and right")
 
 
 def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
