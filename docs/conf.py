@@ -7,6 +7,7 @@ something from elsewhere.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -16,6 +17,8 @@ from sphinx.errors import SphinxError
 from sphinx.util.nodes import make_refnode
 
 import megatron_burst
+from megatron_burst.config import BurstConfig
+from megatron_burst.options import AttentionOptions
 
 project = "megatron_burst"
 release = version = megatron_burst.__version__
@@ -39,6 +42,7 @@ autodoc_preserve_defaults = True
 
 # "name: what it is", "one, other: what they are" at the beginning of a line of a docstring.
 ITEM = re.compile(r"(\w+(?:, \w+)*): ")
+UNPACKED = re.compile(r"\*\*options: [\w.~]*Unpack\[[^\]]*\]")
 # What a browser fetches by itself; links for readers (<a href=...>) may lead anywhere.
 LOADED = re.compile(r"""(?:<link[^>]+href=|\bsrc=|@import |url\()["']?(?:https?:)?//[^"'\s>)]+""")
 
@@ -70,6 +74,27 @@ def list_parameters(
     lines[:] = made
 
 
+def choices_in_signature(
+    app: Any,
+    what: str,
+    name: str,
+    documented: Any,
+    options: Any,
+    shown: str | None,
+    back: str | None,
+) -> tuple[str | None, str | None] | None:
+    """Show choices as keywords with their defaults; docstrings list the names they may have."""
+    if documented is BurstConfig:
+        return f"({_defaults(BurstConfig)})", back
+    if shown and "AttentionKeywords" in shown:
+        return UNPACKED.sub(_defaults(AttentionOptions), shown), back
+    return None
+
+
+def _defaults(choices: Any) -> str:
+    return ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(choices))
+
+
 def link_type(app: Any, env: Any, node: Any, shown: Any) -> Any:
     """Link a type in a signature by its public name; those of inner modules stay text."""
     target = node.get("reftarget", "")
@@ -96,5 +121,6 @@ def check_assets(app: Any, failed: Exception | None) -> None:
 def setup(app: Any) -> None:
     """Sphinx calls it."""
     app.connect("autodoc-process-docstring", list_parameters)
+    app.connect("autodoc-process-signature", choices_in_signature)
     app.connect("missing-reference", link_type)
     app.connect("build-finished", check_assets)
