@@ -1,7 +1,7 @@
 """How long `mb.prepare` takes: the exchange of headers, and the plan each rank makes for itself.
 
 It runs once per micro-batch, so it must be small beside a layer. *Exchange*: real gloo
-processes on this machine, wall time of the slowest rank, and of `agreement` alone. *Local*: one
+processes on this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one
 process that stands for rank 0 of a large grid and answers the exchange itself; nothing is sent,
 and the processor time of its one thread is taken, which other jobs disturb least.
 `--profile` also prints where the local part spends its time.

@@ -1,7 +1,7 @@
 """Run `pretrain_gpt.py` on some processes of this machine and read back what it measured.
 
 Owns how the processes are started (torchrun, threads per process, where error streams go) and
-how the reason of a failure is found. Must not know what the runs are compared for.
+how the reason of a failure is found.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .options import AttentionKeywords
 from .planning.in_process import InProcessPlan, per_rank
 from .planning.plan import Plan
 from .planning.prepare import prepare
-from .planning.validate import NeedsGrad, check_sink, signature
+from .planning.validate import NeedsGrad, check_shapes, check_sink, signature
 from .recompute.checkpoint import Frame, current
 
 
@@ -92,8 +92,9 @@ def attention(
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plan.groups.check()
     _check_call(plan, q, k, v, sink)
+    kept = _kept(plan, frame)  # before the call counts: it may be refused
     call = plan.groups.calls.forward(plan.identity, label, sink is not None)
-    return Attention.apply(plan.job, plan.groups, call, _kept(plan, frame), sink, q, k, v)
+    return Attention.apply(plan.job, plan.groups, call, kept, sink, q, k, v)
 
 
 def _in_process(
@@ -104,22 +105,25 @@ def _in_process(
     sink: torch.Tensor | None,
     label: object,
     frame: Frame | None,
-) -> list[torch.Tensor]:
+) -> Any:
     """All ranks at once, in one autograd function: the backward of one waits for the others."""
     shards = per_rank(plan.groups, q, k, v)
-    calls = []
     for one, shard in zip(plan.ranks, shards, strict=True):
         _check_call(one, *shard, sink)
-        calls.append(one.groups.calls.forward(one.identity, label, sink is not None))
-    jobs, flat = [one.job for one in plan.ranks], [t for shard in shards for t in shard]
     kept = _kept(plan.ranks[0], frame)
-    return list(InProcessAttention.apply(jobs, plan.groups, calls, kept, sink, *flat))
+    begin = (one.groups.calls.forward for one in plan.ranks)
+    calls = [each(plan.identity, label, sink is not None) for each in begin]
+    jobs, flat = [one.job for one in plan.ranks], [t for shard in shards for t in shard]
+    outs = InProcessAttention.apply(jobs, plan.groups, calls, kept, sink, *flat)
+    return outs[0] if isinstance(q, torch.Tensor) else list(outs)
 
 
 def _check_call(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> None:
     """Raise ValueError unless these are tensors that the plan was made for."""
+    if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
+        check_shapes(q, k, v)
     if not plan.matches(q, k, v):
         raise ValueError(
             f"plan: made for {plan.signature} and gradients of (q, k, v) {plan.needs_grad}; got "

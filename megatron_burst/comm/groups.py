@@ -297,6 +297,13 @@ class InProcessGroups(_Uncopied):
         """That of the first rank; every rank has its own."""
         return self.ranks[0].cache
 
+    def check(self) -> None:
+        """As `Groups.check`: a failed call leaves nothing behind here."""
+
+    def compare_calls(self) -> None:
+        """As `Groups.compare_calls`, of all ranks."""
+        self.run(Groups.compare_calls, self.ranks)
+
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
         """The results of `function` on all ranks at once; of_each: its arguments, one per rank."""
         arguments = zip(*of_each, strict=True)

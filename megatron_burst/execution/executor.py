@@ -87,8 +87,7 @@ class _Flight:
 class Executor:
     """One rank's state during a pass: chunks held, gradient sums, exchanges in flight.
 
-    held: the chunks that this rank has from the start. compute: called for every pair that has
-    something visible, once both of its chunks are held. wire: dtype of travelling gradients, None
+    held: the chunks that this rank has from the start. wire: dtype of travelling gradients, None
     for that of their sums.
     """
 
@@ -97,10 +96,9 @@ class Executor:
         run: Pass,
         endpoint: Endpoint,
         held: dict[Chunk, Tensors],
-        compute: Callable[[Pair], None],
         wire: torch.dtype | None = None,
     ):
-        self.run, self.endpoint, self.compute = run, endpoint, compute
+        self.run, self.endpoint = run, endpoint
         self.held = {chunk: self._packed(chunk, tensors) for chunk, tensors in held.items()}
         self.sums: dict[Chunk, Message] = {}
         self.flights: list[_Flight] = []
@@ -124,9 +122,11 @@ class Executor:
                 t.zero_()
         return self.sums[chunk].tensors
 
-    def advance(self) -> bool:
+    def advance(self, compute: Callable[[Pair], None]) -> bool:
         """Compute the pair of the last boundary, then post the transfers of the next one.
 
+        compute: called for every pair with something visible, once both of its chunks are held. (It
+        is not kept: a cycle would hold all buffers until the garbage collector comes.) Returns
         False at the end of the program. Posting comes before computing within a boundary
         (BurstEngine Algorithms 1 and 2), so between two calls only transfers are under way: that
         is where another head chunk computes.
@@ -137,7 +137,7 @@ class Executor:
             pair = self.run.program[self._started - 1].pair
             if pair is not None and pair in self.run.works:
                 with record_function(f"{self.run.name}: {_pair(pair)}"):
-                    self.compute(pair)
+                    compute(pair)
         if self._started == len(self.run.program):
             return False
         boundary = self.run.program[self._started]

@@ -78,9 +78,9 @@ class Attention(torch.autograd.Function):
         sink: torch.Tensor | None,
         *shard: torch.Tensor,
     ) -> torch.Tensor:
-        with _running(groups, shard[0].device):
-            q, k, v = (t.contiguous() for t in shard)
-            stored = None if kept is None else kept.found()
+        q, k, v = (t.contiguous() for t in shard)
+        stored = None if kept is None else kept.found()
+        with _running(groups, q.device):
             out, saved = rank.forward(job, call, (q, k, v), sink, stored)
         if kept is not None:
             kept.leave(lambda: _rows_to_keep(job, saved))

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from ..schedule.head_shares import deferred_chunks
-from .executor import Executor, Pass
+from .executor import Pass
+from .passes import Backward, Forward
 
 
 def split(run: Pass, count: int, heads: int, kv_heads: int) -> Iterator[tuple[Pass, slice, slice]]:
@@ -31,15 +32,15 @@ def split(run: Pass, count: int, heads: int, kv_heads: int) -> Iterator[tuple[Pa
         yield replace(run, name=name, program=program), mine, keys
 
 
-def run_staggered(executors: Sequence[Executor]) -> None:
+def run_staggered(rings: Sequence[Forward | Backward]) -> None:
     """Run all to their ends, each one boundary behind the one before."""
-    waiting, running = list(executors), []
+    waiting, running = list(rings), []
     while waiting or running:
         running += waiting[:1]
         del waiting[:1]
-        for executor in list(running):
-            if not executor.advance():
-                running.remove(executor)
+        for ring in list(running):
+            if not ring.executor.advance(ring.compute):
+                running.remove(ring)
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,8 +24,8 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 class Forward:
     """Attention of the local queries to the keys of all ranks (BurstEngine Algorithm 1).
 
-    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]). Advance the `executor` to its end, then
-    ask for the `result`.
+    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]). Run it to its end with
+    `head_chunks.run_staggered`, then ask for the `result`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Forward:
         self.run, self.kernel, self.scoring, self.q = run, kernel, scoring, q
         self.out, self.lse = empty_result(q, keys[1].shape[-1])
         held = {Chunk("kv", endpoint.rank): keys}
-        self.executor = Executor(run, endpoint, held, self.compute)
+        self.executor = Executor(run, endpoint, held)
 
     def compute(self, pair: Pair) -> None:
         k, v = self.executor.held[Chunk("kv", pair.key)].tensors
@@ -84,7 +84,7 @@ class Backward:
         held: dict[Chunk, Tensors] = {Chunk("query", self.me): tuple(rows[:4])}
         held[Chunk("kv", self.me)] = keys
         held |= zip(run.kept, zip(kept[::2], kept[1::2], strict=True), strict=True)
-        self.executor = Executor(run, endpoint, held, self.compute, wire)
+        self.executor = Executor(run, endpoint, held, wire)
         self.executor.sum_gradients("dquery", [rows.q.shape] * needs_grad[0])
         needed = [t.shape for t, needs in zip(keys, needs_grad[1:], strict=True) if needs]
         self.executor.sum_gradients("dkv", needed)

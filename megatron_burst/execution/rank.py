@@ -61,7 +61,7 @@ def _attend(
         Forward(part, job.ring, job.kernel, job.scoring, q[:, :, h], (k[:, :, n], v[:, :, n]))
         for part, h, n in chunks
     ]
-    head_chunks.run_staggered([ring.executor for ring in rings])
+    head_chunks.run_staggered(rings)
     results = [
         ring.result(None if sink is None else sink[h])
         for ring, (_, h, _) in zip(rings, chunks, strict=True)
@@ -90,7 +90,7 @@ def backward(
                  job.needs_grad)
         for i, (part, h, n) in enumerate(chunks)
     ]  # fmt: skip
-    head_chunks.run_staggered([ring.executor for ring in rings])
+    head_chunks.run_staggered(rings)
     parts = zip(*(ring.result() for ring in rings), strict=True)
     grads = tuple(None if None in part else head_chunks.join(part) for part in parts)
     if len(job.ulysses_links) > 1:

@@ -33,6 +33,8 @@ class InProcessPlan:
         return replace(self, ranks=[plan.with_kernel(kernel) for plan in self.ranks])
 
     def __getattr__(self, name: str) -> Any:
+        if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
+            raise AttributeError(name)
         return getattr(self.ranks[0], name)
 
 

@@ -146,7 +146,8 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
     spans = cost.ring_spans(request.layout, topology, q.shape[0] * groups.size)
     make = partial(_ring, request, spans, sizes, groups)
     if request.mask.cacheable:  # every micro-batch asks for the same
-        key = (request.kernel.name, q.device, options, tuple(map(tuple, spans)), sizes)
+        key = (request.kernel.name, q.device, request.mask, tuple(map(tuple, spans)), sizes,
+               options.algorithm, options.side, options.kv_cache, options.store)  # fmt: skip
         make = partial(known(groups.cache).work, key, make)
     ring = make()
     job = Job(

@@ -84,7 +84,7 @@ def check(
 ) -> Request:
     """One rank's request, or the ValueError that its arguments deserve; as `prepare`."""
     q, k, v = tensors
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     _check_device(groups, q)
     _check_names(options)
     _check_algorithm(options.algorithm, groups, q, k)
@@ -233,7 +233,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError unless these are tensors that belong together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, (list, tuple)):
             raise ValueError(

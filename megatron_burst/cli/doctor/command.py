@@ -113,8 +113,8 @@ def parse(words: Sequence[str]) -> Command:
         parser.add_argument(name, action="store_true")
     parser.add_argument("--attention-dropout", type=float, default=0.1)
     parser.add_argument("--window-size", type=_pair)
-    for name in FLAGS:
-        parser.add_argument(name)
+    for name in FLAGS:  # without its value it is empty, which is refused with the others
+        parser.add_argument(name, nargs="?", const="")
     # After a "--" of a launcher argparse would read no flag.
     command = Command()
     try:

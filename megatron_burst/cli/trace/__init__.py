@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=1,
-        help="groups of heads whose rings run one behind the other (default: 1)",
+        help="chunks of heads whose rings run one behind the other (default: 1)",
     )
 
 
