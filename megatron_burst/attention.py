@@ -18,7 +18,7 @@ from .comm.groups import Groups, InProcessGroups
 from .execution.function import Attention, InProcessAttention, Kept
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
-from .planning.in_process import InProcessPlan, per_rank
+from .planning.in_process import InProcessPlan, Shard, per_rank
 from .planning.plan import Plan
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad, check_shapes, check_sink, signature
@@ -27,9 +27,9 @@ from .recompute.checkpoint import Frame, current
 
 @outside_graphs
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Shard,
+    k: Shard,
+    v: Shard,
     *,
     plan: Plan | InProcessPlan | None = None,
     sink: torch.Tensor | None = None,
@@ -38,7 +38,7 @@ def attention(
     needs_grad: NeedsGrad | None = None,
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
-) -> Any:
+) -> Shard:
     """Exact attention of all positions to all positions the mask shows them.
 
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard, s rows of the positions
@@ -94,7 +94,8 @@ def attention(
     _check_call(plan, q, k, v, sink)
     kept = _kept(plan, frame)  # before the call counts: it may be refused
     call = plan.groups.calls.forward(plan.identity, label, sink is not None)
-    return Attention.apply(plan.job, plan.groups, call, kept, sink, q, k, v)
+    out: Any = Attention.apply(plan.job, plan.groups, call, kept, sink, q, k, v)
+    return out
 
 
 def _in_process(
@@ -118,9 +119,7 @@ def _in_process(
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
 
 
-def _check_call(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> None:
+def _check_call(plan: Plan, q: Any, k: Any, v: Any, sink: torch.Tensor | None) -> None:
     """Raise ValueError unless these are tensors that the plan was made for."""
     if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
         check_shapes(q, k, v)

@@ -6,7 +6,6 @@ only among the ranks concerned.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from .process_groups import (
     introduce,
     join,
     process_group,
+    ranks_per_host,
     ring_groups,
     timeout_of,
 )
@@ -127,15 +127,7 @@ class Groups(_Uncopied):
         `ulysses`, `placement`: as in `Groups`. Raises ValueError if hosts hold different numbers of
         ranks, or the ranks of a host do not follow one another.
         """
-        hosts: list[str] = [""] * process_group(group).size()
-        dist.all_gather_object(hosts, socket.gethostname(), group=group)
-        intra = hosts.count(hosts[0])
-        starts = hosts[::intra]
-        if len(hosts) % intra or hosts != [h for h in starts for _ in range(intra)]:
-            raise ValueError(
-                f"ranks are not placed evenly and in order on hosts: {hosts}; "
-                "give the ranks per node yourself (intra size)"
-            )
+        intra = ranks_per_host(process_group(group))
         return cls.from_topology(group, intra=intra, ulysses=ulysses, placement=placement)
 
     @classmethod
@@ -233,7 +225,6 @@ class Groups(_Uncopied):
         self._control = new(list(range(topology.size)), "gloo")
         channels = ring_groups(topology, self.rank, lambda members: new(members, self.backend))
         join(channels.values(), device_of(parent))
-
         counters = Counters()
 
         def end(members: list[int]) -> Endpoint:
@@ -296,9 +287,6 @@ class InProcessGroups(_Uncopied):
     def cache(self) -> dict[str, Any]:
         """That of the first rank; every rank has its own."""
         return self.ranks[0].cache
-
-    def check(self) -> None:
-        """As `Groups.check`: a failed call leaves nothing behind here."""
 
     def compare_calls(self) -> None:
         """As `Groups.compare_calls`, of all ranks."""

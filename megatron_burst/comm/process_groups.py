@@ -8,6 +8,7 @@ that differs is named on every rank.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
@@ -65,6 +66,20 @@ def agreed(said: list[Said]) -> list[int]:
                 f"{one.asked}; every rank must make the same grid"
             )
     return [one.rank for one in said]
+
+
+def ranks_per_host(group: dist.ProcessGroup) -> int:
+    """How many ranks of `group` share a host name (a collective); ValueError unless all hosts hold
+    equally many, and the ranks of each follow one another."""
+    hosts: list[str] = [""] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    each = hosts.count(hosts[0])
+    if len(hosts) % each or hosts != [host for host in hosts[::each] for _ in range(each)]:
+        raise ValueError(
+            f"ranks are not placed evenly and in order on hosts: {hosts}; "
+            "give the ranks per node yourself (intra size)"
+        )
+    return each
 
 
 def alive(group: dist.ProcessGroup) -> bool:

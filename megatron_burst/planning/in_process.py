@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..comm.groups import InProcessGroups
 from ..kernels.base import Kernel
 from .plan import Plan
+
+# This rank's tensor, or a list with one of each rank in this process.
+Shard = TypeVar("Shard", torch.Tensor, Sequence[torch.Tensor])
 
 
 @dataclass(frozen=True)

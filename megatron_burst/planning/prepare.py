@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from typing_extensions import Unpack
@@ -32,7 +32,7 @@ from ..schedule import cost
 from ..schedule.cost import Sizes
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid, Pair
-from .in_process import InProcessPlan, per_rank
+from .in_process import InProcessPlan, Shard, per_rank
 from .plan import Plan
 from .validate import NeedsGrad, Request, check, signature
 
@@ -41,22 +41,22 @@ INNER_RING = {"ulysses": "ring", "hybrid": "burst"}
 
 
 def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Shard,
+    k: Shard,
+    v: Shard,
     *,
     groups: Groups | InProcessGroups | None,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
-) -> Any:
+) -> Plan:
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
 
-    Returns the `Plan`. Collective: every rank of `groups` must call it (one all-gather of 1.2 KB
-    per rank on the host; two with algorithm "auto", which measures, once per `groups` and kernel,
-    what `rates` does not state). Make one plan per micro-batch and use it in every layer of the
-    same shapes.
+    With `Groups.in_process` the plan is that of all ranks. Collective: every rank of `groups` must
+    call it (one all-gather of 1.2 KB per rank on the host; two with algorithm "auto", which
+    measures, once per `groups` and kernel, what `rates` does not state). Make one plan per
+    micro-batch and use it in every layer of the same shapes.
 
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
     are read. options: the fields of `AttentionOptions`. needs_grad: which of q, k, v need a
@@ -69,7 +69,8 @@ def prepare(
     chosen = AttentionOptions(**options)
     plan = partial(_prepare, options=chosen, needs_grad=needs_grad, sink=sink, rates=rates)
     if isinstance(groups, InProcessGroups):
-        return InProcessPlan(groups, groups.run(plan, per_rank(groups, q, k, v), groups.ranks))
+        each = groups.run(plan, per_rank(groups, q, k, v), groups.ranks)
+        return cast(Plan, InProcessPlan(groups, each))  # it answers as a plan does
     return plan((q, k, v), groups)
 
 
