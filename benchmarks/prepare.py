@@ -132,7 +132,7 @@ def _rank(rank: int, size: int, port: int, local_tokens: int, repeats: int, resu
     world = dist.group.WORLD
     assert world is not None
     groups = mb.Groups.flat(world)
-    header = [torch.zeros(1216, dtype=torch.uint8)]
+    header = torch.zeros(1216, dtype=torch.uint8)
     runs: dict[str, Callable[[], object]] = {
         "one all-gather of headers": lambda: groups.gather(header)
     }
