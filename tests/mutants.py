@@ -25,7 +25,7 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 # Exit statuses of a test run that came to its end; a process that crashes has another one.
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
-    "layout", "masks", "tiles", "schedule", "merge", "agreement", "cost", "kernels", "edges",
+    "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
     "every", "simulator", "tile_grid",
 )  # fmt: skip
 
@@ -35,10 +35,10 @@ NEAR = {
     "comm": "edges", "execution": "edges", "autotune": "simulator", "attention": "every",
     "masks/band_tiling": "tiles", "masks/tiling": "tiles", "schedule/cost": "cost",
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
-    "comm/consensus": "agreement", "kernels/online_softmax": "merge",
+    "comm/consensus": "consensus", "kernels/online_softmax": "merge",
     "kernels/tile_grid": "tile_grid",
 }  # fmt: skip
-SECONDS = ("layout", "tiles", "schedule", "agreement", "cost")  # tests that take seconds
+SECONDS = ("layout", "tiles", "schedule", "consensus", "cost")  # tests that take seconds
 
 
 class Mutant(NamedTuple):
