@@ -76,16 +76,14 @@ def attention(
     """
     refuse_transforms("mb.attention")
     frame = current()
-    named = {"groups": groups, "needs_grad": needs_grad, "rates": rates, **options}
-    given = sorted(name for name, value in named.items() if value is not None)
     if plan is None:
         if frame is not None:
             options.setdefault("store", frame.keep)
         plan = prepare(
             q, k, v, groups=groups, needs_grad=needs_grad, sink=sink, rates=rates, **options
-        )  # pyright: ignore
-    elif given:
-        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+        )
+    else:
+        _check_alone(groups=groups, needs_grad=needs_grad, rates=rates, **options)
     if isinstance(plan, InProcessPlan):
         return _in_process(plan, q, k, v, sink, label, frame)
     if not isinstance(plan, Plan):
@@ -96,6 +94,13 @@ def attention(
     call = plan.groups.calls.forward(plan.identity, label, sink is not None)
     out: Any = Attention.apply(plan.job, plan.groups, call, kept, sink, q, k, v)
     return out
+
+
+def _check_alone(**keywords: object) -> None:
+    """Raise ValueError if a plan comes with keywords that would make one."""
+    given = sorted(name for name, value in keywords.items() if value is not None)
+    if given:
+        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
 
 
 def _in_process(

@@ -59,11 +59,11 @@ class RankSwitch:
                 if not rank.dead:
                     rank.throw()
 
-    def pause(self, waits_for: str) -> None:
+    def pause(self) -> None:
         """Let the other ranks run."""
         self._progress = True
         if self._main is not None:
-            self._main.switch(waits_for)
+            self._main.switch()
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Return when `ready`, after other ranks ran; RuntimeError if none of them can."""
@@ -158,7 +158,7 @@ class LocalEndpoint:
             mail.target = receive.tensors
             mails.append(mail)
         self.counters.add(sends)
-        self.switch.pause(label)  # the others post theirs before this rank computes
+        self.switch.pause()  # the others post theirs before this rank computes
         return _Delivery(mails, self.switch)
 
     def _mail(self, key: tuple[Channel, int, int], end: str, label: str) -> Mail:

@@ -28,8 +28,8 @@ KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
     "flash2": lambda device: flash.kernel("flash2"),
     "flash3": lambda device: flash.kernel("flash3"),
     "flash4": lambda device: flash.kernel("flash4"),
-    "reference": lambda device: ReferenceKernel(),
     "triton": lambda device: TritonKernel(),
+    "reference": lambda device: ReferenceKernel(),
 }
 
 

@@ -21,7 +21,7 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
-from ..options import ALGORITHMS, KERNELS, SIDES, AttentionOptions
+from ..options import ALGORITHMS, SIDES, AttentionOptions
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
@@ -173,7 +173,6 @@ def _check_names(options: AttentionOptions) -> None:
     for name, value, names in (
         ("algorithm", options.algorithm, ALGORITHMS),
         ("side", options.side, SIDES),
-        ("kernel", options.kernel, KERNELS),
     ):
         if not isinstance(value, str) or value not in names:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
