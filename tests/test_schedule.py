@@ -93,24 +93,22 @@ class Play:
             if hop.chunk.gradient:
                 added = self.sums[rank].pop(hop.chunk)
                 assert added, "nobody added to it"
-                wanted = self.schedule.visible[self.schedule.pair(rank, self.step(rank, hop))]
+                wanted = self.schedule.visible[self.pair(rank, hop.chunk.owner)]
                 assert rank in added or not wanted, "left before this rank added to it"
                 self.flying.append((hop, added))
             else:
                 assert hop.chunk in self.held[rank], "sent without having it"
                 self.flying.append((hop, None))
 
-    def step(self, rank, hop):
-        """The step at which `rank` meets the owner of the chunk."""
-        steps = range(self.schedule.grid.size)
-        return next(s for s in steps if self.schedule.owner_at(rank, s) == hop.chunk.owner)
+    def pair(self, rank, owner):
+        """What `rank` computes with the travelling chunk of `owner`."""
+        return Pair(rank, owner) if self.schedule.side == "kv" else Pair(owner, rank)
 
     def compute(self, rank, pair):
         family = self.schedule.side
         owner = pair.key if family == "kv" else pair.query
-        assert pair == (Pair(rank, owner) if family == "kv" else Pair(owner, rank))
-        if not self.schedule.visible[pair]:
-            return
+        assert pair == self.pair(rank, owner)
+        assert self.schedule.visible[pair]
         assert Chunk(family, owner) in self.held[rank], "computed without having it"
         self.pairs[pair] += 1
         if self.schedule.gradients:
@@ -139,11 +137,16 @@ def test_every_pair_once_and_every_gradient_home_from_everyone(grid):
             assert {chunk: added for chunk, added in sums.items() if added} == home
 
 
+def rings_of(schedule):
+    """On how many nodes of how many ranks each its chunks move."""
+    return Grid(1, schedule.grid.size) if schedule.algorithm == "ring" else schedule.grid
+
+
 def most_travelling(schedule):
     """The true maximum of travelling chunks, at most 4 on any grid: within a node one to compute
     with and one arriving; across nodes the one to be passed on, which waits until its transfer
     has landed, and the one arriving for the next cycle."""
-    nodes, width = schedule.rings
+    nodes, width = rings_of(schedule)
     return min(2, width - 1) + min(2, nodes - 1)
 
 
@@ -151,7 +154,7 @@ def most_gradients(schedule):
     """The true maximum of gradient buffers, the own sum included, at most 6: the own sum, one
     leaving and one arriving; two levels add the node's sum, and where there is a node in
     between and nothing blocks, what leaves and arrives over the long link meanwhile."""
-    nodes, width = schedule.rings
+    nodes, width = rings_of(schedule)
     if not schedule.gradients:
         return 0
     if nodes == 1 or width == 1:

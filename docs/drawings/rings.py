@@ -10,6 +10,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangl
 from drawings.paper import box, figure
 from megatron_burst.cli.show.colours import GREY, INK, PAPER, RULE, WARN, ink_on, of_rank
 from megatron_burst.schedule import rings as schedules
+from megatron_burst.schedule.program import pairs_of
 from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import Chunk, Grid
 
@@ -100,8 +101,8 @@ def draw_visits() -> Figure:
         axes.set_title(NAMES[name], loc="left", fontsize=10, fontweight="bold", color=INK)
         for rank in range(GRID.size):
             landed = {(h.chunk, h.land) for h in plan.receives(rank) if h.link == "inter"}
-            for step in range(GRID.size):
-                _visit(axes, plan, rank, step, landed)
+            for pair, step in pairs_of(plan.tables, rank).items():
+                _visit(axes, rank, step, pair.key, landed)
         axes.set_xlim(0, GRID.size)
         axes.set_ylim(GRID.size + 0.35, 0)
         middles = np.arange(GRID.size) + 0.5
@@ -114,8 +115,7 @@ def draw_visits() -> Figure:
     return made
 
 
-def _visit(axes: Axes, plan: Schedule, rank: int, step: int, landed: set) -> None:
-    owner = plan.owner_at(rank, step)
+def _visit(axes: Axes, rank: int, step: int, owner: int, landed: set) -> None:
     colour = of_rank(owner, GRID.size)
     y = rank + 0.35 * (rank >= GRID.intra)
     axes.add_patch(Rectangle((step + 0.04, y + 0.06), 0.92, 0.88, facecolor=colour))

@@ -169,26 +169,17 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
 
 def _starting_hops(schedule: Schedule) -> dict[int, list[Hops]]:
     """Boundary -> the hops that start there, in the order in which ranks start them."""
-    nodes, width = schedule.rings
-    ranks = np.arange(schedule.grid.size)
-    found: dict[tuple, list[tuple[np.ndarray, np.ndarray]]] = {}
-    # With nothing hidden, all ranks do what rank 0 does, shifted along the rings; to list the
-    # hops of one rank instead of all matters for large grids.
-    alike = bool(schedule.visible.all())
-    for rank in [0] if alike else ranks.tolist():
-        for hop in schedule.sends(rank):
-            src, dst = np.array([hop.src]), np.array([hop.dst])
-            if alike:
-                node, index = divmod(hop.dst, width)
-                src = ranks
-                dst = (ranks // width + node) % nodes * width + (ranks % width + index) % width
-            key = hop.post, hop.ring, hop.chunk.gradient, hop.land
-            found.setdefault(key, []).append((src, dst))
+    moved = schedule.tables.transfers
+    keys = moved.post, moved.ring, moved.gradient, moved.land
+    order = np.lexsort(keys[::-1])
+    sorted_keys = np.stack([key[order] for key in keys])
+    new = np.flatnonzero((sorted_keys[:, 1:] != sorted_keys[:, :-1]).any(axis=0)) + 1
     starting: dict[int, list[Hops]] = {}
-    for (post, _, gradient, land), ends in sorted(found.items(), key=lambda item: item[0]):
-        src, dst = (np.concatenate(side) for side in zip(*ends, strict=True))
-        between = (src // schedule.grid.intra != dst // schedule.grid.intra).astype(int)
-        starting.setdefault(post, []).append(Hops(src, dst, between, gradient, land))
+    for rows in np.split(order, new) if len(order) else ():
+        some = moved.where(rows)
+        post, gradient, land = int(some.post[0]), bool(some.gradient[0]), int(some.land[0])
+        between = some.between(schedule.grid).astype(int)
+        starting.setdefault(post, []).append(Hops(some.src, some.dst, between, gradient, land))
     return starting
 
 
@@ -196,19 +187,14 @@ def _program(
     schedule: Schedule, starting: dict[int, list[Hops]], seconds: np.ndarray, own_last: bool
 ) -> list[GridBoundary]:
     """`Schedule.program` of all ranks at once."""
-    size, ranks = schedule.grid.size, np.arange(schedule.grid.size)
-    end = max([size, *(hops.land for some in starting.values() for hops in some)])
-    own = np.zeros(size, int)
-    if own_last and schedule.gradients:
-        own = np.full(size, size)
-        for post, some in starting.items():
-            for hops in some:
-                if hops.gradient:
-                    own[hops.src] = np.maximum(own[hops.src], post)
-        end = max(end, int(own.max()) + 1)
+    size, (steps, pairs, moved, _) = schedule.grid.size, schedule.tables
+    at, end = pairs.step, int(moved.land.max(initial=steps))
+    if own_last and moved.gradient.any():
+        last = np.full(size, steps)  # the boundary at which each rank posts its last gradient
+        gradients = moved.where(moved.gradient)
+        np.maximum.at(last, gradients.src, gradients.post)
+        at = np.where(pairs.query == pairs.key, last[pairs.rank], pairs.step)
+        end = max(end, int(last.max()) + 1)
     work = np.zeros((end + 1, size))
-    for step in range(size):
-        # An array of ranks serves where `pair` expects one: its arithmetic broadcasts.
-        pair = schedule.pair(ranks, step)  # pyright: ignore[reportArgumentType]
-        work[step if step else own, ranks] += seconds[pair.query, pair.key]
+    np.add.at(work, (at, pairs.rank), seconds[pairs.query, pairs.key])
     return [GridBoundary(starting.get(index, ()), work[index]) for index in range(end + 1)]

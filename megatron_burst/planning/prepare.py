@@ -204,7 +204,9 @@ def _ring(request: Request, spans: Sequence[Sequence[Span]], sizes: Sizes, group
             request.mask, request.kernel, algorithm, grid, spans, rank, options.store,
             groups.size, sizes, request.tensors[0].device,
         )  # fmt: skip
-    return _Ring((there, back), *_passes(there, back, rank, request, spans), again)
+    passes = _passes(there, back, rank, request, spans)
+    # As copies: the tables of all ranks are not kept.
+    return _Ring((replace(there), replace(back)), *passes, again)
 
 
 def _passes(

@@ -7,7 +7,7 @@ which it computes again, and a pass whose chunks hold only the keys that these r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,4 +82,5 @@ def plan(
     run = Pass("attention recompute", program, works, rows=rows, deferred=program)
     indices = selection.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
     partial = PartialPass(*(torch.from_numpy(x).to(device) for x in indices), run=run)
-    return Recompute(keep, schedule, partial, mask, tuple(queries), seq_len)
+    # The schedule as a copy: the tables of all ranks are not kept.
+    return Recompute(keep, replace(schedule), partial, mask, tuple(queries), seq_len)

@@ -19,7 +19,7 @@ from ..masks import Mask
 from ..masks.tiling import Cutter
 from . import rings
 from .rings import Schedule
-from .tables import ROUTES, SIDES, Chunk, Grid
+from .tables import FAMILIES, ROUTES, SIDES, Chunk, Grid
 from .topology import Topology
 
 
@@ -200,11 +200,14 @@ def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str
 
 def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
     """Payload bytes that all ranks of a ring send together when a schedule runs once."""
-    families = {False: Chunk(schedule.side, 0), True: Chunk("d" + schedule.side, 0)}
-    sent = {"intra": 0, "inter": 0}
-    for (gradient, link), hops in schedule.hop_counts().items():
-        sent[link] += hops * sizes.chunk_bytes(families[gradient])
-    return Traffic(**sent)
+    moved = schedule.tables.transfers
+    kinds = 2 * moved.family + moved.between(schedule.grid)  # family and link class
+    hops = np.bincount(kinds, minlength=2 * len(FAMILIES)).reshape(-1, 2).tolist()
+    each = [sizes.chunk_bytes(Chunk(family, 0)) for family in FAMILIES]
+    intra, inter = (
+        sum(n * size for n, size in zip(of, each, strict=True)) for of in zip(*hops, strict=True)
+    )
+    return Traffic(intra, inter)
 
 
 # --- work ----------------------------------------------------------------------------------
@@ -269,10 +272,11 @@ def imbalance(
 
 def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
     """`imbalance` of a given schedule; pairs: int [G, G], visible pairs of shards i and j."""
-    ranks = range(schedule.grid.size)
-    busiest = sum(max(int(pairs[schedule.pair(rank, step)]) for rank in ranks) for step in ranks)
+    size, tables = schedule.grid.size, schedule.tables
+    work = np.zeros((tables.steps, size), dtype=np.int64)
+    np.add.at(work, (tables.pairs.step, tables.pairs.rank), pairs[tables.pairs[2:]])
     total = int(pairs.sum())
-    return busiest * len(ranks) / total if total else 1.0
+    return int(work.max(axis=1).sum()) * size / total if total else 1.0
 
 
 def best_layout(

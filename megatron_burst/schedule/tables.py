@@ -1,22 +1,33 @@
-"""The types that schedules are made of: grids, chunks, hops, pairs and boundaries.
+"""What a schedule is made of: tables of pairs and transfers over all ranks, and one rank's view.
 
-Plain data. Which chunk goes where, and when, is decided in `rings`.
+Plain data; columns are integer arrays, one row per pair or transfer, so that a schedule of a
+thousand ranks is made, counted and timed by operations on whole arrays. Which chunk goes where, and
+when, is decided in `algorithms`; `program` turns the tables into what one rank does.
+
+Time is counted in boundaries: boundary t lies before step t, and the boundaries after the last
+step drain what is still in flight. At a boundary a rank first waits for everything that lands
+there and then starts everything that is posted there, so a transfer that lands where it is posted
+blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 RingAlgorithm = Literal["burst", "double_ring", "ring", "all_gather"]
 Side = Literal["kv", "query"]
 Route = Literal["ring", "direct"]
 Link = Literal["intra", "inter"]
 
-ALGORITHMS: tuple[RingAlgorithm, ...] = get_args(RingAlgorithm)
 SIDES: tuple[Side, ...] = get_args(Side)
 ROUTES: tuple[Route, ...] = get_args(Route)
 LINKS: tuple[Link, ...] = get_args(Link)
+FAMILIES = ("kv", "query", "dkv", "dquery")
+RINGS = ("flat", "inter", "intra")  # in the order in which a rank starts their exchanges
 
 
 class Grid(NamedTuple):
@@ -32,7 +43,7 @@ class Grid(NamedTuple):
 
     def link(self, src: int, dst: int) -> str:
         """The link class between two ranks: "intra" within a node, else "inter"."""
-        return "intra" if src // self.intra == dst // self.intra else "inter"
+        return LINKS[src // self.intra != dst // self.intra]
 
 
 class Chunk(NamedTuple):
@@ -68,9 +79,73 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one rank does at one boundary, and the pair it computes after it (None: draining)."""
+    """What one rank does at one boundary, and the pair it computes after it (None: it waits)."""
 
     index: int
     posts: tuple[Hop, ...]  # hops from or to this rank that start here
     release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
     pair: Pair | None
+
+
+class Pairs(NamedTuple):
+    """Columns: `rank` computes queries of `query` with keys of `key` at `step`."""
+
+    rank: np.ndarray
+    step: np.ndarray
+    query: np.ndarray
+    key: np.ndarray
+
+
+class Transfers(NamedTuple):
+    """Columns: the chunk `family` (an index of `FAMILIES`) of `owner` goes from `src` to `dst` on
+    `ring` (an index of `RINGS`), started at boundary `post`, there by `land`."""
+
+    family: np.ndarray
+    owner: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    ring: np.ndarray
+    post: np.ndarray
+    land: np.ndarray
+
+    @property
+    def gradient(self) -> np.ndarray:
+        """Which of them carry sums of gradients?"""
+        return np.array([name.startswith("d") for name in FAMILIES])[self.family]
+
+    def where(self, rows: np.ndarray) -> Transfers:
+        """These rows (indices, or bool per row)."""
+        return Transfers(*(column[rows] for column in self))
+
+    def between(self, grid: Grid) -> np.ndarray:
+        """Which of them cross between nodes?"""
+        return self.src // grid.intra != self.dst // grid.intra
+
+    def hops(self, grid: Grid) -> Iterator[Hop]:
+        """One `Hop` per row."""
+        for family, owner, src, dst, ring, post, land in zip(
+            *(column.tolist() for column in self), strict=True
+        ):
+            chunk = Chunk(FAMILIES[family], owner)
+            yield Hop(chunk, src, dst, RINGS[ring], grid.link(src, dst), post, land)
+
+
+class Kept(NamedTuple):
+    """Columns: from the start `rank` holds the chunk of `owner`, which forward kept."""
+
+    rank: np.ndarray
+    owner: np.ndarray
+
+
+class Tables(NamedTuple):
+    """A schedule of one pass. steps: how many there are before the draining."""
+
+    steps: int
+    pairs: Pairs
+    transfers: Transfers
+    kept: Kept
+
+
+def joined(*parts: Transfers) -> Transfers:
+    """The rows of all parts, one part after another."""
+    return Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

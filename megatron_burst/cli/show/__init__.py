@@ -12,8 +12,9 @@ from pathlib import Path
 
 from ...layout import LAYOUTS
 from ...schedule import rings
+from ...schedule.algorithms import ALGORITHMS
 from ...schedule.cost import Sizes, best_layout
-from ...schedule.tables import ALGORITHMS, ROUTES, SIDES, Grid
+from ...schedule.tables import ROUTES, SIDES, Grid
 from . import language
 from .scene import Choices, LayoutScene, MaskScene, ScheduleScene, Shards, schedule_scene
 

@@ -93,9 +93,8 @@ class MaskScene:
         """int64 [S, S], global order: the rank that computes each visible pair, else -1."""
         shards, everywhere = self.shards, np.arange(self.shards.seq_len)
         ranks = np.full((shards.size, shards.size), -1)
-        for rank in range(shards.size):
-            for step in range(shards.size):
-                ranks[self.plan.pair(rank, step)] = rank
+        pairs = self.plan.tables.pairs
+        ranks[pairs.query, pairs.key] = pairs.rank
         of_pair = ranks[np.ix_(shards.holders, shards.holders)]
         return np.where(shards.mask.visible(everywhere[:, None], everywhere[None, :]), of_pair, -1)
 
@@ -103,18 +102,15 @@ class MaskScene:
     def steps(self) -> np.ndarray:
         """int64 [G, G]: the step at which queries of rank i meet keys of rank j; -1 if skipped."""
         steps = np.full((self.shards.size, self.shards.size), -1)
-        for rank in range(self.shards.size):
-            for step in range(self.shards.size):
-                pair = self.plan.pair(rank, step)
-                if self.shards.pairs[pair]:
-                    steps[pair] = step
-        return steps
+        pairs = self.plan.tables.pairs
+        steps[pairs.query, pairs.key] = pairs.step
+        return np.where(self.shards.pairs > 0, steps, -1)
 
 
 class Cell(NamedTuple):
-    """What one rank computes at one step."""
+    """What one rank computes at one step; None: no pair."""
 
-    pair: Pair
+    pair: Pair | None
     cover: Cover  # EMPTY also if a conservative cover is PARTIAL, but nothing is visible
     share: float  # of the pairs of the busiest (rank, step)
     kept: bool  # its travelling chunk was kept from forward
@@ -146,7 +142,9 @@ class ScheduleScene:
         return pair.key if self.plan.side == "kv" else pair.query
 
     def cell(self, rank: int, step: int) -> Cell:
-        pair = self.plan.pair(rank, step)
+        pair = self._pairs.get((rank, step))
+        if pair is None:
+            return Cell(None, Cover.EMPTY, 0.0, False)
         most = max(int(self.shards.pairs.max()), 1)
         chunk = Chunk(self.plan.side, self.owner(pair))
         kept = self.plan.kept > 0 and chunk in self.plan.kept_chunks(rank)
@@ -154,15 +152,20 @@ class ScheduleScene:
         return Cell(pair, cover, int(self.shards.pairs[pair]) / most, kept)
 
     @cached_property
+    def _pairs(self) -> dict[tuple[int, int], Pair]:
+        rows = zip(*(column.tolist() for column in self.plan.tables.pairs), strict=True)
+        return {(rank, step): Pair(query, key) for rank, step, query, key in rows}
+
+    @cached_property
     def hops(self) -> list[Hop]:
-        return [hop for rank in range(self.size) for hop in self.plan.sends(rank)]
+        return list(self.plan.tables.transfers.hops(self.plan.grid))
 
     @cached_property
     def left_out(self) -> list[Hop]:
         """The hops that the schedule would also make if every pair of shards were visible."""
         everything = replace(self.plan, visible=np.ones_like(self.plan.visible), kept=0)
         made = {(hop.chunk, hop.src, hop.dst, hop.post) for hop in self.hops}
-        hops = (hop for rank in range(self.size) for hop in everything.sends(rank))
+        hops = everything.tables.transfers.hops(everything.grid)
         return [hop for hop in hops if (hop.chunk, hop.src, hop.dst, hop.post) not in made]
 
     @cached_property
@@ -195,8 +198,9 @@ class ScheduleScene:
     @property
     def work(self) -> list[int]:
         """Visible pairs that each rank computes."""
-        ranks, steps = range(self.size), range(self.size)
-        return [sum(int(self.shards.pairs[self.plan.pair(r, s)]) for s in steps) for r in ranks]
+        pairs, work = self.plan.tables.pairs, np.zeros(self.size, dtype=np.int64)
+        np.add.at(work, pairs.rank, self.shards.pairs[pairs.query, pairs.key])
+        return work.tolist()
 
     @property
     def imbalance(self) -> float:

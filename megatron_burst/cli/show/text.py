@@ -135,6 +135,9 @@ def _cell(scene: ScheduleScene, rank: int, boundary: int) -> Text:
 
 
 def _append_pair(text: Text, scene: ScheduleScene, cell: Cell) -> None:
+    if cell.pair is None:
+        text.append(COVERS[Cover.EMPTY], style="dim")
+        return
     label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}" + "*" * cell.kept
     style = of_rank(scene.owner(cell.pair), scene.size)
     text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)

@@ -134,14 +134,14 @@ def _rank(axes: Axes, scene: ScheduleScene, rank: int, top: float, lanes: _Lanes
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float) -> None:
     """A step, filled to its share of visible pairs; only an outline if it computes nothing."""
     cell = scene.cell(rank, step)
-    owner = scene.owner(cell.pair)
-    colour, left, wide = of_rank(owner, scene.size), step + 0.03, 0.94
-    if cell.cover == Cover.EMPTY:
+    left, wide = step + 0.03, 0.94
+    if cell.pair is None or cell.cover == Cover.EMPTY:
         axes.add_patch(Rectangle((left, top), wide, 1, facecolor="white", edgecolor=RULE,
                                  linewidth=0.8, linestyle=(0, (3, 2))))  # fmt: skip
         axes.text(step + 0.5, top + 0.52, "skipped", ha="center", va="center_baseline",
                   fontsize=7, color=GREY)  # fmt: skip
         return
+    colour = of_rank(scene.owner(cell.pair), scene.size)
     tint = mixed(colour, "#ffffff", 0.74)
     axes.add_patch(Rectangle((left, top), wide, 1, facecolor=tint, linewidth=0))
     axes.add_patch(Rectangle((left, top + 0.68), wide * cell.share, 0.32, facecolor=colour,

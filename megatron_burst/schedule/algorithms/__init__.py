@@ -1,0 +1,26 @@
+"""The algorithms: functions from a `Demand` to `Tables`, each a file of its own and a line here.
+
+Flags, errors, documentation and the choice of `auto` take the names from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..demand import Demand
+from ..tables import Tables
+from . import all_gather, burst, double_ring, ring
+
+ALGORITHMS: dict[str, Callable[[Demand], Tables]] = {
+    "burst": burst.tables,
+    "double_ring": double_ring.tables,
+    "ring": ring.tables,
+    "all_gather": all_gather.tables,
+}
+
+
+def check_algorithm(algorithm: str) -> str:
+    """`algorithm`; ValueError, with the list of names, if there is none of that name."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    return algorithm
