@@ -51,6 +51,8 @@ class BurstConfig:
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
+    nccl_max_ctas: multiprocessors that a kernel of a ring's own NCCL communicator takes at most;
+    None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -117,6 +119,14 @@ class BurstConfig:
         Loss,
         Described("the LM head and its loss as one operation, without materializing full logits"),
     ] = "off"
+    nccl_max_ctas: Annotated[
+        int | None,
+        Described(
+            "thread blocks at most of a kernel on the NCCL communicators that rings do not share "
+            "with Megatron: fewer leave attention more of the GPU, and cap what a link carries; "
+            "default: NCCL's choice"
+        ),
+    ] = None
 
     def __post_init__(self):
         for name in CHOICES:

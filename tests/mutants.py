@@ -235,6 +235,8 @@ MUTANTS = [
     Mutant("schedule/topology.py",
            "return ring * self.ulysses + index", "return index * self.ulysses + ring",
            "ulysses groups are not where they were said to be"),
+    Mutant("schedule/rings.py", "(False, True)[: 1 + self.gradients] for ring", "(False,) for ring",
+           "gradients have no communicator"),
     # agreement, cost, comm
     Mutant("comm/consensus.py", "if other.digests == first.digests:", "if True:",
            "ranks that differ are not noticed"),

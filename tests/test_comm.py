@@ -19,6 +19,7 @@ from megatron_burst.comm.packing import CallTag, Envelope
 from megatron_burst.comm.transport import Channel, Counters, Receive, Send
 
 FLAT = Channel("flat", False)
+CPU = torch.device("cpu")
 
 
 def pair():
@@ -211,7 +212,8 @@ def test_different_numbers_of_groups_are_refused_and_do_not_hang(ranks):
     pool.close()  # its ranks stay in different numbers of groups
     assert len(set(messages)) == 1
     assert "in different numbers of process groups" in messages[0]
-    assert "make mb.Groups before" in messages[0]
+    assert "ranks [1] in another than rank 0" in messages[0]
+    assert "make mb.Groups, and the first plan on it, before" in messages[0]
 
 
 def handed_to_torch():
@@ -240,9 +242,11 @@ def test_counters_count_what_torch_is_asked_to_send(ranks):
         assert counted == sent - packing.ENVELOPE * messages > 0
 
 
-def calls_of_groups(ulysses):
-    """(groups of this rank, those whose first call was a collective) after a forward and backward
-    in which some ranks have nothing to send."""
+def calls_of_groups(ulysses, reused):
+    """(groups of this rank, those whose first call was a collective, those that were given) after
+    a forward and backward in which some ranks have nothing to send."""
+    given = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    given = [given[dist.get_rank() // 2], given[2 + dist.get_rank() % 2]] if reused else []
     first, seen = {}, {"all_reduce": dist.all_reduce, "batch_isend_irecv": dist.batch_isend_irecv}
 
     def reduce(tensor, *rest, group):
@@ -257,20 +261,23 @@ def calls_of_groups(ulysses):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "all_reduce", reduce)
         patched.setattr(dist, "batch_isend_irecv", batch)
-        groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, ulysses=ulysses)
+        groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, ulysses=ulysses, reuse=given)
         qkv = [torch.randn(4, 1, 2, 4, requires_grad=True) for _ in range(3)]
         mask = mb.masks.Documents([0, 4, 12, 16]) & mb.masks.Causal()
         out = mb.attention(*qkv, groups=groups, mask=mask, layout="contiguous")
         out.sum().backward()
-    mine = {*groups.ring.channels.values(), *groups.ulysses.channels.values()}
-    return len(mine), sum(first.get(group) == "all_reduce" for group in mine)
+    mine = set(groups.ring.channels.values())
+    joined = sum(first.get(group) == "all_reduce" for group in mine)
+    return len(mine), joined, len(mine & set(given))
 
 
+@pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_all_members_take_part_in_the_first_call_of_a_group(ranks, ulysses):
+def test_all_members_take_part_in_the_first_call_of_a_group(ranks, ulysses, reused):
     """NCCL makes a communicator there, and waits for whoever has nothing to send."""
-    for made, joined in ranks(4).run(calls_of_groups, ulysses):
-        assert made == joined >= 2
+    for there, joined, given in ranks(4).run(calls_of_groups, ulysses, reused):
+        assert there == joined >= 2
+        assert given == 2 * reused
 
 
 def refused_grid(arguments):
@@ -340,6 +347,7 @@ TAIL = "; the ranks do not run the same plans in the same order"
 def message_of(sent, received, envelopes, room):
     """Rank 0 sends a message of `sent` elements, rank 1 expects `received`: what it raises."""
     me, groups = dist.get_rank(), mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    groups.connect([FLAT], CPU)
     endpoint = groups.ring
     if me == 0:
         flat, tensors, _ = packing.pack([torch.ones(sent)], envelopes[0])

@@ -29,10 +29,21 @@ def test_all_flags_reach_the_configuration():
         "--context-parallel-algo hybrid --burst-layout contiguous --burst-side kv "
         "--burst-kernel aten --burst-intra-size 2 --burst-ulysses-size 4 --burst-kv-cache 0.5 "
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
-        "--burst-lm-head-loss recompute"
+        "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8"
     )
     assert flags.burst_config(args) == BurstConfig(
-        "hybrid", "contiguous", "kv", "aten", 2, 4, "context_first", 0.5, "bf16", 0.0, "recompute"
+        "hybrid",
+        "contiguous",
+        "kv",
+        "aten",
+        2,
+        4,
+        "context_first",
+        0.5,
+        "bf16",
+        0.0,
+        "recompute",
+        8,
     )
 
 

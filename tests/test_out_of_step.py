@@ -175,7 +175,9 @@ def test_ranks_in_step_compare_equal(ranks):
 def destroyed():
     rank = Rank(1)
     plan = rank.plan()
-    dist.destroy_process_group(rank.groups._control)  # as destroy_process_group() does to all
+    dist.destroy_process_group(
+        rank.groups._communicators.control
+    )  # as destroy_process_group() does to all
     try:
         rank.call(plan)
     except ValueError as error:

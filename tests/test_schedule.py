@@ -232,6 +232,29 @@ def test_rings_carry_only_their_own_members(grid):
                 assert (hop.ring == "flat") == (algorithm == "ring")
 
 
+@pytest.mark.parametrize("grid", GRIDS[1:], ids=GRID_IDS[1:])
+def test_channels_are_what_hops_travel_on(grid):
+    """A plan makes a communicator for each; one that is missing would be missed in mid-call."""
+    some = np.random.default_rng(grid.size).random((grid.size, grid.size)) < 0.4
+    everything = np.ones_like(some)
+    for algorithm, route, visible in product(
+        (*ALGORITHMS, "all_gather"), ("ring", "direct"), (everything, some)
+    ):
+        passes = [forward(algorithm, grid, visible=visible, route=route)]
+        passes += [
+            backward(algorithm, grid, side, gradients=gradients, visible=visible, route=route)
+            for side, gradients in product(SIDES, (True, False))
+        ]
+        for each in passes:
+            hops = {
+                (hop.ring, hop.chunk.gradient)
+                for rank in range(grid.size)
+                for hop in each.sends(rank)
+            }
+            wanted = set(each.channels)
+            assert hops == wanted if visible is everything else hops <= wanted
+
+
 def test_the_own_pair_may_come_last():
     """Rank 1 of a ring of four computes its own pair while the last gradient travels (posted at
     4); rank 1 of 2 x 2 while the other node's share does (posted at 5, after the node's sum)."""

@@ -33,6 +33,7 @@ LARGEST = 2**27  # bytes
 POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # of a tile, at least and at most
+FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # they reach all neighbours
 
 Neighbours = tuple[Endpoint, Channel, int, int]  # whom to send to, whom to receive from
 
@@ -73,7 +74,8 @@ def measure_rates(
     }
     agree(fault or facts, groups.gather)
     with groups.running():
-        rates = links(groups)
+        gpu = "cuda" in groups.devices and torch.cuda.is_available()
+        rates = links(groups, like[0].device if like else torch.device("cuda" if gpu else "cpu"))
         if like is not None and local is not None:
             speed = kernel_speed(groups, local, Scoring(like[0].shape[-1] ** -0.5), *like)
             rates = replace(rates, compute=speed[0], launch=speed[1])
@@ -88,25 +90,27 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, v
 
 
-def links(groups: Groups) -> Rates:
-    """Rates without `compute`; kept for `groups`. Ranks in one process have no links."""
+def links(groups: Groups, device: torch.device) -> Rates:
+    """Rates without `compute`, of messages of this kind of device; kept for `groups`. Ranks in one
+    process have no links."""
     if groups.size == 1 or groups.backend == "in_process":
         known(groups.cache).rates = rates = Rates(math.inf, math.inf)
         return rates
+    groups.connect([FLAT, ULYSSES], device)
     counters = groups.counters
     before = counters.intra, counters.inter
-    latencies, speeds = zip(*(_link(groups, name) for name in ("intra", "inter")), strict=True)
-    posting = max(_posting(groups, name) for name in ("intra", "inter"))
+    both = "intra", "inter"
+    latencies, speeds = zip(*(_link(groups, name, device) for name in both), strict=True)
+    posting = max(_posting(groups, name, device) for name in both)
     counters.intra, counters.inter = before
     known(groups.cache).rates = rates = Rates(*speeds, latency=max(latencies), posting=posting)
     return rates
 
 
-def _link(groups: Groups, name: str) -> tuple[float, float]:
+def _link(groups: Groups, name: str, device: torch.device) -> tuple[float, float]:
     """(seconds per message, bytes per second) of a link class, all ranks sending at once; the
     slowest rank's. (0, inf) where the grid has no such link."""
     neighbours = _neighbours(groups, name)
-    device = torch.device("cuda" if groups.backend == "nccl" else "cpu")
 
     def seconds(size: int, times: int) -> float:
         """Each rank's best, because what else a machine does can only slow it."""
@@ -127,11 +131,11 @@ def _link(groups: Groups, name: str) -> tuple[float, float]:
     return latency, size / max(took - latency, took / 2)
 
 
-def _posting(groups: Groups, name: str) -> float:
+def _posting(groups: Groups, name: str, device: torch.device) -> float:
     """Seconds until `exchange` has returned, all ranks exchanging over a link class: the middle of
     each rank's, and of the ranks the slowest. On a GPU the host does it while the device works."""
     neighbours = _neighbours(groups, name)
-    if groups.backend == "nccl":
+    if device.type == "cuda":
         return 0.0
     out, into = (torch.zeros(FIRST, dtype=torch.uint8) for _ in range(2))
     _slowest(groups, 0.0)
@@ -149,19 +153,19 @@ def _slowest(groups: Groups, value: float) -> float:
 def _neighbours(groups: Groups, link: str) -> Neighbours | None:
     """The next and the last rank over one link class, in this rank's ring or its ulysses group."""
     rank, topology = groups.rank, groups.topology
-    for endpoint, ring, ranks in (
-        (groups.ring, link, topology.ring(rank)),
-        (groups.ulysses, "ulysses", topology.ulysses_group(rank)),
+    for endpoint, channel, ranks in (
+        (groups.ring, FLAT, topology.ring(rank)),
+        (groups.ulysses, ULYSSES, topology.ulysses_group(rank)),
     ):
         nodes = [each // topology.per_node for each in ranks]
         width, me = nodes.count(nodes[0]), ranks.index(rank)
         block, index = divmod(me, width)
         if link == "intra" and width > 1:
             there, back = ((index + step) % width + block * width for step in (1, -1))
-            return endpoint, Channel(ring, False), there, back
+            return endpoint, channel, there, back
         if link == "inter" and width < len(ranks):
             there, back = ((me + step) % len(ranks) for step in (width, -width))
-            return endpoint, Channel(ring, False), there, back
+            return endpoint, channel, there, back
     return None
 
 

@@ -1,12 +1,12 @@
-"""The grid of ranks and the process groups of its rings.
+"""The grid of ranks, as a user makes it from process groups.
 
-Decides how groups are made: collectively, once, with the parent's backend and timeout, and
-only among the ranks concerned.
+Decides which ranks form a grid, and that they agree on it before anything else; the process groups
+of its rings are `communicators`', and come when plans need them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -16,20 +16,11 @@ import torch.distributed as dist
 
 from ..schedule.topology import Topology
 from .calls import CALLS, Calls
+from .communicators import Communicators, Place
 from .consensus import Facts, agree
 from .local import LocalEndpoint, RankSwitch
-from .process_groups import (
-    agreed,
-    alive,
-    device_of,
-    introduce,
-    join,
-    process_group,
-    ranks_per_host,
-    ring_groups,
-    timeout_of,
-)
-from .transport import Counters, Endpoint, ProcessEndpoint
+from .process_groups import agreed, introduce, introduce_nodes, process_group, ranks_per_host
+from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
 T = TypeVar("T")
 
@@ -52,24 +43,31 @@ class Groups(_Uncopied):
     share heads by all-to-all and the rings run over the other size / p; `placement` says whether
     these p are neighbours ("head_first") or the ranks of a ring are ("context_first").
 
-    Make it once, on every rank of the grid alike and before the first attention: making the
-    process groups of the rings is collective. It cannot be copied or pickled, so it must not
-    be stored on a Megatron config. Its process groups live as long as the process: torch names
-    groups so that one made after another was destroyed may find the dead one's addresses.
+    Make it once, on every rank of the grid alike and before the first attention. It cannot be
+    copied or pickled, so it must not be stored on a Megatron config. The process groups of its
+    rings are made, collectively, when a plan first needs them: activations and gradients of a ring
+    never share one. They live as long as the process: torch names groups so that one made after
+    another was destroyed may find the dead one's addresses.
 
     `mb.Groups(intra=pg, inter=pg)` takes the two process groups of this rank's node and of its
-    index across nodes (index 0 and 1 of Megatron's hierarchical groups). Raises ValueError, as the
-    other ways to make groups do, if the ranks do not form a grid or were asked for different ones.
+    index across nodes (index 0 and 1 of Megatron's hierarchical groups). `reuse`: process groups,
+    the same on every rank, that activations travel on where one has just the ranks of their ring;
+    other uses of these must come in the same order on all ranks, as collectives do.
+    `nccl_max_ctas`: thread blocks at most, each of which takes a multiprocessor from attention, of
+    a kernel on the NCCL communicators that are made. Raises ValueError, as the other ways to make
+    groups do, if the ranks do not form a grid or were asked for different ones.
 
-    Attributes: `topology`; `rank`; `backend`; `ring` and `ulysses`, the endpoints of this rank's
-    ring and of the ranks that share heads with it (`ulysses_links`: link class to each of these);
-    `cache`, what planning found out about this grid (nothing here reads it); `calls`, how many
-    calls were made on it.
+    Attributes: `topology`; `rank`; `backend`, of the group it was made from; `devices`, the types
+    of device whose tensors that moves (none if ranks share a process); `ring` and `ulysses`, the
+    endpoints of this rank's ring and of the ranks that share heads with it (`ulysses_links`: link
+    class to each of these); `cache`, what planning found out about this grid (nothing here reads
+    it); `calls`, how many calls were made on it.
     """
 
     topology: Topology
     rank: int
     backend: str
+    devices: tuple[str, ...]
     ring: Endpoint  # its rank is the index in the ring
     ulysses: Endpoint  # its rank is the index among those that share heads
     ulysses_links: tuple[str, ...]
@@ -84,17 +82,15 @@ class Groups(_Uncopied):
         inter: dist.ProcessGroup,
         ulysses: int = 1,
         placement: str = "head_first",
+        reuse: Sequence[dist.ProcessGroup] = (),
+        nccl_max_ctas: int | None = None,
     ):
         for name, group in (("intra", intra), ("inter", inter)):
             process_group(group, name)
-        node = introduce(intra, f"ulysses={ulysses}, placement={placement!r}")
-        nodes = [node] * inter.size()
-        dist.all_gather_object(nodes, node, group=inter)
-        if len({len(node) for node in nodes}) != 1:
-            rows = [[one.rank for one in node] for node in nodes]
-            raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
-        ranks = agreed([one for node in nodes for one in node])
-        self._connect(ranks, Topology(len(ranks), len(node), ulysses, placement), intra)
+        asked = f"ulysses={ulysses!r}, placement={placement!r}, nccl_max_ctas={nccl_max_ctas!r}"
+        ranks = agreed(introduce_nodes(intra, inter, asked))
+        topology = Topology(len(ranks), intra.size(), ulysses, placement)
+        self._begin(ranks, topology, intra, reuse, nccl_max_ctas)
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup, *, ulysses: int = 1) -> Groups:
@@ -109,26 +105,26 @@ class Groups(_Uncopied):
         intra: int,
         ulysses: int = 1,
         placement: str = "head_first",
+        reuse: Sequence[dist.ProcessGroup] = (),
+        nccl_max_ctas: int | None = None,
     ) -> Groups:
-        """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`: as in
-        `Groups`."""
-        asked = f"intra={intra!r}, ulysses={ulysses!r}, placement={placement!r}"
-        ranks = agreed(introduce(process_group(group), asked))
+        """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`, `reuse`,
+        `nccl_max_ctas`: as in `Groups`."""
+        asked = f"ulysses={ulysses!r}, placement={placement!r}, nccl_max_ctas={nccl_max_ctas!r}"
+        ranks = agreed(introduce(process_group(group), f"intra={intra!r}, {asked}"))
         self = cls.__new__(cls)
-        self._connect(ranks, Topology(len(ranks), intra, ulysses, placement), group)
+        topology = Topology(len(ranks), intra, ulysses, placement)
+        self._begin(ranks, topology, group, reuse, nccl_max_ctas)
         return self
 
     @classmethod
-    def by_host(
-        cls, group: dist.ProcessGroup, *, ulysses: int = 1, placement: str = "head_first"
-    ) -> Groups:
+    def by_host(cls, group: dist.ProcessGroup, **options: Any) -> Groups:
         """Ranks of `group` that share a host name form a node (a collective over `group`).
 
-        `ulysses`, `placement`: as in `Groups`. Raises ValueError if hosts hold different numbers of
-        ranks, or the ranks of a host do not follow one another.
+        options: as of `from_topology`, without `intra`. Raises ValueError if hosts hold different
+        numbers of ranks, or the ranks of a host do not follow one another.
         """
-        intra = ranks_per_host(process_group(group))
-        return cls.from_topology(group, intra=intra, ulysses=ulysses, placement=placement)
+        return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 
     @classmethod
     def in_process(
@@ -154,14 +150,13 @@ class Groups(_Uncopied):
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order.
 
-        header: this rank's. The one collective of the package; on the host. Raises RuntimeError if
-        a rank does not take part.
+        header: this rank's. A collective on the host; RuntimeError if a rank does not take part.
         """
         if self.size == 1:
             return [header]
         gathered = [torch.empty_like(header) for _ in range(self.size)]
         try:
-            dist.all_gather(gathered, header, group=self._control)
+            dist.all_gather(gathered, header, group=self._communicators.control)
         except RuntimeError as error:
             raise RuntimeError(f"exchange failed: header of attention: {error}") from error
         return gathered
@@ -175,6 +170,16 @@ class Groups(_Uncopied):
         self.check()
         so_far: Facts = {CALLS: self.calls}
         agree(so_far, self.gather)
+
+    def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
+        """Make the process groups that these channels lack for tensors of such a device; collective
+        if any does. Raises ValueError, on all ranks alike, if they cannot be made or differ."""
+        self._communicators.connect(channels, device)
+
+    @property
+    def communicators(self) -> str:
+        """What the rings travel on so far, in words; empty for one rank, and in one process."""
+        return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     def expect(self, message: int) -> None:
         """From now on a `message` of so many bytes may come."""
@@ -194,7 +199,7 @@ class Groups(_Uncopied):
 
     def check(self) -> None:
         """Raise ValueError if a call on these groups has failed half-way, or they are no more."""
-        if not alive(self._control):
+        if not self._communicators.alive:
             raise ValueError(
                 "groups: the process groups they were made of were destroyed "
                 "(torch.distributed.destroy_process_group); make new mb.Groups"
@@ -205,31 +210,23 @@ class Groups(_Uncopied):
                 "ranks may be out of step; make new mb.Groups on every rank, or start again"
             )
 
-    def _connect(self, ranks: list[int], topology: Topology, parent: dist.ProcessGroup) -> None:
-        """Make every ring's process groups; `ranks` are the global ranks, node by node."""
+    def _begin(
+        self,
+        ranks: list[int],
+        topology: Topology,
+        parent: dist.ProcessGroup,
+        reuse: Sequence[dist.ProcessGroup],
+        max_ctas: int | None,
+    ) -> None:
+        """Take this rank's place in the grid; `ranks` are the global ranks, node by node."""
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
-        self.backend, self.cache, self.calls = dist.get_backend(parent), {}, Calls()
-        timeout = timeout_of(parent)
-
-        def new(members: list[int], backend: str) -> dist.ProcessGroup:
-            # Only the members take part, so the grids of other model-parallel groups stay free.
-            group = dist.new_group(
-                [ranks[member] for member in members],
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=True,
-            )
-            assert isinstance(group, dist.ProcessGroup)
-            return group
-
-        self._control = new(list(range(topology.size)), "gloo")
-        channels = ring_groups(topology, self.rank, lambda members: new(members, self.backend))
-        join(channels.values(), device_of(parent))
-        counters = Counters()
+        self.cache, self.calls, counters = {}, Calls(), Counters()
+        made = Communicators(Place(topology, self.rank, ranks), parent, reuse, max_ctas)
+        self.backend, self.devices, self._communicators = made.backend, tuple(made.moves), made
 
         def end(members: list[int]) -> Endpoint:
             peers = [ranks[member] for member in members]
-            return ProcessEndpoint(members.index(self.rank), peers, channels, counters)
+            return ProcessEndpoint(members.index(self.rank), peers, made.groups, counters)
 
         self._place(end)
 
@@ -247,11 +244,15 @@ class _LocalRank(Groups):
     def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
         self.topology, self.rank, self._switch = topology, rank, switch
         self.backend, self.cache, self.calls = "in_process", {}, Calls()
+        self.devices = ()
         counters = Counters()
         self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         return self._switch.all_gather(self.rank, self.size, header)
+
+    def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
+        pass  # mailboxes need no making
 
     def expect(self, message: int) -> None:
         pass  # nothing is received into a buffer
@@ -269,7 +270,7 @@ class InProcessGroups(_Uncopied):
 
     def __init__(self, topology: Topology):
         self.topology, self._switch = topology, RankSwitch()
-        self.backend = "in_process"
+        self.backend, self.devices = "in_process", ()
         self.ranks = tuple(
             _LocalRank(topology, rank, self._switch) for rank in range(topology.size)
         )

@@ -1,30 +1,27 @@
-"""What the ranks of a grid tell each other before any process group is made, and what is asked of
-a group.
+"""What the ranks of a grid tell each other before process groups are made, and how one is made.
 
 Making groups is collective: ranks that mean different grids would wait for each other until the
-timeout. So they first compare, over the group they were given, what they were asked for; a rank
-that differs is named on every rank.
+timeout. So they first compare, over a group that they have, what they were asked for; a rank that
+differs is named on every rank. Decides that only its members make a group, whatever the other
+ranks of the job do.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from ..schedule.topology import Topology
-from .transport import Channel
 
 
 class Said(NamedTuple):
     """What a rank tells the others of its grid before groups are made."""
 
     rank: int  # global
-    groups: int  # in how many process groups it is
+    name: str  # what torch would call its next group over the same ranks
     asked: str  # its arguments
 
 
@@ -41,23 +38,38 @@ def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.Process
 def introduce(group: dist.ProcessGroup, asked: str) -> list[Said]:
     """What each rank of `group` says; a collective."""
     size = group.size()
-    mine = Said(dist.get_rank(), len(dist.distributed_c10d._world.pg_names), asked)
+    mine = Said(dist.get_rank(), dist.distributed_c10d._hash_ranks_to_str([]), asked)
     said = [mine] * size
     dist.all_gather_object(said, mine, group=group)
     return said
 
 
+def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: str) -> list[Said]:
+    """What each rank of a grid says, node by node; a collective. intra: the ranks of this rank's
+    node, inter: those with its index on all nodes. ValueError where nodes differ in size."""
+    node = introduce(intra, asked)
+    nodes = [node] * inter.size()
+    dist.all_gather_object(nodes, node, group=inter)
+    if len({len(node) for node in nodes}) != 1:
+        rows = [[one.rank for one in node] for node in nodes]
+        raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
+    return [one for node in nodes for one in node]
+
+
 def agreed(said: list[Said]) -> list[int]:
     """The global ranks of a grid; ValueError, on all of them, if they do not mean the same one.
 
-    torch names a locally made group after the number of groups a rank is in; if that number, or
-    the grid, differs between the ranks they would wait for each other until the timeout.
+    torch names a locally made group after a count of the groups a rank has made or is in (which of
+    these, depends on its version); ranks whose counts differ would wait for each other until the
+    timeout.
     """
-    counts = [one.groups for one in said]
-    if len(set(counts)) != 1:
+    odd = [one.rank for one in said if one.name != said[0].name]
+    if odd:
         raise ValueError(
-            f"the ranks of this grid are in different numbers of process groups ({counts}); "
-            "make mb.Groups before making groups that only some of these ranks belong to"
+            f"the ranks of this grid are in different numbers of process groups (ranks {odd} in "
+            f"another than rank {said[0].rank}), and torch names a new one by that number; make "
+            "mb.Groups, and the first plan on it, before making groups that only some of these "
+            "ranks belong to"
         )
     for rank, one in enumerate(said):
         if one.asked != said[0].asked:
@@ -87,51 +99,54 @@ def alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def join(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """A collective on every group, in the same order everywhere.
+def join(group: dist.ProcessGroup, device: torch.device) -> None:
+    """A collective on a group, for tensors of this kind of device.
 
     NCCL makes a communicator at a group's first call, in which all of its members have to take
-    part; but not all ranks have something to send in every boundary of every schedule. So every
-    communicator exists from the start, with NCCL's buffers for it.
+    part; but not all ranks have something to send in every boundary of every schedule. So a
+    communicator exists, with NCCL's buffers for it, before the first message.
     """
-    for group in dict.fromkeys(groups):  # rings over the same ranks share theirs
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> the backend of `group` that moves its tensors between two ranks.
+
+    A group made without a backend, or with "cpu:gloo,cuda:nccl", has one for each; gloo, which
+    torch registers for CUDA too, sends those of the CPU only.
+    """
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: name for device, name in pairs if name != "gloo" or device == "cpu"}
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of `group`, so that its rings fail as soon as it would."""
-    options = getattr(group._get_backend(device_of(group)), "options", None)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+def new_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta | None, options: Any = None
+) -> dist.ProcessGroup:
+    """A new process group of these global ranks, which are all that take part in making it.
 
-
-def ring_groups(
-    topology: Topology, rank: int, new: Callable[[list[int]], dist.ProcessGroup]
-) -> dict[Channel, dist.ProcessGroup]:
-    """The groups that carry the rings of `rank`: two per ring, one for ulysses; `new` makes one.
-
-    Activations and gradients never share a communicator. Rings over the same ranks share theirs.
+    The grids of other model-parallel groups, and pipeline stages without attention, stay free.
+    Where `init_process_group(device_id=...)` binds a device, torch would split the communicator off
+    that of the world, which waits for every rank of the job: so the world has none meanwhile.
     """
-    ring, width = topology.ring(rank), topology.intra_size
-    node, index = divmod(ring.index(rank), width)
-    wanted = {
-        Channel(name, gradient): members
-        for name, members in (
-            ("flat", ring),
-            ("intra", ring[node * width : (node + 1) * width]),
-            ("inter", ring[index::width]),
+    world = dist.distributed_c10d._get_default_group()
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            device_id=None if backend == "gloo" else device,
         )
-        for gradient in (False, True)
-    }
-    wanted[Channel("ulysses", False)] = topology.ulysses_group(rank)
-    made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
-    channels = {}
-    for channel, members in wanted.items():
-        key = (tuple(members), channel.gradient)
-        if len(members) > 1:
-            made[key] = made.get(key) or new(members)
-            channels[channel] = made[key]
-    return channels
+    finally:
+        world.bound_device_id = device
+    assert isinstance(group, dist.ProcessGroup)
+    return group

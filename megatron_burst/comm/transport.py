@@ -1,9 +1,9 @@
 """Moving tensors between the ranks of a grid, and counting what moved.
 
-`Endpoint` is one rank's end of a transport: here that of torch.distributed, with one process group
-per ring and kind of traffic (activations and gradients on one communicator give wrong results,
-BurstEngine section 3.1); `local` has one for ranks that share a process. Decides what an exchange
-is and what its failure says.
+`Endpoint` is one rank's end of a transport: here that of torch.distributed, on a process group for
+each ring, kind of traffic (activations and gradients on one communicator give wrong results,
+BurstEngine section 3.1) and type of device; `local` has one for ranks that share a process.
+Decides what an exchange is and what its failure says.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Receive(NamedTuple):
 
 
 class Pending(Protocol):
-    """A started exchange: `wait` returns when all it sends may be reused and all arrived."""
+    """A started exchange: `wait` returns when all it sends may be reused and all arrived (with NCCL
+    for what the current stream does next; torch up to 2.7 frees such buffers later)."""
 
     def wait(self) -> None: ...
 
@@ -118,14 +119,14 @@ class ProcessEndpoint:
 
     rank: int
     ranks: Sequence[int]  # peer -> global rank
-    channels: dict[Channel, dist.ProcessGroup]
+    channels: dict[tuple[Channel, str], dist.ProcessGroup]  # by type of device too
     counters: Counters = field(default_factory=Counters)
     room: int = 0
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
     ) -> Pending:
-        group = self.channels[channel]
+        group = self.channels[channel, [*sends, *receives][0].tensors[0].device.type]
         ops, words = [], []
         for call, does, messages in (
             (dist.irecv, "receiving from", [(m.peer, *_buffers(m)) for m in receives]),

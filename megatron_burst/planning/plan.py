@@ -12,6 +12,7 @@ import torch
 from ..autotune.select import Choice
 from ..comm import packing
 from ..comm.groups import Groups
+from ..comm.transport import Channel
 from ..execution.job import Job
 from ..kernels import native
 from ..kernels.base import Kernel
@@ -21,7 +22,7 @@ from ..options import AttentionOptions
 from ..recompute.partial_ring import Recompute
 from ..schedule import cost
 from ..schedule.rings import Schedule
-from ..schedule.tables import Chunk
+from ..schedule.tables import ROUTES, Chunk
 from ..units import byte_size
 from .validate import NeedsGrad, Signature, signature
 
@@ -98,6 +99,19 @@ class Plan:
         return there_bytes, back_bytes
 
     @property
+    def channels(self) -> list[Channel]:
+        """What its messages may travel on, in the order in which their process groups are made."""
+        schedules = list(self.schedules)
+        if self.recompute is not None:
+            schedules.append(self.recompute.schedule)
+        if not self.mask.cacheable:  # documents: the next batch may take the other route
+            schedules = [replace(each, route=route) for each in schedules for route in ROUTES]
+        channels = [Channel(*each) for schedule in schedules for each in schedule.channels]
+        if self.groups.topology.ulysses > 1:
+            channels.append(Channel("ulysses", False))
+        return list(dict.fromkeys(channels))
+
+    @property
     def call(self) -> tuple[object, ...]:
         """What tells one attention call from another: tensors, mask and layout."""
         return self.signature, self.mask, self.layout
@@ -140,6 +154,7 @@ class Plan:
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
                 f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
+                *filter(None, [self.groups.communicators]),
             ]
         )  # fmt: skip
 

@@ -55,8 +55,8 @@ def prepare(
 
     With `Groups.in_process` the plan is that of all ranks. Collective: every rank of `groups` must
     call it (one all-gather of 1.2 KB per rank on the host; two with algorithm "auto", which
-    measures, once per `groups` and kernel, what `rates` does not state). Make one plan per
-    micro-batch and use it in every layer of the same shapes.
+    measures, once per `groups` and kernel, what `rates` does not state; the first on a ring makes
+    its groups). Make one plan per micro-batch and use it in every layer of the same shapes.
 
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
     are read. options: the fields of `AttentionOptions`. needs_grad: which of q, k, v need a
@@ -102,6 +102,7 @@ def _prepare(
         plan = attempt(partial(_plan, request, groups, choice))
     _agree(plan if isinstance(plan, ValueError) else request, groups)
     assert isinstance(plan, Plan)
+    groups.connect(plan.channels, torch.device(plan.signature[0][2]))
     groups.expect(plan.longest_message)
     return plan
 
@@ -114,7 +115,8 @@ def _agree(request: Request | ValueError, groups: Groups) -> None:
 
 def _measured(request: Request, groups: Groups, rates: Rates | None) -> Rates:
     """All rates: those given, else those known of these groups, else measured now. Collective."""
-    found = rates or known(groups.cache).rates or measure.links(groups)
+    here = request.tensors[0].device
+    found = rates or known(groups.cache).rates or measure.links(groups, here)
     if found.compute is None:
         scoring = request.scoring
         speed = measure.kernel_speed(groups, request.kernel, scoring, *request.tensors)

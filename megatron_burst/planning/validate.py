@@ -264,11 +264,13 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _check_device(groups: Groups, q: torch.Tensor) -> None:
-    wanted = {"gloo": "cpu", "nccl": "cuda"}.get(groups.backend)
-    if groups.size > 1 and wanted and q.device.type != wanted:
+    moved = groups.devices
+    if groups.size > 1 and moved and q.device.type not in moved:
+        needed = {"cpu": "gloo", "cuda": "nccl"}.get(q.device.type)
         raise ValueError(
-            f"groups: backend {groups.backend} moves {wanted} tensors, got {q.device.type}; "
-            f"make the process group with backend {'nccl' if wanted == 'cpu' else 'gloo'}"
+            f"groups: backend {groups.backend} moves {' and '.join(moved)} tensors, got "
+            f"{q.device.type}; "
+            + (f"make the process group with backend {needed}" if needed else "move them there")
         )
 
 

@@ -41,6 +41,13 @@ class Schedule(Demand):
         """The chunks that `rank` holds from the start besides its own: those kept from forward."""
         return [Chunk(self.side, owner) for owner in kept_by(self.tables, rank)]
 
+    @property
+    def channels(self) -> list[tuple[str, bool]]:
+        """What its hops may travel on, whatever the mask hides: (ring, carries gradients?)."""
+        flat, (nodes, width) = self._one_to_one or self.algorithm == "ring", self.rings
+        rings = ["flat"] if flat else ["intra"] * (width > 1) + ["inter"] * (nodes > 1)
+        return [(ring, grad) for grad in (False, True)[: 1 + self.gradients] for ring in rings]
+
     def sends(self, rank: int) -> Iterator[Hop]:
         """Every hop that starts at `rank`."""
         return (hop for hop in hops_of(self.tables, self.grid, rank) if hop.src == rank)

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import gc
+import inspect
 import io
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -301,8 +303,6 @@ def counted_by_gpt_model(kept):
 
 def node_lines(hosts, sizes, intra_size):
     """What making groups warns of where ranks run on ``hosts``; the grid's ranks per node."""
-    import logging
-
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -310,23 +310,140 @@ def node_lines(hosts, sizes, intra_size):
     from megatron_burst.megatron.attention.groups import context_groups
 
     _meet_again()
+    try:
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=4, hierarchical_context_parallel_sizes=sizes
+        )
+        collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        hostname = mock.patch("socket.gethostname", return_value=hosts[dist.get_rank()])
+        with hostname, _log() as told:
+            burst = mb.BurstConfig(intra_size=intra_size)
+            groups = context_groups(collection, sizes, burst)
+        return told, groups.topology.per_node
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def logged(flags):
+    """What a run with these flags says of attention on this rank, in order."""
+    logger = logging.getLogger("megatron_burst")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with _log() as told, contextlib.redirect_stdout(io.StringIO()):
+            _run(flags)
+    finally:
+        logger.setLevel(level)
+    return told
+
+
+@contextlib.contextmanager
+def _log():
+    """The lines that the package logs meanwhile."""
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("megatron_burst")
     logger.addHandler(handler)
     try:
-        parallel_state.initialize_model_parallel(
-            context_parallel_size=4, hierarchical_context_parallel_sizes=sizes
-        )
-        collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        with mock.patch("socket.gethostname", return_value=hosts[dist.get_rank()]):
-            burst = mb.BurstConfig(intra_size=intra_size)
-            groups = context_groups(collection, sizes, burst)
-        return told, groups.topology.per_node
+        yield told
     finally:
         logger.removeHandler(handler)
-        parallel_state.destroy_model_parallel()
+
+
+def train_beside_other_uses(flags):
+    """A run in which Megatron's context-parallel groups are used between all calls of attention and
+    their backwards, and an evaluation follows every step.
+
+    Returns (history, what each rank of a process group did on it in order, by the group's name;
+    what the rings travelled on; names of the groups that were Megatron's).
+    """
+    import dataset
+    import pretrain_gpt
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_burst as mb
+    from megatron_burst.megatron.attention import plan_book
+
+    done, carriers, names = {}, set(), []
+    attention, step, run = mb.attention, pretrain_gpt.mean_over_all_tokens, pretrain_gpt.train
+
+    def reduce():
+        groups = [parallel_state.get_context_parallel_group()]
+        if "--hierarchical-context-parallel-sizes" in flags:  # those of an earlier run stay behind
+            groups += parallel_state.get_hierarchical_context_parallel_groups()
+        names[:] = [group.group_name for group in groups]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+
+    def between(q, k, v, **options):
+        reduce()
+        if q.requires_grad:
+            q = q * 1  # the hook is of this use of it
+            q.register_hook(lambda grad: reduce())
+        out = attention(q, k, v, **options)
+        if out.requires_grad:
+            out.register_hook(lambda grad: reduce())
+        reduce()
+        return out
+
+    def training(args, stages, *rest):
+        samples = dataset.build(args)
+
+        def evaluate_too(reports):
+            carriers.update(book.groups.communicators for book in plan_book._books().values())
+            get_forward_backward_func()(
+                forward_step_func=pretrain_gpt.forward_step,
+                data_iterator=[dataset.micro_batches(samples, args, 0) for _ in stages],
+                model=stages, num_microbatches=1, seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size, forward_only=True,
+            )  # fmt: skip
+            return step(reports)
+
+        with mock.patch.object(pretrain_gpt, "mean_over_all_tokens", evaluate_too):
+            return run(args, stages, *rest)
+
+    with (
+        _recorded(done),
+        mock.patch.object(mb, "attention", between),
+        mock.patch.object(pretrain_gpt, "train", training),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        history = _run(flags)
+    losses = [(record["loss"], record["grad_norm"]) for record in history]
+    return losses, done, carriers, names
+
+
+@contextlib.contextmanager
+def _recorded(done):
+    """done: name of a process group -> what this rank does on it: a collective by its name, or
+    ("to" or "from", the other rank)."""
+
+    def noting(name, stock):
+        signature = inspect.signature(stock)
+
+        def call(*given, **named):
+            group = signature.bind(*given, **named).arguments.get("group") or dist.group.WORLD
+            done.setdefault(group.group_name, []).append(name)
+            return stock(*given, **named)
+
+        return call
+
+    def batch(ops, stock=dist.batch_isend_irecv):
+        for op in ops:
+            word = "to" if op.op is dist.isend else "from"
+            done.setdefault(op.group.group_name, []).append((word, op.peer))
+        return stock(ops)
+
+    collectives = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+                   "broadcast", "barrier", "all_gather_object")  # fmt: skip
+    with contextlib.ExitStack() as patches:
+        for name in collectives:
+            patches.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        patches.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch))
+        yield
 
 
 def _two_documents(queries, keys=None):

@@ -1,7 +1,12 @@
-"""A node that lies on several hosts is noticed, however it was asked for."""
+"""Activations travel on Megatron's own groups, in step with Megatron's use of these; and a node
+that lies on several hosts is noticed, however it was asked for."""
+
+import copy
+from collections import Counter
 
 import pytest
 import session
+from test_parity import TOLERANCE, TWO_BY_TWO, worst
 
 from megatron_burst.megatron.attention.groups import node_warning
 
@@ -44,3 +49,105 @@ def test_ranks_on_two_hosts(four, sizes, intra_size, per_node, fit):
     else:
         (line,) = told[0]
         assert f"make nodes of {fit} " in line
+
+
+# --- Megatron's groups ----------------------------------------------------------------------------
+
+
+def out_of_order(logs):
+    """Groups on which ranks did not do the same, in an order that one queue per rank can serve:
+    the same collectives, and between two of these every message sent is also received."""
+    wrong = set()
+    for name in {name for log in logs for name in log}:
+        epochs = {rank: epochs_of(log[name]) for rank, log in enumerate(logs) if name in log}
+        if len({tuple(collective for collective, _ in each) for each in epochs.values()}) > 1:
+            wrong.add(name)
+            continue
+        for each in zip(*epochs.values(), strict=True):
+            sent, received = Counter(), Counter()
+            for rank, (_, messages) in zip(epochs, each, strict=True):
+                for way, peer in messages:
+                    if way == "to":
+                        sent[rank, peer] += 1
+                    else:
+                        received[peer, rank] += 1
+            if sent != received:
+                wrong.add(name)
+    return wrong
+
+
+def epochs_of(events):
+    """[(collective, the messages before it)], with None for the collective after the last."""
+    epochs, messages = [], []
+    for event in [*events, None]:
+        if isinstance(event, tuple):
+            messages.append(event)
+        else:
+            epochs.append((event, messages))
+            messages = []
+    return epochs
+
+
+@pytest.mark.parametrize(
+    ("flags", "carriers"),
+    [
+        (
+            "--context-parallel-size 4 --context-parallel-algo ring",
+            "1 made (flat gradients), given groups for flat",
+        ),
+        (
+            f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "2 made (intra gradients, inter gradients), given groups for intra, inter",
+        ),
+        pytest.param(
+            f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2",
+            "1 made (inter gradients), given groups for inter, ulysses",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--context-parallel-size 4 --burst-intra-size 2 --burst-side query",
+            "4 made (intra, inter, intra gradients, inter gradients)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_rings_share_megatrons_groups_with_megatron(four, common, train, flags, carriers):
+    """Loss reductions between all calls and backwards, recomputation and evaluations change no
+    loss, and come in an order that NCCL's one queue per communicator serves."""
+    results = four(session.train_beside_other_uses, [*common, *flags.split()])
+    for losses, _, found, _ in results:
+        assert worst(losses, train()) < TOLERANCE
+        assert found == {f"communicators: {carriers}"}
+    logs = [done for _, done, _, _ in results]
+    assert not out_of_order(logs)
+    shared = [name for name in results[0][3] if ("to", 1) in logs[0][name]]
+    assert bool(shared) == ("given" in carriers)
+    for name in shared:  # a message that one rank sends after a collective, others before it
+        late = copy.deepcopy(logs)
+        late[0][name].remove(("to", 1))
+        late[0][name].append(("to", 1))
+        assert out_of_order(late) == {name}
+
+
+def test_communicators_that_come_later_are_logged_once(four, common):
+    """A layer with a window sends straight to the next rank, on a ring over all ranks; the other
+    layer goes round the rings."""
+    flags = f"{TWO_BY_TWO} --window-size 12,0 --window-attn-skip-freq 2 --burst-layout contiguous"
+    first, *others = four(session.logged, [*common, *flags.split()])
+    assert others == [[]] * 3
+    startup, later = first
+    assert startup.endswith(" | communicators: 1 made (flat gradients), given groups for flat")
+    assert later == (
+        "communicators: 3 made (flat gradients, intra gradients, inter gradients), given groups "
+        "for flat, intra, inter"
+    )
+
+
+def test_a_limit_of_nccl_is_refused_elsewhere(four, common):
+    flags = "--context-parallel-size 4 --burst-nccl-max-ctas 8"
+    for words in four(session.error, [*common, *flags.split()]):  # Megatron may say where
+        assert words.startswith(
+            "ValueError: --burst-nccl-max-ctas 8 limits kernels of NCCL, and the context-parallel "
+            "group is on gloo: leave it out"
+        )

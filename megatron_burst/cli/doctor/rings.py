@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 
+from ...comm.communicators import memory_taken
 from ...comm.transport import Channel, Receive, Send
 from . import machine, report
 from .command import Command
@@ -53,7 +54,7 @@ def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
     dist.all_gather_object(here, here[dist.get_rank()])
     hosts = [one["host"] for one in here]
     per_node = hosts.count(hosts[0]) if gpus_per_node is None else gpus_per_node
-    before = _taken()
+    before = memory_taken(_device())
     groups, sizes = _context_groups(command, per_node)
     findings = list(_nodes(here, per_node))
     findings.append(ok("sizes", f"{sizes.intra} x {sizes.inter}: {sizes.reason}"))
@@ -208,6 +209,7 @@ def _rate(groups: mb.Groups, ring: str) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width = groups.topology.intra_size
     node, index = divmod(groups.rank, width)
+    groups.connect([Channel(ring, False)], torch.device(device))
     if ring == "intra":
         to, back = node * width + (index + 1) % width, node * width + (index - 1) % width
     else:
@@ -236,19 +238,14 @@ def _rate(groups: mb.Groups, ring: str) -> float:
 
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
-    """The communicators that a run has besides Megatron's, and the memory of those made here."""
-    channels = getattr(groups.ring, "channels", {}).values()
-    added = len({id(group) for group in channels})
-    what = f"a plain ring adds {added} per rank to Megatron's"
-    after = _taken()
+    """What the rings used here travel on, and the memory of all that were made, with what their
+    first messages took."""
+    what = f"{groups.communicators}; in Megatron activations travel on its own groups"
+    after = memory_taken(_device())
     if before is not None and after is not None:
         what += f"; all that were made here take {(after - before) / 2**20:.0f} MiB of GPU memory"
     return note("communicators", what)
 
 
-def _taken() -> int | None:
-    """The bytes of this GPU in use outside torch's allocator; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

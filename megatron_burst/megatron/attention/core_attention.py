@@ -41,8 +41,8 @@ class BurstCoreAttention(MegatronModule):
     """Drop-in for ``DotProductAttention`` / ``TEDotProductAttention`` at context-parallel size > 1.
 
     Megatron's attention layers build it after `install` and `configure`, with the keywords of its
-    own core attention. The first module over a context-parallel group makes the groups of its
-    rings, which is a collective over that group. Honours ``window_size``,
+    own core attention. The first module over a context-parallel group makes its grid, and the first
+    forward the communicators of its rings: collectives over that group. Honours ``window_size``,
     ``window_attn_skip_freq`` and ``softmax_type``, whose parameter ``softmax_offset`` has the name
     that it has in checkpoints of Megatron's own modules.
 
@@ -84,9 +84,10 @@ class BurstCoreAttention(MegatronModule):
         sizes = config.hierarchical_context_parallel_sizes
         self.book = plan_book(
             pg_collection.cp,
-            (tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement),
+            (tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,
+             burst.nccl_max_ctas),
             lambda: context_groups(pg_collection, sizes, burst),
-        )
+        )  # fmt: skip
         self.tp_group = pg_collection.tp
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale

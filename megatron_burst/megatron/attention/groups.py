@@ -1,4 +1,8 @@
-"""From Megatron's process groups to the grid of BurstAttention: which ranks count as a node."""
+"""From Megatron's process groups to the grid of BurstAttention: which ranks count as a node.
+
+Activations travel on Megatron's own groups, the context-parallel one and the hierarchical ones;
+only rings that none of these is, and gradients, get communicators of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import torch
 from megatron.core import parallel_state
 
 import megatron_burst as mb
+from megatron_burst.comm.process_groups import backends
+from megatron_burst.config import flag_of
 from megatron_burst.megatron.checks.config import check_topology, ulysses_size
 
 
@@ -34,13 +40,22 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
 def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
     cp = pg_collection.cp
     check_topology(cp.size(), sizes, burst.intra_size)
-    heads = {"ulysses": ulysses_size(burst, cp.size()), "placement": burst.placement}
+    if burst.nccl_max_ctas is not None and "nccl" not in backends(cp).values():
+        raise ValueError(
+            f"{flag_of('nccl_max_ctas')} {burst.nccl_max_ctas} limits kernels of NCCL, and the "
+            f"context-parallel group is on {torch.distributed.get_backend(cp)}: leave it out"
+        )
+    options: dict[str, Any] = {
+        "ulysses": ulysses_size(burst, cp.size()),
+        "placement": burst.placement,
+        "nccl_max_ctas": burst.nccl_max_ctas,
+    }
     if sizes:
         intra, inter = _hierarchical(pg_collection)
-        return mb.Groups(intra=intra, inter=inter, **heads)
+        return mb.Groups(intra=intra, inter=inter, reuse=[cp, intra, inter], **options)
     if burst.intra_size is not None:
-        return mb.Groups.from_topology(cp, intra=burst.intra_size, **heads)
-    return mb.Groups.by_host(cp, **heads)
+        return mb.Groups.from_topology(cp, intra=burst.intra_size, reuse=[cp], **options)
+    return mb.Groups.by_host(cp, reuse=[cp], **options)
 
 
 def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:

@@ -60,6 +60,7 @@ class PlanBook:
 
     groups: mb.Groups
     startup: str | None = None
+    _communicators: str = ""
     _lowest: dict[LayerKind, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
@@ -126,11 +127,21 @@ class PlanBook:
         )
         if plan.choice is not None:
             self._chosen[known] = plan.choice.call
+        self._log(plan)
+        return plan
+
+    def _log(self, plan: mb.Plan) -> None:
+        """The start-up line, and what communicators a later plan has added."""
+        lines = []
         if self.startup is None:
             self.startup = plan.describe()
-            if torch.distributed.get_rank() == 0:
-                logging.getLogger("megatron_burst").info(self.startup)
-        return plan
+            lines.append(self.startup)
+        elif self.groups.communicators != self._communicators:
+            lines.append(self.groups.communicators)
+        self._communicators = self.groups.communicators
+        if torch.distributed.get_rank() == 0:
+            for line in lines:
+                logging.getLogger("megatron_burst").info(line)
 
 
 def _refuse_cross_attention(params: Any) -> None:
