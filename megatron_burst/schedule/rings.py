@@ -8,7 +8,7 @@ tensors, sizes and process groups come in later.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import Demand
 from .program import hops_of, kept_by, program
-from .tables import SIDES, Boundary, Chunk, Grid, Hop, Tables
+from .tables import RINGS, SIDES, Boundary, Chunk, Grid, Hop, Tables
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,21 @@ class Schedule(Demand):
             return direct.tables(self)
         return ALGORITHMS[self.algorithm](self)
 
+    @property
+    def channels(self) -> list[tuple[str, bool]]:
+        """What its hops may travel on, whatever the mask hides: (ring, carries gradients?).
+
+        As on the smallest grid with as many levels, which needs the same rings.
+        """
+        grid = Grid(*(min(2, ranks) for ranks in self.grid))
+        everything = np.ones((grid.size, grid.size), dtype=bool)
+        moved = replace(self, grid=grid, visible=everything, kept=0).tables.transfers
+        kinds = set(zip(moved.gradient.tolist(), moved.ring.tolist(), strict=True))
+        return [(RINGS[ring], gradient) for gradient, ring in sorted(kinds)]
+
     def kept_chunks(self, rank: int) -> list[Chunk]:
         """The chunks that `rank` holds from the start besides its own: those kept from forward."""
         return [Chunk(self.side, owner) for owner in kept_by(self.tables, rank)]
-
-    @property
-    def channels(self) -> list[tuple[str, bool]]:
-        """What its hops may travel on, whatever the mask hides: (ring, carries gradients?)."""
-        flat, (nodes, width) = self._one_to_one or self.algorithm == "ring", self.rings
-        rings = ["flat"] if flat else ["intra"] * (width > 1) + ["inter"] * (nodes > 1)
-        return [(ring, grad) for grad in (False, True)[: 1 + self.gradients] for ring in rings]
 
     def sends(self, rank: int) -> Iterator[Hop]:
         """Every hop that starts at `rank`."""
