@@ -10,6 +10,7 @@ import math
 from functools import cache
 
 import cases
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,32 @@ def test_each_hop_rounds_once(nodes, per_node, side, record_property):
             assert 2**-13 < error < math.sqrt(hops) * 2**-9, name
         else:
             assert error == 0.0, name
+
+
+def test_copies_of_a_key_head_are_rounded_once_and_summed_in_fp32():
+    """One key head, a copy of it on each of 8 ranks that share the query heads: as if every copy's
+    gradient, by hand in float64, were rounded and then summed without any error."""
+    size = 8
+    everything = cases.Problem("causal", (size, 1), 1, (32, 32), 256, torch.float32)
+    q, k, v, dout = inputs = cases.solve(everything)[0]
+    groups = mb.Groups.in_process(intra=size, ulysses=size)
+    layout = mb.layout.make("zigzag", cp_size=size)
+    shards = [[mb.shard(x, layout, rank).clone() for rank in range(size)] for x in inputs]
+    leaves = [x.requires_grad_() for xs in shards[:3] for x in xs]
+    outs = mb.attention(
+        *shards[:3], groups=groups, algorithm="ulysses", mask=mb.masks.Causal(), kernel="aten",
+        grad_wire_dtype=torch.bfloat16,
+    )  # fmt: skip
+    grads = torch.autograd.grad(outs, leaves, shards[3])
+    seen = oracle.visible("causal", everything.length)
+    parts = [oracle.attention(q[:, :, h : h + 1], k, v, dout[:, :, h : h + 1], seen)[3:]
+             for h in range(size)]  # fmt: skip
+    for i, copies in enumerate(zip(*parts, strict=True)):
+        truth = sum(copies)
+        once = relative(sum(x.bfloat16().double() for x in copies) - truth, truth)
+        got = mb.unshard(list(grads[(i + 1) * size : (i + 2) * size]), layout).double()
+        assert 2**-11 < once < 2**-9
+        assert relative(got - truth, truth) < 1.01 * once, NAMES[i + 2]
 
 
 @pytest.mark.parametrize("side", cases.SIDES)

@@ -46,7 +46,8 @@ def forward(
         assert partial is not None
         pairs = zip(stored, (out, lse), strict=True)
         (out, lse), kept = (interleaved(partial, *pair) for pair in pairs), ()
-    (whole,) = _rows_to_heads(job, replace(job.forward, call=call), (out,), (job.heads,))
+    done = replace(job.forward, call=call)
+    (whole,) = _rows_to_heads(job, done, (out,), (job.heads,), out.dtype)
     assert whole is not None
     return whole, (q, k, v, out, lse, *kept)
 
@@ -73,7 +74,8 @@ def _attend(
 def backward(
     job: Job, call: CallTag, dout: torch.Tensor, saved: Tensors, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv in the accumulation dtype, the gradient [h] of the sink; None where not needed.
+    """dq, dk, dv in the accumulation dtype, or the wire's where ranks exchange heads and none is
+    shared; the gradient [h] of the sink. None where not needed.
 
     dout [s, b, h, w]; saved: as `forward` returned it.
     """
@@ -95,7 +97,8 @@ def backward(
     grads = tuple(None if None in part else head_chunks.join(part) for part in parts)
     if len(job.ulysses_links) > 1:
         grads = tuple(None if g is None else g.to(job.wire_dtype) for g in grads)
-        grads = _rows_to_heads(job, run, grads, (job.heads, job.kv_heads, job.kv_heads))
+        heads = job.heads, job.kv_heads, job.kv_heads
+        grads = _rows_to_heads(job, run, grads, heads, lse.dtype)
     dsink = None
     if sink is not None:
         dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
@@ -117,13 +120,19 @@ def _heads_to_rows(job: Job, run: Pass, tensors: Tensors) -> Tensors:
 
 
 def _rows_to_heads(
-    job: Job, run: Pass, tensors: tuple[torch.Tensor | None, ...], heads: tuple[int, ...]
+    job: Job,
+    run: Pass,
+    tensors: tuple[torch.Tensor | None, ...],
+    heads: tuple[int, ...],
+    sums: torch.dtype,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The inverse of `_heads_to_rows`; heads: of each tensor, on this rank."""
+    """The inverse of `_heads_to_rows`; heads: of each tensor, on this rank. sums: as in
+    `ulysses.gather`."""
     if len(job.ulysses_links) == 1:
         return tensors
     envelope, label = run.envelope("rows to heads"), f"{run.name}, ulysses rank {job.ulysses.rank}"
-    return tuple(ulysses.gather(job.ulysses, job.ulysses_links, tensors, heads, envelope, label))
+    found = ulysses.gather(job.ulysses, job.ulysses_links, tensors, heads, sums, envelope, label)
+    return tuple(found)
 
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

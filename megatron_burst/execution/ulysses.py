@@ -4,7 +4,8 @@ The ranks of a ulysses group hold different rows of the sequence and all heads; 
 each holds the rows of the whole group and its share of the heads, and after `gather` it is as
 before. With one ulysses group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D
 attention (LoongTrain section 4.2). Where key/value heads are fewer than ranks each rank takes
-the one it needs, and the gradients of its copies are summed at home. Knows heads and rows only.
+the one it needs, and the gradients of its copies are summed at home, in a dtype of the caller's
+choice: what travels may be narrower. Knows heads and rows only.
 What goes to one rank is one message, with an envelope like those of the rings.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
@@ -47,12 +48,14 @@ def gather(
     links: Sequence[str],
     tensors: Sequence[torch.Tensor | None],
     heads: Sequence[int],
+    sums: torch.dtype,
     envelope: Envelope,
     label: str,
 ) -> list[torch.Tensor | None]:
     """The inverse of `scatter`: [p s, b, share of n, d] -> [s, b, n, d], copies of a head summed.
 
-    heads: n of each tensor. None stays None.
+    heads: n of each tensor. sums: the dtype of these sums; a tensor whose heads have no copies
+    keeps its own. None stays None.
     """
     size = len(links)
     present = [(t, n) for t, n in zip(tensors, heads, strict=True) if t is not None]
@@ -61,9 +64,13 @@ def gather(
     _exchange(endpoint, links, parts, received, envelope, label)
     totals = []
     for index, (part, (_, n)) in enumerate(zip(parts[0], present, strict=True)):
-        total = part.new_zeros((*part.shape[:2], n, part.shape[3]))
-        for peer in range(size):
-            total[:, :, Share(n, size).of(peer)] += received[peer][index]
+        arrived = [each[index] for each in received]
+        if n >= size:  # nobody has a copy
+            totals.append(torch.cat(arrived, dim=2))
+            continue
+        total = part.new_zeros((*part.shape[:2], n, part.shape[3]), dtype=sums)
+        for peer, copy in enumerate(arrived):
+            total[:, :, Share(n, size).of(peer)] += copy
         totals.append(total)
     found = iter(totals)
     return [None if t is None else next(found) for t in tensors]
