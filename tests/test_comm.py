@@ -43,12 +43,27 @@ def test_a_message_arrives_whole():
     assert all(torch.equal(x, y) for x, y in zip(sent, received, strict=True))
 
 
-def test_it_arrives_no_earlier_than_somebody_waits():
-    received = [torch.zeros(3)]
-    _, receiving = post(*pair(), [torch.ones(3)], received)
-    assert not received[0].any()
+FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8])
+def test_what_was_not_waited_for_is_poisoned(dtype):
+    """Also when its sender waited long ago; and again after its release."""
+    poison = "nan" if dtype in FLOATS else str(torch.tensor(-1).to(dtype).item())
+
+    def poisoned():
+        return {str(x) for x in received[0].tolist()} == {poison}
+
+    ends, received = pair(), [torch.zeros(3).to(dtype)]
+    sending, receiving = post(*ends, [torch.ones(3).to(dtype)], received)
+    assert poisoned()
+    sending.wait()
+    assert poisoned()
     receiving.wait()
-    assert received[0].all()
+    assert received[0].tolist() == [1, 1, 1]
+    receiving.wait()  # a second one has nothing to bring
+    ends[1].released(received)
+    assert poisoned()
 
 
 def test_messages_of_one_channel_stay_in_order_and_channels_apart():
@@ -67,12 +82,27 @@ def test_messages_of_one_channel_stay_in_order_and_channels_apart():
     assert [x[0].item() for x in (first, second, gradient)] == [1.0, 2.0, 3.0]
 
 
-def test_overwriting_in_flight_is_caught():
+@pytest.mark.parametrize("landed", [False, True])
+def test_overwriting_in_flight_is_caught(landed):
+    """Also after it arrived: its sender cannot know that before it waited."""
     sent = [torch.ones(3)]
-    sending, _ = post(*pair(), sent, [torch.zeros(3)], "keys of rank 0")
+    sending, receiving = post(*pair(), sent, [torch.zeros(3)], "keys of rank 0")
+    if landed:
+        receiving.wait()
     sent[0].add_(1)
     with pytest.raises(RuntimeError, match="overwritten while in flight: keys of rank 0"):
         sending.wait()
+
+
+def test_a_message_with_another_envelope_is_caught():
+    """Of the same size, on the channel and between the ranks that were expected."""
+    a, b = pair()
+    sent = packing.pack([torch.ones(3)], envelope(content=1))
+    room = packing.empty([(torch.Size([3]), torch.float32)], torch.device("cpu"))
+    a.exchange(FLAT, [Send(1, "intra", sent.tensors, sent.flat)], [], "keys")
+    wanted = Receive(0, room.tensors, room, envelope(content=2))
+    with pytest.raises(RuntimeError, match=r"keys: .* got a message of another pass or chunk"):
+        b.exchange(FLAT, [], [wanted], "keys").wait()
 
 
 def test_writing_after_the_wait_is_fine():

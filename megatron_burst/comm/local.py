@@ -3,7 +3,8 @@
 For tests, and to check the numerics of a large grid on one device. Every rank is a greenlet with
 a stack of its own, so the code that runs is what runs on real ranks, with exchanges that block.
 They share one thread, and with it torch's modes (autograd, autocast, dispatch). Owns the order in
-which ranks run, and finds out when all of them wait.
+which ranks run, and finds out when all of them wait, and who uses a buffer at a time when a device
+may still write to it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from greenlet import getcurrent, greenlet
 
+from . import packing
+from .packing import Envelope
 from .transport import Channel, Counters, Receive, Send, Tensors
 
 T = TypeVar("T")
@@ -98,44 +102,66 @@ class Mail:
     label: str
     source: Tensors | None = None
     target: Tensors | None = None
+    envelope: Envelope | None = None  # what it must bear
     versions: list[int] = field(default_factory=list)
-    delivered: bool = False
+    carried: Tensors | None = None  # a copy of the source, from the sender's wait on
+    landed: bool = False
 
     @property
     def complete(self) -> bool:
         return self.source is not None and self.target is not None
 
-    def deliver(self) -> None:
-        """Copy, late on purpose: what was overwritten in flight shows in its version counter."""
-        if self.delivered:
-            return
-        assert self.source is not None
+    def leave(self) -> None:
+        """The sender waited: from now on it may write to what it sent."""
+        source = self._unchanged()
+        if not self.landed:
+            self.carried = [t.clone() for t in source]
+
+    def land(self) -> None:
+        """The receiver waited: only now the message is there, wherever its sender is."""
+        source = self._unchanged() if self.carried is None else self.carried
         assert self.target is not None
+        for target, sent in zip(self.target, source, strict=True):
+            if target.shape != sent.shape or target.dtype != sent.dtype:
+                raise RuntimeError(f"sent {sent.shape} into {target.shape}: {self.label}")
+            target.copy_(sent)
+        complaint = self.envelope and packing.mismatch(self.target[0], self.envelope)
+        if complaint:
+            raise RuntimeError(f"exchange failed: {self.label}: {complaint}")
+        self.landed, self.carried = True, None
+
+    def _unchanged(self) -> Tensors:
+        """What was sent. Asked for late on purpose: that it was overwritten in flight shows in its
+        version counter."""
+        assert self.source is not None
         if _versions(self.source) != self.versions:
             raise RuntimeError(f"overwritten while in flight: {self.label}")
-        for target, source in zip(self.target, self.source, strict=True):
-            if target.shape != source.shape or target.dtype != source.dtype:
-                raise RuntimeError(f"sent {source.shape} into {target.shape}: {self.label}")
-            target.copy_(source)
-        self.delivered = True
+        return self.source
 
 
 @dataclass
 class _Delivery:
-    mails: list[Mail]
+    leaving: list[Mail]
+    landing: list[Mail]
     switch: RankSwitch
 
     def wait(self) -> None:
-        for mail in self.mails:
-            self.switch.wait(
-                lambda mail=mail: mail.complete, f"exchange has only one end: {mail.label}"
-            )
-            mail.deliver()
+        for mails, arrive in ((self.leaving, Mail.leave), (self.landing, Mail.land)):
+            while mails:
+                mail = mails.pop(0)
+                self.switch.wait(
+                    lambda mail=mail: mail.complete, f"exchange has only one end: {mail.label}"
+                )
+                arrive(mail)
 
 
 @dataclass
 class LocalEndpoint:
-    """An end of the in-process transport (see `transport.Endpoint`)."""
+    """An end of the in-process transport (see `transport.Endpoint`).
+
+    What is being received is poisoned until it was waited for, and so is what was released: to read
+    it too early or too late gives NaN here, where on a device it gives a wrong number now and then.
+    """
 
     rank: int
     ranks: Sequence[int]  # peer -> rank in the grid
@@ -146,20 +172,27 @@ class LocalEndpoint:
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
     ) -> _Delivery:
-        mails = []
+        leaving, landing = [], []
         for send in sends:
             key = channel, self.ranks[self.rank], self.ranks[send.peer]
             mail = self._mail(key, "source", label)
-            mail.source, mail.versions = send.tensors, _versions(send.tensors)
-            mails.append(mail)
+            mail.source = send.tensors if send.flat is None else (send.flat,)
+            mail.versions = _versions(mail.source)
+            leaving.append(mail)
         for receive in receives:
             key = channel, self.ranks[receive.peer], self.ranks[self.rank]
             mail = self._mail(key, "target", label)
             mail.target = receive.tensors
-            mails.append(mail)
+            if receive.message is not None and receive.message.flat is not None:
+                mail.target, mail.envelope = (receive.message.flat,), receive.envelope
+            _poison_(mail.target)
+            landing.append(mail)
         self.counters.add(sends)
         self.switch.pause()  # the others post theirs before this rank computes
-        return _Delivery(mails, self.switch)
+        return _Delivery(leaving, landing, self.switch)
+
+    def released(self, tensors: Tensors) -> None:
+        _poison_(tensors)
 
     def _mail(self, key: tuple[Channel, int, int], end: str, label: str) -> Mail:
         """The oldest mail of this box that lacks `end`, or a new one."""
@@ -173,3 +206,9 @@ class LocalEndpoint:
 def _versions(tensors: Tensors) -> list[int]:
     """How often each was written to; tensors of inference mode do not count."""
     return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _poison_(tensors: Tensors) -> None:
+    """All bits of these contiguous tensors become ones: NaN in every floating format."""
+    for t in tensors:
+        t.view(-1).view(torch.uint8).fill_(255)

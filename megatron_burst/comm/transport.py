@@ -78,7 +78,8 @@ class Counters:
 class Endpoint(Protocol):
     """One rank's end of a transport; `rank` and peers count from 0 in its ring (or ulysses group).
 
-    `exchange` starts transfers and does not block.
+    `exchange` starts transfers and does not block. `released` says that nobody here reads these
+    tensors again before they are written to.
     """
 
     rank: int
@@ -88,6 +89,8 @@ class Endpoint(Protocol):
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
     ) -> Pending: ...
+
+    def released(self, tensors: Tensors) -> None: ...
 
 
 @dataclass
@@ -145,6 +148,9 @@ class ProcessEndpoint:
         if len(works) != len(ops):  # NCCL makes one work of all
             words = [", ".join(words)] * len(works)
         return _Works(works, words, receives, label)
+
+    def released(self, tensors: Tensors) -> None:
+        pass
 
 
 def _message(send: Send) -> Tensors:

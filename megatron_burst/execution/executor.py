@@ -56,10 +56,12 @@ class Pass:
 class _Buffers:
     """Receive buffers and gradient sums by kind of chunk, reused once nothing holds them."""
 
-    def __init__(self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device, room: int):
+    def __init__(
+        self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device, endpoint: Endpoint
+    ):
         self.shapes = shapes
         self.device = device
-        self.room = room
+        self.endpoint = endpoint
         self.free: dict[tuple, list[Message]] = defaultdict(list)
 
     def take(self, kind: str, rows: int | None = None) -> Message:
@@ -68,9 +70,10 @@ class _Buffers:
         if rows is not None:
             shapes = [(torch.Size((rows, *shape[1:])), dtype) for shape, dtype in shapes]
         free = self.free[kind, tuple(shape for shape, _ in shapes)]
-        return free.pop() if free else packing.empty(shapes, self.device, self.room)
+        return free.pop() if free else packing.empty(shapes, self.device, self.endpoint.room)
 
     def give(self, kind: str, message: Message) -> None:
+        self.endpoint.released(message.tensors)
         self.free[kind, tuple(t.shape for t in message.tensors)].append(message)
 
 
@@ -104,7 +107,7 @@ class Executor:
         self.flights: list[_Flight] = []
         some = next(iter(held.values()))[0]
         shapes = {chunk.family: [(t.shape, t.dtype) for t in ts] for chunk, ts in held.items()}
-        self.buffers = _Buffers(shapes, some.device, endpoint.room)
+        self.buffers = _Buffers(shapes, some.device, endpoint)
         self.total_dtype = accumulation_dtype(some.dtype)
         self.wire_dtype = wire or self.total_dtype
         self._started = 0  # boundaries whose transfers have been posted

@@ -96,6 +96,9 @@ class _Endpoint:
 
         return _Watched(pending, landed, lambda *span: self._waited(name, *span))
 
+    def released(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.real.released(tensors)
+
     def _waited(self, name: str, begin: float, end: float) -> None:
         self.events.append(Event(self.grid_rank, "wait", name, begin, end))
 
