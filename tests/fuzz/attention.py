@@ -1,7 +1,13 @@
-"""Whole calls of `mb.attention` on grids in one process: `python -m tests.fuzz attention`."""
+"""Whole calls of `mb.attention` on grids in one process: `python -m tests.fuzz attention`.
+
+What the ranks posted and waited for is replayed under NCCL's rules, on every choice of
+communicators.
+"""
 
 import random
 from collections.abc import Iterable
+
+import nccl_rules
 
 import megatron_burst as mb
 
@@ -28,7 +34,12 @@ def faults(case: Case) -> list[str]:
         return [] if expected else [f"{grid} was refused: {error}"]
     if not grid.even:
         return [f"{grid} was served: its rings have nodes of unequal size"]
-    return Run(case, groups).go().faults
+    traces = nccl_rules.record(groups)
+    found = Run(case, groups).go().faults
+    for name, communicators in nccl_rules.COMMUNICATORS.items():
+        broken = nccl_rules.faults(traces, communicators(groups.topology))
+        found += [f"NCCL, communicators {name}: {fault}" for fault in broken]
+    return found
 
 
 def kinds(case: Case) -> list[str]:
