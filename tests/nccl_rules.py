@@ -30,7 +30,6 @@ import torch
 from megatron_burst.comm import packing
 from megatron_burst.comm.groups import InProcessGroups
 from megatron_burst.comm.packing import Envelope
-from megatron_burst.comm.process_groups import ring_groups
 from megatron_burst.comm.transport import Channel
 from megatron_burst.schedule.topology import Topology
 
@@ -127,34 +126,18 @@ def _copy(flat):
 
 
 def members(topology: Topology, rank: int, channel: Channel) -> tuple[int, ...]:
-    """The ranks of a channel, by hand."""
+    """The ranks of a channel, by hand, in ascending order."""
     if channel.ring == "ulysses":
-        return tuple(topology.ulysses_group(rank))
+        return tuple(sorted(topology.ulysses_group(rank)))
     ring, width = topology.ring(rank), topology.intra_size
     node, index = divmod(ring.index(rank), width)
     parts = {"flat": ring, "intra": ring[node * width :][:width], "inter": ring[index::width]}
-    return tuple(parts[channel.ring])
+    return tuple(sorted(parts[channel.ring]))
 
 
-def as_made(topology: Topology) -> Communicator:
-    """Those that the package makes."""
-
-    def of(rank: int):
-        counts = Counter()
-
-        def new(ranks):
-            counts[tuple(ranks)] += 1
-            return tuple(ranks), counts[tuple(ranks)]
-
-        return ring_groups(topology, rank, new)
-
-    made = [of(rank) for rank in range(topology.size)]
-    return lambda rank, channel: made[rank][channel]
-
-
-# name -> topology -> the communicator of a channel; what has the same members shares, or does not
+# name -> topology -> the communicator of a channel. "gradients apart" is what `comm` makes of
+# process groups: rings over the same ranks share, also with a group that Megatron made.
 COMMUNICATORS: dict[str, Callable[[Topology], Communicator]] = {
-    "as made": as_made,
     "all apart": lambda t: lambda rank, channel: (members(t, rank, channel), channel),
     "gradients apart": lambda t: lambda r, channel: (members(t, r, channel), channel.gradient),
     "shared": lambda t: lambda rank, channel: members(t, rank, channel),

@@ -128,7 +128,7 @@ def ran(inter, intra, algorithm):
     return groups.topology, traces
 
 
-def faults(topology, traces, name="as made", rules=(STRICT, STREAMS)):
+def faults(topology, traces, name="gradients apart", rules=(STRICT, STREAMS)):
     return all_faults(traces, COMMUNICATORS[name](topology), rules)
 
 
@@ -171,7 +171,9 @@ def test_two_messages_of_a_channel_swapped_are_others(ring):
 def test_posts_on_two_communicators_swapped_are_a_deadlock(ring):
     topology, traces = ring
     for rules in (STRICT, QUEUE):
-        assert "deadlock: " in faults(topology, swapped(traces, False), "as made", (rules,))[0]
+        assert (
+            "deadlock: " in faults(topology, swapped(traces, False), "gradients apart", (rules,))[0]
+        )
     assert not faults(topology, swapped(traces, False), "all apart", (NOTHING,))
     assert "into" in faults(topology, swapped(traces, False), "shared")[0]
 
