@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Correctness and speed on one GPU, in one call of under ten minutes: tests/gpu, then the tables of
-# docs/performance.md. PYTHON names the interpreter (default python3); see `benchmarks/gpu.sh --help`.
+# Correctness and speed on one GPU, the most important first, in one call of under ten minutes; the
+# same call again goes on. tests/gpu, and the tables of docs/performance.md. PYTHON names the interpreter (default python3); see `benchmarks/gpu.sh --help`.
 # Without a GPU it says so and exits 0.
 set -euo pipefail
 python=${PYTHON:-python3}

@@ -1,9 +1,11 @@
 """benchmarks/gpu, a whole run: order, budget and what comes out, on the CPU and tiny."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,8 @@ import benchmarks.gpu.__main__
 from benchmarks.gpu import everything, jobs, ring, sizes, tables
 from benchmarks.gpu.__main__ import main as command_line
 from benchmarks.gpu.clock import Clock, Run, interleaved
+from benchmarks.gpu.journal import Journal
+from megatron_burst.kernels import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ["bash", str(ROOT / "benchmarks" / "gpu.sh")]
@@ -40,70 +44,54 @@ def fresh():
     return {**RESULTS, "jobs": {}, "left out": []}
 
 
-def test_no_job_begins_after_the_budget_and_what_was_left_out_is_told():
-    now = [0.0]
-    results, said, saved = fresh(), [], []
-
-    def job(seconds):
-        def work():
-            now[0] += seconds
-            return {"kind": "tests", "summary": "fine", "failed": {}}
-
-        return work
-
-    todo = [jobs.Job(f"job {i}", job(seconds)) for i, seconds in enumerate((4, 7, 1, 1))]
-    budget = jobs.Budget(10, now=lambda: now[0])
-    jobs.work(todo, results, budget, said.append, lambda: saved.append(1))
-    assert list(results["jobs"]) == ["job 0", "job 1"]
-    assert [record["took"] for record in results["jobs"].values()] == [4, 7]
-    assert results["left out"] == ["job 2", "job 3"]
-    assert len(saved) == 3
-    assert "Left out" in tables.markdown(results)
-    assert "- job 3" in tables.markdown(results)
+def stages(sizes, device="cuda", **changes):
+    """The stages, of which no job is run: no device is needed."""
+    parts = ["tests", "attention", "ring", "lm_head", "store"]
+    plain = {"parts": parts, "masks": None, "device": device}
+    return jobs.stages(SimpleNamespace(**plain | changes), sizes, torch.device(device))
 
 
-def test_a_job_that_breaks_is_a_failure_and_the_next_one_runs():
-    results = fresh()
-
-    def broken():
-        raise RuntimeError("no such thing\nsecond line")
-
-    todo = [
-        jobs.Job("a", broken),
-        jobs.Job("b", lambda: {"kind": "tests", "summary": "1 passed", "failed": {}}),
-    ]
-    jobs.work(todo, results, jobs.Budget(10), lambda text: None, lambda: None)
-    assert jobs.failures(results) == ["a: all: RuntimeError: no such thing"]
-    assert results["left out"] == []
-    assert "1 passed" in tables.markdown(results)
-
-
-def arguments(**changes):
-    plain = {"parts": ["attention", "ring", "lm_head", "store"], "masks": None}
-    return SimpleNamespace(**plain | changes)
-
-
-def test_the_first_size_comes_under_every_mask_then_the_rest():
-    todo = jobs.listed(arguments(), sizes.GPU, Clock(CPU), fresh(), jobs.Budget(1))
-    names = [job.name for job in todo]
-    assert len(names) == len(set(names)) == 8 * 2 * 4 + 4
-    assert all("32:8 heads, 32768 rows" in name for name in names[:8])
-    assert names[8:12] == [
-        "LM head", "attention store", "ring of 1 x 8 ranks", "ring of 4 x 8 ranks",
+def test_what_matters_most_comes_first():
+    few, early, other, late = stages(sizes.GPU)
+    assert few.marks == "gpu and first"
+    assert few.share < 0.5
+    assert other.marks == "gpu and not first"
+    names = [job.name for job in early.jobs]
+    plain, own = ", 32:8 heads, 32768 rows", "causal zigzag, own keys"
+    assert names[:4] == [
+        f"attention, full{plain}", f"attention, {own}{plain}", "LM head", "ring of 1 x 8 ranks",
     ]  # fmt: skip
-    assert "32:32 heads, 8192 rows" in names[-1]
+    assert all(name.startswith("attention, ") and name.endswith(plain) for name in names[4:10])
+    assert all(name.startswith("compiled rivals, ") for name in names[10:18])
+    assert names[18:] == ["attention store", "ring of 4 x 8 ranks"]
+    rest = [job.name for job in late.jobs]
+    assert not any(plain in name for name in rest)
+    assert len({*names, *rest}) == len(names) + len(rest) == 2 * 8 * 2 * 4 + 4
+    assert "compiled rivals" not in rest[7 * 8 - 1]  # what compiles comes last
+    assert "32:32 heads, 8192 rows" in rest[-1]
 
 
-def test_what_the_results_have_is_not_measured_again():
-    results = fresh()
-    results["jobs"]["LM head"] = {}
-    todo = jobs.listed(arguments(), sizes.CPU, Clock(CPU), results, jobs.Budget(1))
-    assert "LM head" not in [job.name for job in todo]
+def test_the_few_tests_that_come_first_see_every_kernel(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    module = importlib.import_module("test_gpu_kernels")
+    every = [case for case in module.cases() if case.id.startswith("cuda")]
+    first = [case.id for case in every if "first" in {mark.name for mark in case.marks}]
+    assert len(first) < len(every) / 10
+    for kernel in set(registry.KERNELS) - {"reference"}:
+        ids = " ".join(name for name in first if name.endswith(f"-{kernel}"))
+        assert all(mask in ids for mask in ("full", "causal", "window", "documents")), kernel
+
+
+def test_parts_are_only_those_that_were_asked_for():
+    (stage,) = stages(sizes.CPU, "cpu", parts=["lm_head"])
+    assert [job.name for job in stage.jobs] == ["LM head"]
+    blocks = stages(sizes.CPU, "cpu", parts=["blocks"])
+    assert [stage.name for stage in blocks] == ["blocks"]
 
 
 def test_an_unknown_mask_is_refused():
     with pytest.raises(ValueError, match=r"--masks .*'full'"):
-        jobs.listed(arguments(masks=["cosal"]), sizes.CPU, Clock(CPU), fresh(), jobs.Budget(1))
+        stages(sizes.CPU, "cpu", masks=["cosal"])
 
 
 def test_a_larger_ring_takes_the_fastest_kernel_and_as_many_tokens_as_there_is_time_for():
@@ -167,23 +155,24 @@ def test_the_share_outside_is_what_no_call_accounts_for():
 
 
 def test_the_command_is_told_without_the_files_of_this_machine(monkeypatch):
-    words = ["x", "--results", "/a/b.json", "--budget", "60", "--doc=/a/c.md", "--append"]
+    words = ["x", "--out", "/a/b", "--seconds", "60", "--doc=/a/c.md", "--fresh"]
     monkeypatch.setattr(sys, "argv", words)
-    assert everything.command() == "benchmarks/gpu.sh --budget 60 --append"
+    assert everything.command() == "benchmarks/gpu.sh --seconds 60 --fresh"
 
 
 @pytest.mark.slow
 def test_a_whole_run_on_the_cpu(tmp_path, monkeypatch, capsys):
-    results, doc = tmp_path / "results.json", tmp_path / "out" / "gpu.md"
-    words = ["--device", "cpu", "--tokens", "64", "--heads", "4:2", "--results", str(results)]
+    out, doc = tmp_path / "out", tmp_path / "doc" / "gpu.md"
+    words = ["--device", "cpu", "--tokens", "64", "--heads", "4:2", "--out", str(out)]
     words += ["--masks", "own keys", "window", "documents"]
     done = run(*words, "--doc", str(doc), "--tests", "tests/gpu/test_gpu_lm_head.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(results.read_text())
+    found = Journal(out / "results.jsonl").results()
     kinds = [record["kind"] for record in found["jobs"].values()]
-    assert [kinds.count(kind) for kind in ("tests", "attention", "ring", "lm head", "store")] == [
-        1, 3, 2, 1, 1,
+    assert [kinds.count(kind) for kind in ("test", "attention", "ring", "lm head", "store")] == [
+        2, 3, 2, 1, 1,
     ]  # fmt: skip
+    assert kinds[:2] == ["test", "test"]
     assert found["left out"] == []
     text = doc.read_text()
     for some in (
@@ -195,14 +184,30 @@ def test_a_whole_run_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert str(tmp_path) not in text
     for name in ("gpu-attention.png", "gpu-rest.png"):
         assert (doc.parent / name).read_bytes().startswith(b"\x89PNG")
-
-    monkeypatch.setattr(sys, "argv", ["gpu.sh", *words, "--append", "--parts", "lm_head"])
-    assert command_line() == 0
-    assert "; 0 cells" in capsys.readouterr().out
     shown = tmp_path / "shown" / "gpu.md"
-    monkeypatch.setattr(sys, "argv", ["gpu.sh", "--show", str(results), "--doc", str(shown)])
+    results = str(out / "results.jsonl")
+    monkeypatch.setattr(sys, "argv", ["gpu.sh", "--show", results, "--doc", str(shown)])
     assert command_line() == 0
     assert "| single pass " in shown.read_text()
+
+
+def test_the_whole_call_ends_in_its_time_and_says_what_it_left_out(tmp_path):
+    """Nothing that it waits for, here a test without an end, keeps it."""
+    (tmp_path / "test_some.py").write_text("import time\ndef test_hangs(): time.sleep(600)\n")
+    words = ["--out", str(tmp_path), "--tests", str(tmp_path / "test_some.py"), "--seconds", "8"]
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    for item in items: item.add_marker(pytest.mark.first)\n"
+    )
+    begun = time.monotonic()
+    done = run("--device", "cpu", *words, "--limit", "500")
+    assert time.monotonic() - begun < 40
+    assert "left out; results.jsonl has it all" in done.stdout
+    text = (tmp_path / "tables.md").read_text()
+    assert "Left out when the time was spent" in text
+    assert "- all other tests" in text
+    assert "- ring of 2 x 2 ranks" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -222,24 +227,33 @@ def test_without_a_gpu_it_says_so_and_changes_nothing():
         (["--heads", "4:3"], "--heads: like 32:8"),
         (["--tokens", "40"], "--tokens: multiples of 32"),
         (["--doc", "gpu.md"], "its section is of GPUs, and this is a CPU"),
+        (["--seconds", "0"], "--seconds: seconds above 0, got 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, told, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmarks.gpu.__main__, "DOC", tmp_path / "gpu.md")
-    files = ["--results", "r.json"]
+    files = ["--out", "r"]
     monkeypatch.setattr(sys, "argv", ["gpu.sh", "--device", "cpu", *files, *words])
     assert command_line() == 2
     assert told in capsys.readouterr().err
 
 
-def test_results_of_another_machine_are_not_added_to(monkeypatch, tmp_path, capsys):
-    other = tmp_path / "r.json"
-    other.write_text(json.dumps({**fresh(), "machine": "another"}))
-    words = ["--device", "cpu", "--append", "--results", str(other)]
-    monkeypatch.setattr(sys, "argv", ["gpu.sh", *words])
+@pytest.mark.parametrize("name", ["machine", "versions", "sources"])
+def test_results_of_another_machine_or_code_are_not_added_to(name, monkeypatch, tmp_path, capsys):
+    words = ["gpu.sh", "--device", "cpu", "--out", str(tmp_path), "--seconds", "0.01"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert command_line() == 0  # nothing begins
+    assert command_line() == 0
+    path = tmp_path / "results.jsonl"
+    head, *rest = path.read_text().splitlines()
+    found = json.loads(head)
+    found["head"][name] = "another"
+    path.write_text("\n".join([json.dumps(found), *rest]) + "\n")
     assert command_line() == 2
-    assert "--append: r.json is of another" in capsys.readouterr().err
+    assert f"results.jsonl is of {name} another" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "--fresh"])
+    assert command_line() == 0
 
 
 def test_a_missing_module_is_named(tmp_path):

@@ -11,16 +11,18 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from .supervise import Budget
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "attention", "ring", "lm_head", "store")
 MORE = ("blocks",)  # only when asked for
 NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
 DOC = ROOT / "docs" / "performance.md"
-GRACE = 100  # seconds after the budget for the last cell, tables and plots
 
 
 def main() -> int:
     args = _parser().parse_args()
+    budget = Budget(args.seconds)  # what follows imports torch, which takes its time
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if "torch" not in missing and args.show is None and args.device == "cuda":
         import torch
@@ -39,7 +41,7 @@ def main() -> int:
     from . import everything
 
     try:
-        return everything.main(args, DOC, GRACE)
+        return everything.main(args, DOC, budget)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -48,23 +50,28 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu.sh",
-        description="Correctness and speed on one GPU, in one call of under ten minutes.",
+        description="Correctness and speed on one GPU, the most important first, in one call of "
+        "under ten minutes; called again it goes on with what is left.",
     )
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny, to test the script")
-    add("--budget", type=float, default=480.0, help="seconds after which no cell is begun")
+    add("--seconds", type=float, default=570.0, help="after which the call has ended")
+    add("--limit", type=float, default=90.0, help="seconds for one test or cell")
     add("--parts", nargs="+", choices=PARTS + MORE, default=list(PARTS))
     add("--tests", nargs="+", default=["tests/gpu"], help="paths that pytest is given")
-    add("--tests-limit", type=float, default=180.0, help="seconds for the tests")
     add("--tokens", type=int, nargs="+", help="rows of a shard, in order of importance")
     add("--heads", nargs="+", help="such as 32:8, in order of importance")
     add("--masks", nargs="+", help="only masks whose name contains one of these")
     add("--ring-tokens", type=int, help="per rank")
-    add("--results", type=Path, default=ROOT / "runs" / "gpu" / "results.json", help="JSON")
-    add("--append", action="store_true", help="keep what that JSON has, measure what it lacks")
-    add("--show", type=Path, metavar="JSON", help="measure nothing: write the documents of these")
-    add("--doc", type=Path, help="Markdown to write into, pictures beside it; default on a GPU: "
-        "docs/performance.md, on a CPU: none")  # fmt: skip
+    add("--out", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER",
+        help="results.jsonl and tables.md, kept up to date, and log.txt")  # fmt: skip
+    add("--fresh", action="store_true", help="forget what FOLDER has, instead of going on with it")
+    add("--show", type=Path, metavar="JSONL", help="measure nothing: write the documents of these")
+    add("--doc", type=Path, help="Markdown to write into at the end, pictures beside it; default "
+        "on a GPU: docs/performance.md, on a CPU: none")  # fmt: skip
+    # of a child: which stage it does, in how many seconds
+    add("--stage", help=argparse.SUPPRESS)
+    add("--left", type=float, help=argparse.SUPPRESS)
     return parser
 
 

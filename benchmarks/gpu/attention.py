@@ -32,11 +32,13 @@ class Cell(NamedTuple):
     case: Case
     heads: tuple[int, int]
     tokens: int
+    compiled: bool = False  # beside the rivals that compile, instead of the others
 
     @property
     def name(self) -> str:
         h, k = self.heads
-        return f"attention, {self.case.name}, {h}:{k} heads, {self.tokens} rows"
+        what = "compiled rivals" if self.compiled else "attention"
+        return f"{what}, {self.case.name}, {h}:{k} heads, {self.tokens} rows"
 
 
 class Statistics(NamedTuple):
@@ -157,7 +159,8 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     for who in KERNELS:
         if who != "reference" or clock.device.type == "cpu":  # every score at once: not for a GPU
             bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))
-    for who, rival in rivals.of(clock.device).items():
+    others = rivals.compiled if cell.compiled else rivals.of
+    for who, rival in others(clock.device).items():
         bench.admit(who, lambda who=who, rival=rival: bench.rival(who, rival))
     return timed_record(bench, sizes)
 
@@ -171,7 +174,7 @@ def timed_record(bench: Bench, sizes: Sizes) -> Record:
         {"matmul": product} | runs, clock, sizes.repeats, sizes.patience, product.call
     )
     return {
-        "kind": "attention",
+        "kind": "compiled rivals" if cell.compiled else "attention",
         "case": cell.case.name,
         "heads": list(cell.heads),
         "tokens": cell.tokens,

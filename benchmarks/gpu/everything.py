@@ -6,7 +6,7 @@ Decides what a run writes where, and when results of two runs may stand together
 from __future__ import annotations
 
 import argparse
-import faulthandler
+import hashlib
 import platform
 import sys
 from datetime import date
@@ -16,40 +16,83 @@ from typing import Any
 
 import torch
 
-from . import jobs, plots, tables
-from .clock import Clock
+from . import jobs, plots, tables, worker
+from .jobs import Stage
+from .journal import Journal
 from .sizes import CPU, GPU, Sizes
+from .supervise import ROOT, Budget, follow
 
 Record = dict[str, Any]
-FILES = ("--results", "--doc", "--show")  # say nothing of what was measured
+FILES = ("--out", "--doc", "--show")  # say nothing of what was measured
+CLOSING = 12.0  # seconds, at most a tenth of the time, for pictures and documents
+NO_TEST_LEFT = (0, 1, 5)  # pytest: all passed, some failed, none chosen
 
 
-def main(args: argparse.Namespace, doc: Path, grace: float) -> int:
+def main(args: argparse.Namespace, doc: Path, budget: Budget) -> int:
+    """Run what is asked for until `budget` is spent; the exit status."""
+    doc_of = {"cuda": doc, "cpu": None}
     if args.show is not None:
-        results = jobs.load(args.show)
-        document(results, args.doc or (doc if results["device"] == "cuda" else None))
+        results = Journal(args.show).results()
+        if "machine" not in results:
+            raise ValueError(f"--show {args.show.name}: no results.jsonl of this script")
+        document(results, args.doc or doc_of[results["device"]])
         return 0
     if args.device == "cpu" and args.doc and args.doc.resolve() == doc:
         raise ValueError(f"--doc {doc.name}: its section is of GPUs, and this is a CPU")
-    budget = jobs.Budget(args.budget)
-    # A kernel that hangs must not take what was measured with it.
-    terminal = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(args.budget + grace, exit=True, file=terminal)
+    for flag, seconds in (("--seconds", args.seconds), ("--limit", args.limit)):
+        if not seconds > 0:
+            raise ValueError(f"{flag}: seconds above 0, got {seconds:g}")
     device = torch.device(args.device)
-    sizes = chosen(args)
-    results = begun(args, device)
-    todo = jobs.listed(args, sizes, Clock(device), results, budget)
-    print(f"{results['machine']}; {results['versions']}; {len(todo)} cells", flush=True)
-    jobs.work(
-        todo, results, budget, lambda text: print(text, flush=True),
-        lambda: jobs.save(results, args.results),
-    )  # fmt: skip
-    document(results, args.doc or (doc if args.device == "cuda" else None))
-    faulthandler.cancel_dump_traceback_later()
-    failed = jobs.failures(results)
+    every = jobs.stages(args, chosen(args), device)
+    journal = Journal(args.out / "results.jsonl")
+    if args.stage is not None:
+        return worker.main(args, every, journal)
+    begin(args, device, every, journal)
+    budget = budget.part(budget.left - min(CLOSING, args.seconds / 10))
+    watch(args, every, journal, budget)
+    results = journal.results()
+    document(results, args.doc or doc_of[args.device])
+    failed = tables.failures(results)
     print("\n".join(["", *(f"FAILED {text}" for text in failed)]))
-    print(f"{len(results['jobs'])} cells, {len(failed)} failures; {args.results.name} has it all")
+    print(
+        f"{len(results['jobs'])} tests and cells, {len(failed)} failures, "
+        f"{len(results['left out'])} left out; {journal.path.name} has it all"
+    )
     return 1 if failed else 0
+
+
+def watch(args: argparse.Namespace, every: list[Stage], journal: Journal, budget: Budget) -> None:
+    """One child after the other; the tables are on disk after each cell."""
+
+    def told(name: str, record: Record) -> None:
+        faults = [f"; {who} FAILED: {text}" for who, text in record["failed"].items()]
+        print(f"[{budget.spent:4.0f} s] {name}{''.join(faults)}", flush=True)
+        (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
+
+    for stage in every:
+        mine = budget.part(stage.share * budget.total)
+        if mine.left <= 0 or (stage.jobs and {j.name for j in stage.jobs} <= journal.ended()):
+            continue
+        command, fine = _worker(args, stage, mine), (0,)
+        if stage.marks:
+            command, fine = _pytest(args, stage, journal), NO_TEST_LEFT
+        follow(stage.name, command, journal, mine, args.limit, told, fine)
+    # what was left out since
+    (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
+
+
+def _worker(args: argparse.Namespace, stage: Stage, budget: Budget) -> list[str]:
+    words = [*sys.argv[1:], "--out", str(args.out.resolve())]
+    words += ["--stage", stage.name, "--left", str(budget.left)]
+    return [sys.executable, "-m", "benchmarks.gpu", *words]
+
+
+def _pytest(args: argparse.Namespace, stage: Stage, journal: Journal) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-p", "benchmarks.gpu.outcomes", "--journal", str(journal.path.resolve())]
+    # what other packages of this machine warn of is not what is tested
+    command += ["--stage", stage.name, "-W", "default", "-m", stage.marks]
+    return command + args.tests
 
 
 def chosen(args: argparse.Namespace) -> Sizes:
@@ -76,27 +119,33 @@ def _heads(text: str) -> tuple[int, int]:
     return int(h), int(k)
 
 
-def begun(args: argparse.Namespace, device: torch.device) -> Record:
-    """Empty results, or with `--append` those of an earlier run on the same kind of machine."""
-    results: Record = {
+def begin(
+    args: argparse.Namespace, device: torch.device, every: list[Stage], journal: Journal
+) -> None:
+    """Write the head of the results, or check that those of an earlier call are of this machine
+    and this code."""
+    head = {
         "device": args.device,
         "machine": machine(device),
         "versions": versions(device),
-        "commands": [],
-        "jobs": {},
-        "left out": [],
+        "sources": sources(ROOT / "megatron_burst"),
     }
-    if args.append and args.results.exists():
-        earlier = jobs.load(args.results)
-        for name in ("machine", "versions"):
-            if earlier[name] != results[name]:
-                raise ValueError(
-                    f"--append: {args.results.name} is of {earlier[name]}, this is "
-                    f"{results[name]}; give another --results"
-                )
-        results["commands"], results["jobs"] = earlier["commands"], earlier["jobs"]
-    results["commands"].append(f"{command()} ({date.today()})")
-    return results
+    if args.fresh:
+        journal.path.unlink(missing_ok=True)
+    journal.mend()
+    earlier = journal.results()
+    for name in head if journal.size else ():
+        if earlier.get(name) != head[name]:
+            raise ValueError(
+                f"--out: {journal.path.name} is of {name} {earlier.get(name)}, this is "
+                f"{head[name]}; give another folder, or --fresh to forget it"
+            )
+    if not journal.size:
+        journal.write(head=head)
+    journal.write(command=f"{command()} ({date.today()})")
+    for stage in every:
+        names = None if stage.marks else [job.name for job in stage.jobs]  # pytest lists its own
+        journal.write(stage=stage.name, items=names)
 
 
 def command() -> str:
@@ -129,6 +178,14 @@ def versions(device: torch.device) -> str:
     except PackageNotFoundError:
         words.append("no triton")
     return ", ".join(words)
+
+
+def sources(folder: Path) -> str:
+    """Eight digits that change with the code: figures of other code are other figures."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:8]
 
 
 def document(results: Record, path: Path | None) -> None:

@@ -51,10 +51,15 @@ class Calls(NamedTuple):
 
 
 def of(device: torch.device) -> dict[str, Rival]:
-    """The rivals that this kind of device has."""
+    """The rivals that this kind of device has at once."""
     if device.type == "cpu":
         return {"torch flash": lambda inputs, case: stock(CpuFlash(), inputs, case)}
-    return {"torch FA2": flash, "cuDNN": cudnn, "FlexAttention": flex}
+    return {"torch FA2": flash, "cuDNN": cudnn}
+
+
+def compiled(device: torch.device) -> dict[str, Rival]:
+    """Those that compile for every case, and so have cells of their own, later."""
+    return {} if device.type == "cpu" else {"FlexAttention": flex}
 
 
 def flash(inputs: Inputs, case: Case) -> Calls:

@@ -26,6 +26,7 @@ class Stack(NamedTuple):
 
 
 class Sizes(NamedTuple):
+    lead: int  # masks that come before everything but a few tests
     tokens: tuple[int, ...]  # rows of a shard
     heads: tuple[tuple[int, int], ...]  # (query heads, key/value heads)
     width: int
@@ -44,6 +45,7 @@ class Sizes(NamedTuple):
 
 
 GPU = Sizes(
+    lead=2,
     tokens=(32768, 16384, 65536, 8192),
     heads=((32, 8), (32, 32)),
     width=128,
@@ -61,6 +63,7 @@ GPU = Sizes(
     stack=Stack(32768, 2, (32, 8), 128),
 )
 CPU = Sizes(
+    lead=1,
     tokens=(256, 128),
     heads=((4, 2), (4, 4)),
     width=16,

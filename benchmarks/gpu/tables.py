@@ -5,6 +5,7 @@ Nothing here runs anything or knows what a good figure is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ def markdown(results: Record, pictures: Sequence[str] = ()) -> str:
     parts = [
         f"Measured on {results['machine']}, {results['versions']}, by\n\n{commands}",
         *(f"![]({picture})" for picture in pictures),
-        *_tests(_of(records, "tests")),
+        *_tests(_of(records, "test")),
         *_attention(_of(records, "attention")),
+        *_compiled(_of(records, "compiled rivals")),
         *_rings(_of(records, "ring")),
         *_lm_heads(_of(records, "lm head")),
         *_stores(_of(records, "store")),
@@ -59,8 +61,15 @@ def _of(records: Iterable[Record], kind: str) -> list[Record]:
 
 
 def _tests(records: Sequence[Record]) -> Iterator[str]:
-    for record in records:
-        yield f"Tests on the same device before anything was timed: {record['summary']}."
+    """How many of each outcome, and why some were skipped."""
+    if not records:
+        return
+    count = Counter(record["outcome"] for record in records)
+    words = [f"{count[each]} {each}" for each in ("passed", "failed", "skipped") if count[each]]
+    yield f"Tests on the same device: {', '.join(words)}."
+    why = Counter(record["why"] for record in records if record["outcome"] == "skipped")
+    if why:
+        yield "\n".join(["Skipped:", "", *(f"- {n}: {reason}" for reason, n in why.items())])
 
 
 def _attention(records: Sequence[Record]) -> Iterator[str]:
@@ -80,6 +89,18 @@ def _attention(records: Sequence[Record]) -> Iterator[str]:
     memory = max((run["extra"] or 0 for r in records for run in r["runs"]), default=0)
     if memory:
         yield _memory(records)
+
+
+def _compiled(records: Sequence[Record]) -> Iterator[str]:
+    if not records:
+        return
+    yield (
+        "### Beside rivals that compile for each mask\n\nThe same, in runs of their own: whoever "
+        "is compared took turns in one run."
+    )
+    for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
+        yield f"**{name.capitalize()}**\n\n{_passes(records, name)}"
+    yield from _reasons("Not computed there", records, "refused")
 
 
 def _passes(records: Sequence[Record], name: str) -> str:
@@ -247,14 +268,20 @@ def _blocks(records: Sequence[Record]) -> Iterator[str]:
     yield from _reasons("Blocks that cannot be", records, "refused")
 
 
-def _missing(results: Record) -> Iterator[str]:
-    failed = [
-        f"- {name}: {who}: {text}"
+def failures(results: Record) -> list[str]:
+    """What went wrong, for the end of the output and the exit status."""
+    return [
+        f"{name}: {who}: {text}"
         for name, record in results["jobs"].items()
         for who, text in record["failed"].items()
     ]
+
+
+def _missing(results: Record) -> Iterator[str]:
+    failed = failures(results)
     if failed:
-        yield "\n".join(["**Failed**, so without a figure:", "", *failed])
+        lines = (f"- {text}" for text in failed)
+        yield "\n".join(["**Failed**, so without a figure:", "", *lines])
     if results["left out"]:
         names = "\n".join(f"- {name}" for name in results["left out"])
-        yield f"Left out when the time was spent (`--append` measures them):\n\n{names}"
+        yield f"Left out when the time was spent (the same call again does them):\n\n{names}"

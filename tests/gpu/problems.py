@@ -81,12 +81,13 @@ def arrangement(layout, shape):
     return mb.layout.make(layout, cp_size=RANKS, block=block)
 
 
-def on(device, *values):
-    """A test parameter of a device: CUDA ones are marked, and skipped where there is none."""
-    marks = ()
+def on(device, *values, first=False):
+    """A test parameter of a device: CUDA ones are marked, and skipped where there is none; the
+    `first` of them are marked too."""
+    marks = [pytest.mark.first] * first
     if device == "cuda":
         reason = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
-        marks = (pytest.mark.gpu, reason)
+        marks += [pytest.mark.gpu, reason]
     name = "-".join(str(value).replace(" ", "_") for value in (device, *values))
     return pytest.param(device, *values, id=name, marks=marks)
 

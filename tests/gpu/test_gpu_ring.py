@@ -8,7 +8,7 @@ import megatron_burst as mb
 
 LAYOUTS = ("zigzag", "striped")
 CASES = [
-    on(device, layout, side, name)
+    on(device, layout, side, name, first=layout == "zigzag")
     for device in SHAPES
     for layout in LAYOUTS
     for name in kernel_names(device)

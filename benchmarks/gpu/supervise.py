@@ -1,0 +1,129 @@
+"""Children do the work; this process watches: no item lasts for ever, no fault takes the others.
+
+A child does items in turn and says in the journal when each begins and ends. One that overruns its
+limit, crashes, or leaves a device that no longer answers costs that item; a new child does the
+rest. Decides when a child is ended. Knows nothing of what an item is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .journal import Journal
+
+ROOT = Path(__file__).resolve().parents[2]
+AGAIN = 75  # exit status of a child that wants a new one to do the rest
+PAUSE = 0.1  # seconds between two looks at a child
+Record = dict[str, Any]
+
+
+class Budget:
+    """Seconds since the beginning, and how many are left."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
+        self.total, self.now, self.begun = seconds, now, now()
+
+    @property
+    def spent(self) -> float:
+        return self.now() - self.begun
+
+    @property
+    def left(self) -> float:
+        return self.total - self.spent
+
+    def part(self, seconds: float) -> Budget:
+        """At most so many of the seconds that are left."""
+        return Budget(min(self.left, seconds), self.now)
+
+
+class Watch:
+    """What the lines of the journal say of a child: which item is open, and for how long."""
+
+    def __init__(self, journal: Journal, budget: Budget, told: Callable[[str, Record], None]):
+        self.journal, self.budget, self.told = journal, budget, told
+        self.read = len(journal.lines())
+        self.size = -1
+        self.open: str | None = None
+        self.since, self.ended = budget.spent, 0
+
+    def look(self) -> None:
+        """Read what is new."""
+        size = self.journal.size
+        if size == self.size:
+            return
+        self.size, lines = size, self.journal.lines()
+        for line in lines[self.read :]:
+            if "begin" in line:
+                self.open, self.since = line["begin"], self.budget.spent
+            elif "end" in line:
+                self.open, self.since, self.ended = None, self.budget.spent, self.ended + 1
+                self.told(line["end"], line["record"])
+        self.read = len(lines)
+
+    @property
+    def lasted(self) -> float:
+        """Seconds of the open item; without one, since the last one or the child's beginning."""
+        return self.budget.spent - self.since
+
+
+def follow(
+    name: str,
+    command: Sequence[str],
+    journal: Journal,
+    budget: Budget,
+    limit: float,
+    told: Callable[[str, Record], None],
+    fine: Sequence[int] = (0,),
+) -> None:
+    """Run `command` again and again until one ends with a status in `fine`, or the time is spent.
+
+    limit: seconds for one item, and for a child to begin its first. told(name, record): each item
+    as it ends. What is under way when the time is spent has no end, and is left out.
+    """
+    log = journal.path.with_name("log.txt")
+    while budget.left > 0:
+        with log.open("ab") as output:
+            start = output.tell()
+            child = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        watch = Watch(journal, budget, told)
+        try:
+            status = _status(child, watch, limit)
+        finally:
+            child.kill()
+            child.wait()
+            journal.mend()
+        if status in fine or budget.left <= 0:
+            return
+        if status == AGAIN and watch.open is None:
+            continue
+        useless = watch.open is None and not watch.ended
+        why = f"did not end within {limit:.0f} s" if status is None else _said(log, start, status)
+        item = watch.open or f"{name}, outside its items"
+        journal.end(item, {"kind": "broken", "took": watch.lasted, "failed": {"all": why}})
+        watch.look()
+        if useless:
+            return  # another child would do no better
+
+
+def _status(child: subprocess.Popen[bytes], watch: Watch, limit: float) -> int | None:
+    """The exit status; None if the child overran a limit or the budget and is to be ended."""
+    while True:
+        status = child.poll()
+        watch.look()
+        if status is not None:
+            return status
+        if watch.lasted > limit or watch.budget.left <= 0:
+            return None
+        time.sleep(PAUSE)
+
+
+def _said(log: Path, start: int, status: int) -> str:
+    """The exit status and the last line of what a child wrote."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or ["no output"]
+    return f"ended with status {status}: {lines[-1][:300]}"

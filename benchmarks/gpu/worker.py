@@ -1,0 +1,58 @@
+"""A child that measures the cells of one stage, each an item of the journal.
+
+Decides when a new child has to go on: where a device no longer answers after a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+
+from .clock import forget
+from .jobs import Job, Record, Stage
+from .journal import Journal
+from .supervise import AGAIN, Budget
+
+
+def work(stage: Stage, journal: Journal, budget: Budget) -> int:
+    """Do what has not ended; the exit status."""
+    parent, ended = os.getppid(), journal.ended()
+    for job in stage.jobs:
+        if job.name in ended:
+            continue
+        if budget.left <= 0 or os.getppid() != parent:
+            break
+        journal.begin(job.name)
+        begun = time.monotonic()
+        record = _outcome(job, journal.results(), budget)
+        journal.end(job.name, record | {"took": time.monotonic() - begun})
+        if record["failed"] and not _answers():
+            return AGAIN
+    return 0
+
+
+def _outcome(job: Job, results: Record, budget: Budget) -> Record:
+    try:
+        return job.run(results, budget)
+    except Exception as error:  # the other jobs are done
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return {"kind": "broken", "failed": {"all": text[:300]}}
+
+
+def _answers() -> bool:
+    """Some faults (an illegal access, say) end all use of a device by this process."""
+    if torch.cuda.is_available():
+        try:
+            forget(torch.device("cuda"))
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
+
+
+def main(args: argparse.Namespace, every: list[Stage], journal: Journal) -> int:
+    stage = next(stage for stage in every if stage.name == args.stage)
+    return work(stage, journal, Budget(args.left))
