@@ -3,6 +3,7 @@
     megatron-burst doctor
     megatron-burst doctor -- pretrain_gpt.py --context-parallel-size 16 ...    # your command
     torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
+    megatron-burst doctor --gpu-report report.md
 
 The quick checks only read, and are shown at once. The other checks try what is installed: kernels,
 compiled operators, and the hooks, which import Megatron-Core. Nothing is changed.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from . import installed, library, machine, report, rings
+from . import gpu, installed, library, machine, report, rings
 from .command import Command, hazards, parse
 from .finding import Finding, note, ok, status
 from .refused import refusals
@@ -27,6 +29,9 @@ The doctor also checks a Megatron command, given after -- or after the name of i
   megatron-burst doctor -- pretrain_gpt.py --context-parallel-size 16 --seq-length 131072 ...
 Under torchrun, on GPUs or on CPUs, --distributed checks the process groups themselves:
   torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
+With a GPU, --gpu-report writes a file to send back: kernels against float64, times, versions, and
+under torchrun how much communication hides behind attention:
+  torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md
 
 exit status: 0 no problem, 1 problems, 2 bad input
 """
@@ -60,6 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
+        "--gpu-report",
+        type=Path,
+        metavar="FILE",
+        help="examine this GPU and write what to send back",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="of --gpu-report; cpu is a dry run (default: cuda)",
+    )
+    parser.add_argument(
         "megatron",
         nargs=argparse.REMAINDER,
         metavar="[--] COMMAND",
@@ -71,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the findings. Returns the exit status."""
     if arguments.megatron[:1] == ["--"]:
         del arguments.megatron[0]
+    if arguments.gpu_report is not None or arguments.device is not None:
+        return _gpu(arguments)
     own = {
         "--tensor-model-parallel-size": arguments.tensor_model_parallel_size,
         "--context-parallel-size": arguments.context_parallel_size,
@@ -87,6 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
         shown.add(_tried(), "trying kernels and Megatron's hooks")
     shown.end({"machine": here})
     return status(shown.findings)
+
+
+def _gpu(arguments: argparse.Namespace) -> int:
+    """`--gpu-report`, alone: the file says nothing of a command, which may name paths."""
+    if arguments.gpu_report is None:
+        raise ValueError("--device belongs to --gpu-report FILE; give that too, or leave it out")
+    others = ["--distributed"] * arguments.distributed + ["--json"] * arguments.json
+    others += ["COMMAND"] * bool(arguments.megatron)
+    if others:
+        raise ValueError(f"--gpu-report goes without {', '.join(others)}; call the doctor twice")
+    return gpu.run(arguments.gpu_report, arguments.device or "cuda", arguments.quick)
 
 
 def _tried() -> Iterator[Finding]:

@@ -67,6 +67,16 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
+def rank() -> int:
+    """This process's number among those that were launched; 0 if it is alone."""
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+def world_size() -> int:
+    """How many processes were launched together."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
 def local_rank() -> int:
     """The index of this process's GPU on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))

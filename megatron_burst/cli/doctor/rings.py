@@ -21,6 +21,7 @@ from ...comm.communicators import memory_taken
 from ...comm.transport import Channel, Receive, Send
 from . import machine, report
 from .command import Command
+from .dense import dense
 from .finding import Finding, note, ok, problem, status
 from .sizes import Sizes, hierarchical_sizes
 
@@ -154,17 +155,8 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     draw = torch.Generator().manual_seed(1)
     shape = length, 1, heads, WIDTH
     whole = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for _ in range(4)]
-    results = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-    scale = WIDTH**-0.5
-    for head in range(heads):
-        q, k, v, dout = (x[:, 0, head].double() for x in whole)
-        p = (q @ k.T * scale).masked_fill(hidden, -math.inf).softmax(dim=1)
-        out = p @ v
-        ds = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
-        for result, value in zip(results, (out, ds @ k, ds.T @ q, p.T @ dout), strict=True):
-            result[:, 0, head] = value
-    return whole, results
+    q, k, v, dout = whole
+    return whole, dense(q, k, v, dout, torch.ones(length, length, dtype=torch.bool).tril())
 
 
 def _worst(
@@ -204,16 +196,20 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
         yield ok(name, f"{median:.3g} GB/s per rank and direction (median), slowest {low:.3g}")
 
 
-def _rate(groups: mb.Groups, ring: str) -> float:
-    """The bytes per second that this rank sends on its ring."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def neighbours(groups: mb.Groups, ring: str) -> tuple[int, int]:
+    """The ranks to which this rank sends on a ring, and from which it receives."""
     width = groups.topology.intra_size
     node, index = divmod(groups.rank, width)
     groups.connect([Channel(ring, False)], torch.device(device))
     if ring == "intra":
-        to, back = node * width + (index + 1) % width, node * width + (index - 1) % width
-    else:
-        to, back = (groups.rank + width) % groups.size, (groups.rank - width) % groups.size
+        return node * width + (index + 1) % width, node * width + (index - 1) % width
+    return (groups.rank + width) % groups.size, (groups.rank - width) % groups.size
+
+
+def _rate(groups: mb.Groups, ring: str) -> float:
+    """The bytes per second that this rank sends on its ring."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    to, back = neighbours(groups, ring)
     end, size = groups.ring, MESSAGE[device]
     there, here = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
 

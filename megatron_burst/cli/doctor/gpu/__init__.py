@@ -1,0 +1,105 @@
+"""`megatron-burst doctor --gpu-report FILE`: one file that a user with a GPU can send back.
+
+    megatron-burst doctor --gpu-report report.md
+    torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md    # overlap too
+
+Every kernel against float64, its times, overlap on the real groups, versions and what the doctor
+finds. Decides what is asked of a machine; `--device cpu` is a dry run, which the file says.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+from ....kernels.flash_packages import PACKAGES as FLASH
+from .. import installed, library, machine, report
+from ..finding import Finding, note, ok, status
+from . import accuracy, document, overlap, times
+
+FORMAT = 1  # of the JSON
+
+
+def run(path: Path, device_name: str, quick: bool) -> int:
+    """Examine the device and write `path`; under torchrun rank 0 does. Returns the exit status:
+    1 if there is a problem. Raises ValueError where there is no GPU or no place for the file."""
+    writes = machine.rank() == 0
+    check(path if writes else None, device_name)
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(machine.local_rank())
+        device = torch.device("cuda", machine.local_rank())
+    shown = report.Report(as_json=False)
+    limit = machine.variables().get("CUDA_DEVICE_MAX_CONNECTIONS")
+    facts: document.Facts = {
+        "format": FORMAT, "device": device.type, "made": str(date.today()),
+        "gpus": machine.gpus() if device.type == "cuda" else [], "versions": versions(device),
+        "accuracy": [], "times": [], "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": limit},
+    }  # fmt: skip
+    found = overlap.measured(device, facts["overlap"])
+    if not writes:
+        return status(found)
+    shown.add(_device(facts))
+    shown.add(found, "measuring overlap")
+    shown.add(accuracy.kernels(device, facts["accuracy"]), "comparing kernels with float64")
+    shown.add(times.kernels(device, facts["times"]), "timing kernels")
+    if not quick:
+        shown.add(_installation(), "trying what is installed")
+    facts["findings"] = [one._asdict() for one in shown.findings]
+    path.write_text(document.text(facts), encoding="utf-8")
+    shown.add([ok("written", f"{path}: send it back, or read it first: it is short")])
+    shown.end({})
+    return status(shown.findings)
+
+
+def check(path: Path | None, device: str) -> None:
+    """Raise one ValueError with all that is in the way; path: None on ranks that do not write."""
+    wrong = []
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder" if path.is_dir() else "its folder does not exist"
+        wrong.append(f"--gpu-report {path}: {what}; give a file in a folder that does")
+    if device == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda
+        how = f"is built for CUDA {built}" if built else "is built without CUDA"
+        wrong.append(
+            f"--gpu-report needs a GPU that torch sees, and torch {torch.__version__}, which {how}"
+            ", sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES, and install a CUDA build of "
+            "torch; --device cpu is a dry run that says nothing of a GPU"
+        )
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Name -> version of what decides how kernels and communication behave; "-" is absent."""
+    cuda = device.type == "cuda"
+    found = {
+        "megatron-burst": installed.version("megatron-burst"),
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "cuDNN": str(torch.backends.cudnn.version()) if cuda else None,
+        "NCCL": ".".join(map(str, nccl.version())) if cuda else None,
+        "Megatron-Core": installed.megatron_version(),
+        **{name: installed.version(*each) for name, each in installed.PACKAGES.items()},
+        **{package.title: package.version for package in FLASH.values()},
+    }
+    return {name: version or "-" for name, version in found.items()}
+
+
+def _device(facts: document.Facts) -> Iterator[Finding]:
+    if facts["device"] == "cpu":
+        yield note("device", document.DRY)
+    for gpu in dict.fromkeys(facts["gpus"]):
+        yield ok("device", f"{facts['gpus'].count(gpu)} x {gpu}")
+
+
+def _installation() -> Iterator[Finding]:
+    yield from installed.versions()
+    yield from library.library()
+    yield from installed.hooks()

@@ -1,0 +1,131 @@
+"""The file that is sent back: Markdown to read, and the same facts as JSON at its end.
+
+Decides what may stand in it: versions, kinds of devices, figures, and sentences without paths, host
+names and user names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ....units import duration
+from .accuracy import BOUND, PARTS, ratio
+
+DRY = "A dry run on a CPU. Nothing in this file was run on a GPU, and no time in it means anything."
+# An absolute path, of which the last part stays; a URL or "and/or" is none.
+PATH = re.compile(r"(?<![\w/:.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;()<>]*[/\\])([^\s'\",;()<>]*)")
+Facts = dict[str, Any]
+
+
+def text(facts: Facts) -> str:
+    """The whole file, without what is nobody's business."""
+    facts = impersonal(facts, names())
+    parts = [
+        "# What megatron-burst does on this machine",
+        DRY if facts["device"] == "cpu" else f"On {facts['gpus'][0]}.",
+        "## Versions\n\n" + _table(["", "version"], facts["versions"].items()),
+        "## Kernels against float64\n\n"
+        "bf16; the largest error over that of torch's own attention, of which at most "
+        f"{BOUND:g} is right.\n\n" + _accuracy(facts["accuracy"]),
+        "## Times\n\nOne causal pair: median [quartiles], and TFLOP/s on what attends.\n\n"
+        + _times(facts["times"]),
+        "## Overlap\n\n" + _overlap(facts["overlap"]),
+        "## Findings\n\n" + _findings(facts["findings"]),
+        "## The same for programs\n\n```json\n" + json.dumps(facts, indent=1) + "\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def names() -> set[str]:
+    """Of this machine and its user; a letter and root say nothing."""
+    host = socket.gethostname()
+    found = {host, host.partition(".")[0], Path.home().name}
+    with contextlib.suppress(KeyError, OSError):  # a container without an entry for its user
+        found.add(getpass.getuser())
+    return {name for name in found if len(name) > 1 and name not in ("root", "localhost")}
+
+
+def impersonal(value: Any, private: Iterable[str]) -> Any:
+    """The same, in every text file names instead of paths, and no private name."""
+    if isinstance(value, dict):
+        return {key: impersonal(each, private) for key, each in value.items()}
+    if isinstance(value, list):
+        return [impersonal(each, private) for each in value]
+    if not isinstance(value, str):
+        return value
+    value = PATH.sub(r"\1", value)
+    for name in private:
+        value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", value)
+    return value
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|-" * len(head) + "|"]
+    for row in rows:
+        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _accuracy(records: Sequence[Facts]) -> str:
+    rows, refused = [], {}
+    for record in records:
+        where = [record["kernel"], record["mask"], record["side"]]
+        if "refused" in record:
+            refused[record["kernel"], record["refused"]] = None
+            continue
+        if "failed" in record:
+            rows.append([*where, *"-" * len(PARTS), f"FAILED: {record['failed']}"])
+            continue
+        pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
+        errors = [f"{'not finite' if a is None else f'{a:.2e}'} ({b:.2e})" for a, b in pairs]
+        worst = ratio(record)
+        rows.append([*where, *errors, f"{worst:.2f}{'' if worst <= BOUND else ', WRONG'}"])
+    head = ["kernel", "mask", "side", *(f"{part} (torch)" for part in PARTS), "of torch's"]
+    lines = "\n".join(f"- {name}: {reason}" for name, reason in refused)
+    return _table(head, rows) + ("\n\nNot run:\n\n" + lines) * bool(lines)
+
+
+def _times(records: Sequence[Facts]) -> str:
+    rows = []
+    for record in records:
+        took = {name: duration(value) for name, value in record["seconds"].items()}
+        rows.append([
+            record["kernel"], record["pass"], record["rows"], ":".join(map(str, record["heads"])),
+            f"{took['median']} [{took['low']}, {took['high']}]", f"{record['tflops']:.3g}",
+        ])  # fmt: skip
+    return _table(["kernel", "pass", "rows", "heads", "time", "TFLOP/s"], rows)
+
+
+def _overlap(record: Facts) -> str:
+    if "failed" in record:
+        return f"Failed: {record['failed']}"
+    if not record["pairs"]:
+        return "One GPU: not measured."
+    rows = [
+        [name, *(duration(found[key]) for key in ("first", "second", "both")),
+         f"{found['hidden']:.2f}"]
+        for name, found in record["pairs"].items()
+    ]  # fmt: skip
+    nodes, per_node = record["grid"]
+    limit = f", CUDA_DEVICE_MAX_CONNECTIONS {record['CUDA_DEVICE_MAX_CONNECTIONS'] or 'unset'}"
+    return (
+        f"{record['ranks']} ranks as {nodes} x {per_node}{limit}. Each alone and both at once; "
+        "hidden is 1 where the shorter costs nothing and 0 where one waits for the other. Two "
+        "rings of one node share its links.\n\n"
+        + _table(["", "first", "second", "both", "hidden"], rows)
+    )
+
+
+def _findings(findings: Sequence[Facts]) -> str:
+    return _table(
+        ["", "topic", "what", "what to do"],
+        ([one["level"], one["topic"], one["what"], one["fix"]] for one in findings),
+    )
