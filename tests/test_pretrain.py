@@ -61,7 +61,7 @@ def test_without_a_device_the_way_without_one_is_told(megatron, tmp_path, capsys
     assert cli.main(["pretrain", path]) == 2
     told = capsys.readouterr()
     assert "torch sees no CUDA device" in told.err
-    assert "megatron_burst pretrain --cpu SCRIPT" in told.err
+    assert "megatron-burst pretrain --cpu SCRIPT" in told.err
     assert (told.out, megatron.called) == ("", [])
     assert cli.main(["pretrain", path, "--help"]) == 0  # shows what there is anywhere
     assert cli.main(["pretrain", "--cpu", path]) == 0

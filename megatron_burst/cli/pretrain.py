@@ -57,7 +57,7 @@ def _check_device() -> None:
         raise ValueError(
             "torch sees no CUDA device, and Megatron needs one: check nvidia-smi and "
             "CUDA_VISIBLE_DEVICES; for tests and debugging without one: "
-            "megatron_burst pretrain --cpu SCRIPT ... --distributed-backend gloo "
+            "megatron-burst pretrain --cpu SCRIPT ... --distributed-backend gloo "
             "--use-cpu-initialization --transformer-impl local"
         )
 

@@ -36,6 +36,10 @@ PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
 }
+ABSENT = {
+    "Transformer Engine": "; Megatron's default, --transformer-impl transformer_engine, needs it",
+    "triton": ", and not needed",
+}
 
 
 def version(*distributions: str) -> str | None:
@@ -62,7 +66,7 @@ def versions() -> Iterator[Finding]:
     yield _megatron()
     for name, distributions in PACKAGES.items():
         found = version(*distributions)
-        yield ok(name, found) if found else note(name, "not installed, and not needed")
+        yield ok(name, found) if found else note(name, f"not installed{ABSENT[name]}")
     yield from flash_attention()
 
 
