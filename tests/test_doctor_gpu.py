@@ -51,6 +51,7 @@ def test_the_file_has_every_kernel_and_says_that_a_cpu_is_none(written):
     assert "- aten_cudnn: kernel aten_cudnn runs on cuda tensors" in text
     timed = {(record["kernel"], record["pass"]) for record in facts["times"]}
     assert ("aten", "backward") in timed
+    assert "takes aten (causal), aten (full), aten (window 64)" in text
     assert "One GPU: not measured." in text
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["NCCL"] == "-"
@@ -88,7 +89,7 @@ def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
     monkeypatch.setattr(accuracy, "KERNELS", ("aten", "reference"))
     monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
     records = []
-    wrong, fine = accuracy.kernels(CPU, records)
+    wrong, fine, _ = accuracy.kernels(CPU, records)
     assert (wrong.level, fine.level) == ("problem", "ok")
     assert "computes wrongly" in wrong.what
     text = document._accuracy(json.loads(json.dumps(records)))
@@ -107,7 +108,7 @@ def test_a_kernel_that_breaks_is_told_and_the_others_run(monkeypatch):
     monkeypatch.setattr(accuracy, "_ring", ring)
     monkeypatch.setattr(accuracy, "KERNELS", ("aten", "reference"))
     records = []
-    broken, fine = accuracy.kernels(CPU, records)
+    broken, fine, _ = accuracy.kernels(CPU, records)
     assert (broken.level, fine.level) == ("problem", "ok")
     assert "RuntimeError: an illegal memory access" in broken.what
     assert "FAILED: RuntimeError" in document._accuracy(records)

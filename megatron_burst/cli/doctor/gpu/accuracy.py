@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .... import masks
 from ....attention import attention
 from ....comm.groups import Groups
-from ....kernels.registry import KERNELS
+from ....kernels.registry import KERNELS, make
 from ..dense import dense
 from ..finding import Finding, note, ok, problem
 
@@ -47,9 +47,11 @@ CASES = (
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """A finding for each kernel; to `records` one of each kernel, mask and side is added:
-    "errors" and "torch", the largest error of each part against float64, or "refused" or "failed"
-    with the reason."""
+    """A finding for each kernel, and one for what "auto" takes.
+
+    To `records` one of each kernel, mask and side is added: "errors" and "torch", the largest error
+    of each part against float64, or "refused" or "failed" with the reason.
+    """
     problems = [(case, *_problem(case, device)) for case in CASES]
     for name in KERNELS:
         mine = []
@@ -60,6 +62,9 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
                 mine.append(record)
         records += mine
         yield _finding(name, device, mine)
+    q, k, v = problems[0][1][:3]  # alike under all masks but for their numbers
+    taken = [f"{make('auto', q, k, v, mask=case.mask).name} ({case.name})" for case in CASES]
+    yield ok("kernel auto", f"takes {', '.join(taken)}")
 
 
 def _finding(name: str, device: torch.device, records: Sequence[Record]) -> Finding:
