@@ -200,7 +200,6 @@ def neighbours(groups: mb.Groups, ring: str) -> tuple[int, int]:
     """The ranks to which this rank sends on a ring, and from which it receives."""
     width = groups.topology.intra_size
     node, index = divmod(groups.rank, width)
-    groups.connect([Channel(ring, False)], torch.device(device))
     if ring == "intra":
         return node * width + (index + 1) % width, node * width + (index - 1) % width
     return (groups.rank + width) % groups.size, (groups.rank - width) % groups.size
@@ -209,6 +208,7 @@ def neighbours(groups: mb.Groups, ring: str) -> tuple[int, int]:
 def _rate(groups: mb.Groups, ring: str) -> float:
     """The bytes per second that this rank sends on its ring."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    groups.connect([Channel(ring, False)], torch.device(device))
     to, back = neighbours(groups, ring)
     end, size = groups.ring, MESSAGE[device]
     there, here = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))

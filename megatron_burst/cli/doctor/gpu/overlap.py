@@ -121,6 +121,7 @@ def _beside_attention(groups: mb.Groups, device: torch.device) -> tuple[Begun, B
 
 def _exchange(groups: mb.Groups, ring: str, device: torch.device) -> Begun:
     """One message to the next rank of a ring and one from the last."""
+    groups.connect([Channel(ring, False)], device)
     to, back = neighbours(groups, ring)
     size = SIZE[device.type]
     there, here = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
