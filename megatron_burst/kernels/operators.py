@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from . import torch_release
+
 aten = torch.ops.aten
 
 Window = tuple[int, int]
@@ -116,9 +118,11 @@ class CudaCudnn:
     takes_delta = False
 
     def unfit(self, device: torch.device, width: int) -> str | None:
-        """As torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10 on."""
-        if width <= 128:
-            return None
+        """Widths as torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10
+        on."""
+        refused = torch_release.refusal(torch_release.CUDNN)
+        if refused is not None or width <= 128:
+            return refused
         version = torch.backends.cudnn.version() or 0
         if width <= 256 and version >= 91000 and torch.cuda.get_device_capability(device) == (9, 0):
             return None
@@ -131,6 +135,9 @@ class CudaCudnn:
         return result[0], result[1].reshape(q.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        # Some releases of torch find a graph that they have built by q, k and v alone, and build it
+        # for the strides that out and dout have the first time: so these follow from those of q.
+        dout, out = (_laid_out_like(x, q) for x in (dout, out))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -145,6 +152,12 @@ def prefers_cudnn(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
     return capability in ((9, 0), (10, 0), (10, 3)) and version > 91500
+
+
+def _laid_out_like(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """x, copied where its strides are not those of torch.empty_like(q); both of one shape."""
+    place = torch.empty_like(q)
+    return x if x.stride() == place.stride() else place.copy_(x)
 
 
 def _sides(window: Window | None) -> dict[str, int]:

@@ -1,0 +1,87 @@
+"""How torch's cuDNN attention is called: strides, and on which releases. On fake CUDA tensors."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_burst.kernels import registry
+from megatron_burst.kernels.base import Rows, Scoring
+from megatron_burst.layout import Span
+from megatron_burst.masks import Causal, Full
+
+BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+S, H, D = 32, 8, 16
+
+
+class Calls(TorchDispatchMode):
+    """Records the strides of (q, out, dout) of every cuDNN backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.strides = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is BACKWARD:
+            dout, q, _, _, out = args[:5]
+            self.strides.append((q.stride(), out.stride(), dout.stride()))
+        return func(*args, **(kwargs or {}))
+
+
+def backward(calls, mask, spans, q, out, dout, values=D):
+    """One backward over keys of 4 heads; out None: the queries travelled."""
+    k = torch.empty(S, q.shape[1], 4, D, dtype=q.dtype, device=q.device)
+    v = k[..., :values]
+    rows = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    totals = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
+    kernel = registry.make("aten_cudnn", q, k, v)
+    work = kernel.work_for(mask, spans, [Span(0, 1, S)])
+    with calls:
+        kernel.backward(Rows(q, dout, rows, rows, out), k, v, work, Scoring(1.0), *totals)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="slices of fake tensors need torch for CUDA")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_strides_of_out_and_dout_follow_from_those_of_q(batch, monkeypatch):
+    """torch 2.9 to 2.14 finds a graph by q, k and v alone: equal q must mean equal out and dout."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    calls, whole = Calls(), [Span(0, 1, S)]
+    halves = [Span(0, 1, S // 2), Span(S, 1, S // 2)]  # two tiles, which are slices of rows
+    with FakeTensorMode():
+        chunk = torch.empty(S, batch, H // 2, D, dtype=torch.bfloat16, device="cuda:0")
+        # a head chunk that is still a part of the tensor of a call
+        large = torch.empty(S, batch, H, D, dtype=chunk.dtype, device="cuda:0")[:, :, : H // 2]
+        for q in (chunk, large):
+            for dout in (chunk, large):
+                for out in (chunk, large, None):
+                    backward(calls, Causal(), whole, q, out, dout)
+                    backward(calls, Causal(), halves, q, out, dout)
+        backward(calls, Full(), whole, chunk, None, chunk[..., :8], values=8)  # padded
+    assert len(calls.strides) == 12 + 2 * 12 + 1
+    found = {}
+    for q, out, dout in calls.strides:
+        found.setdefault(q, set()).update((out, dout))
+    # [b, h, s, d] of dense [s, b, h, d], whatever q is a slice of
+    dense = {(H // 2 * D, D, batch * H // 2 * D, 1)}
+    assert set(found) == {*dense, (H * D, D, batch * H * D, 1)}
+    assert all(strides == dense for strides in found.values())
+
+
+@pytest.mark.parametrize(
+    ("version", "served"),
+    [("2.8.0+cu128", False), ("2.9.0a0+50eac81.nv25.09", False), ("2.9.1", True), ("3.0", True)],
+)
+def test_releases_that_want_other_statistics_are_refused(version, served, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch, "__version__", version)
+    with FakeTensorMode():
+        x = torch.empty(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda:0")
+        assert registry.make("auto", x, x, x).name == ("aten_cudnn" if served else "aten")
+        if served:
+            assert registry.make("aten_cudnn", x, x, x).name == "aten_cudnn"
+            return
+        with pytest.raises(ValueError) as refused:
+            registry.make("aten_cudnn", x, x, x)
+    words = f"kernel aten_cudnn needs torch 2.9 or newer on CUDA, found {version}: before, "
+    assert str(refused.value).startswith(words)
