@@ -79,5 +79,7 @@ def refusal(part: str) -> str | None:
     """Why the torch that is imported cannot serve this part on CUDA, or None."""
     for limit in limits():
         if limit.part == part and limit.refused:
-            return f"needs {limit.remedy} on CUDA, found {torch.__version__}: before, {limit.before}"
+            return (
+                f"needs {limit.remedy} on CUDA, found {torch.__version__}: before, {limit.before}"
+            )
     return None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.consensus import Facts
+from ..kernels import torch_release
 from ..kernels.online_softmax import accumulation_dtype
 from .function import Sink
 from .options import LossOptions, flag, plain, reasons, told
@@ -122,6 +123,10 @@ def _tensors(inputs: Inputs, split: Split) -> Iterator[str]:
             f"hidden and weight must both be {', '.join(map(str, DTYPES))}, got {hidden.dtype} "
             f"and {weight.dtype}"
         )
+    elif hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        refused = torch_release.refusal(torch_release.HEAD)
+        if refused is not None:
+            yield f"{torch_release.HEAD} {refused}; or pass hidden and weight in float32"
     if hidden.dim() < 2 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         yield (
             f"hidden must be [..., d] and weight [v, d], got {list(hidden.shape)} and "

@@ -2,8 +2,10 @@
 
 Single pass: the gradients of sum(weights * loss) are made in forward, where the logits are. Then
 backward needs only a scalar, if the gradient that arrives is that scalar times the weights; that
-is checked, and if it is not so the gradients are computed again for what did arrive. Recompute:
-forward keeps one number per token and backward computes the logits once more.
+is checked, and if it is not so the gradients are computed again for what did arrive. What is to be
+launched depends on that, so the host reads one flag per backward; the device scales the gradients
+meanwhile. Recompute: forward keeps one number per token and backward computes the logits once
+more; the host reads nothing.
 """
 
 from __future__ import annotations
@@ -73,10 +75,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         dloss = torch.where(kept, dloss, 0)
         if ctx.single_pass:
             factor, fits = _factor(dloss, weights)
-            fits, unscaled = head.split.everywhere(fits, factor == 1)
-            if fits:
-                grads = _scaled(ctx.sink, weight.dtype, dh, dw, None if unscaled else factor)
-                return *grads, *(None,) * 5
+            answer = head.split.everywhere(fits)
+            # Before the answer is read: the device has work while the host waits for it.
+            dh, dw = _scaled(dh, dw, factor)
+            if answer.read():
+                return *_delivered(ctx.sink, weight.dtype, dh, dw), *(None,) * 5
+            del dh, dw
             warnings.warn(
                 "linear_cross_entropy: the gradient that arrived is no multiple of loss_mask, so "
                 "the logits are computed a second time; pass the weights of the tokens as "
@@ -103,24 +107,26 @@ def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
         return dloss.new_zeros(()), torch.ones((), dtype=torch.bool, device=dloss.device)
     dloss, weights = dloss.reshape(-1), weights.reshape(-1)
     at = weights.abs().argmax()
-    factor = torch.where(weights[at] == 0, 0, dloss[at] / weights[at])
+    largest = weights.take(at)  # as an index, `at` would be read by the host
+    factor = torch.where(largest == 0, 0, dloss.take(at) / largest)
     expected = factor * weights
     near = (dloss - expected).abs() <= 4 * torch.finfo(dloss.dtype).eps * expected.abs()
     return factor, near.all()
 
 
-def _scaled(
-    sink: Sink | None,
-    dtype: torch.dtype,
-    dh: torch.Tensor | None,
-    dw: torch.Tensor | None,
-    factor: torch.Tensor | None,
-) -> Gradients:
+def _scaled(dh: torch.Tensor | None, dw: torch.Tensor | None, factor: torch.Tensor) -> Gradients:
     """What forward has made, times the factor; in its own place unless it is needed again."""
     if _needed_again():
-        dh, dw = (g if g is None else g.mul(1 if factor is None else factor) for g in (dh, dw))
-    elif factor is not None:
-        dh, dw = (g if g is None else g.mul_(factor) for g in (dh, dw))
+        dh, dw = (g if g is None else g.mul(factor) for g in (dh, dw))
+        return dh, dw
+    dh, dw = (g if g is None else g.mul_(factor) for g in (dh, dw))
+    return dh, dw
+
+
+def _delivered(
+    sink: Sink | None, dtype: torch.dtype, dh: torch.Tensor | None, dw: torch.Tensor | None
+) -> Gradients:
+    """What autograd is given: the weight's gradient goes into the sink where there is one."""
     if dw is None or sink is None:
         return dh, dw if dw is None else dw.to(dtype)
     sink.target().add_(dw)

@@ -3,7 +3,8 @@
 Decides the dtype of logits: on CUDA that of the operands, as tensor cores want it, with sums in
 fp32. On CPU low-precision operands are widened, the weight by panels, and multiplied in fp32:
 without AMX a bf16 product of torch runs at a fifth (or a hundredth) of the speed of an fp32 one.
-The gradient of the weight always adds up in the accumulation dtype.
+The gradient of the weight always adds up in the accumulation dtype; on CUDA by one product that
+adds to it, or, where torch is too old for that, by panels of a product that comes out in fp32.
 
 Shape letters: n rows of a tile, d width, v vocabulary rows of this rank.
 """
@@ -14,9 +15,11 @@ from collections.abc import Iterator
 
 import torch
 
+from ..kernels import torch_release
 from ..kernels.online_softmax import accumulation_dtype
 
 PANEL_BYTES = 1 << 23  # of widened weight
+SUMMAND_BYTES = 1 << 28  # of a product that is added afterwards: enough rows to fill a GPU
 
 
 def logits_dtype(operand: torch.Tensor) -> torch.dtype:
@@ -40,8 +43,21 @@ def weight_gradient_(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) ->
     """dw [v, d] += z [n, v]^T hidden [n, d]; dw in the accumulation dtype."""
     if dw.dtype == z.dtype:
         dw.addmm_(z.t(), hidden)
-    else:  # CUDA, operands of low precision: the product comes out of the multiplier in fp32
+    elif torch_release.concerns(torch_release.WIDE_SUMS):  # CUDA, operands of low precision
+        _add_by_panels(dw, z, hidden)
+    else:  # the product comes out of the multiplier in fp32, onto what is there
         torch.addmm(dw, z.t(), hidden, out_dtype=dw.dtype, out=dw)  # pyright: ignore[reportCallIssue]
+
+
+def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
+    """As `weight_gradient_`, by products that are added in a second step."""
+    count = min(len(dw), max(1, SUMMAND_BYTES // (dw.shape[1] * dw.itemsize)))
+    buffer = torch.empty_like(dw[:count])
+    for start in range(0, len(dw), count):
+        rows = slice(start, start + count)
+        part = buffer[: len(dw[rows])]
+        torch.mm(z[:, rows].t(), hidden, out_dtype=dw.dtype, out=part)  # pyright: ignore[reportCallIssue]
+        dw[rows] += part
 
 
 def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -41,6 +41,20 @@ class InFlight:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A flag on its way to the host."""
+
+    flag: torch.Tensor
+    ready: torch.cuda.Event | None = None
+
+    def read(self) -> bool:
+        """The flag; waits for what the device was given before the question, nothing later."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return bool(self.flag)
+
+
+@dataclass(frozen=True)
 class Split:
     """`group` None: one rank holds everything, and nothing is exchanged."""
 
@@ -100,14 +114,18 @@ class Split:
         pieces = all_ranks.view(self.size, *mine.shape)
         return merge([Stats(**dict(zip(names, piece, strict=True))) for piece in pieces])
 
-    def everywhere(self, *flags: torch.Tensor) -> list[bool]:
-        """Is each of these 0-d flags true on every rank? Reads them: the device must catch up."""
-        both = torch.stack(flags).to(torch.int32)
+    def everywhere(self, flag: torch.Tensor) -> Answer:
+        """Start to ask whether this 0-d flag is true on every rank."""
+        all_ranks = flag.to(torch.int32)
         if self.size > 1:
-            InFlight(
-                both, _start("all_reduce", both, op=dist.ReduceOp.MIN, group=self.group)
-            ).wait()
-        return [bool(flag) for flag in both.tolist()]
+            found = _start("all_reduce", all_ranks, op=dist.ReduceOp.MIN, group=self.group)
+            InFlight(all_ranks, found).wait()
+        if not flag.is_cuda:
+            return Answer(all_ranks)
+        host = all_ranks.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+        ready = torch.cuda.Event()
+        ready.record()
+        return Answer(host, ready)
 
     def agree(self, facts: Facts | ValueError) -> None:
         """Raise the same ValueError on all ranks unless all state the same facts."""

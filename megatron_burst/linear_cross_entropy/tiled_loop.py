@@ -147,8 +147,8 @@ class _Gradients:
             whole = self.head.split.size == 1 and self.dh.dtype == z.dtype
             part = self.dh[tile] if whole else torch.empty_like(h)
             products.input_gradient_(part, z, self.weight)
-            sending = part.to(self.dh.dtype)
-            self._travelling = tile, self.head.split.reduce(sending)
+            if not whole:
+                self._travelling = tile, self.head.split.reduce(part.to(self.dh.dtype))
         if self.dw is not None:
             products.weight_gradient_(self.dw, z, h)
 
@@ -156,7 +156,5 @@ class _Gradients:
         """Wait for the input gradient that is on its way, and put it where it belongs."""
         if self._travelling is not None and self.dh is not None:
             tile, arriving = self._travelling
-            rows = arriving.wait()
-            if rows.data_ptr() != self.dh[tile].data_ptr():
-                self.dh[tile] = rows
+            self.dh[tile] = arriving.wait()
         self._travelling = None

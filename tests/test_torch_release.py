@@ -1,0 +1,49 @@
+"""What is said of older releases of torch, and which release a version is."""
+
+import pytest
+import torch
+
+from megatron_burst.kernels import torch_release
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("2.6.0", (2, 6)),
+        ("2.10.0+cu128", (2, 10)),
+        ("2.9.0a0+50eac81.nv25.09", (2, 8)),
+        ("2.15.0.dev20261101", (2, 14)),
+        ("2.9.0b1", (2, 8)),
+        ("2.9.0rc1", (2, 9)),
+        ("3.0", (3, 0)),
+    ],
+)
+def test_a_development_build_counts_as_the_release_before(version, release):
+    assert torch_release.release(version) == release
+
+
+@pytest.mark.parametrize(
+    ("version", "refused", "noted"),
+    [("2.7.1", 2, 2), ("2.8.0", 1, 1), ("2.9.1", 0, 1), ("2.10.0", 0, 0), ("3.0.0", 0, 0)],
+)
+def test_what_is_said_of_a_version(version, refused, noted, monkeypatch):
+    found = torch_release.limits(version)
+    assert [limit.refused for limit in found].count(True) == refused
+    assert len(found) == refused + noted
+    monkeypatch.setattr(torch, "__version__", version)
+    assert torch_release.limits() == found
+    for limit in torch_release.LIMITS:
+        assert torch_release.concerns(limit.part) == (limit in found)
+        reason = torch_release.refusal(limit.part)
+        assert (reason is not None) == (limit in found and limit.refused)
+        if reason is not None:
+            assert version in reason
+            assert limit.remedy in reason
+
+
+def test_the_operators_of_this_torch_are_as_the_table_says():
+    """Asked of whatever torch runs the tests; nothing is computed."""
+    head, sums = torch_release.HEAD, torch_release.WIDE_SUMS
+    has_product = "dtype_out" in torch.ops.aten.mm.overloads()
+    assert has_product == (not torch_release.concerns(head))
+    assert torch_release.concerns(sums) or "dtype_out" in torch.ops.aten.addmm.overloads()
