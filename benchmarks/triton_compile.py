@@ -108,7 +108,7 @@ def build(launch: Launch) -> Made:
     source = ASTSource(code, signature, constants)
     options = {"num_warps": launch.size.warps, "num_stages": launch.size.stages}
     found = triton.compile(source, target=GPUTarget("cuda", launch.device, 32), options=options)
-    return _assembled(found.asm["ptx"], launch.device, found.metadata.shared)
+    return assembled(found.asm["ptx"], launch.device, found.metadata.shared)
 
 
 def _constants(launch: Launch) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
     return "fp32" if name == "scale" else "i32"
 
 
-def _assembled(ptx: str, device: int, shared: int) -> Made:
+def assembled(ptx: str, device: int, shared: int) -> Made:
+    """What the assembler says of a kernel in PTX that takes `shared` bytes."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     assembler = get_ptxas(device).path  # there is one for older devices and one for newer

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096  # columns
+# 16 columns a thread: two blocks of threads have room on a multiprocessor, and nothing spills
+# (`python -m benchmarks.triton_compile_rows`).
+WARPS = 8
 
 
 @triton.jit
@@ -101,7 +104,7 @@ def row_stats(
     if len(z):
         _stats[(len(z),)](
             z, index, out, z.stride(0), len(z), first, real,
-            scale, softcap, _kind(dtype), _block(z),
+            scale, softcap, _kind(dtype), _block(z), num_warps=WARPS,
         )  # fmt: skip
     return out
 
@@ -125,7 +128,7 @@ def softmax_gradient_(
         block = _block(z)
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](
             z, index, lse, of_softmax, of_label, of_all, z.stride(0), z.shape[1], real,
-            scale, softcap, _kind(lse.dtype), block,
+            scale, softcap, _kind(lse.dtype), block, num_warps=WARPS,
         )  # fmt: skip
 
 

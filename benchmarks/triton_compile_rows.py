@@ -1,0 +1,98 @@
+"""Compile the Triton kernels of the LM head for devices that are not here; print registers, spills.
+
+As `triton_compile`, for `megatron_burst.linear_cross_entropy.triton_rows`: needs Triton and no GPU.
+Arguments are as in a launch over a vocabulary that 16 divides. A kernel that does not compile, or
+that spills, ends the run with status 1.
+
+    python -m benchmarks.triton_compile_rows --devices 90 --warps 4 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import product
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from .triton_compile import DEVICES, SHARED, Made, assembled
+
+KERNELS = {"statistics": "_stats", "gradient": "_gradient"}
+POINTERS = {"index": "*i64"} | dict.fromkeys(("out", "lse", "of_softmax", "of_label", "of_all"),
+                                             "*fp32")  # fmt: skip
+
+
+class Launch(NamedTuple):
+    device: int
+    kernel: str
+    dtype: str
+    softcap: float | None
+    columns: int
+    warps: int
+
+
+def main() -> int:
+    args = _arguments()
+    launches = [Launch(*one) for one in product(args.devices, KERNELS, args.dtypes, args.softcaps,
+                                                args.columns, args.warps)]  # fmt: skip
+    failed, table = 0, Table("device", "kernel", "dtype", "softcap", "columns", "warps",
+                             "registers", "spilled")  # fmt: skip
+    for launch in track(launches, description="compiling", console=Console(stderr=True)):
+        try:
+            made = build(launch)
+            words = [str(made.registers), str(made.spills)]
+            failed += made.spills > 0
+        except Exception as error:  # the compiler's own kinds
+            words, failed = [f"{type(error).__name__}: {error}"[:60], ""], failed + 1
+        table.add_row(f"sm_{launch.device}", *map(str, launch[1:]), *words)
+    Console(width=120).print(table)
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    from megatron_burst.linear_cross_entropy import triton_rows
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES),
+                        choices=list(SHARED), help="default: 80 90 100")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["bf16", "fp32"])
+    parser.add_argument("--softcaps", type=float, nargs="+", default=[None])
+    parser.add_argument("--columns", type=int, nargs="+", default=[triton_rows.BLOCK])
+    parser.add_argument("--warps", type=int, nargs="+", default=[triton_rows.WARPS])
+    return parser.parse_args()
+
+
+def build(launch: Launch) -> Made:
+    """Compile one launch and ask the assembler."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_burst.linear_cross_entropy import triton_rows
+
+    code = getattr(triton_rows, KERNELS[launch.kernel])
+    constants = {"scale": 1.0, "cap": launch.softcap, "ACC": tl.float32, "BLOCK": launch.columns}
+    kinds = POINTERS | {"z": f"*{launch.dtype}"}
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "i32")
+        for name in code.arg_names
+    }
+    multiples = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(code.arg_names)
+        if name in kinds or name in ("stride", "width")
+    }
+    source = ASTSource(code, signature, constants, multiples)
+    target = GPUTarget("cuda", launch.device, 32)
+    found = triton.compile(source, target=target, options={"num_warps": launch.warps})
+    return assembled(found.asm["ptx"], launch.device, found.metadata.shared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
