@@ -1,6 +1,7 @@
 """Algorithm "auto" where groups exist: measured or given rates, one choice on all ranks, why."""
 
 import re
+from collections import Counter
 
 import cases
 import oracle
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.autotune import measure
 from megatron_burst.autotune.known import WORKS_KEPT, known
 from megatron_burst.kernels import registry
+from megatron_burst.kernels.base import Scoring
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
@@ -128,6 +131,41 @@ def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch
         groups = mb.Groups.in_process(intra=2)
         mb.measure_rates(groups, like=like, mask=mask)
         assert [key[0] for key in known(groups.cache).speeds] == [wanted]
+
+
+class Compiled:
+    """A kernel that takes no time but the clock's: 50 s for a size that it has not seen, else
+    1 us a launch and 1 ns per row and column; backward takes twice as long as forward."""
+
+    def __init__(self):
+        self.now, self.seen = 0.0, Counter()
+
+    def work_for(self, mask, q_spans, k_spans):
+        return ()
+
+    def forward(self, q, k, v, work, scoring, out, lse):
+        self.takes("forward", len(q), 1)
+
+    def backward(self, rows, k, v, work, scoring, *totals):
+        self.takes("backward", len(rows.q), 2)
+
+    def takes(self, which, rows, times):
+        first = not self.seen[which, rows]
+        self.seen[which, rows] += 1
+        self.now += 50.0 if first else times * (1e-6 + 1e-9 * rows**2)
+
+
+def test_no_size_of_the_probe_is_timed_while_it_compiles(monkeypatch):
+    kernel = Compiled()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: kernel.now)
+    q, k, v = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 6)
+    speed, launch = measure._speed(kernel, Scoring(1.0), q, k, v)
+    assert launch == pytest.approx(3 * (1e-6 + 1e-9 * 8**2) / 2)
+    # 2048 rows are the first of 64, 128, ... that take 10 ms: 3 * 2048**2 ns
+    seconds = 3 * (1e-6 + 1e-9 * 2048**2) - 2 * launch
+    assert speed == pytest.approx(3.5 * 2 * 4 * (8 + 6) * 2048**2 / seconds)
+    assert {rows for _, rows in kernel.seen} == {8, 64, 128, 256, 512, 1024, 2048}
+    assert min(kernel.seen.values()) >= 2
 
 
 # --- between processes ---------------------------------------------------------------------

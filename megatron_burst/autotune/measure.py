@@ -34,6 +34,8 @@ POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # of a tile, at least and at most
 FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # they reach all neighbours
+SHORT = 8  # rows of a tile that is all launching
+TIMES = 2  # that a size is timed
 
 Neighbours = tuple[Endpoint, Channel, int, int]  # whom to send to, whom to receive from
 
@@ -216,14 +218,20 @@ def kernel_speed(
 
 
 def _speed(kernel: Kernel, scoring: Scoring, *like: torch.Tensor) -> tuple[float, float]:
+    """Every size runs once untimed: kernels are compiled, or planned, for sizes they have not seen.
+    What is timed is the best of `TIMES`."""
     q, _, v = like
-    launch = min(_tile(kernel, scoring, like, 8) for _ in range(3)) / 2  # forward and backward
+
+    def seconds(rows: int) -> float:
+        _tile(kernel, scoring, like, rows)
+        return min(_tile(kernel, scoring, like, rows) for _ in range(TIMES))
+
+    launch = seconds(SHORT) / 2  # forward and backward
     rows = ROWS[0]
-    took = _tile(kernel, scoring, like, rows)
+    took = seconds(rows)
     while took < TILE and rows < ROWS[1]:
         rows *= 2
-        took = _tile(kernel, scoring, like, rows)
-    took = min(took, _tile(kernel, scoring, like, rows))
+        took = seconds(rows)
     flops = (1 + BACKWARD) * 2.0 * q.shape[2] * (q.shape[3] + v.shape[3]) * rows**2
     return flops / max(took - 2 * launch, took / 10), launch
 
