@@ -126,6 +126,54 @@ def test_our_arguments_fit_every_release_we_take(name, entry):
     assert results[1] in ("lse", "softmax_lse")
 
 
+@pytest.mark.parametrize(("beside_rings", "free"), [(False, 0), (True, 16)])
+def test_package_3_leaves_multiprocessors_to_nccl_beside_rings(beside_rings, free, monkeypatch):
+    """In every release, and where the operator is made by name."""
+    calls = []
+
+    def record(kind):
+        def call(**given):
+            calls.append((kind, given.get("sm_margin", "not given")))
+            return given["q"], given["q"][..., 0].transpose(1, 2)
+
+        return call
+
+    def both_passes(name, entry):
+        loaded = fitted(name, entry)
+        loaded = loaded._replace(forward=record("forward"), backward=record("backward"))
+        monkeypatch.setattr(flash, "load", lambda asked: loaded)
+        operator = registry.KERNELS[name](torch.device("cuda"), beside_rings).operator
+        (q, k, v, dout, out, lse), _, _ = given(name)
+        operator.forward(q, k, v, True, None, None, 0.25)
+        operator.backward(dout, q, k, v, out, lse, True, None, None, 0.25)
+
+    entries_of_3 = [one for one in taken() if one[0] == "flash3"]
+    for name, entry in entries_of_3:
+        both_passes(name, entry)
+    assert calls == [("forward", free), ("backward", free)] * len(entries_of_3)
+    calls.clear()
+    for name in ("flash2", "flash4"):
+        both_passes(name, RECORD[name][-1])
+    assert {found for _, found in calls} == {"not given"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "algorithm", "beside_rings"),
+    [(1, "burst", False), (2, "burst", True), (2, "auto", True), (2, "ulysses", False)],
+)
+def test_kernels_are_told_whether_tensors_travel_meanwhile(
+    ranks, algorithm, beside_rings, monkeypatch
+):
+    told, make = set(), registry.KERNELS["aten"]
+    monkeypatch.setitem(registry.KERNELS, "aten", lambda *args: told.add(args[1]) or make(*args))
+    x = [torch.zeros(8, 1, 2, 8) for _ in range(ranks)]
+    ulysses = ranks if algorithm == "ulysses" else 1
+    groups = mb.Groups.in_process(intra=ranks, ulysses=ulysses)
+    rates = mb.Rates(1e9, 1e9, compute=1e9) if algorithm == "auto" else None
+    mb.prepare(x, x, x, groups=groups, kernel="aten", algorithm=algorithm, rates=rates)
+    assert told == {beside_rings}
+
+
 def test_releases_that_take_windows():
     """All but those of FlashAttention 3 before December 2025, which take a pair of one name."""
     without = [(name, entry) for name, entry in taken() if not fitted(name, entry).windows]

@@ -67,7 +67,8 @@ def measure_rates(
         if like is not None:
             if mask is not None and not isinstance(mask, Mask):
                 raise ValueError(f"mask must be one of mb.masks, got {mask!r:.100}")
-            local = registry.make(kernel, *_like(like), mask=mask)
+            q, k, v = _like(like)
+            local = registry.make(kernel, q, k, v, mask=mask, beside_rings=groups.size > 1)
     except ValueError as error:
         fault = error
     facts: Facts = {

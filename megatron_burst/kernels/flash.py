@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4 as operators of `AtenKernel`: `flash2`, `flash3` and `flash4`.
 
-Decides how our tensors become arguments of these packages, and which widths and devices they
-serve; `flash_packages` knows which parameters a release has.
+Decides how our tensors become arguments of these packages, which widths and devices they serve,
+and what they leave to the kernels of NCCL; `flash_packages` knows which parameters a release has.
 
 No kernel of these packages was run for this project: there was no GPU. That the arguments fit is
 tested against the signatures of their releases (`tests/flash_signatures.json`); 4 also compiled
@@ -20,8 +20,13 @@ from typing import Any
 import torch
 
 from .aten import AtenKernel
-from .flash_packages import PACKAGES, WINDOW, Loaded, Package, load
+from .flash_packages import MARGIN, PACKAGES, WINDOW, Loaded, Package, load
 from .operators import Window
+
+# Forward of FlashAttention 3 launches one block of threads per multiprocessor, each with its fixed
+# share of a rectangle: those that find theirs occupied by NCCL's kernels start when others have
+# ended, and take as long again. To leave some free costs no more than these. Read, not measured.
+RING_MULTIPROCESSORS = 16
 
 Sides = tuple[int | None, int | None]  # of a window, as a package wants them
 
@@ -34,8 +39,10 @@ class Flash:
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
 
-    def __init__(self, name: str, package: Package, loaded: Loaded):
+    def __init__(self, name: str, package: Package, loaded: Loaded, beside_rings: bool = False):
         self.name, self.package, self.loaded = name, package, loaded
+        takes_margin = beside_rings and MARGIN in package.forward.constants
+        self.margin = {MARGIN: RING_MULTIPROCESSORS} if takes_margin else {}
         self.takes_delta = package.takes_delta
         self.windows, self.deterministic = loaded.windows, loaded.deterministic
 
@@ -45,14 +52,14 @@ class Flash:
 
     def forward(self, q, k, v, causal, bias, window, scale):
         given = forward_given(q, k, v, causal, self._sides(window), scale)
-        result = self.loaded.forward(**self.loaded.forward_fit.arguments(given))
+        result = self.loaded.forward(**self.loaded.forward_fit.arguments(given) | self.margin)
         return result[0].transpose(1, 2), result[1]
 
     def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
         given = backward_given(
             dout, q, k, v, out, lse, causal, self._sides(window), scale, self.takes_delta
         )
-        self.loaded.backward(**self.loaded.backward_fit.arguments(given))
+        self.loaded.backward(**self.loaded.backward_fit.arguments(given) | self.margin)
         dq, dk, dv = (given[name].transpose(1, 2) for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
@@ -61,9 +68,10 @@ class Flash:
         return (unlimited, unlimited) if window is None else window
 
 
-def kernel(name: str) -> AtenKernel:
-    """The tiles of `AtenKernel`, computed by an installed package. Raises ValueError as `load`."""
-    return AtenKernel(name, Flash(name, PACKAGES[name], load(name)))
+def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
+    """The tiles of `AtenKernel`, computed by an installed package; `beside_rings`: while tensors
+    travel. Raises ValueError as `load`."""
+    return AtenKernel(name, Flash(name, PACKAGES[name], load(name), beside_rings))
 
 
 def forward_given(q, k, v, causal: bool, sides: Sides, scale: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "softmax_scal
 WINDOW = ("window_size_left", "window_size_right")
 ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # what some releases call it
 
+MARGIN = "sm_margin"  # multiprocessors that a kernel leaves free
 PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q", "seqused_k",
@@ -81,8 +82,8 @@ PACKAGES = {
         "FlashAttention 3",
         "flash-attn-3",
         ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
-        Function("_flash_attn_forward", {"num_splits": 1}, LENGTHS + CACHE),
-        Function("_flash_attn_backward", {}, (*LENGTHS, "sequed_q", "sequed_k")),
+        Function("_flash_attn_forward", {"num_splits": 1, MARGIN: 0}, LENGTHS + CACHE),
+        Function("_flash_attn_backward", {MARGIN: 0}, (*LENGTHS, "sequed_q", "sequed_k")),
         "FlashAttention 3 of 2025 or newer",
     ),
     "flash4": Package(

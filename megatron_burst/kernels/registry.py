@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..masks import Causal, Mask
-from . import flash
+from . import flash, torch_release
 from .aten import AtenKernel
 from .base import Kernel
 from .operators import CpuFlash, CudaCudnn, CudaFlash, prefers_cudnn
@@ -18,18 +18,19 @@ from .reference import ReferenceKernel
 from .triton_kernel import TritonKernel
 
 
-def _aten(device: torch.device) -> Kernel:
+def _aten(device: torch.device, beside_rings: bool) -> Kernel:
     return AtenKernel("aten", CudaFlash() if device.type == "cuda" else CpuFlash())
 
 
-KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
+# name -> the kernel for a device, and whether it runs while tensors travel
+KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
-    "aten_cudnn": lambda device: AtenKernel("aten_cudnn", CudaCudnn()),
-    "flash2": lambda device: flash.kernel("flash2"),
-    "flash3": lambda device: flash.kernel("flash3"),
-    "flash4": lambda device: flash.kernel("flash4"),
-    "triton": lambda device: TritonKernel(),
-    "reference": lambda device: ReferenceKernel(),
+    "aten_cudnn": lambda device, beside_rings: AtenKernel("aten_cudnn", CudaCudnn()),
+    "flash2": lambda device, beside_rings: flash.kernel("flash2", beside_rings),
+    "flash3": lambda device, beside_rings: flash.kernel("flash3", beside_rings),
+    "flash4": lambda device, beside_rings: flash.kernel("flash4", beside_rings),
+    "triton": lambda device, beside_rings: TritonKernel(),
+    "reference": lambda device, beside_rings: ReferenceKernel(),
 }
 
 
@@ -54,18 +55,24 @@ def make(
     v: torch.Tensor,
     softcap: float | None = None,
     mask: Mask | None = None,
+    beside_rings: bool = False,
 ) -> Kernel:
     """The kernel called `name` for tensors like q, k, v; "auto": the first of `automatic` that
-    can, for this mask (default: causal).
+    can, for this mask (default: causal). `beside_rings`: it will run while tensors travel, and may
+    leave a part of the device to them.
 
-    Raises ValueError if there is no such kernel or it cannot serve these tensors.
+    Raises ValueError if there is no such kernel, it cannot serve these tensors, or torch is too
+    old.
     """
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")
+    refused = torch_release.refusal(torch_release.PACKAGE)
+    if refused is not None:
+        raise ValueError(f"{torch_release.PACKAGE} {refused}")
     reasons = []
     names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
     for each in names:
-        kernel = KERNELS[each](q.device)
+        kernel = KERNELS[each](q.device, beside_rings)
         reason = refusal(kernel, q, k, v, softcap)
         if reason is None:
             return kernel

@@ -1,8 +1,8 @@
-"""What older releases of torch cannot do on CUDA, in one table.
+"""What older releases of torch cannot do, in one table.
 
-Decides from which release on a part of this package is served there. The door of each part asks
-`refusal`; `limits` is for reports. A development build counts as the release before it: it may
-have been made before the change it is judged by.
+Decides from which release on this package, and each of its parts that wants a newer one, is served.
+The doors ask `refusal`; `limits` is for reports. A development build counts as the release before
+it: it may have been made before the change it is judged by.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Release = tuple[int, int]
 
 
 class Limit(NamedTuple):
-    """part: of this package; since: the first release that is as it should be; before: what is so
-    in older ones; refused: whether the door refuses the part there."""
+    """part: of this package, or all of it; since: the first release that is as it should be;
+    before: what is so in older ones; refused: whether the door refuses the part there."""
 
     part: str
     since: Release
     before: str
-    refused: bool
+    refused: bool = True
 
     @property
     def remedy(self) -> str:
@@ -30,28 +30,27 @@ class Limit(NamedTuple):
         return f"torch {'.'.join(map(str, self.since))} or newer"
 
 
+PACKAGE = "megatron_burst"
 CUDNN = "kernel aten_cudnn"
-HEAD = "linear_cross_entropy in bfloat16"
-WIDE_SUMS = "the weight gradient of linear_cross_entropy in bfloat16"
+WIDE_SUMS = "the weight gradient of linear_cross_entropy in bfloat16 on CUDA"
 
-# What the operators of 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.10.0 take was asked of their wheels; the
-# rest was read in torch's sources, and nothing of it was run.
+# Seen in the wheels of 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.10.0: which operators there are, and what
+# attention on the CPU does. What NCCL and cuDNN are given was read in torch's sources, not run.
 LIMITS = (
-    Limit(HEAD, (2, 8), "no product of bfloat16 matrices comes out in float32", True),
-    Limit(CUDNN, (2, 9), "torch's cuDNN attention wants statistics of another shape", True),
+    Limit(
+        PACKAGE,
+        (2, 8),
+        "torch's attention on the CPU writes outside its memory where query heads share keys, no "
+        "product of bfloat16 matrices comes out in float32, and what was sent or received under "
+        "NCCL is freed late",
+    ),
+    Limit(CUDNN, (2, 9), "torch's cuDNN attention wants statistics of another shape"),
     Limit(
         WIDE_SUMS,
         (2, 10),
-        "no product of bfloat16 is added to a float32 matrix, so that it takes a second step and "
+        "no product of bfloat16 matrices is added to a float32 one: it takes a second step and "
         "256 MiB",
-        False,
-    ),
-    Limit(
-        "memory of travelling tensors under NCCL",
-        (2, 8),
-        "torch keeps what was sent and received until the device has caught up, more than one ring "
-        "step needs",
-        False,
+        refused=False,
     ),
 )
 
@@ -66,7 +65,7 @@ def release(version: str | None = None) -> Release:
 
 
 def limits(version: str | None = None) -> list[Limit]:
-    """What concerns a version (None: the torch that is imported), if it runs on CUDA."""
+    """What is to be said of a version; None: of the torch that is imported."""
     return [limit for limit in LIMITS if release(version) < limit.since]
 
 
@@ -76,10 +75,8 @@ def concerns(part: str) -> bool:
 
 
 def refusal(part: str) -> str | None:
-    """Why the torch that is imported cannot serve this part on CUDA, or None."""
+    """Why the torch that is imported cannot serve this part, without the part's name; or None."""
     for limit in limits():
         if limit.part == part and limit.refused:
-            return (
-                f"needs {limit.remedy} on CUDA, found {torch.__version__}: before, {limit.before}"
-            )
+            return f"needs {limit.remedy}, found {torch.__version__}: before, {limit.before}"
     return None

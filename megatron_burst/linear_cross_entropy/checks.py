@@ -114,6 +114,9 @@ def _kinds(inputs: Inputs, sequence_parallel: Any) -> Iterator[str]:
     if sink is not None and not all(callable(getattr(sink, x, None)) for x in ("target", "done")):
         yield f"sink must have the methods target() and done(), or be None, got {told(sink)}"
     yield from flag("sequence_parallel", sequence_parallel)
+    refused = torch_release.refusal(torch_release.PACKAGE)
+    if refused is not None:
+        yield f"{torch_release.PACKAGE} {refused}"
 
 
 def _tensors(inputs: Inputs, split: Split) -> Iterator[str]:
@@ -123,10 +126,6 @@ def _tensors(inputs: Inputs, split: Split) -> Iterator[str]:
             f"hidden and weight must both be {', '.join(map(str, DTYPES))}, got {hidden.dtype} "
             f"and {weight.dtype}"
         )
-    elif hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        refused = torch_release.refusal(torch_release.HEAD)
-        if refused is not None:
-            yield f"{torch_release.HEAD} {refused}; or pass hidden and weight in float32"
     if hidden.dim() < 2 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         yield (
             f"hidden must be [..., d] and weight [v, d], got {list(hidden.shape)} and "

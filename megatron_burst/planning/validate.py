@@ -97,7 +97,8 @@ def check(
         raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
     mask.check(q.shape[0] * groups.size)
     _check_numbers(options)
-    kernel = registry.make(options.kernel, q, k, v, options.softcap, mask)
+    rings = groups.size > 1 and options.algorithm != "ulysses"
+    kernel = registry.make(options.kernel, q, k, v, options.softcap, mask, rings)
     wire_dtype = _wire_dtype(options.grad_wire_dtype, q)
     check_sink(sink, q)
     needs_grad = _needs_grad(needs_grad, tensors)
