@@ -58,7 +58,7 @@ def head():
 def test_both_doors_refuse_a_torch_that_is_too_old(call, monkeypatch):
     call()
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    words = "megatron_burst needs torch 2.8 or newer, found 2.7.1+cu126: before, "
+    words = "megatron-burst needs torch 2.8 or newer, found 2.7.1+cu126: before, "
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         call()
 

@@ -30,7 +30,7 @@ class Limit(NamedTuple):
         return f"torch {'.'.join(map(str, self.since))} or newer"
 
 
-PACKAGE = "megatron_burst"
+PACKAGE = "megatron-burst"
 CUDNN = "kernel aten_cudnn"
 WIDE_SUMS = "the weight gradient of linear_cross_entropy in bfloat16 on CUDA"
 
