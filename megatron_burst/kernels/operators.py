@@ -10,8 +10,6 @@ from typing import Protocol
 
 import torch
 
-from . import torch_release
-
 aten = torch.ops.aten
 
 Window = tuple[int, int]
@@ -118,11 +116,9 @@ class CudaCudnn:
     takes_delta = False
 
     def unfit(self, device: torch.device, width: int) -> str | None:
-        """Widths as torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10
-        on."""
-        refused = torch_release.refusal(torch_release.CUDNN)
-        if refused is not None or width <= 128:
-            return refused
+        """As torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10 on."""
+        if width <= 128:
+            return None
         version = torch.backends.cudnn.version() or 0
         if width <= 256 and version >= 91000 and torch.cuda.get_device_capability(device) == (9, 0):
             return None
