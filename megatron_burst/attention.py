@@ -16,7 +16,6 @@ from typing_extensions import Unpack
 from .autotune.rates import Rates
 from .comm.groups import Groups, InProcessGroups
 from .execution.function import Attention, InProcessAttention, Kept
-from .kernels import registry
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
 from .planning.in_process import InProcessPlan, Shard, per_rank
@@ -134,11 +133,14 @@ def _check_call(plan: Plan, q: Any, k: Any, v: Any, sink: torch.Tensor | None) -
             f"plan: made for {plan.signature} and gradients of (q, k, v) {plan.needs_grad}; got "
             f"{signature(q, k, v)}; call mb.prepare for these tensors"
         )
-    # Only this can have changed since the kernel was chosen.
-    if torch.are_deterministic_algorithms_enabled():
-        reason = registry.refusal(plan.kernel, q, k, v, plan.options.softcap)
+    if torch.are_deterministic_algorithms_enabled():  # perhaps not yet when the kernel was chosen
+        kernel = plan.kernel
+        reason = kernel.refusal(q, k, v) if kernel.deterministic else "is not deterministic"
         if reason is not None:
-            raise ValueError(f"plan: kernel {plan.kernel.name} {reason}; call mb.prepare again")
+            raise ValueError(
+                f"plan: kernel {kernel.name} {reason}, and torch.use_deterministic_algorithms("
+                "True) was called; call mb.prepare again"
+            )
     check_sink(sink, q)
 
 

@@ -73,17 +73,16 @@ def make(
     names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
     for each in names:
         kernel = KERNELS[each](q.device, beside_rings)
-        reason = refusal(kernel, q, k, v, softcap)
+        reason = _refusal(kernel, q, k, v, softcap)
         if reason is None:
             return kernel
         reasons.append(f"kernel {each} {reason}")
     raise ValueError("; ".join([*reasons, "kernel='reference' takes anything"]))
 
 
-def refusal(
+def _refusal(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None
 ) -> str | None:
-    """Why the kernel cannot serve such tensors in torch's present mode, or None."""
     if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic:
         return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
     if softcap is not None and not kernel.softcaps:
