@@ -7,15 +7,20 @@ operators that do work on a device. Both are meant for fake tensors on "cuda" (`
 serve on real ones.
 """
 
+import sys
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-aten = torch.ops.aten
+import megatron_burst
+
+PACKAGE = str(Path(megatron_burst.__file__).parent)
+TRANSPORT = f"{PACKAGE}/comm/local.py"  # what it copies, NCCL would send
 # Their results have a size, or are a number, that only the device knows.
 READ = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique",
@@ -90,13 +95,22 @@ class NoSync(TorchDispatchMode):
         return None
 
 
+def _caller():
+    """The file of the package whose code called the operator; None if it was none of it."""
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code.co_filename
+
+
 def _indices(args):
     return [x for x in (args[1] or ()) if isinstance(x, torch.Tensor)]
 
 
 class Launches(TorchDispatchMode):
     """Counts operators that do work on `kind`, by name; what one operator launches inside counts
-    once. `of` also takes what dispatch does not see, as the launches of Triton."""
+    once, and what ranks of one process send each other does not count. `of` also takes what
+    dispatch does not see, as the launches of Triton."""
 
     def __init__(self, kind="cuda"):
         super().__init__()
@@ -107,7 +121,8 @@ class Launches(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
         name = func.overloadpacket.__name__
         free = name in FREE or func.is_view or not any(x.numel() for x in tensors)
-        if not free and any(x.device.type == self.kind for x in tensors):
+        there = any(x.device.type == self.kind for x in tensors)
+        if there and not free and _caller() != TRANSPORT:
             self.of[name] += 1
         return result
 

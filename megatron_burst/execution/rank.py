@@ -137,7 +137,7 @@ def _rows_to_heads(
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """These rows of x: x itself where they are all of them."""
-    return x if len(rows) == len(x) else x.index_select(0, rows.to(x.device))
+    return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
 def interleaved(partial: PartialPass, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -145,6 +145,6 @@ def interleaved(partial: PartialPass, stored: torch.Tensor, new: torch.Tensor) -
     if not len(partial.rest):
         return stored.detach()  # as a result it gets a history of its own
     whole = new.new_empty((len(partial.kept) + len(partial.rest), *new.shape[1:]))
-    whole[partial.kept.to(new.device)] = stored
-    whole[partial.rest.to(new.device)] = new
+    whole.index_copy_(0, partial.kept, stored.detach())
+    whole.index_copy_(0, partial.rest, new)
     return whole

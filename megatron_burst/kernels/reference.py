@@ -13,9 +13,27 @@ import numpy as np
 import torch
 
 from ..layout import Span
+from ..layout.sharding import to_device
 from ..masks import Mask
 from .base import Rows, Scoring
 from .online_softmax import merge_
+
+
+class PairWork:
+    """Which local row sees which local column; brought to each device once."""
+
+    def __init__(self, table: np.ndarray):
+        self.hidden = ~table  # bool [s, t]
+        self.unseen = self.hidden.all(axis=0)  # bool [t]: keys that no row sees
+        self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden, unseen) on `device`."""
+        if device not in self._there:
+            both = to_device(np.concatenate([self.hidden.ravel(), self.unseen]), device)
+            hidden, unseen = both.split([self.hidden.size, self.unseen.size])
+            self._there[device] = hidden.view(self.hidden.shape), unseen
+        return self._there[device]
 
 
 class ReferenceKernel:
@@ -30,18 +48,17 @@ class ReferenceKernel:
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> torch.Tensor | None:
-        """bool [s, t]: which local row sees which local column."""
+    ) -> PairWork | None:
         q, k = (np.concatenate([s.positions() for s in spans]) for spans in (q_spans, k_spans))
-        table = torch.from_numpy(np.array(mask.visible(q[:, None], k[None, :])))
-        return table if table.any() else None
+        table = np.array(mask.visible(q[:, None], k[None, :]))
+        return PairWork(table) if table.any() else None
 
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: torch.Tensor,
+        work: PairWork,
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -56,7 +73,7 @@ class ReferenceKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: torch.Tensor,
+        work: PairWork,
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -70,7 +87,8 @@ class ReferenceKernel:
         dp = torch.einsum("sbkgw,tbkw->bkgst", dout, _seen(v, work))
         ds = p * (dp - delta.unsqueeze(-1)) * scoring.scale
         if scoring.softcap is not None:  # d cap tanh(t / cap) / dt = 1 - tanh^2
-            ds = ds * (1 - (scores.masked_fill(~work.to(ds.device), 0.0) / scoring.softcap) ** 2)
+            hidden, _ = work.on(ds.device)
+            ds = ds * (1 - (scores.masked_fill(hidden, 0.0) / scoring.softcap) ** 2)
         if dq is not None:
             dq += torch.einsum("bkgst,tbkd->sbkgd", ds, _seen(k, work)).flatten(2, 3)
         if dk is not None:
@@ -83,20 +101,20 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _seen(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _seen(x: torch.Tensor, work: PairWork) -> torch.Tensor:
     """Keys or values, 0 where no row sees them: 0 times the NaN of some padding would be NaN."""
-    return _wide(x).masked_fill(~table.any(dim=0).to(x.device)[:, None, None, None], 0.0)
+    _, unseen = work.on(x.device)
+    return _wide(x).masked_fill(unseen[:, None, None, None], 0.0)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, scoring: Scoring
-) -> torch.Tensor:
-    """[b, k, g, s, t], -inf where `table` is False."""
+def _scores(q: torch.Tensor, k: torch.Tensor, work: PairWork, scoring: Scoring) -> torch.Tensor:
+    """[b, k, g, s, t], -inf where a row does not see a column."""
     scores = torch.einsum("sbkgd,tbkd->bkgst", _wide(q).unflatten(2, (k.shape[2], -1)), _wide(k))
     scores = scores * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    return scores.masked_fill(~table.to(q.device), float("-inf"))
+    hidden, _ = work.on(q.device)
+    return scores.masked_fill(hidden, float("-inf"))
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,13 @@ work (seven products for five).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..layout import Span
+from ..layout.sharding import to_device
 from ..masks import Mask
 from .base import Rows, Scoring
 from .blocks import WIDEST, Blocks, blocks
@@ -29,35 +31,46 @@ HEADS = 65535  # the second dimension of a launch
 ALIGNED = 16  # bytes: what a descriptor wants of every stride
 
 
-class PairWork:
-    """One pair of shards; its grids are made when first asked for, its lists once per device."""
+Launch = tuple[torch.Tensor, ...]  # programs, others, tables, bits: what one launch is given
 
-    def __init__(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]):
-        self.problem = mask, q_spans, k_spans
-        self.grids: dict[tuple[int, int], TileGrid] = {}
-        self.lists: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
 
-    def grid(self, rows: int, columns: int) -> TileGrid:
-        """The pair's tiles of `rows` x `columns`."""
-        if (rows, columns) not in self.grids:
-            self.grids[rows, columns] = tile_grid(*self.problem, rows, columns)
-        return self.grids[rows, columns]
+class Pairs:
+    """Pairs of shards under one mask. Their grids are made when first asked for; their lists go to
+    a device together, so that a plan takes one copy for each pass and not several for each pair.
+    """
 
-    def launches(
-        self, size: Blocks, by: str, device: torch.device
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """(programs, others, tables, bits) of each launch, by "rows" or "columns"."""
-        key = size.rows, size.columns, by, device
-        if key not in self.lists:
-            found = self.grid(size.rows, size.columns)
-            full, partial = found.by_rows if by == "rows" else found.by_columns
-            bits = torch.tensor(found.bits, device=device)
-            self.lists[key] = [
-                (*(torch.tensor(x, device=device) for x in work), bits)
-                for work in (full, partial)
-                if len(work.programs)
-            ]
-        return self.lists[key]
+    def __init__(self, mask: Mask):
+        self.mask = mask
+        self.spans: list[tuple[Sequence[Span], Sequence[Span]]] = []
+        self.grids: dict[tuple[int, int, int], TileGrid] = {}
+        self.lists: dict[tuple, list[list[Launch]]] = {}
+
+    def grid(self, pair: int, rows: int, columns: int) -> TileGrid:
+        """A pair's tiles of `rows` x `columns`."""
+        key = pair, rows, columns
+        if key not in self.grids:
+            self.grids[key] = tile_grid(self.mask, *self.spans[pair], rows, columns)
+        return self.grids[key]
+
+    def launches(self, pair: int, size: Blocks, by: str, device: torch.device) -> list[Launch]:
+        """Of a pair, by "rows" or "columns"."""
+        there = self.lists.setdefault((size.rows, size.columns, by, device), [])
+        if pair >= len(there):
+            missing = range(len(there), len(self.spans))
+            grids = (self.grid(each, size.rows, size.columns) for each in missing)
+            there += _brought([_arrays(grid, by) for grid in grids], device)
+        return there[pair]
+
+
+class PairWork(NamedTuple):
+    """One of several pairs of shards."""
+
+    pairs: Pairs
+    index: int
+
+    def launches(self, size: Blocks, by: str, device: torch.device) -> list[Launch]:
+        """Those of this pair, by "rows" or "columns"."""
+        return self.pairs.launches(self.index, size, by, device)
 
 
 class TritonKernel:
@@ -69,6 +82,7 @@ class TritonKernel:
 
     def __init__(self, size: Blocks | None = None):
         self.size = size
+        self._pairs: Pairs | None = None  # those of the mask that was asked for last
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         missing = unavailable(q.device.type)
@@ -86,8 +100,15 @@ class TritonKernel:
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> PairWork | None:
-        pair = PairWork(mask, q_spans, k_spans)
-        return pair if pair.grid(COARSE, COARSE) else None
+        coarse = tile_grid(mask, q_spans, k_spans, COARSE, COARSE)
+        if not coarse:
+            return None
+        if self._pairs is None or self._pairs.mask is not mask:
+            self._pairs = Pairs(mask)
+        pairs, index = self._pairs, len(self._pairs.spans)
+        pairs.spans.append((q_spans, k_spans))
+        pairs.grids[index, COARSE, COARSE] = coarse
+        return PairWork(pairs, index)
 
     def forward(
         self,
@@ -189,6 +210,25 @@ def capability(device: torch.device) -> int:
         return 0  # the interpreter: the smallest blocks
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
+    """What each launch of a pair is given."""
+    both = grid.by_rows if by == "rows" else grid.by_columns
+    return [(*work, grid.bits) for work in both if len(work.programs)]
+
+
+def _brought(
+    pairs: Sequence[Sequence[tuple[np.ndarray, ...]]], device: torch.device
+) -> list[list[Launch]]:
+    """The arrays of all launches of some pairs, on `device`, by one copy; all of them int32."""
+    arrays = {id(x): x for launches in pairs for launch in launches for x in launch}
+    unit = ALIGNED // np.dtype(np.int32).itemsize  # each begins where a tensor of its own would
+    padded = [np.pad(x.ravel(), (0, -x.size % unit)) for x in arrays.values()]
+    whole = to_device(np.concatenate([*padded, np.zeros(0, np.int32)]), device)
+    parts = zip(arrays.items(), whole.split([len(x) for x in padded]), strict=True)
+    there = {key: part[: x.size].view(x.shape) for (key, x), part in parts}
+    return [[tuple(there[id(x)] for x in launch) for launch in launches] for launches in pairs]
 
 
 def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: Blocks) -> Any:

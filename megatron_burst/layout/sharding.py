@@ -1,15 +1,19 @@
 """Cuts a tensor into the shards of a layout, and joins shards again.
 
-For inputs and results: attention works on shards and never calls this.
+For inputs and results: attention works on shards and never calls this. Decides how numbers of rows
+reach a device: not at all where a few slices say the same, else without the host waiting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from .layouts import Layout
+
+SLICES = 8  # of so many spans at most, slices are joined: no numbers of rows are made and sent
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
@@ -20,8 +24,12 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.
     """
     _check(layout)
     _check_tensor("x", x, dim)
-    index = torch.from_numpy(layout.positions(rank, x.shape[dim])).to(x.device)
-    return x.index_select(dim, index)
+    spans = layout.spans(rank, x.shape[dim])
+    if len(spans) > SLICES:
+        return x.index_select(dim, to_device(layout.positions(rank, x.shape[dim]), x.device))
+    before = (slice(None),) * (dim % x.dim())
+    parts = [x[(*before, slice(start, start + stride * n, stride))] for start, stride, n in spans]
+    return torch.cat(parts, dim).contiguous()  # cat may keep an order of strides of its inputs
 
 
 def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> torch.Tensor:
@@ -35,12 +43,21 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
     for part in parts:
         _check_tensor("parts", part, dim)
     seq_len = sum(part.shape[dim] for part in parts)
-    order = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
+    order: list[np.ndarray] = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
     wanted, rows = [len(p) for p in order], [part.shape[dim] for part in parts]
     if rows != wanted:
         raise ValueError(f"parts: layout {layout.name} gives the ranks rows {wanted}, got {rows}")
-    index = torch.cat([torch.from_numpy(p) for p in order]).argsort().to(parts[0].device)
+    index = to_device(np.argsort(np.concatenate(order)), parts[0].device)
     return torch.cat(list(parts), dim=dim).index_select(dim, index)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`array` as a tensor on `device`; on the CPU the two share memory.
+
+    The host waits for no GPU: it copies into pinned memory, which the GPU reads in its own time.
+    """
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _check(layout: Layout) -> None:

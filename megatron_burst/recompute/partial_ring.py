@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ..execution.executor import Pass
 from ..execution.job import PartialPass
 from ..kernels.base import Kernel
 from ..layout import Span
+from ..layout.sharding import to_device
 from ..masks import Mask, shards_visible
 from ..schedule import cost
 from ..schedule.rings import Schedule
@@ -81,6 +83,7 @@ def plan(
     rows = tuple(len(k.rows) for k in keys)
     run = Pass("attention recompute", program, works, rows=rows, deferred=program)
     indices = selection.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
-    partial = PartialPass(*(torch.from_numpy(x).to(device) for x in indices), run=run)
+    together = to_device(np.concatenate(indices), device)
+    partial = PartialPass(*together.split([len(x) for x in indices]), run=run)
     # The schedule as a copy: the tables of all ranks are not kept.
     return Recompute(keep, replace(schedule), partial, mask, tuple(queries), seq_len)
