@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution.function import InProcessAttention
+from megatron_burst.kernels import native
 
 try:
     from triton.runtime.jit import JITFunction
@@ -33,9 +34,13 @@ WHY = "fake CUDA tensors need a torch built with CUDA"
 def device(capability=HOPPER):
     """A fake GPU: yields its mode. Tensors made in it live on it, plans are made outside."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("torch.cuda.get_device_capability", lambda _=None: capability))
-        stack.enter_context(mock.patch("torch.backends.cudnn.version", lambda: 91900))
-        stack.enter_context(mock.patch("torch.cuda.device_of", lambda _: nullcontext()))
+        for name, value in (
+            ("cuda.get_device_capability", capability),
+            ("backends.cudnn.version", 91900),
+            ("cuda.device_of", nullcontext()),
+        ):
+            stack.enter_context(mock.patch(f"torch.{name}", return_value=value))
+        stack.enter_context(mock.patch.object(native, "FILE", "no csrc"))
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -49,6 +54,8 @@ def running(mode):
         if JITFunction is not None:
             stack.enter_context(mock.patch.object(JITFunction, "run", _counted(launches)))
             stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", _offset))
+            # Triton's own kernels do not serve fake tensors anywhere else.
+            stack.enter_context(mock.patch.object(native, "plain", return_value=True))
         stack.enter_context(mock.patch.object(LocalEndpoint, "exchange", _watched()))
         yield launches
 
@@ -113,7 +120,7 @@ class Problem(NamedTuple):
 class Call:
     """One layer's attention of all ranks: its plan, its tensors, and how it runs."""
 
-    def __init__(self, mode, groups, problem=Problem(), sink=False, **options):
+    def __init__(self, mode, groups, problem, sink=False, **options):
         s, b, h, k, d, w, dtype = problem
         with mode:
             make = lambda n, width: [  # noqa: E731

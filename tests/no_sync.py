@@ -52,7 +52,7 @@ class NoSync(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        complaint = self._complaint(func, args, kwargs)
+        complaint = None if is_free(func) else self._complaint(func, args, kwargs)
         if complaint:
             raise HostSync(f"{func}: {complaint}")
         return func(*args, **kwargs)
@@ -95,6 +95,11 @@ class NoSync(TorchDispatchMode):
         return None
 
 
+def is_free(func):
+    """Does an operator start nothing, so that nobody can wait for it either?"""
+    return func.is_view or func.overloadpacket.__name__ in FREE
+
+
 def _caller():
     """The file of the package whose code called the operator; None if it was none of it."""
     frame = sys._getframe(2)
@@ -118,12 +123,12 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
-        name = func.overloadpacket.__name__
-        free = name in FREE or func.is_view or not any(x.numel() for x in tensors)
-        there = any(x.device.type == self.kind for x in tensors)
-        if there and not free and _caller() != TRANSPORT:
-            self.of[name] += 1
+        if not is_free(func):
+            leaves = tree_leaves((args, kwargs, result))
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.numel()]
+            there = any(x.device.type == self.kind for x in tensors)
+            if there and _caller() != TRANSPORT:
+                self.of[func.overloadpacket.__name__] += 1
         return result
 
     @property

@@ -121,8 +121,9 @@ class Executor:
         """The running sum of a gradient; zero when first asked for."""
         if chunk not in self.sums:
             self.sums[chunk] = self.buffers.take(chunk.family)
-            for t in self.sums[chunk].tensors:
-                t.zero_()
+            whole = self.sums[chunk].flat
+            assert whole is not None
+            whole.zero_()  # all of its tensors at once
         return self.sums[chunk].tensors
 
     def advance(self, compute: Callable[[Pair], None]) -> bool:
@@ -212,12 +213,20 @@ class Executor:
             for kind, message in flight.leaving:
                 self.buffers.give(kind, message)
             for chunk, message in flight.arriving:
-                if not chunk.gradient:
+                if chunk.gradient:
+                    self._add(chunk, message)
+                else:
                     self.held[chunk] = message
-                    continue
-                for total, part in zip(self.total(chunk), message.tensors, strict=True):
-                    total += part
-                self.buffers.give(self._wire(chunk.family), message)
+
+    def _add(self, chunk: Chunk, message: Message) -> None:
+        """What arrived becomes the sum, where there is none yet and nothing has to be converted."""
+        kind = self._wire(chunk.family)
+        if chunk not in self.sums and kind == chunk.family:
+            self.sums[chunk] = message
+            return
+        for total, part in zip(self.total(chunk), message.tensors, strict=True):
+            total += part
+        self.buffers.give(kind, message)
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from ..layout import Span
 from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
-from . import native
+from . import native, rowwise
 from .base import Rows, Scoring
 from .online_softmax import merge_
 from .operators import Operator, Window
@@ -128,7 +128,8 @@ class AtenKernel:
             # In place and in the accumulation dtype: the operator's gradients have the dtype of q.
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
-                    total[part] += grad.permute(2, 0, 1, 3)[..., : total.shape[-1]]
+                    # `total[part] +=` would also copy the sum onto itself.
+                    total[part].add_(grad.permute(2, 0, 1, 3)[..., : total.shape[-1]])
 
 
 class _TileWork(NamedTuple):
@@ -170,6 +171,8 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     elements are rounded alike, so that errors do not average out.
     """
     found = native.stand_in(dout, delta)
+    if found is None:
+        found = rowwise.stand_in(dout, delta)
     if found is not None:
         return found
     wide, delta = dout.to(delta.dtype), delta.unsqueeze(-1)

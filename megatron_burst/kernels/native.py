@@ -84,18 +84,18 @@ def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
     """`online_softmax.merge_`: was it done? out, part [s, b, h, w], lse, part_lse [s, b, h]."""
-    if not (_here(out, lse, part, part_lse) and _rows(out, part) and out.dtype == lse.dtype):
+    if not (_here(out, lse, part, part_lse) and in_rows(out, part) and out.dtype == lse.dtype):
         return False
     if ACCUMULATORS.get(part.dtype) != out.dtype:
         return False
     torch.ops.megatron_burst.merge_.default(out, lse, part, part_lse.to(lse.dtype))
-    _changed(out, lse)
+    changed(out, lse)
     return True
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """`online_softmax.row_delta` [s, b, h] in `dtype`, or None; dout, out [s, b, h, w]."""
-    if not (_here(dout, out) and _rows(dout, out) and dout.dtype == out.dtype):
+    if not (_here(dout, out) and in_rows(dout, out) and dout.dtype == out.dtype):
         return None
     if ACCUMULATORS.get(dout.dtype) != dtype:
         return None
@@ -106,7 +106,7 @@ def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     """`kernels.aten.stand_in` [s, b, h, w], or None; dout [s, b, h, w], delta [s, b, h]."""
-    if not (_here(dout, delta) and _rows(dout) and ACCUMULATORS.get(dout.dtype) == delta.dtype):
+    if not (_here(dout, delta) and in_rows(dout) and ACCUMULATORS.get(dout.dtype) == delta.dtype):
         return None
     found = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     torch.ops.megatron_burst.stand_in_out.default(dout, delta, found)
@@ -137,31 +137,34 @@ def softmax_gradient_(
     torch.ops.megatron_burst.softmax_gradient_.default(
         z, *(row.contiguous() for row in rows), real, scale, softcap or 0.0, lse is None
     )
-    _changed(z)
+    changed(z)
     return True
 
 
 def _here(*tensors: torch.Tensor) -> bool:
-    """Are these plain tensors of one device that the library serves, outside of autograd and of
-    torch.compile, which cannot see into it?"""
+    """Are these plain tensors that the library serves?"""
+    return plain(*tensors) and serves(tensors[0].device.type)
+
+
+def plain(*tensors: torch.Tensor) -> bool:
+    """Are these tensors of one device with numbers in them, outside of autograd and of
+    torch.compile, which cannot see into an operator of ours?"""
     if torch.compiler.is_compiling():  # and it could not follow what is asked below
         return False
     device, grad = tensors[0].device, torch.is_grad_enabled()
-    return (
-        serves(device.type)
-        and all(type(t) is torch.Tensor and t.device == device for t in tensors)
-        and not (grad and any(t.requires_grad for t in tensors))
+    return all(type(t) is torch.Tensor and t.device == device for t in tensors) and not (
+        grad and any(t.requires_grad for t in tensors)
     )
 
 
-def _changed(*tensors: torch.Tensor) -> None:
+def changed(*tensors: torch.Tensor) -> None:
     """As torch's own operators do in place: who holds a tensor can see that it was written to."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
 
-def _rows(*tensors: torch.Tensor) -> bool:
+def in_rows(*tensors: torch.Tensor) -> bool:
     """[s, b, h, w] with neighbours in the last dimension, all of one shape."""
     return all(
         t.dim() == 4 and (t.stride(3) == 1 or t.shape[3] == 1) and t.shape == tensors[0].shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from . import native
+from . import native, rowwise
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -36,13 +36,14 @@ def merge_(
     out, out_new [s, b, h, d]; lse, lse_new [s, b, h], natural log. The new pair may have a
     lower precision than the accumulators.
     """
-    if native.merge_(out, lse, out_new, lse_new):
+    given = out, lse, out_new, lse_new
+    if native.merge_(*given) or rowwise.merge_(*given):
         return
-    total = torch.logaddexp(lse, lse_new.to(lse.dtype))
-    base = _finite(total)
-    out.mul_(torch.exp(lse - base).unsqueeze(-1))
-    out.addcmul_(out_new.to(out.dtype), torch.exp(lse_new - base).unsqueeze(-1))
-    lse.copy_(total)
+    new = lse_new.to(lse.dtype)
+    # The share of the new part in both: 0 where neither saw anything, as -inf minus a number.
+    share = (new - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
+    out.lerp_(out_new.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, new, out=lse)
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
@@ -60,6 +61,8 @@ def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
 def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
     found = native.delta(dout, out, dtype)
+    if found is None:
+        found = rowwise.delta(dout, out, dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if found is None else found
 
 

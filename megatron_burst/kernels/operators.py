@@ -92,8 +92,8 @@ class CudaFlash:
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
-        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
+        offset = torch.empty((), dtype=torch.uint64, device=q.device)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lengths = None, None, q.shape[1], k.shape[1]
         grads = aten._flash_attention_backward(
@@ -134,7 +134,7 @@ class CudaCudnn:
         # Some releases of torch find a graph that they have built by q, k and v alone, and build it
         # for the strides that out and dout have the first time: so these follow from those of q.
         dout, out = (_laid_out_like(x, q) for x in (dout, out))
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
         return aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *sizes,
