@@ -2,17 +2,19 @@
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import cases
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from no_sync import Launches
 
 import megatron_burst as mb
 from megatron_burst.autotune import measure
 from megatron_burst.autotune.known import WORKS_KEPT, known
-from megatron_burst.kernels import registry
+from megatron_burst.kernels import online_softmax, registry
 from megatron_burst.kernels.base import Scoring
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
@@ -307,3 +309,25 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
         made(mask=mb.masks.Window(5 + n, 0))
     assert made() is not first
     assert len(known(groups.cache).works) == WORKS_KEPT
+
+
+def test_the_time_of_a_call_counts_its_launches(monkeypatch):
+    """On a clock that ticks at every operator: what the merge takes more is half of it in the rate
+    of launches, because a call is a forward or a backward."""
+    merge, x, extra = online_softmax.merge_, torch.ones(8, 1, 2, 16), [0]
+
+    def slower(out, lse, *part):
+        for _ in range(extra[0]):
+            out.add_(0.0)
+        merge(out, lse, *part)
+
+    monkeypatch.setattr("megatron_burst.kernels.aten.merge_", slower)
+    with Launches("cpu") as ticks:
+        clock = SimpleNamespace(perf_counter=lambda: float(ticks.total))
+        monkeypatch.setattr(measure, "time", clock)
+        found = []
+        for extra[0] in (0, 40):
+            found.append(measure._speed(registry.make("aten", x, x, x), Scoring(0.25), x, x, x)[1])
+    # aten: forward, backward, six for the merge and three sums
+    assert found[0] >= (1 + 6 + 1 + 3) / 2
+    assert found[1] - found[0] == 40 / 2

@@ -9,8 +9,8 @@ Shape letters: s query rows, b batch, h query heads, w value width.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from . import native
 ELEMENTS = 2048  # of a program, where rows are no wider
 
 
-@functools.cache  # Triton is imported or not for good; a search for it takes longer than a launch
 def _code(device: str) -> Any:
     """The module of the kernels where they run on this type of device, else None."""
+    # Elsewhere only Triton's interpreter runs them, for which somebody has imported Triton.
+    if device != "cuda" and "triton" not in sys.modules:
+        return None
     if importlib.util.find_spec("triton") is None:
         return None
     from triton.runtime.interpreter import InterpretedFunction  # pyright: ignore

@@ -66,11 +66,11 @@ class PairWork(NamedTuple):
     """One of several pairs of shards."""
 
     pairs: Pairs
-    index: int
+    number: int
 
     def launches(self, size: Blocks, by: str, device: torch.device) -> list[Launch]:
         """Those of this pair, by "rows" or "columns"."""
-        return self.pairs.launches(self.index, size, by, device)
+        return self.pairs.launches(self.number, size, by, device)
 
 
 class TritonKernel:
