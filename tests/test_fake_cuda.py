@@ -42,7 +42,7 @@ CALLS = {
                Problem()),
     "head chunks": ("flat", {"head_chunks": 2, "side": "query", "layout": "striped"}, Problem()),
     "bf16 wire": ("flat", {"grad_wire_dtype": "bf16", "kv_cache": 0.5, "side": "kv"}, Problem()),
-    "reference": ("flat", {"kernel": "reference", "softcap": 9.0, "mask": DOCUMENTS}, Problem()),
+    "reference": ("flat", {"kernel": "reference", "softcap": 9.0, "mask": DOCUMENTS}, Problem(256)),
     "triton": ("flat", {"kernel": "triton", "softcap": 9.0, "mask": DOCUMENTS}, Problem(256)),
     "triton query": ("both", {"algorithm": "hybrid", "kernel": "triton", "side": "query",
                               "head_chunks": 2, "sink": True}, WIDE),
