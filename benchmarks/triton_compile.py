@@ -30,6 +30,7 @@ from megatron_burst.kernels.blocks import Blocks, blocks
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 DEVICES = (80, 90, 100)
 DTYPES = {"bf16": 2, "fp32": 4}  # Triton's name -> bytes
+RECORDING = "forward_maximum"  # the forward, recording the largest scores
 
 
 class Launch(NamedTuple):
@@ -86,7 +87,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _launches(args: argparse.Namespace) -> Iterator[Launch]:
-    kernels = "forward", "backward_keys", "backward_queries"
+    kernels = "forward", RECORDING, "backward_keys", "backward_queries"
     for device, kernel, dtype, width in product(args.devices, kernels, args.dtypes, args.widths):
         size = blocks(device, kernel.split("_")[0], width, DTYPES[dtype])
         for masked in (False, True):
@@ -102,7 +103,7 @@ def build(launch: Launch) -> Made:
 
     from megatron_burst.kernels import triton_code
 
-    code = getattr(triton_code, launch.kernel)
+    code = getattr(triton_code, "forward" if launch.kernel == RECORDING else launch.kernel)
     constants = _constants(launch)
     signature = {name: _type(name, launch, constants) for name in code.arg_names}
     source = ASTSource(code, signature, constants)
@@ -118,6 +119,8 @@ def _constants(launch: Launch) -> dict[str, Any]:
         "PRECISION": "ieee" if launch.dtype == "fp32" else "tf32",
         "M": size.rows, "N": size.columns, "D": launch.width, "W": launch.width,
     }  # fmt: skip
+    if launch.kernel == "forward":
+        constants["max_logits"] = None
     if launch.kernel == "backward_keys":
         constants |= {"DQ": True, "DK": True, "DV": True}
     return constants
@@ -133,7 +136,7 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
     if name in rows and not (name == "dq" and atomic):
         kind = launch.dtype if name in ("q", "k", "v", "dout") else "fp32"
         return f"tensordesc<{kind}[{rows[name]},1,1,{launch.width}]>"
-    if name in ("lse", "delta", "dq"):
+    if name in ("lse", "delta", "dq", "max_logits"):
         return "*fp32"
     if name in ("programs", "others", "tables", "bits"):
         return "*i32"

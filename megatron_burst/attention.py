@@ -15,13 +15,13 @@ from typing_extensions import Unpack
 
 from .autotune.rates import Rates
 from .comm.groups import Groups, InProcessGroups
-from .execution.function import Attention, InProcessAttention, Kept
+from .execution.function import Attention, InProcessAttention
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
 from .planning.in_process import InProcessPlan, Shard, per_rank
 from .planning.plan import Plan
 from .planning.prepare import prepare
-from .planning.validate import NeedsGrad, check_shapes, check_sink, signature
+from .planning.validate import NeedsGrad
 from .recompute.checkpoint import Frame, current
 
 
@@ -33,6 +33,7 @@ def attention(
     *,
     plan: Plan | InProcessPlan | None = None,
     sink: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
     label: object = None,
     groups: Groups | InProcessGroups | None = None,
     needs_grad: NeedsGrad | None = None,
@@ -47,6 +48,11 @@ def attention(
 
     sink: [h], a learnable logit per head that takes part in every row's softmax and has no value
     (zeros: "off by one" softmax); its gradient is that of this rank's rows.
+
+    max_logits: [h], raised in place to the largest score that a query of each head sees in what
+    this rank computes: the maximum over all ranks is that of the whole sequence. It has the
+    accumulation dtype (float32, for float64 tensors float64), starts at -inf or at earlier results,
+    and gets no gradient; a sink does not count.
 
     label: what the ranks should agree on about this call, such as the number of a layer (a string,
     an integer or a tuple of them); where ranks are out of step, it tells calls of one plan apart.
@@ -80,19 +86,20 @@ def attention(
         if frame is not None:
             options.setdefault("store", frame.keep)
         plan = prepare(
-            q, k, v, groups=groups, needs_grad=needs_grad, sink=sink, rates=rates, **options
-        )
+            q, k, v, groups=groups, needs_grad=needs_grad, sink=sink, max_logits=max_logits,
+            rates=rates, **options,
+        )  # fmt: skip
     else:
         _check_alone(groups=groups, needs_grad=needs_grad, rates=rates, **options)
     if isinstance(plan, InProcessPlan):
-        return _in_process(plan, q, k, v, sink, label, frame)
+        return _in_process(plan, q, k, v, sink, max_logits, label, frame)
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plan.groups.check()
-    _check_call(plan, q, k, v, sink)
-    kept = _kept(plan, frame)  # before the call counts: it may be refused
+    plan.check(q, k, v, sink, max_logits)
+    kept = plan.keeps(frame)  # before the call counts: it may be refused
     call = plan.groups.calls.forward(plan.identity, label, sink is not None)
-    out: Any = Attention.apply(plan.job, plan.groups, call, kept, sink, q, k, v)
+    out: Any = Attention.apply(plan.job, plan.groups, call, kept, max_logits, sink, q, k, v)
     return out
 
 
@@ -109,49 +116,17 @@ def _in_process(
     k: Any,
     v: Any,
     sink: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
     label: object,
     frame: Frame | None,
 ) -> Any:
     """All ranks at once, in one autograd function: the backward of one waits for the others."""
     shards = per_rank(plan.groups, q, k, v)
     for one, shard in zip(plan.ranks, shards, strict=True):
-        _check_call(one, *shard, sink)
-    kept = _kept(plan.ranks[0], frame)
+        one.check(*shard, sink, max_logits)
+    kept = plan.ranks[0].keeps(frame)
     begin = (one.groups.calls.forward for one in plan.ranks)
     calls = [each(plan.identity, label, sink is not None) for each in begin]
     jobs, flat = [one.job for one in plan.ranks], [t for shard in shards for t in shard]
-    outs = InProcessAttention.apply(jobs, plan.groups, calls, kept, sink, *flat)
+    outs = InProcessAttention.apply(jobs, plan.groups, calls, kept, max_logits, sink, *flat)
     return outs[0] if isinstance(q, torch.Tensor) else list(outs)
-
-
-def _check_call(plan: Plan, q: Any, k: Any, v: Any, sink: torch.Tensor | None) -> None:
-    """Raise ValueError unless these are tensors that the plan was made for."""
-    if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
-        check_shapes(q, k, v)
-    if not plan.matches(q, k, v):
-        raise ValueError(
-            f"plan: made for {plan.signature} and gradients of (q, k, v) {plan.needs_grad}; got "
-            f"{signature(q, k, v)}; call mb.prepare for these tensors"
-        )
-    if torch.are_deterministic_algorithms_enabled():  # perhaps not yet when the kernel was chosen
-        kernel = plan.kernel
-        reason = kernel.refusal(q, k, v) if kernel.deterministic else "is not deterministic"
-        if reason is not None:
-            raise ValueError(
-                f"plan: kernel {kernel.name} {reason}, and torch.use_deterministic_algorithms("
-                "True) was called; call mb.prepare again"
-            )
-    check_sink(sink, q)
-
-
-def _kept(plan: Plan, frame: Frame | None) -> Kept | None:
-    """Where the call keeps its results. ValueError if a checkpoint wants what is not planned."""
-    planned = plan.recompute.keep if plan.recompute is not None else None
-    if frame is None or (frame.keep is None and planned is None):
-        return None
-    if frame.keep not in (None, planned):
-        raise ValueError(
-            f"plan: made with store={planned}, and the checkpoint around this call keeps "
-            f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
-        )
-    return Kept(frame, plan.call)

@@ -66,7 +66,7 @@ def _inputs(ctx: Any, first: int, gradients: list[torch.Tensor | None]) -> list[
 
 
 class Attention(torch.autograd.Function):
-    """One rank. q, k, v: its shard; sink [h] or None."""
+    """One rank. q, k, v: its shard; sink [h] or None; max_logits [h], raised in place, or None."""
 
     @staticmethod
     def forward(
@@ -75,13 +75,14 @@ class Attention(torch.autograd.Function):
         groups: Groups,
         call: CallTag,
         kept: Kept | None,
+        max_logits: torch.Tensor | None,
         sink: torch.Tensor | None,
         *shard: torch.Tensor,
     ) -> torch.Tensor:
         q, k, v = (t.contiguous() for t in shard)
         stored = None if kept is None else kept.found()
         with _running(groups, q.device):
-            out, saved = rank.forward(job, call, (q, k, v), sink, stored)
+            out, saved = rank.forward(job, call, (q, k, v), sink, stored, max_logits)
         if kept is not None:
             kept.leave(lambda: _rows_to_keep(job, saved))
         ctx.job, ctx.groups, ctx.call, ctx.dtype = job, groups, call, shard[0].dtype
@@ -97,8 +98,8 @@ class Attention(torch.autograd.Function):
         with _running(ctx.groups, dout.device):
             *grads, dsink = rank.backward(ctx.job, ctx.call, dout, tuple(saved), sink)
         if dsink is not None:
-            dsink = dsink.to(sink.dtype) if ctx.needs_input_grad[4] else None
-        return None, None, None, None, dsink, *_inputs(ctx, 5, grads)
+            dsink = dsink.to(sink.dtype) if ctx.needs_input_grad[5] else None
+        return *[None] * 5, dsink, *_inputs(ctx, 6, grads)
 
 
 class InProcessAttention(torch.autograd.Function):
@@ -111,6 +112,7 @@ class InProcessAttention(torch.autograd.Function):
         groups: InProcessGroups,
         calls: list[CallTag],
         kept: Kept | None,
+        max_logits: torch.Tensor | None,
         sink: torch.Tensor | None,
         *shards: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -118,8 +120,12 @@ class InProcessAttention(torch.autograd.Function):
         each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
         stored = None if kept is None else kept.found()
         some = [stored and stored[i : i + 2] for i in range(0, 2 * len(jobs), 2)]
+        sinks = [sink] * len(jobs)
+        found = [max_logits.clone() for _ in jobs] if max_logits is not None else [None] * len(jobs)
         with torch.autocast(flat[0].device.type, enabled=False):
-            results = groups.run(rank.forward, jobs, calls, each, [sink] * len(jobs), some)
+            results = groups.run(rank.forward, jobs, calls, each, sinks, some, found)
+        if max_logits is not None:
+            torch.amax(torch.stack(found), dim=0, out=max_logits)  # pyright: ignore
         outs, saved = zip(*results, strict=True)
         if kept is not None:
             pairs = list(zip(jobs, saved, strict=True))
@@ -142,7 +148,7 @@ class InProcessAttention(torch.autograd.Function):
                 rank.backward, ctx.jobs, ctx.calls, douts, saved, [sink] * len(ctx.jobs)
             )
         dsink = None
-        if sink is not None and ctx.needs_input_grad[4]:
+        if sink is not None and ctx.needs_input_grad[5]:
             dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
         grads = [grad for result in results for grad in result[:3]]
-        return None, None, None, None, dsink, *_inputs(ctx, 5, grads)
+        return *[None] * 5, dsink, *_inputs(ctx, 6, grads)

@@ -24,8 +24,9 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 class Forward:
     """Attention of the local queries to the keys of all ranks (BurstEngine Algorithm 1).
 
-    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]). Run it to its end with
-    `head_chunks.run_staggered`, then ask for the `result`.
+    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]). max_logits [h] or None: raised to the
+    largest score of each head. Run it to its end with `head_chunks.run_staggered`, then ask for the
+    `result`.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Forward:
         scoring: Scoring,
         q: torch.Tensor,
         keys: Keys,
+        max_logits: torch.Tensor | None = None,
     ):
         self.run, self.kernel, self.scoring, self.q = run, kernel, scoring, q
+        self.max_logits = max_logits
         self.out, self.lse = empty_result(q, keys[1].shape[-1])
         held = {Chunk("kv", endpoint.rank): keys}
         self.executor = Executor(run, endpoint, held)
@@ -45,7 +48,8 @@ class Forward:
     def compute(self, pair: Pair) -> None:
         k, v = self.executor.held[Chunk("kv", pair.key)].tensors
         work = self.run.works[pair]
-        self.kernel.forward(self.q, k, v, work, self.scoring, self.out, self.lse)
+        results = self.out, self.lse, self.max_logits
+        self.kernel.forward(self.q, k, v, work, self.scoring, *results)
 
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         """out [s, b, h, w] in the dtype of q, lse [s, b, h] in the accumulation dtype, and k, v of

@@ -27,11 +27,13 @@ def forward(
     shard: Tensors,
     sink: torch.Tensor | None,
     stored: Tensors | None,
+    max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tensors]:
     """(out [s, b, h, w], what backward needs: q, k, v, out, lse and kept keys of the ring).
 
     shard: contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]. sink [h] or None. stored: out
-    and lse of the rows that were kept when this call ran first, if it runs again.
+    and lse of the rows that were kept when this call ran first, if it runs again. max_logits [h]
+    or None: raised, for the heads whose ring this rank runs, to the largest score it computes.
     """
     run, partial = replace(job.forward, call=call), job.recompute
     q, k, v = _heads_to_rows(job, run, shard)
@@ -40,8 +42,8 @@ def forward(
         assert partial is not None
         run = replace(partial.run, call=call)
         inputs = rows_of(q, partial.rest), rows_of(k, partial.keys), rows_of(v, partial.keys)
-    mine = None if sink is None else sink[_share(job)]
-    out, lse, kept = _attend(job, run, inputs, mine)
+    mine = [None if x is None else x[_share(job)] for x in (sink, max_logits)]
+    out, lse, kept = _attend(job, run, inputs, *mine)
     if stored is not None:
         assert partial is not None
         pairs = zip(stored, (out, lse), strict=True)
@@ -53,15 +55,20 @@ def forward(
 
 
 def _attend(
-    job: Job, run: Pass, inputs: Tensors, sink: torch.Tensor | None
+    job: Job,
+    run: Pass,
+    inputs: Tensors,
+    sink: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
     """One ring per head chunk: out, lse, and the keys that each keeps for backward."""
     q, k, v = inputs
     chunks = list(head_chunks.split(run, job.head_chunks, q.shape[2], k.shape[2]))
     rings = [
-        Forward(part, job.ring, job.kernel, job.scoring, q[:, :, h], (k[:, :, n], v[:, :, n]))
+        Forward(part, job.ring, job.kernel, job.scoring, q[:, :, h], (k[:, :, n], v[:, :, n]),
+                None if max_logits is None else max_logits[h])
         for part, h, n in chunks
-    ]
+    ]  # fmt: skip
     head_chunks.run_staggered(rings)
     results = [
         ring.result(None if sink is None else sink[h])

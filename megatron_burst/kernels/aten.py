@@ -31,6 +31,7 @@ class AtenKernel:
     """The kernel around one operator; `name` is its entry in `registry.KERNELS`."""
 
     softcaps = False
+    maximum = False  # the operators return lse alone
 
     def __init__(self, name: str, operator: Operator):
         self.name = name
@@ -76,7 +77,9 @@ class AtenKernel:
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
+        assert max_logits is None
         # Stock operators want queries, keys and values of one width.
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))

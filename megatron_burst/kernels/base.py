@@ -42,12 +42,14 @@ class Scoring(NamedTuple):
 class Kernel(Protocol):
     """The local attention on one device.
 
-    name: its entry in `registry.KERNELS`. softcaps: does it take a softcap? deterministic: does it
-    return the same bits every time where torch.use_deterministic_algorithms asks for that?
+    name: its entry in `registry.KERNELS`. softcaps: does it take a softcap? maximum: can its
+    forward tell the largest scores? deterministic: does it return the same bits every time where
+    torch.use_deterministic_algorithms asks for that?
     """
 
     name: str
     softcaps: bool
+    maximum: bool
     deterministic: bool
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -68,9 +70,13 @@ class Kernel(Protocol):
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
         """Merge this pair's result into out [s, b, h, w] and lse [s, b, h], both in the
-        accumulation dtype, by online softmax: a row that saw nothing yet has out 0, lse -inf."""
+        accumulation dtype, by online softmax: a row that saw nothing yet has out 0, lse -inf.
+
+        max_logits [h], of the same dtype, or None, which kernels without `maximum` need: raised to
+        the largest score that a row of each head sees."""
         ...
 
     def backward(

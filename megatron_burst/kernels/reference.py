@@ -41,6 +41,7 @@ class ReferenceKernel:
 
     name = "reference"
     softcaps = True
+    maximum = True
     deterministic = True
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -62,8 +63,12 @@ class ReferenceKernel:
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
         scores = _scores(q, k, work, scoring)
+        if max_logits is not None:
+            highest = scores.amax(dim=(0, 3, 4)).flatten()
+            torch.maximum(max_logits, highest, out=max_logits)
         stats = torch.logsumexp(scores, dim=-1)
         part = torch.einsum("bkgst,tbkw->sbkgw", _probabilities(scores, stats), _seen(v, work))
         merge_(out, lse, part.flatten(2, 3), _rows_last(stats))

@@ -56,10 +56,11 @@ def make(
     softcap: float | None = None,
     mask: Mask | None = None,
     beside_rings: bool = False,
+    maximum: bool = False,
 ) -> Kernel:
     """The kernel called `name` for tensors like q, k, v; "auto": the first of `automatic` that
     can, for this mask (default: causal). `beside_rings`: it will run while tensors travel, and may
-    leave a part of the device to them.
+    leave a part of the device to them. `maximum`: it has to tell the largest scores.
 
     Raises ValueError if there is no such kernel, it cannot serve these tensors, or torch is too
     old.
@@ -73,7 +74,7 @@ def make(
     names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
     for each in names:
         kernel = KERNELS[each](q.device, beside_rings)
-        reason = _refusal(kernel, q, k, v, softcap)
+        reason = _refusal(kernel, q, k, v, softcap, maximum)
         if reason is None:
             return kernel
         reasons.append(f"kernel {each} {reason}")
@@ -81,10 +82,17 @@ def make(
 
 
 def _refusal(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softcap: float | None,
+    maximum: bool,
 ) -> str | None:
     if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic:
         return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
     if softcap is not None and not kernel.softcaps:
         return f"has no softcap, got softcap={softcap}"
+    if maximum and not kernel.maximum:
+        return "returns log-sum-exps alone, and max_logits asks for the largest scores"
     return kernel.refusal(q, k, v)

@@ -53,11 +53,12 @@ def _program(programs, heads, SIZE: tl.constexpr):
 @triton.jit
 def forward(
     q, k, v, out, lse, programs, others, tables, bits,
-    n, heads, group, lse_row, lse_batch, lse_head, scale,
+    n, heads, group, lse_row, lse_batch, lse_head, scale, max_logits,
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head; (out, lse) in float32, in place."""
+    """One block of rows of one head; (out, lse) in float32, in place. max_logits: float32 [heads],
+    raised to the largest score, or None."""
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes, columns = tl.arange(0, M), tl.arange(0, N)
     rows = (start + lanes).to(tl.int64)
@@ -66,6 +67,7 @@ def forward(
     total = tl.where(best == NOTHING, 0.0, 1.0)
     acc = out.load([start, batch, head, 0]).reshape(M, W)
     query = q.load([start, batch, head, 0]).reshape(M, D)
+    largest = tl.full((M,), NOTHING, tl.float32)  # `best` begins with the lse of earlier pairs
     for i in range(first, stop):
         column = tl.load(others + i) * N
         key = k.load([column, batch, head // group, 0]).reshape(N, D)
@@ -73,7 +75,10 @@ def forward(
         if MASKED:
             shown = _shown(bits, tl.load(tables + i), lanes[:, None], columns[None, :], M, N)
             x = tl.where(shown, x, NOTHING)
-        highest = tl.maximum(best, tl.max(x, 1))
+        found = tl.max(x, 1)
+        if max_logits is not None:
+            largest = tl.maximum(largest, found)
+        highest = tl.maximum(best, found)
         base = tl.where(highest == NOTHING, 0.0, highest)
         p = tl.exp2(x - base[:, None])
         decay = tl.exp2(best - base)
@@ -83,8 +88,11 @@ def forward(
         best = highest
     norm = tl.where(total == 0, 1.0, total)
     out.store([start, batch, head, 0], (acc / norm[:, None]).reshape(M, 1, 1, W))
-    found = tl.where(total == 0, NOTHING, (best + tl.log2(norm)) / LOG2E)
-    tl.store(at, found, mask=rows < n)
+    result = tl.where(total == 0, NOTHING, (best + tl.log2(norm)) / LOG2E)
+    tl.store(at, result, mask=rows < n)
+    if max_logits is not None:
+        largest = tl.where(rows < n, largest, NOTHING)
+        tl.atomic_max(max_logits + head, tl.max(largest, 0) / LOG2E, sem="relaxed")
 
 
 @triton.jit

@@ -78,6 +78,7 @@ class TritonKernel:
 
     name = "triton"
     softcaps = True
+    maximum = True
     deterministic = True
 
     def __init__(self, size: Blocks | None = None):
@@ -119,6 +120,7 @@ class TritonKernel:
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
         from . import triton_code
 
@@ -129,7 +131,7 @@ class TritonKernel:
         for programs, *lists in work.launches(size, "rows", q.device):
             _launch(triton_code.forward, q, len(programs), heads, size)(
                 queries, keys, values, result, lse, programs, *lists,
-                len(q), heads, heads // k.shape[2], *lse.stride(), scoring.scale,
+                len(q), heads, heads // k.shape[2], *lse.stride(), scoring.scale, max_logits,
                 **_constants(q, scoring, size, d, w, lists),
             )  # fmt: skip
 

@@ -6,6 +6,7 @@ Plain data, made by `prepare` and run by `attention`. Decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,18 +14,21 @@ from ..autotune.select import Choice
 from ..comm import packing
 from ..comm.groups import Groups
 from ..comm.transport import Channel
+from ..execution.function import Kept
 from ..execution.job import Job
 from ..kernels import native
 from ..kernels.base import Kernel
 from ..layout import Layout
 from ..masks import Mask
 from ..options import AttentionOptions
+from ..recompute.checkpoint import Frame
 from ..recompute.partial_ring import Recompute
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES, Chunk
 from ..units import byte_size
-from .validate import NeedsGrad, Signature, signature
+from .tensors import Signature, check_max_logits, check_shapes, check_sink, signature
+from .validate import NeedsGrad
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,51 @@ class Plan:
         return signature(q, k, v) == self.signature and not any(
             t.requires_grad and new for t, new in zip((q, k, v), unforeseen, strict=True)
         )
+
+    def check(
+        self, q: Any, k: Any, v: Any, sink: torch.Tensor | None, max_logits: torch.Tensor | None
+    ) -> None:
+        """Raise ValueError unless the plan was made for a call with these tensors.
+
+        q, k, v, sink, max_logits: as `attention` takes them.
+        """
+        if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
+            check_shapes(q, k, v)
+        if not self.matches(q, k, v):
+            raise ValueError(
+                f"plan: made for {self.signature} and gradients of (q, k, v) {self.needs_grad}; "
+                f"got {signature(q, k, v)}; call mb.prepare for these tensors"
+            )
+        if torch.are_deterministic_algorithms_enabled():  # perhaps not yet when it was planned
+            kernel = self.kernel
+            reason = kernel.refusal(q, k, v) if kernel.deterministic else "is not deterministic"
+            if reason is not None:
+                raise ValueError(
+                    f"plan: kernel {kernel.name} {reason}, and torch.use_deterministic_algorithms("
+                    "True) was called; call mb.prepare again"
+                )
+        check_sink(sink, q)
+        check_max_logits(max_logits, q)
+        if max_logits is not None and not self.kernel.maximum:
+            raise ValueError(
+                f"max_logits: kernel {self.kernel.name} of this plan cannot tell the largest "
+                "scores; pass max_logits to mb.prepare too"
+            )
+
+    def keeps(self, frame: Frame | None) -> Kept | None:
+        """Where a call leaves or finds results: in `frame`, that of the checkpoint around it.
+
+        Raises ValueError if the checkpoint wants what was not planned.
+        """
+        planned = self.recompute.keep if self.recompute is not None else None
+        if frame is None or (frame.keep is None and planned is None):
+            return None
+        if frame.keep not in (None, planned):
+            raise ValueError(
+                f"plan: made with store={planned}, and the checkpoint around this call keeps "
+                f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
+            )
+        return Kept(frame, self.call)
 
     def with_kernel(self, kernel: Kernel) -> Plan:
         """The same plan on another kernel that takes the work of this one's; for measuring."""

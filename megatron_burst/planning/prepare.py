@@ -34,7 +34,8 @@ from ..schedule.rings import Schedule
 from ..schedule.tables import Grid, Pair
 from .in_process import InProcessPlan, Shard, per_rank
 from .plan import Plan
-from .validate import NeedsGrad, Request, check, signature
+from .tensors import signature
+from .validate import NeedsGrad, Request, check
 
 # The ring that runs among ranks which share heads.
 INNER_RING = {"ulysses": "ring", "hybrid": "burst"}
@@ -48,6 +49,7 @@ def prepare(
     groups: Groups | InProcessGroups | None,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> Plan:
@@ -61,13 +63,15 @@ def prepare(
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
     are read. options: the fields of `AttentionOptions`. needs_grad: which of q, k, v need a
     gradient, where the tensors do not say so (a plan may foresee gradients that a call does not
-    need). sink: checked with the rest, and not kept: it is given to each call. rates: of links and
+    need). sink, max_logits: checked with the rest, and not kept: they are given to each call; with
+    max_logits, kernel "auto" is one that can tell the largest scores. rates: of links and
     device, for algorithm "auto". Raises the same ValueError on every rank.
     """
     if not isinstance(groups, (Groups, InProcessGroups)):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     chosen = AttentionOptions(**options)
-    plan = partial(_prepare, options=chosen, needs_grad=needs_grad, sink=sink, rates=rates)
+    given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
+    plan = partial(_prepare, options=chosen, given=given)
     if isinstance(groups, InProcessGroups):
         each = groups.run(plan, per_rank(groups, q, k, v), groups.ranks)
         return cast(Plan, InProcessPlan(groups, each))  # it answers as a plan does
@@ -78,15 +82,14 @@ def _prepare(
     tensors: tuple[Any, Any, Any],
     groups: Groups,
     options: AttentionOptions,
-    needs_grad: NeedsGrad | None,
-    sink: torch.Tensor | None,
-    rates: Rates | None,
+    given: dict[str, Any],
 ) -> Plan:
-    """One rank's plan. Every rank takes part in every exchange, whatever it found."""
+    """One rank's plan. Every rank takes part in every exchange, whatever it found. given: the
+    further arguments of `check`."""
 
     def checked() -> Request:
         groups.check()
-        return check(tensors, groups, options, needs_grad, sink, rates)
+        return check(tensors, groups, options, **given)
 
     request, choice = attempt(checked), None
     if options.algorithm == "auto":
@@ -94,7 +97,7 @@ def _prepare(
         _agree(request, groups)
         assert isinstance(request, Request)
         with groups.running():
-            stated = _measured(request, groups, rates)
+            stated = _measured(request, groups, given["rates"])
         choice = attempt(partial(_choice, request, groups, stated))
         request = _resolved(request, choice)
     plan = request

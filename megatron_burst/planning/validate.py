@@ -25,17 +25,11 @@ from ..options import ALGORITHMS, SIDES, AttentionOptions
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
+from .tensors import DTYPES, check_max_logits, check_shapes, check_sink
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 NeedsGrad = tuple[bool, bool, bool]
-Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # names of `options.WIRE_DTYPES`
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
-    """What of the tensors a plan depends on: shape, dtype and device of each."""
-    return tuple((tuple(t.shape), t.dtype, str(t.device)) for t in (q, k, v))
 
 
 @dataclass(frozen=True)
@@ -80,6 +74,7 @@ def check(
     options: AttentionOptions,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
     rates: Rates | None = None,
 ) -> Request:
     """One rank's request, or the ValueError that its arguments deserve; as `prepare`."""
@@ -97,8 +92,12 @@ def check(
         raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
     mask.check(q.shape[0] * groups.size)
     _check_numbers(options)
-    rings = groups.size > 1 and options.algorithm != "ulysses"
-    kernel = registry.make(options.kernel, q, k, v, options.softcap, mask, rings)
+    check_max_logits(max_logits, q)
+    kernel = registry.make(
+        options.kernel, q, k, v, options.softcap, mask,
+        beside_rings=groups.size > 1 and options.algorithm != "ulysses",
+        maximum=max_logits is not None,
+    )  # fmt: skip
     wire_dtype = _wire_dtype(options.grad_wire_dtype, q)
     check_sink(sink, q)
     needs_grad = _needs_grad(needs_grad, tensors)
@@ -119,6 +118,7 @@ def check(
         **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         "kernel": kernel.name,
         "sink": None if sink is None else (tuple(sink.shape), sink.dtype),
+        "max_logits": max_logits is not None,
         "rates": rates,
     }
     return Request(
@@ -154,20 +154,6 @@ def _needs_grad(asked: object, tensors: Tensors) -> NeedsGrad:
         raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {asked!r}")
     q, k, v = map(bool, asked)
     return q, k, v
-
-
-def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise ValueError unless `sink` is None or a logit for each head of q."""
-    if sink is None:
-        return
-    tensor = isinstance(sink, torch.Tensor)
-    wanted = (q.shape[2],), q.device
-    if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != wanted:
-        got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if tensor else repr(sink)
-        raise ValueError(
-            f"sink must be a floating tensor [{q.shape[2]}], one logit per query head, on "
-            f"{q.device}, got {got}"
-        )
 
 
 def _check_names(options: AttentionOptions) -> None:
@@ -231,37 +217,6 @@ def _check_numbers(options: AttentionOptions) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise ValueError unless these are tensors that belong together."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if isinstance(tensor, (list, tuple)):
-            raise ValueError(
-                f"{name} must be one tensor, the shard of this rank, got a list of {len(tensor)}; "
-                "lists are for mb.Groups.in_process"
-            )
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ValueError(f"{name} must be [s, b, heads, width], got {tuple(tensor.shape)}")
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name}: q, k, v must share a floating dtype of {DTYPES} and a device, got "
-                f"{tensor.dtype} on {tensor.device} beside {q.dtype} on {q.device}"
-            )
-    if k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2] or v.shape[2] != k.shape[2]:
-        raise ValueError(
-            "q, k, v must share s and b, and k, v their heads, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"k: width must be that of q, {q.shape[3]}, got {k.shape[3]}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k: the number of key/value heads must divide the {q.shape[2]} query heads, "
-            f"got {k.shape[2]}"
-        )
 
 
 def _check_device(groups: Groups, q: torch.Tensor) -> None:
