@@ -24,10 +24,10 @@ from megatron.core.transformer.utils import (
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.attention.groups import context_groups
-from megatron_burst.megatron.attention.plan_book import LayerKind, plan_book
+from megatron_burst.megatron.attention.plan_book import LayerKind, nothing_seen, plan_book
 from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.checks.config import check_config
-from megatron_burst.megatron.checks.model import dropout_problem
+from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
 from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.data.loader_masks import documents_expected
 from megatron_burst.megatron.data.packed import Pack
@@ -45,6 +45,11 @@ class BurstCoreAttention(MegatronModule):
     forward the communicators of its rings: collectives over that group. Honours ``window_size``,
     ``window_attn_skip_freq`` and ``softmax_type``, whose parameter ``softmax_offset`` has the name
     that it has in checkpoints of Megatron's own modules.
+
+    With ``log_max_attention_logit`` or ``qk_clip`` the largest logit of each head is in
+    ``current_max_attn_logits`` [h], as Megatron's optimizer step wants it: of what this rank
+    computed since that step took it away. Megatron takes the maximum over data- and
+    context-parallel ranks.
 
     Of Megatron's keywords these count: config (after `configure`), layer_number, attn_mask_type,
     softmax_scale, pg_collection, and for MLA k_channels and v_channels. attention_type must be
@@ -96,6 +101,7 @@ class BurstCoreAttention(MegatronModule):
         )  # fmt: skip
         self._layer = max(1, layer_number)
         self._window = layer_window(config, self._layer)
+        self.current_max_attn_logits: torch.Tensor | None = None
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.leads = self.book.join(self._layer_kind(attn_mask_type), self._layer)
 
@@ -144,10 +150,13 @@ class BurstCoreAttention(MegatronModule):
         except ValueError as error:
             self._fail(error)
             raise
-        plan = self.book.plan(self._layer_kind(mask_type), self.leads, query, key, value, pack)
+        kind = self._layer_kind(mask_type)
+        largest = self._largest(query) if kind.max_logits else None
+        plan = self.book.plan(kind, self.leads, query, key, value, pack)
         out = mb.attention(
-            query, key, value, plan=plan, sink=self.softmax_offset, label=self._layer
-        )
+            query, key, value, plan=plan, sink=self.softmax_offset, max_logits=largest,
+            label=self._layer,
+        )  # fmt: skip
         return out.flatten(2) if pack is None else out.flatten(2).squeeze(1)
 
     def sharded_state_dict(
@@ -184,6 +193,12 @@ class BurstCoreAttention(MegatronModule):
             )
         return pack
 
+    def _largest(self, query: torch.Tensor) -> torch.Tensor:
+        """``current_max_attn_logits``, made anew after Megatron took it."""
+        if self.current_max_attn_logits is None:
+            self.current_max_attn_logits = nothing_seen(query)
+        return self.current_max_attn_logits
+
     def _layer_kind(self, mask_type: AttnMaskType) -> LayerKind:
         return LayerKind(
             burst=self._burst,
@@ -191,6 +206,7 @@ class BurstCoreAttention(MegatronModule):
             window=self._window,
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
+            max_logits=records_max_logits(self.config),
         )
 
     def _fail(self, error: ValueError) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import megatron_burst as mb
+from megatron_burst.kernels.online_softmax import accumulation_dtype
 from megatron_burst.megatron.data.packed import Pack, pack_of
 from megatron_burst.megatron.patching import registry
 from megatron_burst.options import AttentionKeywords
@@ -45,6 +46,7 @@ class LayerKind:
     window: tuple[int | None, int | None] | None  # left and right, None for no limit
     softmax_scale: float | None
     head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
+    max_logits: bool  # record the largest logit of each head
 
     def mask(self, pack: Pack | None) -> mb.masks.Mask:
         """The mask of such a layer, for one sequence or for the documents of a pack."""
@@ -123,6 +125,7 @@ class PlanBook:
             v,
             groups=self.groups,
             needs_grad=(True, True, True),
+            max_logits=nothing_seen(q) if kind.max_logits else None,
             **keywords,
         )
         if plan.choice is not None:
@@ -142,6 +145,12 @@ class PlanBook:
         if torch.distributed.get_rank() == 0:
             for line in lines:
                 logging.getLogger("megatron_burst").info(line)
+
+
+def nothing_seen(query: torch.Tensor) -> torch.Tensor:
+    """Largest logits [h] of ``query`` [s, b, h, d] before any was computed."""
+    dtype = accumulation_dtype(query.dtype)
+    return torch.full(query.shape[2:3], float("-inf"), dtype=dtype, device=query.device)
 
 
 def _refuse_cross_attention(params: Any) -> None:

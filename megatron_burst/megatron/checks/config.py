@@ -11,7 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.checks.model import layout_problems, model_problems
+from megatron_burst.megatron.checks.model import (
+    layout_problems,
+    max_logit_problems,
+    model_problems,
+)
 from megatron_burst.megatron.checks.problem import Problem, Refused, refuse
 from megatron_burst.schedule.topology import Topology
 
@@ -63,6 +67,7 @@ def config_problems(
     if burst.store:
         yield from _store_problems(config, burst.store)
     yield from model_problems(config)
+    yield from max_logit_problems(config, burst.kernel)
     if burst.layout != "zigzag":
         yield from layout_problems(config, burst.layout)
 

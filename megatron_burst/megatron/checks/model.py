@@ -36,7 +36,6 @@ def _window_problems(size: Any) -> Iterator[Problem]:
 
 # Fields of a TransformerConfig for features that do not exist here, the reason, the flag to remove.
 _UNSUPPORTED = (
-    (("qk_clip",), "maximum attention logits are not recorded", "--qk-clip"),
     (("apply_query_key_layer_scaling",), "query-key layer scaling is not supported",
      "--apply-query-key-layer-scaling"),
     (("fp8_dot_product_attention", "fp8_multi_head_attention"),
@@ -69,6 +68,26 @@ def model_problems(config: Any) -> Iterator[Problem]:
     heads, groups = get("num_attention_heads"), get("num_query_groups")
     if groups and heads and heads % groups:
         yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
+
+
+def records_max_logits(config: Any) -> bool:
+    """Whether Megatron's optimizer step reads the largest attention logits."""
+    return bool(getattr(config, "log_max_attention_logit", 0) or getattr(config, "qk_clip", 0))
+
+
+def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
+    """Unless the local attention ``kernel`` can tell the largest logits, if they are asked for."""
+    if not records_max_logits(config):
+        return
+    cuda = torch.cuda.is_available()
+    able = ("auto", "triton", "reference") if cuda else ("reference",)
+    if kernel not in able:
+        flag = "--qk-clip" if getattr(config, "qk_clip", False) else "--log-max-attention-logit"
+        yield Problem(
+            f"{flag} needs the largest attention logits, which --burst-kernel {kernel} does not "
+            f"tell{'' if cuda else ' without CUDA'}; {' and '.join(able[-2:])} can",
+            add=(f"--burst-kernel {able[0]}",),
+        )
 
 
 def dropout_problem(share: float) -> Problem:
