@@ -62,7 +62,7 @@ def recording_by_hand():
 
     @functools.wraps(original)
     def forward(self, query, key, value, *args, **named):
-        length, batch, heads, width = query.shape
+        length, batch, heads, _ = query.shape
         scale = self.softmax_scale
         found = torch.full((heads,), -math.inf)
         for b in range(batch):

@@ -22,6 +22,8 @@ from megatron_burst.megatron.patching import registry
 RESET = "--reset-attention-mask"
 # Further flags of Megatron-LM that make packed batches.
 PACKED = ("--sft", "--dataloader-inter-document-masking")
+# Which kernel computes the same attention; ordinary launch scripts contain these.
+_KERNELS = ("--attention-backend", "--flash-attention-version", "--use-flash-attn")
 _INTERLEAVED = (
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
 )  # fmt: skip
@@ -218,4 +220,11 @@ def idle(args: Any, argv: list[str]) -> str | None:
             return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
         return f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs"
+    else:
+        theirs = [name for flag in _KERNELS for name in flags.given(argv, flag)]
+        if theirs:
+            return (
+                f"{', '.join(theirs)} choose a kernel of Megatron's own attention, which {asked} "
+                "replaces: --burst-kernel chooses the kernel that runs"
+            )
     return None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -66,6 +67,7 @@ def config_problems(
         yield from length_problems(seq_length, cp)
     if burst.store:
         yield from _store_problems(config, burst.store)
+    yield from graph_problems(config, burst.store)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
     if burst.layout != "zigzag":
@@ -116,9 +118,11 @@ def _store_problems(config: Any, store: float) -> Iterator[Problem]:
             f"{flag}: fp8 layers are recomputed by Transformer Engine, past the store",
             remove=("--fp8-format",),
         )
-    graphs = get("cuda_graph_impl")
-    if get("enable_cuda_graph") or get("external_cuda_graph") or graphs not in (None, "none"):
-        yield Problem(f"{flag}: CUDA graphs replay without Python; turn them off")
+    if get("fine_grained_activation_offloading"):
+        yield Problem(
+            f"{flag} keeps results whose memory --fine-grained-activation-offloading frees",
+            remove=("--fine-grained-activation-offloading",),
+        )
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:

@@ -36,12 +36,23 @@ def _window_problems(size: Any) -> Iterator[Problem]:
 
 # Fields of a TransformerConfig for features that do not exist here, the reason, the flag to remove.
 _UNSUPPORTED = (
-    (("apply_query_key_layer_scaling",), "query-key layer scaling is not supported",
+    ("apply_query_key_layer_scaling", "query-key layer scaling is not supported",
      "--apply-query-key-layer-scaling"),
-    (("fp8_dot_product_attention", "fp8_multi_head_attention"),
-     "attention in fp8 is not supported", "--fp8-dot-product-attention"),
-    (("hybrid_context_parallel",), "one context-parallel size per run",
+    ("fp8_dot_product_attention", "attention in fp8 is not supported",
+     "--fp8-dot-product-attention"),
+    ("fp8_multi_head_attention", "attention in fp8 is not supported",
+     "--fp8-multi-head-attention"),
+    ("hybrid_context_parallel", "one context-parallel size per run",
      "--hybrid-context-parallel"),
+    ("dynamic_context_parallel", "one context-parallel size per run",
+     "--dynamic-context-parallel"),
+    ("sequence_packing_scheduler", "it cuts packed batches for Megatron's own attention",
+     "--sequence-packing-scheduler"),
+    ("use_kitchen_attention", "BurstAttention takes the place of the attention it asks for",
+     "--use-kitchen-attention"),
+    ("batch_invariant_mode", "partial results of ranks are merged, and their bits depend on how "
+     "many there are; Megatron's own attention has no such mode over ranks either",
+     "--batch-invariant-mode"),
 )  # fmt: skip
 
 
@@ -62,8 +73,8 @@ def model_problems(config: Any) -> Iterator[Problem]:
         yield Problem(
             "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
         )
-    for names, reason, flag in _UNSUPPORTED:
-        if any(get(name) for name in names):
+    for name, reason, flag in _UNSUPPORTED:
+        if get(name):
             yield Problem(f"{flag}: {reason}", remove=(flag,))
     heads, groups = get("num_attention_heads"), get("num_query_groups")
     if groups and heads and heads % groups:

@@ -1,0 +1,134 @@
+"""Settings of Megatron that its own attention has and BurstAttention has not: named, not ignored."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_burst as mb
+from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron.checks.config import check_config, config_problems
+from megatron_burst.megatron.checks.cuda_graphs import captured
+
+MODULES = {field.name for field in dataclasses.fields(TransformerConfig)}
+SCOPE = "cuda_graph_modules" if "cuda_graph_modules" in MODULES else "cuda_graph_scope"
+
+
+def config(cp=2, **changes):
+    """A configuration of this Megatron-Core; what it does not have, or would not take without a
+    GPU, is set afterwards."""
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    made = TransformerConfig(**settings, context_parallel_size=cp, attention_dropout=0.0)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def told(burst=None, **changes):
+    burst = burst or mb.BurstConfig(kernel="reference")
+    return [
+        (problem.reason, problem.remove) for problem in config_problems(config(**changes), burst)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "what"),
+    [
+        ("local", [], "of whole layers"),
+        ("local", ["attn"], "of attn"),
+        ("local", ["mlp"], "of mlp"),  # Megatron's own graphs of it are those of the layer
+        ("local", ["mamba", "moe"], "of mamba, moe"),
+        ("transformer_engine", [], "of whole layers"),
+        ("transformer_engine", ["attn", "mlp"], "of attn, mlp"),
+        ("full_iteration", [], "of whole iterations"),
+        ("a newer one", ["mlp"], "of whole iterations"),
+    ],
+)
+def test_no_graph_may_contain_attention(impl, modules, what):
+    for given in (modules, ",".join(modules), [SimpleNamespace(name=one) for one in modules]):
+        ((reason, remove),) = told(cuda_graph_impl=impl, **{SCOPE: given})
+        assert f"--cuda-graph-impl captures CUDA graphs {what}, in which attention is" in reason
+        assert remove == ("--cuda-graph-impl",)
+        assert not told(cuda_graph_impl=impl, **{SCOPE: given}, cp=1)
+
+
+@pytest.mark.parametrize("older", ["enable_cuda_graph", "external_cuda_graph"])
+def test_older_names_of_graphs_are_known(older):
+    # Megatron's own constructor turns them into the newer ones.
+    made = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, context_parallel_size=2,
+        attention_dropout=0.0, **{older: True, SCOPE: []},
+    )  # fmt: skip
+    assert made.cuda_graph_impl != "none"
+    (problem,) = config_problems(made, mb.BurstConfig(kernel="reference"))
+    assert problem.remove == (f"--{older.replace('_', '-')}",)
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules"),
+    [("transformer_engine", ["mlp"]), ("transformer_engine", ["moe_router", "moe_preprocess"]),
+     ("local", ["moe_router", "moe_preprocess"]), ("local", ["mamba"]), ("none", ["attn"]),
+     ("none", "full")],
+)  # fmt: skip
+def test_graphs_beside_attention_are_let_be_but_not_with_a_store(impl, modules):
+    assert told(cuda_graph_impl=impl, **{SCOPE: modules}) == []
+    if impl == "none":
+        return
+    kept = mb.BurstConfig(kernel="reference", store=0.5)
+    ((reason, _),) = told(
+        kept, cuda_graph_impl=impl, **{SCOPE: modules}, recompute_granularity="full"
+    )
+    assert "--burst-attention-store 0.5: CUDA graphs replay without Python" in reason
+
+
+def test_the_default_scope_of_this_megatron_is_whole_layers():
+    made = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, cuda_graph_impl="local"
+    )
+    assert captured(made) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fp8_dot_product_attention", "attention in fp8"),
+        ("fp8_multi_head_attention", "attention in fp8"),
+        ("hybrid_context_parallel", "one context-parallel size per run"),
+        ("dynamic_context_parallel", "one context-parallel size per run"),
+        ("sequence_packing_scheduler", "cuts packed batches"),
+        ("use_kitchen_attention", "takes the place of"),
+        ("batch_invariant_mode", "their bits depend on how many there are"),
+    ],
+)
+def test_a_setting_of_other_attention_is_named(name, words):
+    flag = f"--{name.replace('_', '-')}"
+    ((reason, remove),) = told(**{name: True})
+    assert reason.startswith(flag)
+    assert words in reason
+    assert remove == (flag,)
+
+
+def test_a_store_and_memory_that_is_freed_beneath_it():
+    kept = mb.BurstConfig(kernel="reference", store=0.5)
+    changes = {"fine_grained_activation_offloading": True, "recompute_granularity": "full"}
+    ((reason, _),) = told(kept, **changes)
+    assert "keeps results whose memory --fine-grained-activation-offloading frees" in reason
+    assert not told(**changes)
+
+
+@pytest.mark.parametrize("name", ["qk_clip", "log_max_attention_logit"])
+def test_largest_logits_need_a_kernel_that_tells_them(name):
+    flag = f"--{name.replace('_', '-')}"
+    for kernel in ("auto", "aten"):
+        with pytest.raises(ValueError, match=rf"{flag} needs .*add --burst-kernel reference"):
+            check_config(config(**{name: True}), mb.BurstConfig(kernel=kernel))
+    assert told(**{name: True}) == []
+
+
+def test_flags_that_choose_a_kernel_of_other_attention_are_told_to_do_nothing():
+    args = SimpleNamespace(context_parallel_algo="burst", context_parallel_size=2)
+    line = command_line.idle(args, ["--attention-backend", "fused", "--flash-attention-version=3"])
+    assert line is not None
+    assert line.startswith("--attention-backend, --flash-attention-version choose a kernel of")
+    assert command_line.idle(args, ["--burst-kernel", "aten"]) is None
