@@ -268,7 +268,8 @@ def test_a_flag_of_ours_that_the_doctor_does_not_know():
 def test_all_refusals_are_told_at_once_each_with_its_flag():
     words = GOOD.replace("131072", "131080") + (
         " --burst-layuot striped --burst-kernel fash --burst-kv-cache 0.5 --burst-side query"
-        " --burst-ulysses-size x --burst-lm-head-loss recompute --fp16 --qk-clip"
+        " --burst-ulysses-size x --burst-lm-head-loss recompute --fp16"
+        " --apply-query-key-layer-scaling"
     )
     told = {f.what: f.fix for f in found(words) if f.topic in ("flags", "refused at start")}
     for flag, fix in (
@@ -277,7 +278,7 @@ def test_all_refusals_are_told_at_once_each_with_its_flag():
         ("--burst-kv-cache", "--burst-kv-cache"),
         ("--burst-ulysses-size", "--burst-ulysses-size"),
         ("--seq-length", "--seq-length"),
-        ("maximum attention logits", "remove --qk-clip"),
+        ("query-key layer scaling", "remove --apply-query-key-layer-scaling"),
         ("--burst-lm-head-loss", "--fp16"),
     ):
         (shown,) = [fixed for what, fixed in told.items() if flag in what]

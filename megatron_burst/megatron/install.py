@@ -106,7 +106,7 @@ def configuration_problems(
     """All that `configure` refuses of a ``TransformerConfig``; ``seq_length``: global, tokens."""
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
-    yield from kernel_problems(burst.kernel)
+    yield from kernel_problems(config, burst)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of Megatron that its own attention has and BurstAttention has not: named, not ignored."""
+"""Settings of Megatron that BurstAttention cannot honour are named, never ignored."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ import megatron_burst as mb
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config, config_problems
 from megatron_burst.megatron.checks.cuda_graphs import captured
+from megatron_burst.megatron.checks.model import kernel_problems
 
 MODULES = {field.name for field in dataclasses.fields(TransformerConfig)}
 SCOPE = "cuda_graph_modules" if "cuda_graph_modules" in MODULES else "cuda_graph_scope"
@@ -120,9 +121,15 @@ def test_a_store_and_memory_that_is_freed_beneath_it():
 @pytest.mark.parametrize("name", ["qk_clip", "log_max_attention_logit"])
 def test_largest_logits_need_a_kernel_that_tells_them(name):
     flag = f"--{name.replace('_', '-')}"
-    for kernel in ("auto", "aten"):
-        with pytest.raises(ValueError, match=rf"{flag} needs .*add --burst-kernel reference"):
-            check_config(config(**{name: True}), mb.BurstConfig(kernel=kernel))
+    made = config(**{name: True})
+    with pytest.raises(ValueError, match=rf"{flag} needs .*aten does .*add --burst-kernel auto"):
+        check_config(made, mb.BurstConfig(kernel="aten"))
+    (problem,) = kernel_problems(made, mb.BurstConfig())
+    assert problem.add == ("--burst-kernel reference",)  # there is no CUDA here
+    assert flag in problem.reason
+    for without in (config(cp=1, **{name: True}), config()):
+        assert not [*kernel_problems(without, mb.BurstConfig())]
+    assert not [*kernel_problems(made, mb.BurstConfig(algorithm="megatron"))]
     assert told(**{name: True}) == []
 
 

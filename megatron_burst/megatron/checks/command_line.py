@@ -84,7 +84,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     yield from lm_head_problems(settings, burst)
     if burst.algorithm == flags.OFF:
         return
-    yield from kernel_problems(burst.kernel)
+    yield from kernel_problems(settings, burst)
     engine = importlib.util.find_spec("transformer_engine") is not None
     if getattr(settings, "transformer_impl", None) == "transformer_engine" and not engine:
         yield Problem(

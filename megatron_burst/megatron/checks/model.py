@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.kernels import flash_packages
 from megatron_burst.megatron.checks.problem import Problem
 
@@ -88,17 +88,16 @@ def records_max_logits(config: Any) -> bool:
 
 def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
     """Unless the local attention ``kernel`` can tell the largest logits, if they are asked for."""
-    if not records_max_logits(config):
-        return
-    cuda = torch.cuda.is_available()
-    able = ("auto", "triton", "reference") if cuda else ("reference",)
-    if kernel not in able:
-        flag = "--qk-clip" if getattr(config, "qk_clip", False) else "--log-max-attention-logit"
+    if records_max_logits(config) and kernel not in ("auto", "triton", "reference"):
         yield Problem(
-            f"{flag} needs the largest attention logits, which --burst-kernel {kernel} does not "
-            f"tell{'' if cuda else ' without CUDA'}; {' and '.join(able[-2:])} can",
-            add=(f"--burst-kernel {able[0]}",),
+            f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
+            f"{kernel} does not tell; triton and reference do",
+            add=("--burst-kernel auto",),
         )
+
+
+def _max_logit_flag(config: Any) -> str:
+    return "--qk-clip" if getattr(config, "qk_clip", False) else "--log-max-attention-logit"
 
 
 def dropout_problem(share: float) -> Problem:
@@ -137,7 +136,7 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     With ``local``, builders put Megatron's unfused attention over the one that a spec names.
     """
     backend = getattr(config, "attention_backend", None)
-    split = config.context_parallel_size != 1 and burst.algorithm != "megatron"
+    split = config.context_parallel_size != 1 and burst.algorithm != OFF
     if split and getattr(backend, "name", backend) == "local":
         yield Problem(
             "--attention-backend local asks for Megatron's own unfused attention, which "
@@ -145,8 +144,16 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         )
 
 
-def kernel_problems(name: str) -> Iterator[Problem]:
-    """Unless this machine can run the local attention ``name``."""
+def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless this machine can run the local attention that ``burst`` names for this model."""
+    name = burst.kernel
+    split = config.context_parallel_size != 1 and burst.algorithm != OFF
+    if split and name == "auto" and records_max_logits(config) and not torch.cuda.is_available():
+        yield Problem(
+            f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
+            "auto does not tell without CUDA",
+            add=("--burst-kernel reference",),
+        )
     if name in flash_packages.PACKAGES:
         try:
             flash_packages.load(name)
