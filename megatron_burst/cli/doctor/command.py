@@ -56,6 +56,7 @@ SWITCHES = (
     "--apply-query-key-layer-scaling", "--hybrid-context-parallel", "--multi-latent-attention",
     "--defer-embedding-wgrad-compute", "--overlap-moe-expert-parallel-comm",
     "--fp8-dot-product-attention", "--reset-attention-mask", "--fim-data",
+    "--batch-invariant-mode", "--log-max-attention-logit",
     "--use-rotary-position-embeddings",
 )  # fmt: skip
 
