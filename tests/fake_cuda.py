@@ -142,9 +142,9 @@ class Call:
             for plan in self.plan.ranks
         ]
         shards = [x for shard in zip(self.q, self.k, self.v, strict=True) for x in shard]
-        context = Context((False,) * 4 + (self.sink is not None,) + (True,) * len(shards))
+        context = Context((False,) * 5 + (self.sink is not None,) + (True,) * len(shards))
         return context, InProcessAttention.forward(
-            context, jobs, self.groups, calls, kept, self.sink, *shards
+            context, jobs, self.groups, calls, kept, None, self.sink, *shards
         )
 
     def backward(self, context):

@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 import megatron_burst as mb
 from megatron_burst.kernels.online_softmax import accumulation_dtype
-from megatron_burst.megatron.data.packed import Pack, pack_of
+from megatron_burst.megatron.data.packed import Pack, Packs, packs
 from megatron_burst.megatron.patching import registry
 from megatron_burst.options import AttentionKeywords
 
@@ -66,7 +65,7 @@ class PlanBook:
     _lowest: dict[LayerKind, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
-    _packs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    _packs: Packs = field(default_factory=packs)
 
     def join(self, kind: LayerKind, layer_number: int) -> bool:
         """Register a layer; True if it is the leader of its kind.
@@ -97,20 +96,26 @@ class PlanBook:
         return self._plans[key]
 
     def pack(self, total: int, params: Any) -> Pack:
-        """The documents of a ``PackedSeqParams``; read from the device once per batch.
+        """The documents of a ``PackedSeqParams``; each of its tensors is read from the device once.
 
         Raises ``ValueError`` for parameters that do not describe self-attention over one pack.
         """
         lengths, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
         if lengths is None:
             raise ValueError("packed_seq_params: cu_seqlens_q is None; it says where documents end")
-        versions = total, lengths._version, None if padded is None else padded._version
-        known = self._packs.get(lengths)
-        if known is None or known[0] is not padded or known[1] != versions:
-            _refuse_cross_attention(params)
-            known = padded, versions, pack_of(total, lengths, padded)
-            self._packs[lengths] = known
-        return known[2]
+        self._refuse_cross_attention(total, params)
+        return self._packs.of(total, lengths, padded)
+
+    def _refuse_cross_attention(self, total: int, params: Any) -> None:
+        for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
+            keys, queries = getattr(params, name), getattr(params, name.replace("_kv", "_q"))
+            if keys is None or keys is queries:
+                continue
+            if queries is None or self._packs.of(total, keys) != self._packs.of(total, queries):
+                raise ValueError(
+                    f"packed_seq_params: {name} differs from that of the queries; cross-attention "
+                    "is not split, only self-attention is"
+                )
 
     def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None) -> mb.Plan:
         known = kind, *(t.shape for t in (q, k, v))
@@ -151,18 +156,6 @@ def nothing_seen(query: torch.Tensor) -> torch.Tensor:
     """Largest logits [h] of ``query`` [s, b, h, d] before any was computed."""
     dtype = accumulation_dtype(query.dtype)
     return torch.full(query.shape[2:3], float("-inf"), dtype=dtype, device=query.device)
-
-
-def _refuse_cross_attention(params: Any) -> None:
-    for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
-        keys, queries = getattr(params, name), getattr(params, name.replace("_kv", "_q"))
-        if keys is None or keys is queries:
-            continue
-        if queries is None or not torch.equal(keys, queries):
-            raise ValueError(
-                f"packed_seq_params: {name} differs from that of the queries; cross-attention is "
-                "not split, only self-attention is"
-            )
 
 
 def startup_line() -> str | None:

@@ -1,7 +1,8 @@
 """Packed batches: which documents a `PackedSeqParams` holds, and where their tokens are.
 
 Data path, rotary embedding and attention all ask this module for the layout of a packed batch, so
-that they cannot disagree. The rule: under layout zigzag, if every document can be cut into 2 x CP
+that they cannot disagree; what a tensor on a device says is read once, and what goes there is sent
+once. The rule: under layout zigzag, if every document can be cut into 2 x CP
 equal pieces, each document is laid out by itself, as Megatron and Transformer Engine do it.
 Otherwise the layout of the run applies to the whole pack, whose documents may have any length.
 """
@@ -14,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 import megatron_burst as mb
+from megatron_burst.layout.sharding import to_device
+from megatron_burst.megatron.patching import registry
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,53 @@ class Pack:
         positions = self.layout(name, cp_size).positions(rank, self.total)
         return positions, positions - self._starts[positions]
 
+    def index(
+        self, name: str, cp_size: int, rank: int, device: torch.device, angles: int | None = None
+    ) -> torch.Tensor:
+        """int64 [total / cp_size] on ``device``, sent there once: which tokens the rank holds.
+
+        With angles: which of so many rotary angles they take. As many as the pack has tokens are
+        for positions in the pack, fewer for positions in documents; what pads the end takes the
+        last.
+        """
+        key = name, cp_size, rank, device, angles
+        if key not in self._sent:
+            rows, in_document = self.places(name, cp_size, rank)
+            if angles is not None:
+                rows = np.minimum(rows if angles == self.total else in_document, angles - 1)
+            self._sent[key] = to_device(rows, device)
+        return self._sent[key]
+
+    @cached_property
+    def _sent(self) -> dict[tuple, torch.Tensor]:
+        return {}
+
     @cached_property
     def _starts(self) -> np.ndarray:
         return np.repeat(self.bounds[:-1], np.diff(self.bounds))
+
+
+class Packs:
+    """The packs of the batches in use, by the tensors that describe them."""
+
+    def __init__(self) -> None:
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
+        """As `pack_of`, which is asked once for tensors that nobody has changed since."""
+        state = total, cu_seqlens._version, None if padded is None else padded._version
+        entries: Any = self._known.setdefault(cu_seqlens, {})
+        known = entries.get(id(padded))
+        if known is None or known[1] != state:
+            # It holds `padded`, so that no other can get its id.
+            known = entries[id(padded)] = padded, state, pack_of(total, cu_seqlens, padded)
+        return known[2]
+
+
+def packs() -> Packs:
+    """The packs that data path, rotary embedding and attention share until `uninstall`."""
+    patches = registry.installed("burst")
+    return patches.notes.setdefault("packs", Packs()) if patches else Packs()
 
 
 def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:

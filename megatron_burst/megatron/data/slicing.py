@@ -21,7 +21,7 @@ from megatron.core.models.common.embeddings import (  # noqa: F401  two from-imp
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.data.packed import pack_of
+from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
@@ -118,9 +118,9 @@ def take(
                 f"{tuple(value.shape)}"
             )
     if sequences:
-        places, _ = pack_of(sequences[0][1].shape[1], *documents).places(layout, size, rank)
+        pack = packs().of(sequences[0][1].shape[1], *documents)
         for key, value in sequences:
-            batch[key] = value.index_select(1, torch.from_numpy(places).to(value.device))
+            batch[key] = value.index_select(1, pack.index(layout, size, rank, value.device))
     return batch
 
 
@@ -144,13 +144,10 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         )
         if group is None or group.size() == 1:
             return original(*args, **kwargs)
-        pack = pack_of(t.shape[0] * group.size(), cu_seqlens)
+        pack = packs().of(t.shape[0] * group.size(), cu_seqlens)
         if isinstance(pack.layout(layout, group.size()), mb.layout.DocumentZigzag):
             return original(*args, **kwargs)
-        in_pack, in_document = pack.places(layout, group.size(), group.rank())
-        # freqs covers the whole pack, or its longest document; padding at the end has no angles.
-        places = in_pack if freqs.shape[0] == pack.total else in_document
-        index = torch.from_numpy(places).clamp_max(freqs.shape[0] - 1).to(freqs.device)
+        index = pack.index(layout, group.size(), group.rank(), freqs.device, freqs.shape[0])
         # Newer versions also take max_seqlen, which only their own slicing needs.
         named = {k: x for k, x in bound.arguments.items() if k in of_rotate}
         return rotate(t.unsqueeze(1), freqs[index], **named).squeeze(1)
