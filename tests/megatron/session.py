@@ -57,6 +57,17 @@ def train(flags):
     return [(record["loss"], record["grad_norm"]) for record in history]
 
 
+def train_deterministically(flags):
+    """As `train`, with what Megatron-LM's --deterministic-mode asks of torch."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        return train(flags)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def error(flags):
     """ "ValueError: ..." that a run with these flags ends in, or None."""
     try:

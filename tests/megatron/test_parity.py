@@ -226,6 +226,14 @@ def test_wire_dtype_reaches_the_ring(train):
     assert 1e-9 < worst(narrow, wide) < 1e-2
 
 
+def test_a_run_in_deterministic_mode_is_bit_for_bit_the_same_again(four, common):
+    flags = [*common, *f"{TWO_BY_TWO} --num-query-groups 2 --burst-kv-cache 0.5".split()]
+    first, second = (four(session.train_deterministically, flags) for _ in range(2))
+    assert first == second
+    other = four(session.train_deterministically, [*flags, "--seed", "5"])
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
 def test_packed_documents_do_not_see_each_other(train):
     assert worst(train("--packed"), train()) > 100 * TOLERANCE
 

@@ -45,7 +45,7 @@ class LayerKind:
     window: tuple[int | None, int | None] | None  # left and right, None for no limit
     softmax_scale: float | None
     head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
-    max_logits: bool  # record the largest logit of each head
+    max_logits: bool = False  # record the largest logit of each head
 
     def mask(self, pack: Pack | None) -> mb.masks.Mask:
         """The mask of such a layer, for one sequence or for the documents of a pack."""
