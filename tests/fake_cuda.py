@@ -150,8 +150,8 @@ class Call:
     def backward(self, context):
         """(dsink or None, [dq, dk, dv] of every rank)."""
         grads = InProcessAttention.backward(context, *self.dout)
-        shards = grads[5:]
-        return grads[4], [shards[i : i + 3] for i in range(0, len(shards), 3)]
+        shards = grads[6:]
+        return grads[5], [shards[i : i + 3] for i in range(0, len(shards), 3)]
 
     @property
     def pairs(self):
