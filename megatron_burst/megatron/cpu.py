@@ -12,6 +12,7 @@ Megatron is imported inside the functions: importing this module must not take s
     torch.distributed.init_process_group("gloo")
 
 Models need ``use_cpu_initialization=True`` and the local (not Transformer Engine) layer spec.
+Transformer Engine may be installed; none of it runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import copy
 import functools
 import importlib
 import importlib.util
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -59,6 +61,7 @@ def enable() -> None:
         _patch_megatron(patches)
         if training.available():
             _patch_training(patches)
+        _patch_optimizers(patches)  # in all modules that are loaded by now
 
 
 def disable() -> None:
@@ -200,6 +203,9 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
 
     patches.replace_function(moe_utils, "maybe_move_tensor_to_cpu", counts)
 
+    if getattr(moe_utils, "te_general_gemm", None) is not None:  # the router's, if TE is installed
+        patches.replace(moe_utils, "te_general_gemm", None)
+
     original = WrappedTorchNorm.__new__
 
     def norm_with_sequence_parallel(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +218,39 @@ def _patch_megatron(patches: registry.PatchSet) -> None:
         return norm
 
     patches.replace(WrappedTorchNorm, "__new__", staticmethod(norm_with_sequence_parallel))
+
+
+# Names that Megatron's optimizers take from Transformer Engine or Apex, whose kernels need CUDA.
+_OPTIMIZER_MODULES = (
+    "megatron.core.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.training.utils",  # up to 0.18
+    "megatron.training.utils.common_utils",
+)
+
+
+def _patch_optimizers(patches: registry.PatchSet) -> None:
+    """Where Transformer Engine or Apex is installed: what Megatron takes where neither is."""
+    from megatron.core import optimizer, utils
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    ours = {
+        "Adam": torch.optim.AdamW,
+        "SGD": torch.optim.SGD,
+        "USING_PYTORCH_OPTIMIZER": True,
+        "HAVE_APEX_OR_TE": False,
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_l2norm": utils.local_multi_tensor_l2_norm,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "multi_tensor_scale_tensor_impl": None,
+    }
+    for module in filter(None, map(sys.modules.get, _OPTIMIZER_MODULES)):
+        for name in ours.keys() & vars(module).keys():
+            patches.replace(module, name, ours[name])
 
 
 def _patch_training(patches: registry.PatchSet) -> None:
