@@ -103,6 +103,7 @@ class BurstCoreAttention(MegatronModule):
         self._window = layer_window(config, self._layer)
         self.current_max_attn_logits: torch.Tensor | None = None
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
+        self.register_load_state_dict_pre_hook(_drop_extra_state)
         self.leads = self.book.join(self._layer_kind(attn_mask_type), self._layer)
 
     def _add_sink(self, heads: int) -> None:
@@ -213,6 +214,11 @@ class BurstCoreAttention(MegatronModule):
         """Make ranks whose call was right raise the error too, if this layer makes the plans."""
         if self.leads:
             agree(error, self.book.groups.gather)
+
+
+def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """Transformer Engine's attention saves its fp8 state beside its parameters: there is none."""
+    state_dict.pop(f"{prefix}_extra_state", None)
 
 
 def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> None:
