@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart docs test test-slow test-docs test-recipes parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -42,6 +42,15 @@ test-recipes: ## the tests with Megatron-Bridge, in an environment of their own,
 	@if $(MAKE) --no-print-directory $(VENV)-recipes/.ready; then \
 	  $(VENV)-recipes/bin/python -m pytest tests/recipes $(ARGS) < /dev/null; \
 	else echo "test-recipes: SKIPPED: Megatron-Bridge or what it needs cannot be installed here (see above)"; fi
+
+# Exit status 77: something that the build needs is missing, and it has said what.
+test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, once); MEGATRON=path
+	@$(PYTHON) tests/te/build.py $(VENV)-te --torch "$(TORCH)"; case $$? in \
+	  0) OMP_NUM_THREADS=1 $(VENV)-te/bin/python -m pytest tests/te -rs --megatron "$(MEGATRON)" \
+	       --junitxml=$(VENV)-te/found.xml $(ARGS) < /dev/null; code=$$?; \
+	     $(VENV)-te/bin/python tests/compatibility.py --te $(VENV)-te/found.xml; exit $$code;; \
+	  77) ;; \
+	  *) exit 1;; esac
 
 parity: $(VENV)/.ready-test ## 66 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
 	@OMP_NUM_THREADS=1 $(PY) tests/parity/parity.py $(ARGS) < /dev/null

@@ -3,6 +3,8 @@
     make compatibility                            # releases of megatron-core, from the registry
     make compatibility ARGS='--tree main=PATH'    # and a checkout of Megatron-LM
 
+    make test-te                                  # the rows of Transformer Engine's layers (TE)
+
 Each version takes the place of the installed one in a pytest process of its own, which runs the
 tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they passed
 and assert a refusal, "fails" if any did not pass, and "-" if one did not run. What ran is kept in
@@ -29,7 +31,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "compatibility.json"
 sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tests" / "te"))
 from report import markdown, progress, write_section  # noqa: E402
+from rows import ROWS  # noqa: E402
 
 PARITY = "tests/megatron/test_parity.py::test_split_run_equals_one_rank"
 HEAD = "tests/megatron/test_lm_head.py::test_the_fused_loss_changes_nothing"
@@ -103,10 +107,8 @@ FEATURES = (
     _refused("MTP x layouts other than zigzag", "--mtp-num-layers 1 --burst-layout striped"),
     _refused("attention dropout", "--attention-dropout 0.1"),
 )  # fmt: skip
-UNTESTED = (
-    "Transformer Engine's specs", "fp8", "Megatron-FSDP", "Mamba and hybrid stacks",
-    "heterogeneous layers",
-)  # fmt: skip
+TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)
+UNTESTED = ("fp8 computation", "Megatron-FSDP", "Mamba and hybrid stacks", "heterogeneous layers")
 
 # What Python runs first in each process: `megatron` is this tree and no other, or a release without
 # megatron.training would be joined by that of the installed one.
@@ -128,6 +130,8 @@ sys.meta_path.insert(0, Only)
 
 def main() -> int:
     args = arguments()
+    if args.te:
+        return record_te(args.te)
     with tempfile.TemporaryDirectory() as scratch, progress("versions", len(args.versions)) as step:
         for version in args.versions:
             step(version)
@@ -139,23 +143,57 @@ def main() -> int:
                 "tests": outcomes(tree, args.limit),
             }
             known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-            known[version] = found
-            RECORD.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-            write_section(ROOT / "README.md", "compatibility", table(known))
+            if "te" in known.get(version, {}):
+                found["te"] = known[version]["te"]
+            keep(known | {version: found})
     return 0
+
+
+def record_te(files: list[Path]) -> int:
+    """Keep what runs of `make test-te` found, with the installed megatron-core; what did not run
+    now stays as it was."""
+    ran = {test: outcome for file in files for test, outcome in _parsed(file).items()}
+    wanted = {test for feature in TE_FEATURES for test in feature.tests}
+    known, version = json.loads(RECORD.read_text()), metadata.version("megatron-core")
+    entry = known.get(version, {"date": "-", "tests": {}})
+    earlier = entry.get("te", {"tests": {}})["tests"]
+    found = {
+        "date": str(date.today()),
+        "transformer_engine": metadata.version("transformer_engine"),
+        "tests": {test: ran.get(test, earlier.get(test, "skipped")) for test in sorted(wanted)},
+    }
+    keep(known | {version: entry | {"te": found}})
+    return 0
+
+
+def keep(known: dict[str, dict[str, Any]]) -> None:
+    RECORD.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    write_section(ROOT / "README.md", "compatibility", table(known))
 
 
 def table(known: dict[str, dict[str, Any]]) -> str:
     """All versions on record, oldest first."""
     versions = sorted(known)
+    theirs = {v: known[v].get("te") or {"tests": {}, "date": "-"} for v in versions}
     rows = [[f.name, *(cell(f, known[v]["tests"]) for v in versions)] for f in FEATURES]
     when = [["run on", *(known[v]["date"] for v in versions)]]
+    rows += when + [[f.name, *(cell(f, theirs[v]["tests"]) for v in versions)] for f in TE_FEATURES]
+    rows += [["TE: run on", *(theirs[v]["date"] for v in versions)]]
     first = known[versions[0]]
     return (
-        f"{markdown(['', *versions], rows + when)}\n\n"
+        f"{markdown(['', *versions], rows)}\n\n"
         f"Refused: releases before 0.16. Untested: {', '.join(UNTESTED)}. Written by "
         f"`make compatibility` from what ran (`docs/compatibility.json`), on the CPU with gloo, "
-        f'Python {first["python"]}, torch {first["torch"]}; "-" did not run.'
+        f'Python {first["python"]}, torch {first["torch"]}; "-" did not run. {_te_line(theirs)}'
+    )
+
+
+def _te_line(theirs: dict[str, dict[str, Any]]) -> str:
+    releases = {one["transformer_engine"] for one in theirs.values() if one["tests"]}
+    return (
+        f"TE: models of Transformer Engine's layers ({', '.join(sorted(releases)) or 'did not run'}"
+        "), built on the CPU by `make test-te`; where they train, its linear and norm modules "
+        "compute with torch."
     )
 
 
@@ -164,6 +202,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--releases", nargs="*", default=list(RELEASES), metavar="VERSION")
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH",
                         help="a checkout of Megatron-LM")  # fmt: skip
+    parser.add_argument("--te", type=Path, nargs="+", metavar="JUNIT",
+                        help="no tests: keep what runs of make test-te found")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one version")
     args = parser.parse_args()
     args.trees = {}

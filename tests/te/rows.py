@@ -1,0 +1,45 @@
+"""The rows of README's table of versions for Transformer Engine's layers: their names, and the
+tests that stand for them. `tests/compatibility.py` writes the table."""
+
+LAYERS = "tests/te/test_te_layers.py::"
+LOOP = "tests/te/test_te_training.py::"
+Row = tuple[str, tuple[str, ...]]
+
+
+def _built(name: str, *models: str) -> Row:
+    test = f"{LAYERS}test_layers_have_our_attention_and_their_own_checkpoint"
+    return (f"TE: {name}", tuple(f"{test}[{model}]" for model in models))
+
+
+def _exchanged(name: str, *kinds: str) -> Row:
+    test, ways = f"{LAYERS}test_checkpoints_go_over", ("ours-theirs", "theirs-ours")
+    forms = [f"{kind}-{way}-{form}" for kind in kinds for way in ways
+             for form in ("sharded", "plain")]  # fmt: skip
+    return (f"TE: {name}", tuple(f"{test}[{form}]" for form in forms))
+
+
+def _trained(name: str, *models: str) -> Row:
+    test = f"{LOOP}test_two_ranks_train_like_one"
+    return (f"TE trains: {name}", tuple(f"{test}[{model}]" for model in models))
+
+
+# Of models of Transformer Engine's layers, in an environment that has it.
+ROWS = (
+    _built("GQA, MLA, MTP", "gqa", "mla", "mla, compressed queries", "mtp"),
+    _built("windows, sinks", "windows", "sinks", "off-by-one"),
+    _built("MoE", "moe", "moe, grouped"),
+    _built("fused rope, selective recompute", "fused rope", "recompute"),
+    _built("fp8 recipes, configured",
+           *(f"fp8, {recipe}" for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"))),
+    _exchanged("checkpoints to and from its attention", "gqa", "sinks", "mla, mtp"),
+    _trained("GQA, qk-norm", "mha", "gqa", "gqa-qknorm"),
+    _trained("MLA", "mla", "mla-qknorm"),
+    _trained("TP x SP", "tp-sp"),
+    _trained("sliding windows, sinks", "window", "window-skip-striped", "sink-learnable",
+             "sink-off-by-one"),
+    _trained("MTP", "mtp"),
+    _trained("MoE", "moe", "moe-grouped"),
+    _trained("packed", "packed"),
+    _trained("recompute, attention store", "recompute", "recompute-selective"),
+    _trained("`--spec`", "spec"),
+)  # fmt: skip
