@@ -422,6 +422,19 @@ def test_hooks_that_do_not_fit_are_a_problem():
     assert "Megatron-Core 0.99: utils.x" in told.what
 
 
+@pytest.mark.parametrize(
+    ("release", "levels"),
+    [("2.8.0", ["problem", "note"]), ("2.9.1", ["note"]), ("2.12.0", [])],
+)
+def test_what_a_release_of_torch_cannot_do(release, levels):
+    told = list(installed.torch_limits(release))
+    assert [finding.level for finding in told] == levels
+    assert all("before 2." in finding.what for finding in told)
+    assert [finding.fix for finding in told if finding.level == "problem"] == [
+        "torch 2.9 or newer"
+    ] * levels.count("problem")
+
+
 def test_versions():
     told = {f.topic: f for f in installed.versions()}
     assert told["torch"].what == torch.__version__

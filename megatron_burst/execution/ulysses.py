@@ -70,7 +70,7 @@ def gather(
             continue
         total = part.new_zeros((*part.shape[:2], n, part.shape[3]), dtype=sums)
         for peer, copy in enumerate(arrived):
-            total[:, :, Share(n, size).of(peer)] += copy
+            total[:, :, Share(n, size).of(peer)].add_(copy)  # += would also write it back
         totals.append(total)
     found = iter(totals)
     return [None if t is None else next(found) for t in tensors]

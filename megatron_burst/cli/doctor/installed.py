@@ -20,6 +20,7 @@ from torch.cuda import nccl
 from ... import masks
 from ...attention import attention
 from ...comm.groups import Groups
+from ...kernels import torch_release
 from ...kernels.flash_packages import PACKAGES as FLASH
 from ...kernels.flash_packages import NotInstalled, load
 from ...kernels.registry import KERNELS, make
@@ -56,6 +57,7 @@ def versions() -> Iterator[Finding]:
     """Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages."""
     yield ok("Python", platform.python_version())
     yield ok("torch", torch.__version__)
+    yield from torch_limits()
     cuda = torch.version.cuda
     if cuda and torch.cuda.is_available():
         yield ok("CUDA", cuda)
@@ -68,6 +70,13 @@ def versions() -> Iterator[Finding]:
         found = version(*distributions)
         yield ok(name, found) if found else note(name, f"not installed{ABSENT[name]}")
     yield from flash_attention()
+
+
+def torch_limits(release: str | None = None) -> Iterator[Finding]:
+    """What a release of torch cannot do; None: the one that is imported."""
+    for limit in torch_release.limits(release):
+        said = f"{limit.part}: before {limit.remedy.split()[1]}, {limit.before}"
+        yield problem("torch", said, limit.remedy) if limit.refused else note("torch", said)
 
 
 def flash_attention() -> Iterator[Finding]:
