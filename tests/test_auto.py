@@ -145,7 +145,7 @@ class Compiled:
     def work_for(self, mask, q_spans, k_spans):
         return ()
 
-    def forward(self, q, k, v, work, scoring, out, lse):
+    def forward(self, q, k, v, work, scoring, out, lse, max_logits=None):
         self.takes("forward", len(q), 1)
 
     def backward(self, rows, k, v, work, scoring, *totals):

@@ -52,24 +52,14 @@ class EmulatedKernel:
     speed: float | None
     flops_per_head: int
 
-    @property
-    def name(self) -> str:
-        return self.real.name
-
-    @property
-    def softcaps(self) -> bool:
-        return self.real.softcaps
-
-    def refusal(self, q, k, v):
-        return self.real.refusal(q, k, v)
-
-    def work_for(self, mask, q_spans, k_spans):
-        return self.real.work_for(mask, q_spans, k_spans)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, scoring: Scoring,
-        out: torch.Tensor, lse: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor, max_logits: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
+        assert max_logits is None, "what is emulated has no scores"
         begin = time.perf_counter()
         key = ("forward", *map(_samples, (q, k, v)))
 

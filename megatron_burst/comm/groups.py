@@ -270,7 +270,7 @@ class InProcessGroups(_Uncopied):
 
     def __init__(self, topology: Topology):
         self.topology, self._switch = topology, RankSwitch()
-        self.backend, self.devices = "in_process", ()
+        self.backend, self.devices, self.communicators = "in_process", (), ""
         self.ranks = tuple(
             _LocalRank(topology, rank, self._switch) for rank in range(topology.size)
         )

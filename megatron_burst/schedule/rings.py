@@ -46,8 +46,13 @@ class Schedule(Demand):
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         everything = np.ones((grid.size, grid.size), dtype=bool)
         moved = replace(self, grid=grid, visible=everything, kept=0).tables.transfers
-        kinds = set(zip(moved.gradient.tolist(), moved.ring.tolist(), strict=True))
-        return [(RINGS[ring], gradient) for gradient, ring in sorted(kinds)]
+        kinds = set(zip(moved.ring.tolist(), moved.gradient.tolist(), strict=True))
+        return [
+            (ring, gradient)
+            for gradient in (False, True)
+            for ring in ("flat", "intra", "inter")
+            if (RINGS.index(ring), gradient) in kinds
+        ]
 
     def kept_chunks(self, rank: int) -> list[Chunk]:
         """The chunks that `rank` holds from the start besides its own: those kept from forward."""

@@ -81,7 +81,7 @@ def train_without_exchange(flags):
     """A run whose attention sees only its own rank's part of the sequence: must be wrong."""
     import torch.nn.functional as F
 
-    def local(q, k, v, plan, sink, label):
+    def local(q, k, v, plan, sink, label, max_logits):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3)

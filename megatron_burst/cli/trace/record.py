@@ -139,19 +139,8 @@ class _Kernel:
     rank: int
     events: list[Event]
 
-    @property
-    def name(self) -> str:
-        return self.real.name
-
-    @property
-    def softcaps(self) -> bool:
-        return self.real.softcaps
-
-    def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-        return self.real.refusal(q, k, v)
-
-    def work_for(self, mask: Any, q_spans: Any, k_spans: Any) -> Any:
-        return self.real.work_for(mask, q_spans, k_spans)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
     def forward(
         self,
@@ -162,9 +151,10 @@ class _Kernel:
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
     ) -> None:
         begin = time.perf_counter()
-        self.real.forward(q, k, v, work, scoring, out, lse)
+        self.real.forward(q, k, v, work, scoring, out, lse, max_logits)
         self._took("forward", begin)
 
     def backward(

@@ -147,7 +147,7 @@ class PlanBook:
         elif self.groups.communicators != self._communicators:
             lines.append(self.groups.communicators)
         self._communicators = self.groups.communicators
-        if torch.distributed.get_rank() == 0:
+        if lines and torch.distributed.get_rank() == 0:
             for line in lines:
                 logging.getLogger("megatron_burst").info(line)
 

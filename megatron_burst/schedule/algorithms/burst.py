@@ -1,12 +1,11 @@
 """The two-level ring: within a node chunks go round at every step, between nodes once per round.
 
 Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, with communication
-started before computation. At every step each rank computes one pair. One family of chunks travels
-and the other stays; gradients of the travelling family travel one step behind it and end at their
-owner. One difference to the paper in the gradient traffic: what a rank adds to its own gradient
-stays on it, and what a node adds to its own stays in it. Activations and gradients therefore both
-make G - 1 hops on one ring, or M (L - 1) hops within and M - 1 between M nodes of L ranks. Hops
-that no rank further along needs are left out.
+started before computation. One family of chunks travels and the other stays; gradients of the
+travelling family travel one step behind it and end at their owner. Other than in the paper, what a
+rank adds to its own gradient stays on it, and what a node adds to its own stays in it: activations
+and gradients both make G - 1 hops on one ring, or M (L - 1) within and M - 1 between M nodes of L
+ranks. Hops that no rank further along needs are left out.
 
 Steps are counted as LoongTrain's double ring has them: an outer step per node, an inner step per
 rank of the node.
@@ -32,8 +31,7 @@ def two_level(
 ) -> Tables:
     """Rings of `rings.intra` ranks and rings across `rings.inter` of these.
 
-    within: whose communicator carries the inner rings. blocks: wait for every gradient where it is
-    sent?
+    within: whose communicator carries the inner rings. blocks: do gradients land where posted?
     """
     path = _Path(demand, rings)
     moves = _moves(path, demand)
