@@ -243,7 +243,7 @@ def test_different_numbers_of_groups_are_refused_and_do_not_hang(ranks):
     assert len(set(messages)) == 1
     assert "in different numbers of process groups" in messages[0]
     assert "ranks [1] in another than rank 0" in messages[0]
-    assert "make mb.Groups, and the first plan on it, before" in messages[0]
+    assert "make mb.Groups before making groups" in messages[0]
 
 
 def handed_to_torch():

@@ -108,11 +108,14 @@ def test_kernels_that_cannot_tell_are_refused_and_auto_passes_them_by():
 @pytest.mark.parametrize(
     "wrong",
     [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True),
-     torch.zeros(2, device="meta"), True],
+     torch.zeros(2, device="meta"),
+         torch.zeros(2, 2)[:, 0], torch.zeros(1).expand(2), True],
 )  # fmt: skip
 def test_another_tensor_is_refused(wrong):
     x, groups = torch.zeros(8, 1, 2, 16), mb.Groups.in_process(intra=1)
-    with pytest.raises(ValueError, match=r"max_logits must be a torch.float32 tensor \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"max_logits must be a contiguous torch.float32 tensor \[2\]"
+    ):
         mb.attention([x], [x], [x], groups=groups, kernel="reference", max_logits=wrong)
 
 

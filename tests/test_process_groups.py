@@ -149,10 +149,19 @@ def told(make):
 
 
 def unlike_the_others(what):
-    given = given_groups()
-    odd = dist.get_rank() == 1
-    reuse = given[:1] if what == "reuse" and odd else ()
-    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, reuse=reuse)
+    world, odd = dist.group.WORLD, dist.get_rank() == 1
+    over_all, other = (dist.new_group(list(range(4))) for _ in range(2))
+    first, *_ = [dist.new_group([rank]) for rank in range(4)]  # the others are not in it
+    reuse = {
+        "reuse": [over_all] if odd else (),
+        "another": [other if odd else over_all],
+        "not a member": [first],
+        "no list": world,
+    }.get(what, ())
+    try:
+        groups = mb.Groups.from_topology(world, intra=2, reuse=reuse)
+    except ValueError as error:
+        return str(error)
     if what == "one group more" and odd:
         dist.new_group([1], use_local_synchronization=True)
     return told(lambda: mb.attention(*qkv(), groups=groups, algorithm="ring"))
@@ -161,9 +170,12 @@ def unlike_the_others(what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("reuse", "rank 0 asked for flat, flat gradients, given groups for none, rank 1 for "
-                  "flat, flat gradients, given groups for flat"),
+        ("reuse", "rank 0 asked for intra=2, ulysses=1, placement='head_first', reuse=no groups"),
+        ("another", "over the ranks [0, 1, 2, 3], rank 1 was given another process group than"),
+        ("not a member", "reuse=groups of which it is no part"),
+        ("no list", "reuse: give a list of process groups, got <"),
         ("one group more", "different numbers of process groups (ranks [1] in another than rank"),
+        ("one group more", "make the plan (mb.prepare) that first needs flat, flat gradients bef"),
     ],
 )  # fmt: skip
 def test_ranks_that_would_wait_for_each_other_are_told_so(ranks, what, words):

@@ -73,6 +73,8 @@ class Communicators:
             self.backend = dist.get_backend_config(parent)
         self._max_ctas = self._checked(max_ctas)
         self.groups: dict[tuple[Channel, str], dist.ProcessGroup] = {}
+        if not isinstance(given, (list, tuple)):
+            raise ValueError(f"reuse: give a list of process groups, got {given!r:.100}")
         self._given = {
             _key(dist.get_process_group_ranks(process_group(group, "reuse"))): group
             for group in reversed(given)  # of two the first
@@ -105,8 +107,7 @@ class Communicators:
         ]  # fmt: skip
         if not missing:
             return
-        given = [channel for channel in missing if self._reused(channel, device)]
-        agreed(introduce(self.control, f"{_words(missing)}, given groups for {_words(given)}"))
+        self._agree(missing, device)
         before = memory_taken(device)
         for channel in missing:
             group = self._reused(channel, device) or self._own(channel, device)
@@ -115,6 +116,23 @@ class Communicators:
         after = memory_taken(device)
         if before is not None and after is not None:
             self._taken = (self._taken or 0) + after - before
+
+    def _agree(self, missing: list[Channel], device: torch.device) -> None:
+        """Raise ValueError, on all ranks, unless all lack the same and were given the same."""
+        reused = {channel: self._reused(channel, device) for channel in missing}
+        given = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
+        words = f"{_words(missing)}, given groups for {_words(c for c in missing if reused[c])}"
+        said = introduce(self.control, words, tuple(given.items()))
+        agreed(said, f"the plan (mb.prepare) that first needs {_words(missing)}")
+        names: dict[tuple[int, ...], tuple[str, int]] = {}
+        for one in said:
+            for members, name in one.given:
+                other, rank = names.setdefault(members, (name, one.rank))
+                if other != name:
+                    raise ValueError(
+                        f"reuse: over the ranks {list(members)}, rank {one.rank} was given another "
+                        f"process group than rank {rank}; give every rank the same"
+                    )
 
     @property
     def alive(self) -> bool:

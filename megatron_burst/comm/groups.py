@@ -19,7 +19,7 @@ from .calls import CALLS, Calls
 from .communicators import Communicators, Place
 from .consensus import Facts, agree
 from .local import LocalEndpoint, RankSwitch
-from .process_groups import agreed, introduce, introduce_nodes, process_group, ranks_per_host
+from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
 T = TypeVar("T")
@@ -87,8 +87,8 @@ class Groups(_Uncopied):
     ):
         for name, group in (("intra", intra), ("inter", inter)):
             process_group(group, name)
-        asked = f"ulysses={ulysses!r}, placement={placement!r}, nccl_max_ctas={nccl_max_ctas!r}"
-        ranks = agreed(introduce_nodes(intra, inter, asked))
+        given = asked(ulysses, placement, reuse, nccl_max_ctas)
+        ranks = agreed(introduce_nodes(intra, inter, given))
         topology = Topology(len(ranks), intra.size(), ulysses, placement)
         self._begin(ranks, topology, intra, reuse, nccl_max_ctas)
 
@@ -110,8 +110,8 @@ class Groups(_Uncopied):
     ) -> Groups:
         """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`, `reuse`,
         `nccl_max_ctas`: as in `Groups`."""
-        asked = f"ulysses={ulysses!r}, placement={placement!r}, nccl_max_ctas={nccl_max_ctas!r}"
-        ranks = agreed(introduce(process_group(group), f"intra={intra!r}, {asked}"))
+        given = f"{intra=}, {asked(ulysses, placement, reuse, nccl_max_ctas)}"
+        ranks = agreed(introduce(process_group(group), given))
         self = cls.__new__(cls)
         topology = Topology(len(ranks), intra, ulysses, placement)
         self._begin(ranks, topology, group, reuse, nccl_max_ctas)

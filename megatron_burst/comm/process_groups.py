@@ -23,22 +23,37 @@ class Said(NamedTuple):
     rank: int  # global
     name: str  # what torch would call its next group over the same ranks
     asked: str  # its arguments
+    given: tuple[tuple[tuple[int, ...], str], ...]  # the ranks and the name of groups it was given
 
 
 def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.ProcessGroup:
     """`group`, the argument `name`, if it is one that this rank can make a grid of."""
     if not isinstance(group, dist.ProcessGroup):
+        before = (
+            "" if dist.is_initialized() else "; call torch.distributed.init_process_group before"
+        )
         raise ValueError(
-            f"{name} must be a process group that this rank is in; call torch.distributed."
-            f"init_process_group before, got {group!r}"
+            f"{name} must be a process group that this rank is in{before}, got {group!r}"
         )
     return group
 
 
-def introduce(group: dist.ProcessGroup, asked: str) -> list[Said]:
-    """What each rank of `group` says; a collective."""
+def asked(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None) -> str:
+    """The arguments of a grid, in words that are the same on every rank that means the same."""
+    given = f"no list but {type(reuse).__name__}"
+    if isinstance(reuse, (list, tuple)):
+        sizes = [
+            f"{each.size()} ranks" if isinstance(each, dist.ProcessGroup) else "which it is no part"
+            for each in reuse
+        ]
+        given = f"groups of {', '.join(sizes)}" if sizes else "no groups"
+    return f"{ulysses=}, {placement=}, reuse={given}, {nccl_max_ctas=}"
+
+
+def introduce(group: dist.ProcessGroup, asked: str, given: tuple = ()) -> list[Said]:
+    """What each rank of `group` says; a collective. asked, given: as in `Said`."""
     size = group.size()
-    mine = Said(dist.get_rank(), dist.distributed_c10d._hash_ranks_to_str([]), asked)
+    mine = Said(dist.get_rank(), dist.distributed_c10d._hash_ranks_to_str([]), asked, given)
     said = [mine] * size
     dist.all_gather_object(said, mine, group=group)
     return said
@@ -56,8 +71,10 @@ def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: s
     return [one for node in nodes for one in node]
 
 
-def agreed(said: list[Said]) -> list[int]:
+def agreed(said: list[Said], what: str = "mb.Groups") -> list[int]:
     """The global ranks of a grid; ValueError, on all of them, if they do not mean the same one.
+
+    what: of which process groups are about to be made.
 
     torch names a locally made group after a count of the groups a rank has made or is in (which of
     these, depends on its version); ranks whose counts differ would wait for each other until the
@@ -68,8 +85,7 @@ def agreed(said: list[Said]) -> list[int]:
         raise ValueError(
             f"the ranks of this grid are in different numbers of process groups (ranks {odd} in "
             f"another than rank {said[0].rank}), and torch names a new one by that number; make "
-            "mb.Groups, and the first plan on it, before making groups that only some of these "
-            "ranks belong to"
+            f"{what} before making groups that only some of these ranks belong to"
         )
     for rank, one in enumerate(said):
         if one.asked != said[0].asked:

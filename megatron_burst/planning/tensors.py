@@ -72,10 +72,11 @@ def check_max_logits(max_logits: torch.Tensor | None, q: torch.Tensor) -> None:
     wanted, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:
         found = max_logits.dtype, tuple(max_logits.shape), max_logits.device
-        if found == wanted:
+        if found == wanted and max_logits.is_contiguous():  # kernels write to head after head
             return
-        got = "{} {} on {}".format(*found)
+        strides = "" if max_logits.is_contiguous() else f" with strides {max_logits.stride()}"
+        got = "{} {} on {}".format(*found) + strides
     raise ValueError(
-        f"max_logits must be a {wanted[0]} tensor [{q.shape[2]}], one place per query head, on "
-        f"{q.device} and without a gradient, got {got}"
+        f"max_logits must be a contiguous {wanted[0]} tensor [{q.shape[2]}], one place per query "
+        f"head, on {q.device} and without a gradient, got {got}"
     )
