@@ -34,14 +34,19 @@ def written(tmp_path_factory):
         patch.setattr(library, "library", lambda: iter([problem("csrc", secret, "rm ~/x/y.so")]))
         patch.setattr(installed, "hooks", lambda: iter(()))
         status = main(["doctor", "--gpu-report", str(path), "--device", "cpu"])
-    text = path.read_text()
-    return status, text, json.loads(text.partition("```json\n")[2].partition("\n```")[0])
+    return status, path.read_text(), facts_of(path)
+
+
+def facts_of(path):
+    return json.loads(path.read_text().partition("```json\n")[2].partition("\n```")[0])
 
 
 def test_the_file_has_every_kernel_and_says_that_a_cpu_is_none(written):
     status, text, facts = written
     assert status == 1  # the problem above
     assert document.DRY in text.splitlines()[2]
+    assert facts["finished"]
+    assert document.UNFINISHED not in text
     assert facts["device"] == "cpu"
     assert facts["gpus"] == []
     assert {record["kernel"] for record in facts["accuracy"]} == set(registry.KERNELS)
@@ -195,17 +200,64 @@ def test_a_place_that_is_none_is_refused_with_the_missing_gpu(tmp_path, capsys):
     assert "--device belongs to --gpu-report FILE" in capsys.readouterr().err
 
 
+def test_what_was_measured_before_the_end_of_the_process_is_in_the_file(monkeypatch, tmp_path):
+    def kernels(device, records):
+        sys.exit("as by a signal")
+        yield
+
+    monkeypatch.setattr(accuracy, "KERNELS", ("aten",))
+    monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
+    monkeypatch.setattr(times, "kernels", kernels)
+    path = tmp_path / "report.md"
+    with pytest.raises(SystemExit):
+        main(["doctor", "--gpu-report", str(path), "--device", "cpu"])
+    text = path.read_text()
+    assert "| aten | causal | kv |" in text
+    assert document.UNFINISHED in text
+    assert not facts_of(path)["finished"]
+
+
+BROKEN = """
+import sys
+from megatron_burst.cli.doctor.gpu import overlap
+from megatron_burst.cli.main import main
+
+def pairs(groups, device):
+    raise RuntimeError("NCCL error: unhandled system error")
+    yield
+
+overlap._pairs = pairs
+sys.exit(main(["doctor", "--gpu-report", sys.argv[1], "--device", "cpu", "--quick"]))
+"""
+
+
+def torchrun(ranks, *words):
+    command = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
+    return subprocess.run(
+        [sys.executable, *command, *words], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_failed_overlap_ends_no_rank_before_the_file_is_whole(tmp_path):
+    """torchrun ends all ranks as soon as one fails."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    path = tmp_path / "report.md"
+    done = torchrun(2, str(tmp_path / "broken.py"), str(path))
+    assert done.returncode == 1, done.stderr  # rank 0's, which has told the problem
+    assert "unhandled system error" in facts_of(path)["overlap"]["failed"]
+    assert facts_of(path)["finished"]
+    assert facts_of(path)["times"]
+
+
 @pytest.mark.slow
 def test_under_torchrun_one_rank_writes_and_both_rings_are_measured(tmp_path):
     path = tmp_path / "report.md"
-    command = "-m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_burst doctor"
-    words = ["--gpu-report", str(path), "--device", "cpu", "--quick"]
-    done = subprocess.run(
-        [sys.executable, *command.split(), *words], cwd=ROOT, capture_output=True, text=True
-    )
+    words = ["-m", "megatron_burst", "doctor", "--gpu-report", str(path)]
+    done = torchrun(4, *words, "--device", "cpu", "--quick")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("overlap, two rings") == 1
-    found = json.loads(path.read_text().partition("```json\n")[2].partition("\n```")[0])["overlap"]
+    found = facts_of(path)["overlap"]
     assert found["grid"] == [2, 2]
     assert list(found["pairs"]) == ["attention and ring", "two rings"]
     for pair in found["pairs"].values():

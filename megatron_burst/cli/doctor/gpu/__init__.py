@@ -26,8 +26,11 @@ FORMAT = 1  # of the JSON
 
 
 def run(path: Path, device_name: str, quick: bool) -> int:
-    """Examine the device and write `path`; under torchrun rank 0 does. Returns the exit status:
-    1 if there is a problem. Raises ValueError where there is no GPU or no place for the file."""
+    """Examine the device and write `path`, anew after each section; under torchrun rank 0 does.
+
+    Returns the exit status: 1 if there is a problem, on rank 0 only. Raises ValueError where there
+    is no GPU or no place for the file.
+    """
     writes = machine.rank() == 0
     check(path if writes else None, device_name)
     device = torch.device(device_name)
@@ -37,24 +40,34 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     shown = report.Report(as_json=False)
     limit = machine.variables().get("CUDA_DEVICE_MAX_CONNECTIONS")
     facts: document.Facts = {
-        "format": FORMAT, "device": device.type, "made": str(date.today()),
+        "format": FORMAT, "finished": False, "device": device.type, "made": str(date.today()),
         "gpus": machine.gpus() if device.type == "cuda" else [], "versions": versions(device),
         "accuracy": [], "times": [], "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": limit},
     }  # fmt: skip
     found = overlap.measured(device, facts["overlap"])
     if not writes:
-        return status(found)
-    shown.add(_device(facts))
-    shown.add(found, "measuring overlap")
-    shown.add(accuracy.kernels(device, facts["accuracy"]), "comparing kernels with float64")
-    shown.add(times.kernels(device, facts["times"]), "timing kernels")
-    if not quick:
-        shown.add(_installation(), "trying what is installed")
-    facts["findings"] = [one._asdict() for one in shown.findings]
-    path.write_text(document.text(facts), encoding="utf-8")
+        list(found)
+        return 0  # whatever was found: torchrun would end rank 0, which goes on and tells it
+    sections = [
+        ("", _device(facts)),
+        ("measuring overlap", found),
+        ("comparing kernels with float64", accuracy.kernels(device, facts["accuracy"])),
+        ("timing kernels", times.kernels(device, facts["times"])),
+        *([] if quick else [("trying what is installed", _installation())]),
+    ]
+    for doing, section in sections:
+        shown.add(section, doing)
+        _write(path, facts, shown)  # whatever ends this process next
+    facts["finished"] = True
+    _write(path, facts, shown)
     shown.add([ok("written", f"{path}: send it back, or read it first: it is short")])
     shown.end({})
     return status(shown.findings)
+
+
+def _write(path: Path, facts: document.Facts, shown: report.Report) -> None:
+    facts["findings"] = [one._asdict() for one in shown.findings]
+    path.write_text(document.text(facts), encoding="utf-8")
 
 
 def check(path: Path | None, device: str) -> None:

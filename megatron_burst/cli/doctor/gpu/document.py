@@ -21,6 +21,7 @@ from .accuracy import BOUND, PARTS, ratio
 DRY = "A dry run on a CPU. Nothing in this file was run on a GPU, and no time in it means anything."
 # An absolute path, of which the last part stays; a URL or "and/or" is none.
 PATH = re.compile(r"(?<![\w/:.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;()<>]*[/\\])([^\s'\",;()<>]*)")
+UNFINISHED = "The examination did not end: what comes last is missing."
 Facts = dict[str, Any]
 
 
@@ -30,6 +31,7 @@ def text(facts: Facts) -> str:
     parts = [
         "# What megatron-burst does on this machine",
         DRY if facts["device"] == "cpu" else f"On {facts['gpus'][0]}.",
+        *([] if facts["finished"] else [UNFINISHED]),
         "## Versions\n\n" + _table(["", "version"], facts["versions"].items()),
         "## Kernels against float64\n\n"
         "bf16; the largest error over that of torch's own attention, of which at most "
@@ -107,8 +109,8 @@ def _times(records: Sequence[Facts]) -> str:
 def _overlap(record: Facts) -> str:
     if "failed" in record:
         return f"Failed: {record['failed']}"
-    if not record["pairs"]:
-        return "One GPU: not measured."
+    if not record.get("pairs"):
+        return "One GPU: not measured." if "pairs" in record else "Not measured yet."
     rows = [
         [name, *(duration(found[key]) for key in ("first", "second", "both")),
          f"{found['hidden']:.2f}"]

@@ -40,15 +40,16 @@ def measured(device: torch.device, record: Record) -> Iterator[Finding]:
     if machine.world_size() < 2:
         yield note("overlap", ONE)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LIMIT)
     try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LIMIT)
         yield from _pairs(device, record)
     except Exception as error:  # the rest of the file is worth having
         first = (str(error).splitlines() or [""])[0]
         record["failed"] = f"{type(error).__name__}: {first[:300]}"
         yield problem("overlap", record["failed"], "megatron-burst doctor --distributed says more")
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _pairs(device: torch.device, record: Record) -> Iterator[Finding]:
