@@ -77,6 +77,33 @@ def test_what_is_no_path_stays():
     assert found[1:] == [1, None]
 
 
+@pytest.mark.parametrize(
+    ("said", "stays"),
+    [
+        ("host node-17.cluster.acme.com:29500 refused", "host ... refused"),
+        ("connect to [10.1.2.3]:29500, [node-3]:80 (errno: 22)", "connect to ..., ... (errno: 22)"),
+        ("any network address of (node17, 29500)", "any network address of (...)"),
+        ("peer node-23.acme.com<10.11.12.13:4321> or 10.1.2.3<4321>", "peer ... or ..."),
+        ("from 10.1.2.3, fe80::1%eth0 and fd00:12::3", "from ..., ... and ..."),
+        ("tcp://node17:29500 on boss at boss.acme.com", "tcp://... on ... at ..."),
+        ("file:///home/bob/secret/x.py:3", "x.py:3"),
+        ("loading:/home/bob/lib/x.so", "loading:x.so"),
+        ("no '/scratch/bob smith/x.so' there", "no 'x.so' there"),
+    ],
+)
+def test_other_machines_and_paths_in_any_guise_are_taken_out(said, stays, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "boss.acme.com")
+    assert document.impersonal(said, document.names()) == stays
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
+    assert "10" not in document.names()  # or every 10 of the file would go
+
+
+def test_what_is_no_machine_stays():
+    said = "ProcessGroupNCCL.cpp:1234 at::add c10::Error 12:30:45 cuda:0 32:8 torch 2.13.0+cpu "
+    said += "z.py:3333 vector<int> (64, 4096) std::vector<at::Tensor> https://a.b/c '/a' 3/4"
+    assert document.impersonal(said, ()) == said
+
+
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("how", ["wrong", "nan"])
 def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
@@ -196,6 +223,10 @@ def test_a_place_that_is_none_is_refused_with_the_missing_gpu(tmp_path, capsys):
     assert torch.cuda.is_available() or "needs a GPU" in said
     assert main(["doctor", "--gpu-report", str(tmp_path), "--device", "cpu"]) == 2
     assert "is a folder" in capsys.readouterr().err
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["doctor", "--gpu-report", str(tmp_path / "loop"), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"--gpu-report {tmp_path / 'loop'}: Too many levels of symbolic links" in said
     assert main(["doctor", "--device", "cpu"]) == 2
     assert "--device belongs to --gpu-report FILE" in capsys.readouterr().err
 

@@ -73,9 +73,8 @@ def _write(path: Path, facts: document.Facts, shown: report.Report) -> None:
 def check(path: Path | None, device: str) -> None:
     """Raise one ValueError with all that is in the way; path: None on ranks that do not write."""
     wrong = []
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "is a folder" if path.is_dir() else "its folder does not exist"
-        wrong.append(f"--gpu-report {path}: {what}; give a file in a folder that does")
+    if path is not None and (what := _refused(path)):
+        wrong.append(f"--gpu-report {path}: {what}; give a file that can be written")
     if device == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda
         how = f"is built for CUDA {built}" if built else "is built without CUDA"
@@ -86,6 +85,23 @@ def check(path: Path | None, device: str) -> None:
         )
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def _refused(path: Path) -> str:
+    """Why the file cannot be written; empty if it can. Leaves everything as it is."""
+    try:
+        there = path.exists()
+        with path.open("ab"):
+            pass
+    except IsADirectoryError:
+        return "it is a folder"
+    except FileNotFoundError:
+        return "its folder does not exist"
+    except OSError as error:
+        return error.strerror or str(error)
+    if not there:
+        path.unlink()
+    return ""
 
 
 def versions(device: torch.device) -> dict[str, str]:

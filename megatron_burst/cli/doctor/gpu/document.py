@@ -1,14 +1,16 @@
 """The file that is sent back: Markdown to read, and the same facts as JSON at its end.
 
-Decides what may stand in it: versions, kinds of devices, figures, and sentences without paths, host
-names and user names.
+Decides what may stand in it: versions, kinds of devices, figures, and sentences without paths,
+addresses, host names and user names, as far as their form tells them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import ipaddress
 import json
+import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
@@ -19,8 +21,24 @@ from ....units import duration
 from .accuracy import BOUND, PARTS, ratio
 
 DRY = "A dry run on a CPU. Nothing in this file was run on a GPU, and no time in it means anything."
-# An absolute path, of which the last part stays; a URL or "and/or" is none.
-PATH = re.compile(r"(?<![\w/:.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;()<>]*[/\\])([^\s'\",;()<>]*)")
+# An absolute path, of which the last part stays; a URL or "and/or" is none. In quotes it may have
+# blanks.
+PATH = re.compile(
+    r"(?:\bfile:/+|(?<![\w/.:])(?:~|[A-Za-z]:)?[/\\]|(?<=:)[/\\](?![/\\]))"
+    r"(?:[^\s'\",;()<>]*[/\\])([^\s'\",;()<>]*)"
+)
+QUOTED = re.compile(r"(['\"])(?:file:|~|[A-Za-z]:)?[/\\][^'\"\n]*[/\\]([^'\"\n/\\]*)\1")
+# A machine and its port, as torch and NCCL write them: [name]:1, (name, 29500), name<1>, a.b:1,
+# name:29500. A file of source code and its line is none.
+PORT = re.compile(
+    r"\[[^\]\s]+\]:\d+|(?<=\()(?!\d+,)[\w.:-]+, \d{4,5}(?=\))|[\w.-]+<(?:[\w.:]+:)?\d{4,5}>|"
+    r"(?<![\w.-])(?![\w.-]+\.(?:py|pyx|c|cc|cpp|cu|cuh|h|hpp|so):)"
+    r"(?:[\w-]+(?:\.[\w-]+)+:\d|[\w-]+:\d{4})\d*\b"
+)
+# What may be an address of IPv4 or IPv6, with its network interface.
+ADDRESS = re.compile(
+    r"(?<![\w:.])(?:\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]*[\da-fA-F:])(?:%\w+)?(?!\w)"
+)
 UNFINISHED = "The examination did not end: what comes last is missing."
 Facts = dict[str, Any]
 
@@ -46,12 +64,14 @@ def text(facts: Facts) -> str:
 
 
 def names() -> set[str]:
-    """Of this machine and its user; a letter and root say nothing."""
-    host = socket.gethostname()
-    found = {host, host.partition(".")[0], Path.home().name}
+    """Of this machine, the one where ranks meet, and the user; a letter, a number (the beginning of
+    an address) and root say nothing."""
+    hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]
+    found = {*hosts, *(host.partition(".")[0] for host in hosts), Path.home().name}
     with contextlib.suppress(KeyError, OSError):  # a container without an entry for its user
         found.add(getpass.getuser())
-    return {name for name in found if len(name) > 1 and name not in ("root", "localhost")}
+    plain = ("root", "localhost")
+    return {name for name in found if len(name) > 1 and name not in plain and not name.isdigit()}
 
 
 def impersonal(value: Any, private: Iterable[str]) -> Any:
@@ -62,10 +82,19 @@ def impersonal(value: Any, private: Iterable[str]) -> Any:
         return [impersonal(each, private) for each in value]
     if not isinstance(value, str):
         return value
-    value = PATH.sub(r"\1", value)
-    for name in private:
+    value = PATH.sub(r"\1", QUOTED.sub(r"\1\2\1", value))
+    value = ADDRESS.sub(_without_address, PORT.sub("...", value))
+    for name in sorted(private, key=len, reverse=True):  # a whole name before its first part
         value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", value)
     return value
+
+
+def _without_address(found: re.Match[str]) -> str:
+    try:
+        ipaddress.ip_address(found[0])
+    except ValueError:
+        return found[0]
+    return "..."
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
