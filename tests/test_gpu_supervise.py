@@ -99,6 +99,45 @@ def test_a_child_that_cannot_begin_is_told_once(tmp_path):
     assert record["failed"]["all"] == "ended with status 1: ImportError: no such module"
 
 
+def test_a_child_that_did_not_begin_in_time_is_forgotten_when_it_begins_again(tmp_path):
+    journal = Journal(tmp_path / "results.jsonl")
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    follow("cells", command, journal, Budget(30), 0.3, lambda *_: None)
+    assert failed(journal.results()) == {
+        "cells, outside its items": {"all": "did not end within 0 s"}
+    }
+    results, _, _ = watched(tmp_path, "a")
+    assert list(results["jobs"]) == ["a"]
+    assert journal.ended() == {"a"}
+
+
+STUCK = """
+import os, signal, time
+from pathlib import Path
+
+def test_is_stuck():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    time.sleep(120)
+"""
+
+
+@pytest.mark.slow
+def test_ended_by_a_signal_it_ends_its_child(tmp_path):
+    (tmp_path / "test_stuck.py").write_text(STUCK)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--parts", "tests"]
+    command += ["--tests", str(tmp_path / "test_stuck.py"), "--out", str(tmp_path / "out")]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    pid, until = tmp_path / "pid", time.monotonic() + 90
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    running.terminate()
+    status = running.wait(20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert status == 128 + signal.SIGTERM
+
+
 def test_a_line_is_on_disk_when_it_is_written_and_a_torn_one_never_was(tmp_path):
     """Cut after every byte: whole lines are read, and the next writer begins a line of its own."""
     journal = Journal(tmp_path / "results.jsonl")

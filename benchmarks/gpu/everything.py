@@ -20,7 +20,7 @@ from . import jobs, plots, tables, worker
 from .jobs import Stage
 from .journal import Journal
 from .sizes import CPU, GPU, Sizes
-from .supervise import ROOT, Budget, follow
+from .supervise import ROOT, Budget, follow, signals_raise
 
 Record = dict[str, Any]
 FILES = ("--out", "--doc", "--show")  # say nothing of what was measured
@@ -49,7 +49,8 @@ def main(args: argparse.Namespace, doc: Path, budget: Budget) -> int:
         return worker.main(args, every, journal)
     begin(args, device, every, journal)
     budget = budget.part(budget.left - min(CLOSING, args.seconds / 10))
-    watch(args, every, journal, budget)
+    with signals_raise():
+        watch(args, every, journal, budget)
     results = journal.results()
     document(results, args.doc or doc_of[args.device])
     failed = tables.failures(results)

@@ -1,9 +1,9 @@
 """The file of a run: JSON lines, each on disk as soon as it is known, whoever is killed next.
 
 Lines: a head (machine, versions), the commands, the items of each stage, and of each item that it
-began and how it ended. An item is a test or a cell of a table. The run and its children append to
-the same file, one at a time; results are what its lines say. Decides what survives: whole lines do,
-and a torn last one never was.
+began, how it ended, and that its end is dropped. An item is a test or a cell of a table. The run and
+its children append to the same file, one at a time; results are what its lines say. Decides what
+survives: whole lines do, and a torn last one never was.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Journal:
         """record: "kind", "failed" ({who: what}), and what the kind has besides."""
         self.write(end=name, record=record)
 
+    def drop(self, name: str) -> None:
+        """Forget how an item ended: it is tried again."""
+        self.write(drop=name)
+
     def mend(self) -> None:
         """Cut off a last line that a killed writer left unfinished; nobody may be writing."""
         if self.path.exists():
@@ -56,7 +60,7 @@ class Journal:
 
     def ended(self) -> set[str]:
         """The names of the items that need not be done any more."""
-        return {line["end"] for line in self.lines() if "end" in line}
+        return set(self.results()["jobs"])
 
     def results(self) -> Record:
         """The head, "commands", the records of all items in "jobs" by name in the order in which
@@ -72,6 +76,8 @@ class Journal:
                 stages[line["stage"]] = known if more is None else [*(known or ()), *more]
             if "end" in line:
                 results["jobs"][line["end"]] = line["record"]
+            if "drop" in line:
+                results["jobs"].pop(line["drop"], None)
         every = [[stage] if items is None else items for stage, items in stages.items()]
         names, done = dict.fromkeys(chain.from_iterable(every)), results["jobs"]
         results["left out"] = [name for name in names if name not in done]

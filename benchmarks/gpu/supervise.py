@@ -7,9 +7,12 @@ rest. Decides when a child is ended. Knows nothing of what an item is.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from .journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 AGAIN = 75  # exit status of a child that wants a new one to do the rest
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PAUSE = 0.1  # seconds between two looks at a child
 Record = dict[str, Any]
 
@@ -70,6 +74,25 @@ class Watch:
         return self.budget.spent - self.since
 
 
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Within, a signal that would end this process raises SystemExit: `follow` ends its child,
+    which would keep the device if it is stuck. A signal that is ignored stays so."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def follow(
     name: str,
     command: Sequence[str],
@@ -85,13 +108,16 @@ def follow(
     as it ends. What is under way when the time is spent has no end, and is left out.
     """
     log = journal.path.with_name("log.txt")
+    outside = f"{name}, outside its items"
+    if budget.left > 0 and outside in journal.ended():
+        journal.drop(outside)  # of an earlier call: it is tried again
     while budget.left > 0:
+        watch = Watch(journal, budget, told)
         with log.open("ab") as output:
             start = output.tell()
             child = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-        watch = Watch(journal, budget, told)
         try:
             status = _status(child, watch, limit)
         finally:
@@ -104,7 +130,7 @@ def follow(
             continue
         useless = watch.open is None and not watch.ended
         why = f"did not end within {limit:.0f} s" if status is None else _said(log, start, status)
-        item = watch.open or f"{name}, outside its items"
+        item = watch.open or outside
         journal.end(item, {"kind": "broken", "took": watch.lasted, "failed": {"all": why}})
         watch.look()
         if useless:
