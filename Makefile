@@ -17,7 +17,7 @@ TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 help: ## this list
 	@echo "megatron_burst: BurstAttention context parallelism for Megatron-Core"; echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo; echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=<pip requirement> JOBS=$(JOBS) DATA=<text> ARGS=<more arguments>"
+	@echo; echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=<pip requirement> JOBS=$(JOBS) DATA=<text> MEGATRON=<checkout> ARGS=<more arguments>"
 
 install: $(VENV)/.ready-test ## create VENV and install the package with all that its tests need
 
@@ -46,7 +46,8 @@ test-recipes: ## the tests with Megatron-Bridge, in an environment of their own,
 # Exit status 77: something that the build needs is missing, and it has said what.
 test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, once); MEGATRON=path
 	@$(PYTHON) tests/te/build.py $(VENV)-te --torch "$(TORCH)"; case $$? in \
-	  0) OMP_NUM_THREADS=1 $(VENV)-te/bin/python -m pytest tests/te -rs --megatron "$(MEGATRON)" \
+	  0) rm -f $(VENV)-te/found.xml; \
+	     OMP_NUM_THREADS=1 $(VENV)-te/bin/python -m pytest tests/te -rs --megatron "$(MEGATRON)" \
 	       --junitxml=$(VENV)-te/found.xml $(ARGS) < /dev/null; code=$$?; \
 	     $(VENV)-te/bin/python tests/compatibility.py --te $(VENV)-te/found.xml; exit $$code;; \
 	  77) ;; \

@@ -150,20 +150,33 @@ def main() -> int:
 
 
 def record_te(files: list[Path]) -> int:
-    """Keep what runs of `make test-te` found, with the installed megatron-core; what did not run
-    now stays as it was."""
-    ran = {test: outcome for file in files for test, outcome in _parsed(file).items()}
-    wanted = {test for feature in TE_FEATURES for test in feature.tests}
+    """Keep what runs of `make test-te` found, with the installed megatron-core."""
+    ran = {test: end for file in files if file.exists() for test, end in _parsed(file).items()}
     known, version = json.loads(RECORD.read_text()), metadata.version("megatron-core")
     entry = known.get(version, {"date": "-", "tests": {}})
-    earlier = entry.get("te", {"tests": {}})["tests"]
-    found = {
-        "date": str(date.today()),
-        "transformer_engine": metadata.version("transformer_engine"),
-        "tests": {test: ran.get(test, earlier.get(test, "skipped")) for test in sorted(wanted)},
-    }
+    found = te_entry(entry.get("te"), ran, metadata.version("transformer_engine"), date.today())
+    if found is None:
+        print("compatibility: no row of Transformer Engine ran as a whole: nothing is kept")
+        return 0
     keep(known | {version: entry | {"te": found}})
     return 0
+
+
+def te_entry(
+    earlier: dict[str, Any] | None, ran: dict[str, str], release: str, day: date
+) -> dict[str, Any] | None:
+    """The rows of which every test ran, with their day; others stay as they were if they were of
+    this release of Transformer Engine. None if no row ran."""
+    rows = [f for f in TE_FEATURES if all(ran.get(t, "skipped") != "skipped" for t in f.tests)]
+    if not rows:
+        return None
+    if earlier is None or earlier["transformer_engine"] != release:
+        earlier = {"tests": {}, "dates": {}}
+    return {
+        "transformer_engine": release,
+        "dates": earlier["dates"] | {row.name: str(day) for row in rows},
+        "tests": earlier["tests"] | {test: ran[test] for row in rows for test in row.tests},
+    }
 
 
 def keep(known: dict[str, dict[str, Any]]) -> None:
@@ -174,11 +187,11 @@ def keep(known: dict[str, dict[str, Any]]) -> None:
 def table(known: dict[str, dict[str, Any]]) -> str:
     """All versions on record, oldest first."""
     versions = sorted(known)
-    theirs = {v: known[v].get("te") or {"tests": {}, "date": "-"} for v in versions}
+    theirs = {v: known[v].get("te") or {"tests": {}, "dates": {}} for v in versions}
     rows = [[f.name, *(cell(f, known[v]["tests"]) for v in versions)] for f in FEATURES]
     when = [["run on", *(known[v]["date"] for v in versions)]]
     rows += when + [[f.name, *(cell(f, theirs[v]["tests"]) for v in versions)] for f in TE_FEATURES]
-    rows += [["TE: run on", *(theirs[v]["date"] for v in versions)]]
+    rows += [["TE: run on", *(_days(theirs[v]["dates"]) for v in versions)]]
     first = known[versions[0]]
     return (
         f"{markdown(['', *versions], rows)}\n\n"
@@ -186,6 +199,11 @@ def table(known: dict[str, dict[str, Any]]) -> str:
         f"`make compatibility` from what ran (`docs/compatibility.json`), on the CPU with gloo, "
         f'Python {first["python"]}, torch {first["torch"]}; "-" did not run. {_te_line(theirs)}'
     )
+
+
+def _days(dates: dict[str, str]) -> str:
+    """The first and the last."""
+    return " to ".join(sorted({min(dates.values()), max(dates.values())})) if dates else "-"
 
 
 def _te_line(theirs: dict[str, dict[str, Any]]) -> str:

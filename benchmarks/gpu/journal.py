@@ -1,8 +1,8 @@
 """The file of a run: JSON lines, each on disk as soon as it is known, whoever is killed next.
 
 Lines: a head (machine, versions), the commands, the items of each stage, and of each item that it
-began, how it ended, and that its end is dropped. An item is a test or a cell of a table. The run and
-its children append to the same file, one at a time; results are what its lines say. Decides what
+began, how it ended, or that its end is dropped. An item is a test or a cell of a table. Runs and
+children append to the same file, one at a time; results are what its lines say. Decides what
 survives: whole lines do, and a torn last one never was.
 """
 

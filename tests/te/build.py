@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SKIP = 77
 PYTHON = (3, 12)  # the first with a Megatron-Core that has megatron.training
+CUDA = "13"  # of the library's wheel, torch and the toolkit
 OURS = ("-e", f"{ROOT}[megatron]", "pytest>=8", "pytest-xdist>=3.8", "hypothesis>=6.100")
 TRAINING = ("tensorboard", "matplotlib>=3.8")
 BUILD = ("setuptools>=69", "wheel", "ninja", "pybind11", "cmake")
@@ -95,22 +96,40 @@ def build(folder, torch, stamp):
 
 
 def cuda_toolkit():
-    """The folder with bin/nvcc and CUDA's headers; nvcc on the PATH may be a script elsewhere."""
+    """The folder with bin/nvcc and headers of CUDA 13; nvcc on the PATH may be a script."""
     named = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc")
     homes = [named] if named else [nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    others = []
     for home in (Path(home) for home in homes if home):
         if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists():
-            return home
-    raise Missing("needs the CUDA 13 toolkit, nvcc and headers: name its folder in CUDA_HOME")
+            release = nvcc_release(home)
+            if release.split(".")[0] == CUDA:
+                return home
+            others.append(f"{home} has {release}")
+    raise Missing(
+        f"needs the CUDA {CUDA} toolkit, nvcc and headers{'; '.join(['', *others])}: "
+        "name its folder in CUDA_HOME"
+    )
+
+
+def nvcc_release(home):
+    """Such as "13.0"."""
+    command = [str(home / "bin" / "nvcc"), "--version"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"an nvcc that does not run ({error})"
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else "an nvcc that does not say its release"
 
 
 def check_torch(python):
     code = "import torch; print(torch.__version__, torch.version.cuda)"
     found = subprocess.check_output([python, "-W", "ignore", "-c", code], text=True)
     version, cuda = found.split()
-    if cuda.split(".")[0] != "13":
-        raise Missing(f"needs a torch with CUDA 13; pip installed {version}, CUDA {cuda}")
+    if cuda.split(".")[0] != CUDA:
+        raise Missing(f"needs a torch with CUDA {CUDA}; pip installed {version}, CUDA {cuda}")
 
 
 def compiling(toolkit, folder):
