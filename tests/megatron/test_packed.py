@@ -1,6 +1,8 @@
 """Packed batches, without ranks: documents, places of tokens, slicing, rotary angles."""
 
+import gc
 import inspect
+import weakref
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.data import slicing
-from megatron_burst.megatron.data.packed import pack_of
+from megatron_burst.megatron.data.packed import Packs, pack_of
 
 
 class Group:
@@ -173,6 +175,30 @@ def test_documents_are_read_once_per_batch_and_again_when_they_change():
     params.cu_seqlens_kv[2] = 20
     params.cu_seqlens_q_padded = ends(0, 12, 24)
     assert book.pack(24, params).bounds == (0, 12, 24)
+
+
+def test_batches_are_freed_with_what_is_known_of_them():
+    known, one = Packs(), ends(0, 8, 16)
+    alone = known.of(24, one)
+    alive, sent = [], []
+    for own in (True, False):  # padding of its own, or the same tensor
+        for _ in range(3):
+            lengths = one if own else ends(0, 8, 16)
+            padded = ends(0, 8, 16) if own else lengths
+            pack = known.of(24, lengths, padded)
+            assert pack == pack_of(24, lengths, padded)
+            assert known.of(24, lengths, padded) is pack
+            assert known.of(24, one) is alone
+            sent.append(weakref.ref(pack.index("zigzag", 2, 0, torch.device("cpu"))))
+            alive.append(weakref.ref(padded))
+    del lengths, padded, pack
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 6
+    # What `one` had last is kept, until it has another or is freed.
+    assert [ref() is not None for ref in sent] == [False, False, True, False, False, False]
+    del one
+    gc.collect()
+    assert sent[2]() is None
 
 
 def test_cross_attention_is_refused():

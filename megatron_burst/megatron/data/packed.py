@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 import megatron_burst as mb
 from megatron_burst.layout.sharding import to_device
@@ -91,10 +91,12 @@ class Packs:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
         state = total, cu_seqlens._version, None if padded is None else padded._version
         entries: Any = self._known.setdefault(cu_seqlens, {})
-        known = entries.get(id(padded))
-        if known is None or known[1] != state:
-            # It holds `padded`, so that no other can get its id.
-            known = entries[id(padded)] = padded, state, pack_of(total, cu_seqlens, padded)
+        with_padding = padded is not None
+        known = entries.get(with_padding)
+        # Held weakly: it may be `cu_seqlens` itself, whose entry would then never end.
+        if known is None or known[1] != state or (with_padding and known[0]() is not padded):
+            held = TensorWeakRef(padded) if with_padding else None
+            known = entries[with_padding] = held, state, pack_of(total, cu_seqlens, padded)
         return known[2]
 
 
