@@ -8,18 +8,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.cli.doctor import installed, machine, report, rings
-from megatron_burst.cli.doctor.command import hazards, parse
+from megatron_burst import flags
+from megatron_burst.cli.doctor import installed, machine, refused, report, rings
+from megatron_burst.cli.doctor.command import FLAGS, LISTS, NUMBERS, SWITCHES, TEXTS, hazards, parse
 from megatron_burst.cli.doctor.finding import Finding, note, ok, problem, status
 from megatron_burst.cli.doctor.refused import refusals
 from megatron_burst.cli.doctor.sizes import hierarchical_sizes, table
 from megatron_burst.cli.main import main
+from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron.checks.model import backend_problems
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = {"host": "here", "gpus": [], "nics": {}, "variables": {}}
@@ -258,6 +262,74 @@ def test_what_the_plugin_would_refuse(words, says):
     assert refused.level == "problem"
     assert says in f"{refused.what}; {refused.fix}"
     assert "--" in refused.fix
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--cuda-graph-impl local",
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp attn",
+        "--cuda-graph-impl transformer_engine --cuda-graph-scope attn",
+        "--enable-cuda-graph",
+        "--external-cuda-graph",
+        "--dynamic-context-parallel",
+        "--sequence-packing-scheduler dp_balanced",
+        "--use-kitchen-attention",
+        "--fp8-multi-head-attention",
+        "--burst-attention-store 1 --recompute-granularity full "
+        "--fine-grained-activation-offloading",
+        "--burst-attention-store 1 --recompute-granularity full --fp4-format e2m1",
+        "--burst-lm-head-loss recompute --fp8-output-proj",
+        "--burst-layout striped --experimental-attention-variant dsa",
+        "--attention-backend local",
+        "--burst-nccl-max-ctas 4 --distributed-backend gloo",
+        "--yaml-cfg model.yaml",
+    ],
+)
+def test_settings_of_the_model_that_end_a_run_are_known(words):
+    flag = words.split("--")[-1].split()[0]
+    findings = found(f"{GOOD} {words}")
+    (told,) = [f for f in findings if f.topic == "refused at start"]
+    assert flag.split("-")[0] in f"{told.what} {told.fix}"
+    assert worst(findings, "BurstAttention") is None
+
+
+def test_graphs_that_leave_attention_out_are_let_be():
+    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp moe_router"
+    assert worst(found(f"{GOOD} {graphs}"), "BurstAttention") == "ok"
+
+
+class Read(SimpleNamespace):
+    """Arguments that remember which of them were read."""
+
+    def __getattribute__(self, name):
+        if not name.startswith("__"):
+            super().__getattribute__("__dict__")[READ].add(name)
+        return super().__getattribute__(name)
+
+
+READ = "names that were read"
+# No flag sets it; the launcher counts the processes; Megatron's other name of --cuda-graph-scope.
+NO_FLAG = {"attn_logit_softcapping", "world_size", "cuda_graph_scope_deprecated"}
+
+
+def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
+    """Each flag is given by itself, so that what is read only beside another one is found."""
+    read, known = set(), set()
+    more = "--burst-attention-store 0.5 --burst-lm-head-loss recompute --burst-layout striped"
+    singles = ["", *SWITCHES, *(f"{name} 2" for name in (*NUMBERS, *TEXTS, *LISTS))]
+    for words in (f"{base} {one}".split() for base in (GOOD, f"{GOOD} {more}") for one in singles):
+        command = parse(words)
+        known = vars(refused._config(command)).keys()
+        ours = [flag.dest for flag in flags.FLAGS]
+        args = Read(**{READ: read}, **{k: vars(refused._config(command))[k] for k in known - ours})
+        assert not [*refused._read(command, command.given(*FLAGS), args)]
+        flags.settle(args)
+        with mock.patch.object(command_line, "settings_of", lambda args: args):
+            list(command_line.problems(args, words))
+        list(backend_problems(args, mb.BurstConfig()))
+    assert {"cuda_graph_impl", "fp8", "spec", "mtp_num_layers", "window_size"} < read
+    assert read - known - NO_FLAG == set()
 
 
 def test_a_flag_of_ours_that_the_doctor_does_not_know():

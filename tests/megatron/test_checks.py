@@ -7,6 +7,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
+from megatron_burst import flags
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config, config_problems
 from megatron_burst.megatron.checks.cuda_graphs import captured
@@ -100,6 +101,7 @@ def test_the_default_scope_of_this_megatron_is_whole_layers():
         ("sequence_packing_scheduler", "cuts packed batches"),
         ("use_kitchen_attention", "takes the place of"),
         ("batch_invariant_mode", "their bits depend on how many there are"),
+        ("overlap_moe_expert_parallel_comm", "those of one micro-batch between those of another"),
     ],
 )
 def test_a_setting_of_other_attention_is_named(name, words):
@@ -127,6 +129,7 @@ def test_largest_logits_need_a_kernel_that_tells_them(name):
     (problem,) = kernel_problems(made, mb.BurstConfig())
     assert problem.add == ("--burst-kernel reference",)  # there is no CUDA here
     assert flag in problem.reason
+    assert "only with Transformer Engine 2.9.0 or later" in problem.reason  # Megatron's own words
     for without in (config(cp=1, **{name: True}), config()):
         assert not [*kernel_problems(without, mb.BurstConfig())]
     assert not [*kernel_problems(made, mb.BurstConfig(algorithm="megatron"))]
@@ -139,3 +142,28 @@ def test_flags_that_choose_a_kernel_of_other_attention_are_told_to_do_nothing():
     assert line is not None
     assert line.startswith("--attention-backend, --flash-attention-version choose a kernel of")
     assert command_line.idle(args, ["--burst-kernel", "aten"]) is None
+
+
+def launch(**given):
+    """What the launcher says of these arguments, completed as it does."""
+    args = SimpleNamespace(context_parallel_algo="burst", context_parallel_size=2, **given)
+    flags.settle(args)
+    return [*command_line.problems(args, [])]
+
+
+@pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
+def test_without_cuda_a_graph_is_told_of_once(monkeypatch, given):
+    assert len(launch(**given)) == 1
+    monkeypatch.setattr(command_line.registry, "installed", lambda name: name == "cpu")
+    (problem,) = launch(**given)
+    assert "records CUDA kernels, and --cpu has none" in problem.reason
+    assert problem.remove == tuple(f"--{name.replace('_', '-')}" for name in given)
+
+
+def test_options_of_nccl_on_another_backend_are_refused_before_a_model_is_built():
+    (problem,) = launch(distributed_backend="gloo", burst_nccl_max_ctas=4)
+    assert problem.reason.startswith("--burst-nccl-max-ctas 4 limits kernels of NCCL")
+    assert problem.remove == ("--burst-nccl-max-ctas",)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        assert not launch(distributed_backend=backend, burst_nccl_max_ctas=4)
+    assert not launch(distributed_backend="gloo")

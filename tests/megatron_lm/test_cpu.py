@@ -13,7 +13,7 @@ pytest.importorskip(
     [
         ("--use-torch-fsdp2", ["--use-torch-fsdp2"]),
         ("--use-megatron-fsdp --cuda-graph-impl local", ["--use-megatron-fsdp",
-                                                         "--cuda-graph-impl local"]),
+                                                         "--cuda-graph-impl"]),
         ("--enable-cuda-graph", ["--enable-cuda-graph"]),
     ],
 )  # fmt: skip

@@ -42,12 +42,21 @@ TEXTS: dict[str, str | None] = {
     "--fp8-format": None,
     "--hybrid-layer-pattern": None,
     "--position-embedding-type": None,
+    "--attention-backend": None,
+    "--cuda-graph-impl": "none",
+    "--distributed-backend": "nccl",
+    "--experimental-attention-variant": None,
+    "--fp4-format": None,
+    "--sequence-packing-scheduler": None,
+    "--yaml-cfg": None,
 }
 LISTS: dict[str, type] = {
     SIZES: int,
     "--cp-comm-type": str,
     "--recompute-modules": str,
     "--spec": str,
+    "--cuda-graph-modules": str,
+    "--cuda-graph-scope": str,
 }
 SWITCHES = (
     *UNEVEN, "--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader",
@@ -57,7 +66,9 @@ SWITCHES = (
     "--defer-embedding-wgrad-compute", "--overlap-moe-expert-parallel-comm",
     "--fp8-dot-product-attention", "--reset-attention-mask", "--fim-data",
     "--batch-invariant-mode", "--log-max-attention-logit",
-    "--use-rotary-position-embeddings",
+    "--use-rotary-position-embeddings", "--enable-cuda-graph", "--external-cuda-graph",
+    "--dynamic-context-parallel", "--use-kitchen-attention", "--fp8-multi-head-attention",
+    "--fine-grained-activation-offloading", "--fp8-output-proj",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.config import config_problems
 from ...megatron.checks.lm_head import lm_head_problems
+from ...megatron.checks.model import backend_problems
 from ...megatron.checks.problem import Problem
 from .command import ALGORITHM, FLAGS, Command
 from .finding import Finding, ok, problem
@@ -68,10 +69,12 @@ def _read(command: Command, names: Sequence[str], args: SimpleNamespace) -> Iter
 def _problems(
     config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
 ) -> Iterator[Problem]:
+    yield from command_line.yaml_problems(config)
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
+    yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and config.context_parallel_size > 1:
-        yield from command_line.run_problems(config, engine=te is not None)
+        yield from command_line.run_problems(config, burst, engine=te is not None)
 
 
 def _fix(refused: Problem) -> str:
@@ -98,6 +101,7 @@ def _config(command: Command) -> SimpleNamespace:
             "recompute_granularity": "selective" if selective else command.recompute_granularity,
             "recompute_modules": command.recompute_modules or ["core_attn"],
             "fp8": command.fp8_format,
+            "fp4": command.fp4_format,
             "apply_rope_fusion": not command.no_rope_fusion,
             "is_hybrid_model": command.hybrid_layer_pattern is not None,
         }

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst import flags
+from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import kernel_problems
@@ -68,8 +69,10 @@ def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
             yield Problem(f"{flag} {what}, and --cpu has none", remove=(flag,))
     graphs = getattr(settings, "cuda_graph_impl", None)
     if graphs not in (None, "none"):
-        flag = f"--cuda-graph-impl {graphs}"
-        yield Problem(f"{flag} records CUDA kernels, and --cpu has none", remove=(flag,))
+        yield Problem(
+            f"--cuda-graph-impl {graphs} records CUDA kernels, and --cpu has none",
+            remove=("--cuda-graph-impl",),
+        )
 
 
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
@@ -77,7 +80,10 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     settings = settings_of(args)
     if registry.installed("cpu"):
         yield from _without_cuda(settings)
-    yield from _from_yaml(settings, takes_over(args) or any(flags.given(argv)))
+        for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+            setattr(settings, name, None)  # so that no other check tells of them again
+    if takes_over(args) or any(flags.given(argv)):
+        yield from yaml_problems(settings)
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
@@ -100,14 +106,15 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             f"--context-parallel-algo {burst.algorithm} replaces that attention",
             remove=(name,),
         )
-    yield from run_problems(settings, engine)
+    yield from run_problems(settings, burst, engine)
 
 
-def run_problems(settings: Any, engine: bool) -> Iterator[Problem]:
-    """Problems of documents and of hybrid models.
+def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Problem]:
+    """Problems of documents, of hybrid models and of the backend that moves tensors.
 
     engine: whether Transformer Engine is installed.
     """
+    yield from _backend(settings, burst)
     yield from _packed(settings)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
@@ -115,9 +122,10 @@ def run_problems(settings: Any, engine: bool) -> Iterator[Problem]:
         yield from _hybrid(settings)
 
 
-def _from_yaml(settings: Any, asked: bool) -> Iterator[Problem]:
+def yaml_problems(settings: Any) -> Iterator[Problem]:
+    """Unless the arguments are flags: Megatron-LM itself fails with a yaml file."""
     yaml = getattr(settings, "yaml_cfg", None)
-    if yaml and asked:
+    if yaml:
         yield Problem(
             f"--yaml-cfg {yaml}: Megatron-LM itself cannot train from such a file: it asks for "
             "account_for_embedding_in_pipeline_split both at the top level and in language_model, "
@@ -198,6 +206,17 @@ def _documents(settings: Any) -> Iterator[Problem]:
             f"{RESET} with --pipeline-model-parallel-size {stages}: Megatron reads no documents "
             "on stages in the middle",
             remove=(RESET,),
+        )
+
+
+def _backend(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless the backend has what is asked of its communicators."""
+    backend = getattr(settings, "distributed_backend", None)
+    if burst.nccl_max_ctas is not None and backend and "nccl" not in backend:
+        yield Problem(
+            f"--burst-nccl-max-ctas {burst.nccl_max_ctas} limits kernels of NCCL, and "
+            f"--distributed-backend is {backend}",
+            remove=("--burst-nccl-max-ctas",),
         )
 
 

@@ -113,11 +113,12 @@ def _store_problems(config: Any, store: float) -> Iterator[Problem]:
             f"{flag} keeps attention between forward and recompute, and nothing recomputes it: "
             f"add --recompute-granularity full or --recompute-activations, or leave {flag} out"
         )
-    if get("fp8") or get("fp4"):
-        yield Problem(
-            f"{flag}: fp8 layers are recomputed by Transformer Engine, past the store",
-            remove=("--fp8-format",),
-        )
+    for name in ("fp8", "fp4"):
+        if get(name):
+            yield Problem(
+                f"{flag}: {name} layers are recomputed by Transformer Engine, past the store",
+                remove=(f"--{name}-format",),
+            )
     if get("fine_grained_activation_offloading"):
         yield Problem(
             f"{flag} keeps results whose memory --fine-grained-activation-offloading frees",

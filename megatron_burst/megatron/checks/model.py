@@ -53,6 +53,9 @@ _UNSUPPORTED = (
     ("batch_invariant_mode", "partial results of ranks are merged, and their bits depend on how "
      "many there are; Megatron's own attention has no such mode over ranks either",
      "--batch-invariant-mode"),
+    ("overlap_moe_expert_parallel_comm", "it runs layers in pieces on CUDA streams, those of one "
+     "micro-batch between those of another; with BurstAttention this was never tested",
+     "--overlap-moe-expert-parallel-comm"),
 )  # fmt: skip
 
 
@@ -151,7 +154,8 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if split and name == "auto" and records_max_logits(config) and not torch.cuda.is_available():
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
-            "auto does not tell without CUDA",
+            "auto does not tell without CUDA; and pretrain_gpt.py takes the flag only with "
+            "Transformer Engine 2.9.0 or later",
             add=("--burst-kernel reference",),
         )
     if name in flash_packages.PACKAGES:
