@@ -76,5 +76,5 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
         made = triton.compile(
             source, target=GPUTarget("cuda", device, 32), options={"enable_fp_fusion": True}
         )
-        assembled = triton_compile._assembled(made.asm["ptx"], device, made.metadata.shared)
+        assembled = triton_compile.assembled(made.asm["ptx"], device, made.metadata.shared)
         assert assembled.spills == 0, f"{name}: {assembled}"
