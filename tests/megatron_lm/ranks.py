@@ -25,7 +25,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
-LIMIT = 100  # seconds of a run
+LIMIT = 200  # seconds of a run; a busy machine took 90
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
