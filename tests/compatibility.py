@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "compatibility.json"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-sys.path.insert(0, str(ROOT / "tests" / "te"))
+# At the end: benchmarks and examples both have a checkpoint.py, and a test imports this.
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "te")]
 from report import markdown, progress, write_section  # noqa: E402
 from rows import ROWS  # noqa: E402
 

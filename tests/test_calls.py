@@ -27,7 +27,8 @@ def test_a_call_leaves_no_tensor_to_the_garbage_collector(head_chunks):
         sum(out.sum() for out in mb.attention(*qkv, plan=plan)).backward()
 
     call()
-    gc.collect()
+    while gc.collect():
+        pass  # what tests before this one left may take more than one turn
     gc.disable()
     try:
         gc.set_debug(gc.DEBUG_SAVEALL)
