@@ -173,7 +173,7 @@ def unlike_the_others(what):
         ("reuse", "rank 0 asked for intra=2, ulysses=1, placement='head_first', reuse=no groups"),
         ("another", "over the ranks [0, 1, 2, 3], rank 1 was given another process group than"),
         ("not a member", "reuse=groups of which it is no part"),
-        ("no list", "reuse: give a list of process groups, got <"),
+        ("no list", "reuse: give a list of process groups, got ProcessGroup"),
         ("one group more", "different numbers of process groups (ranks [1] in another than rank"),
         ("one group more", "make the plan (mb.prepare) that first needs flat, flat gradients bef"),
     ],

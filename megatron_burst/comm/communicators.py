@@ -74,7 +74,7 @@ class Communicators:
         self._max_ctas = self._checked(max_ctas)
         self.groups: dict[tuple[Channel, str], dist.ProcessGroup] = {}
         if not isinstance(given, (list, tuple)):
-            raise ValueError(f"reuse: give a list of process groups, got {given!r:.100}")
+            raise ValueError(f"reuse: give a list of process groups, got {type(given).__name__}")
         self._given = {
             _key(dist.get_process_group_ranks(process_group(group, "reuse"))): group
             for group in reversed(given)  # of two the first
