@@ -97,8 +97,6 @@ def _launches(args: argparse.Namespace) -> Iterator[Launch]:
 
 def build(launch: Launch) -> Made:
     """Compile one launch and ask the assembler."""
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from megatron_burst.kernels import triton_code
@@ -108,8 +106,16 @@ def build(launch: Launch) -> Made:
     signature = {name: _type(name, launch, constants) for name in code.arg_names}
     source = ASTSource(code, signature, constants)
     options = {"num_warps": launch.size.warps, "num_stages": launch.size.stages}
-    found = triton.compile(source, target=GPUTarget("cuda", launch.device, 32), options=options)
-    return assembled(found.asm["ptx"], launch.device, found.metadata.shared)
+    return compiled(source, launch.device, options)
+
+
+def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
+    """Compile a source of Triton for a device such as 90 and ask the assembler."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    found = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
+    return assembled(found.asm["ptx"], device, found.metadata.shared)
 
 
 def _constants(launch: Launch) -> dict[str, Any]:

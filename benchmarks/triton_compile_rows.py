@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from .triton_compile import DEVICES, SHARED, Made, assembled
+from .triton_compile import DEVICES, SHARED, Made, compiled
 
 KERNELS = {"statistics": "_stats", "gradient": "_gradient"}
 POINTERS = {"index": "*i64"} | dict.fromkeys(("out", "lse", "of_softmax", "of_label", "of_all"),
@@ -69,9 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 def build(launch: Launch) -> Made:
     """Compile one launch and ask the assembler."""
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from megatron_burst.linear_cross_entropy import triton_rows
@@ -89,9 +87,7 @@ def build(launch: Launch) -> Made:
         if name in kinds or name in ("stride", "width")
     }
     source = ASTSource(code, signature, constants, multiples)
-    target = GPUTarget("cuda", launch.device, 32)
-    found = triton.compile(source, target=target, options={"num_warps": launch.warps})
-    return assembled(found.asm["ptx"], launch.device, found.metadata.shared)
+    return compiled(source, launch.device, {"num_warps": launch.warps})
 
 
 if __name__ == "__main__":

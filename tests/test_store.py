@@ -189,7 +189,7 @@ def test_which_positions_are_kept(name, kept, needed):
     assert keys == needed
 
 
-def test_in_documents_the_dearest_rows_are_kept_and_what_the_others_see_is_sent():
+def test_in_documents_the_costliest_rows_are_kept_and_what_the_others_see_is_sent():
     mask, found = MASKS["documents"], selection.split(MASKS["documents"], LENGTH, 0.25, 4)
     seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
     kept, rest, keys = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)

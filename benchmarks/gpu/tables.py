@@ -83,12 +83,16 @@ def _attention(records: Sequence[Record]) -> Iterator[str]:
         "travel. The host's launches run "
         "ahead of the device, as they do while a model trains."
     )
-    for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
-        yield f"**{name.capitalize()}**\n\n{_passes(records, name)}"
+    yield from _by_pass(records)
     yield from _reasons("Not computed", records, "refused")
     memory = max((run["extra"] or 0 for r in records for run in r["runs"]), default=0)
     if memory:
         yield _memory(records)
+
+
+def _by_pass(records: Sequence[Record]) -> Iterator[str]:
+    for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
+        yield f"**{name.capitalize()}**\n\n{_passes(records, name)}"
 
 
 def _compiled(records: Sequence[Record]) -> Iterator[str]:
@@ -98,8 +102,7 @@ def _compiled(records: Sequence[Record]) -> Iterator[str]:
         "### Beside rivals that compile for each mask\n\nThe same, in runs of their own: whoever "
         "is compared took turns in one run."
     )
-    for name in dict.fromkeys(run["pass"] for record in records for run in record["runs"]):
-        yield f"**{name.capitalize()}**\n\n{_passes(records, name)}"
+    yield from _by_pass(records)
     yield from _reasons("Not computed there", records, "refused")
 
 

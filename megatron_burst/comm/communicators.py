@@ -139,11 +139,6 @@ class Communicators:
         """Has none of these groups been destroyed?"""
         return all(map(alive, {self.control, *self.groups.values()}))
 
-    @property
-    def made(self) -> int:
-        """How many communicators this rank has that were not given."""
-        return len(self._made)
-
     def describe(self) -> str:
         """What the rings travel on, and the memory it took where a device has its own."""
         own = set(self._made.values())
