@@ -1,41 +1,141 @@
-"""What a pass asks of an algorithm: which pairs are to be computed, and what has to travel."""
+"""What a pass asks of an algorithm: which pairs are to be computed, and which rows have to travel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from .tables import FAMILIES, Grid, Pairs, Side
+from ..layout import Span
+from ..masks import Mask
+from ..masks.seen import Seen, rows_seen
+from .bundles import Bundles, bundled
+from .tables import ALL, FAMILIES, Grid, Pairs, Side
+
+GRAIN = 1024  # intervals of rows are told in steps of a shard's length over this, or of one row
 
 
-@dataclass(frozen=True)
+class RowBytes(NamedTuple):
+    """Bytes of one row of each family; 0 where it does not travel: gradients in forward or that
+    nobody needs, partial outputs in backward."""
+
+    kv: int = 1
+    query: int = 1
+    dkv: int = 1
+    dquery: int = 1
+    out: int = 0
+
+
+FORWARD, BACKWARD = RowBytes(dkv=0, dquery=0, out=1), RowBytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """Which pairs of chunks see something, and which rows of them: of all ranks of a ring.
+
+    visible: bool [G, G], may queries of rank i see keys of rank j? queries, keys: the rows of every
+    chunk by the ranks that have to do with them.
+    """
+
+    visible: np.ndarray
+    queries: Bundles
+    keys: Bundles
+
+    def whole(self) -> Wanted:
+        """The same with whole chunks, whichever rows of them are wanted."""
+        return replace(self, queries=self.queries.whole(), keys=self.keys.whole())
+
+
+@dataclass(frozen=True, eq=False)
 class Demand:
     """One pass over all ranks of a grid.
 
-    side: which family travels, "kv" or "query".
-    gradients: does it need gradients, so that these travel as well?
-    visible: bool [G, G], may queries of rank i see keys of rank j? Other pairs are not computed,
-    and what only they need does not travel.
+    side: which family travels where only one does, "kv" or "query". row_bytes: of each family.
     kept: for how many of its last steps a rank kept the chunk from forward.
     """
 
     grid: Grid
     side: Side
-    gradients: bool
-    visible: np.ndarray = field(repr=False, compare=False)
+    wanted: Wanted = field(repr=False)
+    row_bytes: RowBytes = RowBytes()
     kept: int = 0
+
+    @property
+    def gradients(self) -> bool:
+        """Do gradients of the travelling side travel?"""
+        return getattr(self.row_bytes, "d" + self.side) > 0
+
+    @property
+    def travelling(self) -> Bundles:
+        """The bundles of the travelling side."""
+        return self.wanted.keys if self.side == "kv" else self.wanted.queries
+
+    @property
+    def visible(self) -> np.ndarray:
+        """bool [G, G]: may queries of rank i see keys of rank j?"""
+        return self.wanted.visible
+
+    def whole(self) -> Demand:
+        """The same pass with whole chunks."""
+        return replace(self, wanted=self.wanted.whole())
 
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Does `rank` compute with the travelling chunk of `owner`? Arrays of ranks."""
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
 
-    def family(self, gradient: bool) -> int:
+    def family(self, accumulated: bool) -> int:
         """The index of the travelling family, or of its gradient, in `FAMILIES`."""
-        return FAMILIES.index("d" * gradient + self.side)
+        return FAMILIES.index("d" * accumulated + self.side)
 
-    def pairs(self, rank: np.ndarray, step: np.ndarray, owner: np.ndarray) -> Pairs:
-        """`rank` computes with the travelling chunk of `owner` at `step`."""
+    def pairs(
+        self, rank: np.ndarray, step: np.ndarray, owner: np.ndarray, rows: np.ndarray
+    ) -> Pairs:
+        """`rank` computes with these rows of the travelling chunk of `owner` at `step`."""
+        whole = np.full_like(rows, ALL)
         if self.side == "kv":
-            return Pairs(rank, step, query=rank, key=owner)
-        return Pairs(rank, step, query=owner, key=rank)
+            return Pairs(rank, step, query=rank, key=owner, query_rows=whole, key_rows=rows)
+        return Pairs(rank, step, query=owner, key=rank, query_rows=rows, key_rows=whole)
+
+
+def everything(size: int, rows: int = 1) -> Wanted:
+    """Every rank sees all of every chunk of so many rows."""
+    visible = np.ones((size, size), dtype=bool)
+    ranks = np.arange(size)
+    zero = np.zeros(size, dtype=np.int64)
+    bundles = bundled(ranks, zero, np.full(size, rows), visible)
+    return Wanted(visible, bundles, bundles)
+
+
+def wanted(
+    mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
+) -> Wanted:
+    """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
+    queries, keys = rows_seen(mask, q_shards, k_shards)
+    size = len(q_shards)
+    visible = np.zeros((size, size), dtype=bool)
+    visible[queries.owner, queries.rank] = True
+    return Wanted(
+        visible, _bundles(queries, _lengths(q_shards)), _bundles(keys, _lengths(k_shards))
+    )
+
+
+def _lengths(shards: Sequence[Sequence[Span]]) -> np.ndarray:
+    return np.array([sum(span.length for span in shard) for shard in shards], dtype=np.int64)
+
+
+def _bundles(seen: Seen, rows: np.ndarray) -> Bundles:
+    """The bundles of shards with so many rows [G]."""
+    size, grain = len(rows), max(1, int(rows.max()) // GRAIN)
+    base = np.cumsum(rows) - rows
+    low = base[seen.owner] + seen.first // grain * grain
+    high = base[seen.owner] + np.minimum(-(-seen.stop // grain) * grain, rows[seen.owner])
+    edges = np.unique(np.concatenate([base, base + rows, low, high]))
+    # How many intervals of each rank cover each run between two edges: ends count from the next on.
+    begin, end = (np.searchsorted(edges, x) * size + seen.rank for x in (low, high))
+    cells = len(edges) * size
+    change = np.bincount(begin, minlength=cells) - np.bincount(end, minlength=cells)
+    covered = np.cumsum(change.reshape(-1, size), axis=0)[:-1] > 0
+    owner = np.searchsorted(base + rows, edges[:-1], side="right")
+    return bundled(owner, edges[:-1] - base[owner], np.diff(edges), covered)

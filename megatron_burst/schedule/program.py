@@ -6,39 +6,41 @@ of their own chunks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from .tables import Boundary, Chunk, Grid, Hop, Pair, Tables
 
 
 def program(
-    tables: Tables, grid: Grid, rank: int, side: str, own_last: bool = False
+    tables: Tables, grid: Grid, rank: int, own_last: bool = False
 ) -> tuple[Boundary, ...]:
     """The boundaries of `rank` in order, of the steps and of the draining after them.
 
-    side: the family that travels. own_last: compute the pair of the rank's own chunks, which
-    depends on no hop, not at step 0 but while the last gradient hop travels. For head chunks that
-    run behind others: the pairs of those hide its first hops, and its own pair hides its last.
+    own_last: compute the pair of the rank's own chunks, which depends on no hop, not at step 0 but
+    while the last partial result travels. For head chunks that run behind others: the pairs of
+    those hide its first hops, and its own pair hides its last.
     """
     hops = hops_of(tables, grid, rank)
-    posted = [hop.post for hop in hops if hop.chunk.gradient and hop.src == rank]
-    end = max([tables.steps, *(hop.land for hop in hops)])
+    posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
     pairs, own = pairs_of(tables, rank), Pair(rank, rank)
-    if own_last and own in pairs and tables.transfers.gradient.any():
-        # The last boundary that posts a gradient: the own pair runs beside that hop.
+    end = max([tables.steps, *(hop.land for hop in hops), *(pairs.values())])
+    if own_last and own in pairs and tables.transfers.accumulated.any():
+        # The last boundary that posts a partial result: the own pair runs beside that hop.
         pairs[own] = max([tables.steps, *posted])
         end = max(end, pairs[own] + 1)
     posts: list[list[Hop]] = [[] for _ in range(end + 1)]
     for hop in hops:
         posts[hop.post].append(hop)
     release: list[list[Chunk]] = [[] for _ in range(end + 1)]
-    for chunk, boundary in _last_use(tables, rank, side, hops, pairs).items():
+    for chunk, boundary in _last_use(tables, rank, hops, pairs).items():
         release[boundary].append(chunk)
-    computed: list[Pair | None] = [None] * (end + 1)
+    computed: list[list[Pair]] = [[] for _ in range(end + 1)]
     for pair, boundary in pairs.items():
-        computed[boundary] = pair
+        computed[boundary].append(pair)
     parts = zip(posts, release, computed, strict=True)
-    return tuple(Boundary(i, tuple(p), tuple(r), pair) for i, (p, r, pair) in enumerate(parts))
+    return tuple(Boundary(i, *map(tuple, each)) for i, each in enumerate(parts))
 
 
 def hops_of(tables: Tables, grid: Grid, rank: int) -> list[Hop]:
@@ -51,25 +53,41 @@ def hops_of(tables: Tables, grid: Grid, rank: int) -> list[Hop]:
 def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
     """The pairs that `rank` computes, and at which step."""
     rows = np.flatnonzero(tables.pairs.rank == rank)
-    columns = (column[rows].tolist() for column in tables.pairs[1:])
-    return {Pair(query, key): step for step, query, key in zip(*columns, strict=True)}
+    step, *columns = (column[rows].tolist() for column in tables.pairs[1:])
+    return {Pair(*pair): at for at, *pair in zip(step, *columns, strict=True)}
 
 
-def kept_by(tables: Tables, rank: int) -> list[int]:
-    """The owners whose chunks `rank` kept from forward, in the order of their steps."""
-    return tables.kept.owner[tables.kept.rank == rank].tolist()
+def kept_by(tables: Tables, rank: int) -> list[Chunk]:
+    """The chunks that `rank` kept from forward, in the order of their steps."""
+    of = tables.kept.rank == rank
+    columns = (column[of].tolist() for column in tables.kept[1:])
+    return [Chunk("kv", owner, rows) for owner, rows in zip(*columns, strict=True)]
+
+
+def parts_of(held: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
+    """The chunks of `held` in which rows of this set came."""
+    return [c for c in held if c.family == family and c.owner == owner and c.rows & rows]
 
 
 def _last_use(
-    tables: Tables, rank: int, side: str, hops: list[Hop], pairs: dict[Pair, int]
+    tables: Tables, rank: int, hops: list[Hop], pairs: dict[Pair, int]
 ) -> dict[Chunk, int]:
-    """The boundary at which each travelling chunk that this rank holds can be released."""
-    last_use = {Chunk(side, owner): 0 for owner in (rank, *kept_by(tables, rank))}
+    """The boundary at which each chunk of others that this rank holds can be released."""
+    arrives = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
+    last_use = {chunk: 0 for chunk in kept_by(tables, rank)} | arrives
+    by_owner: dict[tuple[str, int], list[Chunk]] = {}
+    for chunk in last_use:
+        by_owner.setdefault(chunk[:2], []).append(chunk)
+
+    def use(family: str, owner: int, rows: int, until: int) -> None:
+        for part in parts_of(by_owner.get((family, owner), ()), family, owner, rows):
+            last_use[part] = max(last_use[part], until)
+
     for hop in hops:
         # A buffer stays in use while it is sent from, also after the last pair that reads it.
-        if not hop.chunk.gradient:
-            last_use[hop.chunk] = max(last_use.get(hop.chunk, 0), hop.land)
+        if hop.src == rank and not hop.chunk.accumulated:
+            use(*hop.chunk, hop.land)
     for pair, step in pairs.items():
-        chunk = Chunk(side, pair.key if side == "kv" else pair.query)
-        last_use[chunk] = max(last_use[chunk], step + 1)
+        use("query", pair.query, pair.query_rows, step + 1)
+        use("kv", pair.key, pair.key_rows, step + 1)
     return last_use

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from .algorithms import ALGORITHMS, check_algorithm, direct
-from .demand import Demand
+from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
 from .program import hops_of, kept_by, program
 from .tables import RINGS, SIDES, Boundary, Chunk, Grid, Hop, Tables
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule(Demand):
     """One pass over all ranks of a grid.
 
@@ -39,24 +37,24 @@ class Schedule(Demand):
 
     @property
     def channels(self) -> list[tuple[str, bool]]:
-        """What its hops may travel on, whatever the mask hides: (ring, carries gradients?).
+        """What its hops may travel on, whatever the mask hides: (ring, carries partial results?).
 
         As on the smallest grid with as many levels, which needs the same rings.
         """
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
-        everything = np.ones((grid.size, grid.size), dtype=bool)
-        moved = replace(self, grid=grid, visible=everything, kept=0).tables.transfers
-        kinds = set(zip(moved.ring.tolist(), moved.gradient.tolist(), strict=True))
+        small = replace(self, grid=grid, wanted=everything(grid.size), kept=0)
+        moved = small.tables.transfers
+        kinds = set(zip(moved.ring.tolist(), moved.accumulated.tolist(), strict=True))
         return [
-            (ring, gradient)
-            for gradient in (False, True)
+            (ring, accumulated)
+            for accumulated in (False, True)
             for ring in ("flat", "intra", "inter")
-            if (RINGS.index(ring), gradient) in kinds
+            if (RINGS.index(ring), accumulated) in kinds
         ]
 
     def kept_chunks(self, rank: int) -> list[Chunk]:
         """The chunks that `rank` holds from the start besides its own: those kept from forward."""
-        return [Chunk(self.side, owner) for owner in kept_by(self.tables, rank)]
+        return kept_by(self.tables, rank)
 
     def sends(self, rank: int) -> Iterator[Hop]:
         """Every hop that starts at `rank`."""
@@ -68,18 +66,23 @@ class Schedule(Demand):
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
         """What `rank` does; own_last: as in `program.program`."""
-        return program(self.tables, self.grid, rank, self.side, own_last)
+        return program(self.tables, self.grid, rank, own_last)
 
 
 def forward(
-    algorithm: str, grid: Grid, *, visible: np.ndarray | None = None, route: str = "ring"
+    algorithm: str,
+    grid: Grid,
+    *,
+    wanted: Wanted | None = None,
+    row_bytes: RowBytes = FORWARD,
+    route: str = "ring",
 ) -> Schedule:
-    """The schedule of a forward pass: keys and values travel. Arguments as of `Schedule`.
+    """The schedule of a forward pass. Arguments as of `Schedule`; default: all see everything.
 
     Raises ValueError for an unknown algorithm.
     """
-    name = check_algorithm(algorithm)
-    return Schedule(grid, "kv", False, _table(grid, visible), algorithm=name, route=route)
+    name, wanted = check_algorithm(algorithm), wanted or everything(grid.size)
+    return Schedule(grid, "kv", wanted, row_bytes, algorithm=name, route=route)
 
 
 def backward(
@@ -87,20 +90,16 @@ def backward(
     grid: Grid,
     side: str,
     *,
-    gradients: bool = True,
-    visible: np.ndarray | None = None,
+    wanted: Wanted | None = None,
+    row_bytes: RowBytes = BACKWARD,
     route: str = "ring",
     kept: int = 0,
 ) -> Schedule:
-    """The schedule of a backward pass. Arguments as of `Schedule`.
+    """The schedule of a backward pass. Arguments as of `Schedule`; default: all see everything.
 
     Raises ValueError for an unknown algorithm or side.
     """
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
-    name, table = check_algorithm(algorithm), _table(grid, visible)
-    return Schedule(grid, side, gradients, table, kept, algorithm=name, route=route)
-
-
-def _table(grid: Grid, visible: np.ndarray | None) -> np.ndarray:
-    return np.ones((grid.size, grid.size), dtype=bool) if visible is None else visible
+    name, wanted = check_algorithm(algorithm), wanted or everything(grid.size)
+    return Schedule(grid, side, wanted, row_bytes, kept, algorithm=name, route=route)

@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-RingAlgorithm = Literal["burst", "double_ring", "ring", "all_gather"]
+from .bundles import Bundles
+
 Side = Literal["kv", "query"]
 Route = Literal["ring", "direct"]
 Link = Literal["intra", "inter"]
@@ -26,7 +27,8 @@ Link = Literal["intra", "inter"]
 SIDES: tuple[Side, ...] = get_args(Side)
 ROUTES: tuple[Route, ...] = get_args(Route)
 LINKS: tuple[Link, ...] = get_args(Link)
-FAMILIES = ("kv", "query", "dkv", "dquery")
+FAMILIES = ("kv", "query", "dkv", "dquery", "out")  # what each means: `Chunk`
+ALL = -1  # every bit set: all rows of a rank's own chunk, in the order of its shard
 RINGS = ("flat", "inter", "intra")  # in the order in which a rank starts their exchanges
 
 
@@ -47,15 +49,22 @@ class Grid(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What travels: a family ("kv", "query", or a gradient, "dkv", "dquery") of one owner."""
+    """What travels: a family of tensors of one owner, some of its rows.
+
+    family: "kv" and "query" are copies of what the owner has, which ranks keep; "dkv" and "dquery"
+    are gradients, to which ranks add; "out" is a partial output with its lse, which ranks merge by
+    online softmax. rows: bit set over the owner's bundles (`bundles`), of keys for "kv" and "dkv",
+    else of queries.
+    """
 
     family: str
     owner: int
+    rows: int = ALL
 
     @property
-    def gradient(self) -> bool:
-        """Is it a sum of gradients, which ranks add to, and not a copy of what the owner has?"""
-        return self.family.startswith("d")
+    def accumulated(self) -> bool:
+        """Is it a partial result, to which ranks add, and not a copy of what the owner has?"""
+        return self.family not in ("kv", "query")
 
 
 class Hop(NamedTuple):
@@ -71,37 +80,51 @@ class Hop(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The owners of the query chunk and the key chunk of one local attention."""
+    """The owners of the query chunk and the key chunk of one local attention, and which of their
+    rows: bit sets over bundles. Of a chunk that came in parts, the parts with such rows."""
 
     query: int
     key: int
+    query_rows: int = ALL
+    key_rows: int = ALL
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one rank does at one boundary, and the pair it computes after it (None: it waits)."""
+    """What one rank does at one boundary, and the pairs it computes after it (none: it waits)."""
 
     index: int
     posts: tuple[Hop, ...]  # hops from or to this rank that start here
     release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
-    pair: Pair | None
+    pairs: tuple[Pair, ...]
 
 
 class Pairs(NamedTuple):
-    """Columns: `rank` computes queries of `query` with keys of `key` at `step`."""
+    """Columns: `rank` computes queries of `query` with keys of `key` at `step`; rows as of `Pair`.
+
+    Every query row and key row that see each other are in exactly one pair.
+    """
 
     rank: np.ndarray
     step: np.ndarray
     query: np.ndarray
     key: np.ndarray
+    query_rows: np.ndarray
+    key_rows: np.ndarray
 
 
 class Transfers(NamedTuple):
-    """Columns: the chunk `family` (an index of `FAMILIES`) of `owner` goes from `src` to `dst` on
-    `ring` (an index of `RINGS`), started at boundary `post`, there by `land`."""
+    """Columns: the rows `rows` of the chunk `family` (an index of `FAMILIES`) of `owner` go from
+    `src` to `dst` on `ring` (an index of `RINGS`), started at boundary `post`, there by `land`.
+
+    Copies come from the owner, or from one message that landed at `src` by `post`. A partial result
+    takes what `src` has added up of these rows so far, and clears it; what the owner itself adds
+    never travels. Between two ranks, messages of one boundary and ring start in this order.
+    """
 
     family: np.ndarray
     owner: np.ndarray
+    rows: np.ndarray
     src: np.ndarray
     dst: np.ndarray
     ring: np.ndarray
@@ -109,9 +132,9 @@ class Transfers(NamedTuple):
     land: np.ndarray
 
     @property
-    def gradient(self) -> np.ndarray:
-        """Which of them carry sums of gradients?"""
-        return np.array([name.startswith("d") for name in FAMILIES])[self.family]
+    def accumulated(self) -> np.ndarray:
+        """Which of them carry partial results?"""
+        return self.family >= FAMILIES.index("dkv")
 
     def where(self, rows: np.ndarray) -> Transfers:
         """These rows (indices, or bool per row)."""
@@ -123,27 +146,37 @@ class Transfers(NamedTuple):
 
     def hops(self, grid: Grid) -> Iterator[Hop]:
         """One `Hop` per row."""
-        for family, owner, src, dst, ring, post, land in zip(
+        for family, owner, rows, src, dst, ring, post, land in zip(
             *(column.tolist() for column in self), strict=True
         ):
-            chunk = Chunk(FAMILIES[family], owner)
+            chunk = Chunk(FAMILIES[family], owner, rows)
             yield Hop(chunk, src, dst, RINGS[ring], grid.link(src, dst), post, land)
 
 
 class Kept(NamedTuple):
-    """Columns: from the start `rank` holds the chunk of `owner`, which forward kept."""
+    """Columns: from the start `rank` holds these rows of the keys of `owner`: forward kept them."""
 
     rank: np.ndarray
     owner: np.ndarray
+    rows: np.ndarray
 
 
 class Tables(NamedTuple):
-    """A schedule of one pass. steps: how many there are before the draining."""
+    """A schedule of one pass. steps: how many there are before the draining.
+
+    queries, keys: the bundles over which rows are bit sets.
+    """
 
     steps: int
     pairs: Pairs
     transfers: Transfers
     kept: Kept
+    queries: Bundles
+    keys: Bundles
+
+    def bundles(self, family: str) -> Bundles:
+        """Those of the rows of a family."""
+        return self.keys if family in ("kv", "dkv") else self.queries
 
 
 def joined(*parts: Transfers) -> Transfers:

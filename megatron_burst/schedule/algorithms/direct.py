@@ -9,32 +9,40 @@ from __future__ import annotations
 import numpy as np
 
 from ..demand import Demand
-from ..tables import RINGS, Kept, Tables, Transfers, joined
+from ..tables import ALL, RINGS, Kept, Tables, Transfers, joined
 
 
 def tables(demand: Demand, *, ahead: int = 1) -> Tables:
     """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
     chunks at most."""
-    size = demand.grid.size
+    size, bundles = demand.grid.size, demand.travelling
     owner, step = np.ogrid[:size, :size]
     there = (owner + step) % size
-    used = demand.used(owner, there)
+    rows = bundles.bits(np.take_along_axis(bundles.wanted, there[bundles.owner], axis=1))
     from_forward = step >= size - demand.kept
-    away = step > 0  # a rank sends itself nothing
 
-    def moves(which: np.ndarray, gradient: bool) -> Transfers:
-        owner, step = np.nonzero(which)
+    def moves(rows: np.ndarray, gradient: bool) -> Transfers:
+        owner, step = np.nonzero(rows)
         user, flat = (owner + step) % size, np.full_like(owner, RINGS.index("flat"))
-        family = np.full_like(owner, demand.family(gradient))
+        family, rows = np.full_like(owner, demand.family(gradient)), rows[owner, step]
         if gradient:  # complete after its step, and at home a step later
-            return Transfers(family, owner, user, owner, flat, step + 1, step + 2)
+            return Transfers(family, owner, rows, user, owner, flat, step + 1, step + 2)
         post = np.maximum(step - ahead, 0)
-        return Transfers(family, owner, owner, user, flat, post, step)
+        return Transfers(family, owner, rows, owner, user, flat, post, step)
 
-    computed_by, computed_at = np.nonzero(used)
-    pairs = demand.pairs((computed_by + computed_at) % size, computed_at, computed_by)
-    at, of = np.nonzero((used & from_forward).T)
-    transfers = joined(
-        moves(used & away & ~from_forward, False), moves(used & away & demand.gradients, True)
+    of, at = np.nonzero(rows)
+    own = np.flatnonzero(demand.visible.diagonal())
+    pairs = demand.pairs(
+        np.concatenate([own, there[of, at]]),
+        np.concatenate([np.zeros_like(own), at]),
+        np.concatenate([own, of]),
+        np.concatenate([np.full(len(own), ALL), rows[of, at]]),
     )
-    return Tables(size, pairs, transfers, Kept((of + at) % size, of))
+    stays, keeper = np.nonzero((rows * from_forward).T)
+    kept = Kept(there[keeper, stays], keeper, rows[keeper, stays])
+    transfers = [moves(rows * ~from_forward, False)]
+    if demand.gradients:
+        transfers += [moves(rows, True)]
+    return Tables(
+        size, pairs, joined(*transfers), kept, demand.wanted.queries, demand.wanted.keys
+    )

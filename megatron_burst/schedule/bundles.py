@@ -1,0 +1,158 @@
+"""Bundles: the rows of every rank's chunk, by who wants them.
+
+Rows of one owner that the same ranks want make a bundle; they travel together. Which rows a message
+carries is then a bit set over its owner's bundles, and schedules of rows are made as those of whole
+chunks are, by operations on arrays. Decides the order of rows in messages: first the bundles that
+most ranks want, so that a message that shrinks on its way mostly keeps its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..layout import Span
+
+MOST = 62  # bundles of one owner: bit sets are int64
+CELLS = 1 << 23  # bundles times ranks, at most: of many ranks, each has fewer
+
+
+class Runs(NamedTuple):
+    """Columns: rows first, ..., first + rows - 1 of its owner's shard belong to `bundle`."""
+
+    bundle: np.ndarray
+    first: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Bundles:
+    """The bundles of all owners, [n] by owner; every row of a shard is in one of them.
+
+    number: int64 [n], the bit of a bundle among those of its owner. wanted: bool [n, G], which
+    ranks want it; its owner never does. runs: its rows, by bundle and then by row.
+    """
+
+    owner: np.ndarray
+    number: np.ndarray
+    wanted: np.ndarray
+    runs: Runs
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.wanted.shape[1]
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [n]: how many rows each has."""
+        return _sums(self.runs.bundle, self.runs.rows, len(self.owner))
+
+    def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """How many rows of its owner each bit set has; int64 arrays of one shape."""
+        total = np.zeros(np.shape(bits), dtype=np.int64)
+        for bit, rows in enumerate(self._rows_by_bit):
+            total += rows[owner] * (np.right_shift(bits, bit) & 1)
+        return total
+
+    def bits(self, which: np.ndarray) -> np.ndarray:
+        """int64 [G, ...]: of each owner's bundles, the set of those in `which`, bool [n, ...]."""
+        found = np.zeros((self.size, *which.shape[1:]), dtype=np.int64)
+        if len(self.owner):
+            numbers = self.number.reshape(-1, *(1,) * (which.ndim - 1))
+            owners, first = np.unique(self.owner, return_index=True)
+            found[owners] = np.bitwise_or.reduceat(np.left_shift(which.astype(np.int64), numbers),
+                                                   first, axis=0)  # fmt: skip
+        return found
+
+    def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:
+        """The rows of a set in the order in which they travel: (first, stop) in the shard.
+
+        ALL stands for the whole shard in its own order.
+        """
+        low, high = np.searchsorted(self.owner, (owner, owner + 1))
+        if bits < 0:
+            rows = int(self.rows[low:high].sum())
+            return [(0, rows)] * (rows > 0)
+        taken = np.right_shift(bits, self.number[self.runs.bundle]) & 1
+        taken = taken.astype(bool) & (self.owner[self.runs.bundle] == owner)
+        found: list[tuple[int, int]] = []
+        for first, rows in zip(self.runs.first[taken], self.runs.rows[taken], strict=True):
+            begin = found.pop()[0] if found and found[-1][1] == first else int(first)
+            found.append((begin, int(first + rows)))
+        return found
+
+    def whole(self) -> Bundles:
+        """One bundle for each owner: whole chunks travel to whoever wants some row of them."""
+        wanted = np.zeros((self.size, self.size), dtype=bool)
+        np.logical_or.at(wanted, self.owner, self.wanted)
+        owner = self.owner[self.runs.bundle]
+        order = np.lexsort((self.runs.first, owner))
+        first, rows = (column[order] for column in self.runs[1:])
+        return bundled(owner[order], first, rows, wanted[owner[order]])
+
+    @cached_property
+    def _rows_by_bit(self) -> np.ndarray:
+        """int64 [most bundles of an owner, G]."""
+        table = np.zeros((int(self.number.max(initial=-1)) + 1, self.size), dtype=np.int64)
+        table[self.number, self.owner] = self.rows
+        return table
+
+
+def bundled(owner: np.ndarray, first: np.ndarray, rows: np.ndarray, wanted: np.ndarray) -> Bundles:
+    """The bundles of runs of rows, columns by owner and row; wanted: bool [runs, G]."""
+    size = wanted.shape[1]
+    wanted = wanted.copy()
+    wanted[np.arange(len(owner)), owner] = False
+    bundle, number, start = _numbered(owner, rows, wanted)
+    most = int(np.clip(CELLS // size**2, 1, MOST))
+    if number.max(initial=0) >= most:
+        # The last ones, which few ranks want, become one that all of these want.
+        last = np.minimum(number, most - 1)[bundle]
+        joined = np.zeros((size, most, size), dtype=bool)
+        np.logical_or.at(joined, (owner, last), wanted)
+        wanted = joined[owner, last]
+        bundle, number, start = _numbered(owner, rows, wanted)
+    order = np.lexsort((first, bundle))
+    runs = Runs(bundle[order], first[order], rows[order])
+    return Bundles(owner[start], number, wanted[start], runs)
+
+
+def _numbered(
+    owner: np.ndarray, rows: np.ndarray, wanted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each run its bundle; of each bundle its number and its first run."""
+    patterns = np.concatenate([_bytes(owner), np.packbits(wanted, axis=1)], axis=1)
+    keys = np.ascontiguousarray(patterns).view(np.dtype((np.void, patterns.shape[1])))[:, 0]
+    _, start, bundle = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.lexsort((start, -wanted[start].sum(axis=1), owner[start]))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    start = start[order]
+    _, first = np.unique(owner[start], return_index=True)
+    number = np.arange(len(start)) - np.repeat(first, np.diff([*first, len(start)]))
+    return place[bundle.reshape(-1)], number, start
+
+
+def _bytes(owner: np.ndarray) -> np.ndarray:
+    return owner.astype(">i4").view(np.uint8).reshape(-1, 4)
+
+
+def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    return np.bincount(index, values, size).astype(np.int64)
+
+
+def spans_of(ranges: Sequence[tuple[int, int]], shard: Sequence[Span]) -> list[Span]:
+    """The positions of these rows of a shard, as spans in the order of the rows."""
+    starts = np.cumsum([0, *(span.length for span in shard)]).tolist()
+    found = []
+    for first, stop in ranges:
+        for start, span in zip(starts, shard, strict=False):
+            low, high = max(first, start) - start, min(stop, start + span.length) - start
+            if low < high:
+                found.append(Span(span.start + low * span.stride, span.stride, high - low))
+    return found
