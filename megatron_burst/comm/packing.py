@@ -50,18 +50,33 @@ class Message(NamedTuple):
     room: torch.Tensor | None = None
 
 
-def empty(shapes: Shapes, device: torch.device, room: int = 0) -> Message:
-    """An empty message for tensors of these shapes and dtypes; on the CPU at least `room` bytes."""
-    sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
-    places = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
+    """An empty message for tensors of these shapes and dtypes; `least` as of `room`."""
+    return carve(room(shapes, device, least), shapes)
+
+
+def room(shapes: Shapes, device: torch.device, least: int = 0) -> torch.Tensor:
+    """A buffer for a message of such tensors, or of shorter ones; on the CPU of `least` bytes."""
     on_cpu = device.type == "cpu"
-    length = sum(places) + ENVELOPE * on_cpu
-    buffer = torch.empty(max(length, room * on_cpu), dtype=torch.uint8, device=device)
+    length = sum(map(_place, shapes)) + ENVELOPE * on_cpu
+    return torch.empty(max(length, least * on_cpu), dtype=torch.uint8, device=device)
+
+
+def carve(buffer: torch.Tensor, shapes: Shapes) -> Message:
+    """A message for tensors of these shapes and dtypes at the beginning of a buffer."""
+    length = sum(map(_place, shapes)) + ENVELOPE * (buffer.device.type == "cpu")
     flat, tensors, start = buffer[:length], [], 0
-    for (shape, dtype), size, place in zip(shapes, sizes, places, strict=True):
-        tensors.append(flat[start : start + size].view(dtype).view(shape))
-        start += place
+    for shape, dtype in shapes:
+        stop = start + shape.numel() * dtype.itemsize
+        tensors.append(flat[start:stop].view(dtype).view(shape))
+        start += _place((shape, dtype))
     return Message(flat, tuple(tensors), buffer)
+
+
+def _place(tensor: tuple[torch.Size, torch.dtype]) -> int:
+    """Bytes that a tensor takes in a message."""
+    shape, dtype = tensor
+    return -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def pack(tensors: Sequence[torch.Tensor], envelope: Envelope) -> Message:

@@ -1,7 +1,7 @@
 """Runs one rank's part of a schedule: posts and awaits transfers, calls back for every pair.
 
-Decides how buffers are reused and what travels in one message. What is computed at a pair is the
-caller's (`passes`); which chunk is where at what time was decided by the schedule.
+Decides what travels in one message and when buffers are free. What is computed at a pair is the
+caller's (`passes`); which rows are where at what time was decided by the schedule.
 
 An `Executor` advances one boundary at a time, so that the rings of several head chunks can run one
 behind the other (`head_chunks`). torch's profiler, and NVTX where it is emitted, see every pair and
@@ -10,7 +10,7 @@ every wait by name.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,27 +24,42 @@ from ..comm import packing
 from ..comm.packing import NO_CALL, CallTag, Envelope, Message
 from ..comm.transport import Channel, Endpoint, Pending, Receive, Send
 from ..kernels.online_softmax import accumulation_dtype
+from ..schedule.program import parts_of
 from ..schedule.tables import Boundary, Chunk, Hop, Pair
+from .buffers import Buffers
+from .partials import Partials
+from .row_maps import RowMaps, taken
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one rank needs for one pass over the ring: its program, and the work of each pair.
+class Call:
+    """One call of the kernel: the query and key chunks as they are held, and what it planned."""
 
-    works: what the kernel planned for each pair; a pair with nothing visible is absent.
-    kept: travelling chunks that forward leaves behind and backward finds.
-    rows: of each owner's keys, where they differ between owners; empty: all alike.
-    deferred: the program of head chunks that compute the pair of their own chunks last.
-    call: which call this is; every message bears it.
+    queries: Chunk
+    keys: Chunk
+    work: Any
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one rank needs for one pass: its program, and the work of each pair.
+
+    calls: of each pair, for the parts in which its chunks came; none where nothing is visible.
+    partials: (family, owner) -> the chunk with all rows of which this rank holds partial results.
+    longest: of each family, the most rows of a chunk of others. kept: chunks of others that forward
+    leaves behind and backward finds. deferred: the program of head chunks that compute the pair of
+    their own chunks last. call: which call this is; every message bears it.
     """
 
     name: str
     program: Sequence[Boundary]
-    works: dict[Pair, Any]
+    calls: dict[Pair, Sequence[Call]]
+    maps: RowMaps
+    partials: dict[tuple[str, int], Chunk]
+    longest: dict[str, int]
     kept: Sequence[Chunk] = ()
-    rows: Sequence[int] = ()
     deferred: Sequence[Boundary] = ()
     call: CallTag = NO_CALL
 
@@ -53,95 +68,73 @@ class Pass:
         return Envelope(self.call, crc32(f"{self.name} {content}".encode()))
 
 
-class _Buffers:
-    """Receive buffers and gradient sums by kind of chunk, reused once nothing holds them."""
-
-    def __init__(
-        self, shapes: dict[str, list[tuple[torch.Size, torch.dtype]]], device, endpoint: Endpoint
-    ):
-        self.shapes = shapes
-        self.device = device
-        self.endpoint = endpoint
-        self.free: dict[tuple, list[Message]] = defaultdict(list)
-
-    def take(self, kind: str, rows: int | None = None) -> Message:
-        """A message for `kind`, or one like it with so many rows."""
-        shapes = self.shapes[kind]
-        if rows is not None:
-            shapes = [(torch.Size((rows, *shape[1:])), dtype) for shape, dtype in shapes]
-        free = self.free[kind, tuple(shape for shape, _ in shapes)]
-        return free.pop() if free else packing.empty(shapes, self.device, self.endpoint.room)
-
-    def give(self, kind: str, message: Message) -> None:
-        self.endpoint.released(message.tensors)
-        self.free[kind, tuple(t.shape for t in message.tensors)].append(message)
-
-
 @dataclass
 class _Flight:
-    """An exchange under way: what arrives, and the gradient buffers that are free once it left."""
+    """An exchange under way: what arrives, and what is done with once it left."""
 
     land: int
     pending: Pending
     arriving: list[tuple[Chunk, Message]]
-    leaving: list[tuple[str, Message]]
+    leaving: list[tuple[Chunk, Message]]
 
 
 class Executor:
-    """One rank's state during a pass: chunks held, gradient sums, exchanges in flight.
+    """One rank's state during a pass: chunks held, partial results, exchanges in flight.
 
-    held: the chunks that this rank has from the start. wire: dtype of travelling gradients, None
-    for that of their sums.
+    own: the tensors of each family of copies that this rank has from the start; kept: those of
+    `run.kept`. wire: dtype of travelling partial results, None for that of their sums.
     """
 
     def __init__(
         self,
         run: Pass,
         endpoint: Endpoint,
-        held: dict[Chunk, Tensors],
+        own: dict[str, Tensors],
+        kept: Sequence[Tensors] = (),
         wire: torch.dtype | None = None,
     ):
-        self.run, self.endpoint = run, endpoint
-        self.held = {chunk: self._packed(chunk, tensors) for chunk, tensors in held.items()}
-        self.sums: dict[Chunk, Message] = {}
-        self.flights: list[_Flight] = []
-        some = next(iter(held.values()))[0]
-        shapes = {chunk.family: [(t.shape, t.dtype) for t in ts] for chunk, ts in held.items()}
-        self.buffers = _Buffers(shapes, some.device, endpoint)
+        self.run, self.endpoint, self.me = run, endpoint, endpoint.rank
+        self.held = {Chunk(family, self.me): Message(None, own[family]) for family in own}
+        self.held |= {c: Message(None, t) for c, t in zip(run.kept, kept, strict=False)}
+        some = next(iter(own.values()))[0]
         self.total_dtype = accumulation_dtype(some.dtype)
         self.wire_dtype = wire or self.total_dtype
+        self.buffers = Buffers(some.device, endpoint)
+        for family, tensors in own.items():
+            rows = [(t.shape[1:], t.dtype) for t in tensors]
+            self.buffers.introduce(family, rows, run.longest.get(family, 0))
+        self.partials = Partials(run.maps, run.partials, self.buffers)
+        self.flights: list[_Flight] = []
+        self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
+        self._sends = Counter(
+            hop.chunk for b in run.program for hop in b.posts if hop.src == self.me
+        )
         self._started = 0  # boundaries whose transfers have been posted
 
-    def sum_gradients(self, family: str, shapes: Sequence[torch.Size]) -> None:
-        """Gradients of `family` are summed in the accumulation dtype and sent in the wire's."""
-        for kind, dtype in ((family, self.total_dtype), (self._wire(family), self.wire_dtype)):
-            self.buffers.shapes[kind] = [(shape, dtype) for shape in shapes]
+    def accumulate(self, family: str, rows: Sequence[torch.Size], stats: int = 0) -> None:
+        """Partial results of `family` have such rows. They are summed in the accumulation dtype,
+        and sent in the wire's but for the last `stats` tensors."""
+        total = [(shape, self.total_dtype) for shape in rows]
+        wire = [(shape, self.wire_dtype) for shape in rows[: len(rows) - stats]]
+        longest = self.run.longest.get(family, 0)
+        self.partials.introduce(family, total, wire + total[len(wire) :], longest)
 
-    def total(self, chunk: Chunk) -> Tensors:
-        """The running sum of a gradient; zero when first asked for."""
-        if chunk not in self.sums:
-            self.sums[chunk] = self.buffers.take(chunk.family)
-            whole = self.sums[chunk].flat
-            assert whole is not None
-            whole.zero_()  # all of its tensors at once
-        return self.sums[chunk].tensors
+    def advance(self, compute: Callable[[Pair, Call], None]) -> bool:
+        """Compute the pairs of the last boundary, then post the transfers of the next one.
 
-    def advance(self, compute: Callable[[Pair], None]) -> bool:
-        """Compute the pair of the last boundary, then post the transfers of the next one.
-
-        compute: called for every pair with something visible, once both of its chunks are held. (It
-        is not kept: a cycle would hold all buffers until the garbage collector comes.) Returns
-        False at the end of the program. Posting comes before computing within a boundary
-        (BurstEngine Algorithms 1 and 2), so between two calls only transfers are under way: that
-        is where another head chunk computes.
+        compute: called for every call of a pair, once its chunks are held. (It is not kept: a cycle
+        would hold all buffers until the garbage collector comes.) Returns False at the end of the
+        program. Posting comes before computing within a boundary (BurstEngine Algorithms 1 and 2),
+        so between two calls only transfers are under way: that is where another head chunk
+        computes.
         """
         if self._started:
             # What lands where it was posted blocks: only now, when every rank has posted it.
             self._land(self._started - 1)
-            pair = self.run.program[self._started - 1].pair
-            if pair is not None and pair in self.run.works:
-                with record_function(f"{self.run.name}: {_pair(pair)}"):
-                    compute(pair)
+            for pair in self.run.program[self._started - 1].pairs:
+                for call in self.run.calls.get(pair, ()):
+                    with record_function(f"{self.run.name}: {_pair(pair)}"):
+                        compute(pair, call)
         if self._started == len(self.run.program):
             return False
         boundary = self.run.program[self._started]
@@ -152,88 +145,93 @@ class Executor:
         self._started += 1
         return True
 
-    def _packed(self, chunk: Chunk, tensors: Tensors) -> Message:
-        """What this rank has from the start; copied into one message only if it is to be sent."""
-        sent = any(
-            hop.chunk == chunk and hop.src == self.endpoint.rank
-            for boundary in self.run.program
-            for hop in boundary.posts
-        )
-        if not sent:
-            return Message(None, tensors)
-        return packing.pack(tensors, self.run.envelope(chunk))
-
-    def _wire(self, family: str) -> str:
-        """The kind of buffer in which chunks of `family` travel."""
-        same = not family.startswith("d") or self.wire_dtype == self.total_dtype
-        return family if same else family + " wire"
+    def kept(self, chunk: Chunk) -> Tensors:
+        """The rows of `chunk`, from the messages in which they came."""
+        parts = parts_of(self.held, *chunk)
+        if len(parts) == 1:
+            return taken(self.held[parts[0]].tensors, self.run.maps.where(parts[0], chunk.rows))
+        whole = self.buffers.take(chunk.family, self.run.maps.count(chunk)).tensors
+        for part in parts:
+            rows = taken(self.held[part].tensors, self.run.maps.where(part, part.rows & chunk.rows))
+            where = self.run.maps.where(chunk, part.rows & chunk.rows)
+            for target, source in zip(whole, rows, strict=True):
+                target[where] = source
+        return whole
 
     def _post(self, channel: Channel, hops: list[Hop], index: int) -> None:
-        me = self.endpoint.rank
         arriving, leaving, sends, receives = [], [], [], []
         for hop in hops:
-            kind = self._wire(hop.chunk.family)
-            if hop.src == me:
-                message = self._outgoing(hop.chunk, kind)
-                sends.append(Send(hop.dst, hop.link, message.tensors, message.flat))
-                if hop.chunk.gradient:
-                    leaving.append((kind, message))
+            chunk, sealed = hop.chunk, self.buffers.device.type == "cpu"
+            if hop.src == self.me:
+                message = self._outgoing(chunk)
+                flat = message.flat if sealed else None
+                sends.append(Send(hop.dst, hop.link, message.tensors, flat))
+                leaving.append((chunk, message))
             else:
-                rows = self.run.rows[hop.chunk.owner] if self.run.rows else None
-                message = self.buffers.take(kind, rows)
-                envelope = self.run.envelope(hop.chunk)
-                receives.append(Receive(hop.src, message.tensors, message, envelope))
-                arriving.append((hop.chunk, message))
-        label = f"{self.run.name}, boundary {index}, rank {me}: " + "; ".join(map(_words, hops))
+                message = self.buffers.take(self._kind(chunk), self.run.maps.count(chunk))
+                envelope, whole = self.run.envelope(chunk), message if sealed else None
+                receives.append(Receive(hop.src, message.tensors, whole, envelope))
+                arriving.append((chunk, message))
+        words = "; ".join(map(_words, hops))
+        label = f"{self.run.name}, boundary {index}, rank {self.me}: {words}"
         pending = self.endpoint.exchange(channel, sends, receives, label)
         self.flights.append(_Flight(hops[0].land, pending, arriving, leaving))
 
-    def _outgoing(self, chunk: Chunk, kind: str) -> Message:
-        if not chunk.gradient:
+    def _kind(self, chunk: Chunk) -> str:
+        """The kind of buffer in which a chunk travels."""
+        return self.partials.wire(chunk.family) if chunk.accumulated else chunk.family
+
+    def _outgoing(self, chunk: Chunk) -> Message:
+        """The message to be sent: what came, as it came, or a copy of some rows of it."""
+        if chunk.accumulated:
+            message = self.partials.send(chunk)
+            packing.write_envelope_(message, self.run.envelope(chunk))
+            return message
+        if chunk in self.held:
             return self.held[chunk]
-        self.total(chunk)
-        message = self.sums.pop(chunk)
-        if kind != chunk.family:
-            wire = self.buffers.take(kind)
-            for target, source in zip(wire.tensors, message.tensors, strict=True):
-                target.copy_(source)
-            self.buffers.give(chunk.family, message)
-            message = wire
+        if chunk in self._packed:
+            return self._packed[chunk]
+        (source,) = parts_of(self.held, *chunk)
+        rows = taken(self.held[source].tensors, self.run.maps.where(source, chunk.rows))
+        if self.buffers.device.type != "cpu" and all(t.is_contiguous() for t in rows):
+            return Message(None, rows)  # nothing is copied where tensors travel one by one
+        message = self.buffers.take(chunk.family, self.run.maps.count(chunk))
+        for target, row in zip(message.tensors, rows, strict=True):
+            target.copy_(row)
         packing.write_envelope_(message, self.run.envelope(chunk))
+        self._packed[chunk] = message
         return message
 
     def _land(self, index: int) -> None:
-        """Wait for what lands at this boundary: activations are held, gradients are added."""
+        """Wait for what lands at this boundary; copies are held, partial results are added."""
         landing = [f for f in self.flights if f.land == index]
         self.flights = [f for f in self.flights if f.land != index]
         for flight in landing:
             with record_function(f"{self.run.name}: wait, boundary {index}"):
                 flight.pending.wait()
-            # A sent gradient was moved out of `sums`, so its buffer has no other user now.
-            for kind, message in flight.leaving:
-                self.buffers.give(kind, message)
+            for chunk, message in flight.leaving:
+                self._left(chunk, message)
             for chunk, message in flight.arriving:
-                if chunk.gradient:
-                    self._add(chunk, message)
+                if chunk.accumulated:
+                    self.partials.receive(chunk, message)
                 else:
                     self.held[chunk] = message
 
-    def _add(self, chunk: Chunk, message: Message) -> None:
-        """What arrived becomes the sum, where there is none yet and nothing has to be converted."""
-        kind = self._wire(chunk.family)
-        if chunk not in self.sums and kind == chunk.family:
-            self.sums[chunk] = message
-            return
-        for total, part in zip(self.total(chunk), message.tensors, strict=True):
-            total += part
-        self.buffers.give(kind, message)
+    def _left(self, chunk: Chunk, message: Message) -> None:
+        """Free what was sent where nothing else holds it."""
+        self._sends[chunk] -= 1
+        if chunk.accumulated:
+            self.buffers.give(self._kind(chunk), message)
+        elif chunk in self._packed and not self._sends[chunk]:
+            self.buffers.give(chunk.family, self._packed.pop(chunk))
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
+        kept = {chunk[:2] for chunk in self.run.kept}
         for chunk in chunks:
-            if chunk in self.run.kept:
+            if chunk[:2] in kept:
                 continue
             message = self.held.pop(chunk)
-            if message.flat is not None:  # else these are the caller's own tensors
+            if message.room is not None:  # else these are the caller's own tensors
                 self.buffers.give(chunk.family, message)
 
 
@@ -241,7 +239,7 @@ def _exchanges(hops: Sequence[Hop]) -> Iterator[tuple[Channel, list[Hop]]]:
     """Hops that share a process group and land together start together."""
 
     def key(hop: Hop) -> tuple[Channel, int]:
-        return Channel(hop.ring, hop.chunk.gradient), hop.land
+        return Channel(hop.ring, hop.chunk.accumulated), hop.land
 
     for (channel, _), group in groupby(sorted(hops, key=key), key):
         yield channel, list(group)

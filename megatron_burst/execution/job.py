@@ -15,13 +15,11 @@ from .executor import Pass
 class PartialPass:
     """A forward that runs again for some rows only: int64 row numbers of this rank's ring shard.
 
-    kept: rows whose results were kept. rest: rows that are computed again. keys: rows of k and v
-    that these see, which are what travels in `run`.
+    kept: rows whose results were kept. rest: rows that are computed again, the queries of `run`.
     """
 
     kept: torch.Tensor
     rest: torch.Tensor
-    keys: torch.Tensor
     run: Pass
 
 

@@ -14,19 +14,19 @@ import torch
 
 from ..comm.transport import Endpoint
 from ..kernels.base import Kernel, Rows, Scoring
-from ..kernels.online_softmax import add_sink_, empty_result
-from ..schedule.tables import Chunk, Pair
-from .executor import Executor, Pass, Tensors
+from ..kernels.online_softmax import add_sink_
+from ..schedule.tables import Pair
+from .executor import Call, Executor, Pass, Tensors
 
 Keys = tuple[torch.Tensor, torch.Tensor]
 
 
 class Forward:
-    """Attention of the local queries to the keys of all ranks (BurstEngine Algorithm 1).
+    """Attention of the queries to the keys of all ranks (BurstEngine Algorithm 1).
 
-    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]). max_logits [h] or None: raised to the
-    largest score of each head. Run it to its end with `head_chunks.run_staggered`, then ask for the
-    `result`.
+    q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]) of this rank. max_logits [h] or None:
+    raised to the largest score of each head. wire: dtype of partial outputs that travel. Run it to
+    its end with `head_chunks.run_staggered`, then ask for the `result`.
     """
 
     def __init__(
@@ -37,38 +37,42 @@ class Forward:
         scoring: Scoring,
         q: torch.Tensor,
         keys: Keys,
+        wire: torch.dtype | None = None,
         max_logits: torch.Tensor | None = None,
     ):
-        self.run, self.kernel, self.scoring, self.q = run, kernel, scoring, q
+        self.run, self.kernel, self.scoring, self.dtype = run, kernel, scoring, q.dtype
         self.max_logits = max_logits
-        self.out, self.lse = empty_result(q, keys[1].shape[-1])
-        held = {Chunk("kv", endpoint.rank): keys}
-        self.executor = Executor(run, endpoint, held)
+        self.executor = Executor(run, endpoint, {"kv": keys, "query": (q,)}, wire=wire)
+        stat = q.shape[1:3]
+        rows = [torch.Size((*stat, keys[1].shape[-1])), stat]
+        self.executor.accumulate("out", rows, stats=1)
 
-    def compute(self, pair: Pair) -> None:
-        k, v = self.executor.held[Chunk("kv", pair.key)].tensors
-        work = self.run.works[pair]
-        results = self.out, self.lse, self.max_logits
-        self.kernel.forward(self.q, k, v, work, self.scoring, *results)
+    def compute(self, pair: Pair, call: Call) -> None:
+        (q,) = self.executor.held[call.queries].tensors
+        k, v = self.executor.held[call.keys].tensors
+        rows = call.queries._replace(family="out")
+        with self.executor.partials.adding(rows, pair.query_rows & rows.rows) as (out, lse):
+            self.kernel.forward(q, k, v, call.work, self.scoring, out, lse, self.max_logits)
 
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         """out [s, b, h, w] in the dtype of q, lse [s, b, h] in the accumulation dtype, and k, v of
-        every travelling chunk that is kept for backward.
+        every chunk that is kept for backward.
 
         sink [h] or None: a logit that every row sees besides its keys, with no value.
         """
+        out, lse = self.executor.partials.whole("out", self.executor.me)
         if sink is not None:
-            add_sink_(self.out, self.lse, sink)
-        kept = (t for chunk in self.run.kept for t in self.executor.held[chunk].tensors)
-        return self.out.to(self.q.dtype), self.lse, tuple(kept)
+            add_sink_(out, lse, sink)
+        kept = tuple(t for chunk in self.run.kept for t in self.executor.kept(chunk))
+        return out.to(self.dtype), lse, kept
 
 
 class Backward:
     """Gradients of the local q, k, v (BurstEngine Algorithms 1 and 2).
 
-    Which side travels is the program's business: own chunks are held from the start, travelling
-    chunks arrive or were `kept`, and gradients are summed per chunk wherever it is. `rows` is the
-    local query chunk, `keys` the local (k, v); `kept`: k, v of each chunk of `run.kept`.
+    What travels is the program's business: own chunks are held from the start, those of others
+    arrive or were `kept`, and gradients are summed per chunk wherever it is. `rows` is the local
+    query chunk, `keys` the local (k, v); `kept`: k, v of each chunk of `run.kept`.
     """
 
     def __init__(
@@ -83,30 +87,36 @@ class Backward:
         wire: torch.dtype | None,
         needs_grad: tuple[bool, bool, bool],
     ):
-        self.run, self.kernel, self.scoring = run, kernel, scoring
-        self.rows, self.needs_grad, self.me = rows, needs_grad, endpoint.rank
-        held: dict[Chunk, Tensors] = {Chunk("query", self.me): tuple(rows[:4])}
-        held[Chunk("kv", self.me)] = keys
-        held |= zip(run.kept, zip(kept[::2], kept[1::2], strict=True), strict=True)
-        self.executor = Executor(run, endpoint, held, wire)
-        self.executor.sum_gradients("dquery", [rows.q.shape] * needs_grad[0])
-        needed = [t.shape for t, needs in zip(keys, needs_grad[1:], strict=True) if needs]
-        self.executor.sum_gradients("dkv", needed)
+        self.kernel, self.scoring = kernel, scoring
+        self.rows, self.needs_grad = rows, needs_grad
+        own: dict[str, Tensors] = {"query": tuple(rows[:4]), "kv": keys}
+        chunks = list(zip(kept[::2], kept[1::2], strict=True))
+        self.executor = Executor(run, endpoint, own, chunks, wire)
+        self.executor.accumulate("dquery", [rows.q.shape[1:]] * needs_grad[0])
+        needed = zip(keys, needs_grad[1:], strict=True)
+        self.executor.accumulate("dkv", [t.shape[1:] for t, needs in needed if needs])
 
-    def compute(self, pair: Pair) -> None:
-        q, dout, lse, delta = self.executor.held[Chunk("query", pair.query)].tensors
-        k, v = self.executor.held[Chunk("kv", pair.key)].tensors
+    def compute(self, pair: Pair, call: Call) -> None:
+        q, dout, lse, delta = self.executor.held[call.queries].tensors
+        k, v = self.executor.held[call.keys].tensors
         # out does not travel: a travelling query chunk brings delta instead (BurstEngine 3.1).
-        out = self.rows.out if pair.query == self.me else None
-        rows, work = Rows(q, dout, lse, delta, out), self.run.works[pair]
-        self.kernel.backward(rows, k, v, work, self.scoring, *self._sums(pair))
+        out = self.rows.out if call.queries.owner == self.executor.me else None
+        rows, partials = Rows(q, dout, lse, delta, out), self.executor.partials
+        queries, keys = call.queries._replace(family="dquery"), call.keys._replace(family="dkv")
+        with (
+            partials.adding(queries, pair.query_rows & queries.rows) as dquery,
+            partials.adding(keys, pair.key_rows & keys.rows) as dkv,
+        ):
+            sums = self._by_tensor(dquery + dkv)
+            self.kernel.backward(rows, k, v, call.work, self.scoring, *sums)
 
     def result(self) -> tuple[torch.Tensor | None, ...]:
         """dq, dk, dv in the accumulation dtype; None where no gradient is needed."""
-        return self._sums(Pair(self.me, self.me))
+        own = (self.executor.partials.whole(family, self.executor.me)
+               for family in ("dquery", "dkv"))  # fmt: skip
+        return self._by_tensor(sum(own, ()))
 
-    def _sums(self, pair: Pair) -> tuple[torch.Tensor | None, ...]:
-        """Where the gradients of these chunks are summed; None where not needed."""
-        query, keys = Chunk("dquery", pair.query), Chunk("dkv", pair.key)
-        sums = iter(self.executor.total(query) + self.executor.total(keys))
-        return tuple(next(sums) if needed else None for needed in self.needs_grad)
+    def _by_tensor(self, sums: Tensors) -> tuple[torch.Tensor | None, ...]:
+        """Of q, k, v: the sum, or None where it is not needed."""
+        found = iter(sums)
+        return tuple(next(found) if needed else None for needed in self.needs_grad)

@@ -41,7 +41,7 @@ def forward(
     if stored is not None:
         assert partial is not None
         run = replace(partial.run, call=call)
-        inputs = rows_of(q, partial.rest), rows_of(k, partial.keys), rows_of(v, partial.keys)
+        inputs = rows_of(q, partial.rest), k, v
     mine = [None if x is None else x[_share(job)] for x in (sink, max_logits)]
     out, lse, kept = _attend(job, run, inputs, *mine)
     if stored is not None:
@@ -66,7 +66,7 @@ def _attend(
     chunks = list(head_chunks.split(run, job.head_chunks, q.shape[2], k.shape[2]))
     rings = [
         Forward(part, job.ring, job.kernel, job.scoring, q[:, :, h], (k[:, :, n], v[:, :, n]),
-                None if max_logits is None else max_logits[h])
+                job.wire_dtype, None if max_logits is None else max_logits[h])
         for part, h, n in chunks
     ]  # fmt: skip
     head_chunks.run_staggered(rings)

@@ -22,16 +22,17 @@ from ..autotune.select import Choice, best
 from ..comm.calls import CALLS
 from ..comm.consensus import agree, attempt, identity
 from ..comm.groups import Groups, InProcessGroups
+from ..execution.build import Works, make_pass
 from ..execution.executor import Pass
 from ..execution.job import Job
 from ..layout import Span
-from ..masks import shards_visible
 from ..options import AttentionKeywords, AttentionOptions
 from ..recompute import partial_ring
 from ..schedule import cost
 from ..schedule.cost import Sizes
+from ..schedule.demand import wanted
 from ..schedule.rings import Schedule
-from ..schedule.tables import Grid, Pair
+from ..schedule.tables import Grid
 from .in_process import InProcessPlan, Shard, per_rank
 from .plan import Plan
 from .tensors import signature
@@ -199,37 +200,23 @@ def _ring(request: Request, spans: Sequence[Sequence[Span]], sizes: Sizes, group
     options, topology, rank = request.options, groups.topology, groups.ring.rank
     grid = Grid(topology.inter_size, topology.intra_size)
     algorithm = INNER_RING.get(options.algorithm, options.algorithm)
-    visible = shards_visible(request.mask, spans, spans)
-    there = cost.forward_schedule(algorithm, grid, visible, sizes)
+    seen = wanted(request.mask, spans, spans)
+    there = cost.forward_schedule(algorithm, grid, seen, sizes)
     kept = round(options.kv_cache * (grid.size - 1))
-    back = cost.backward_schedule(algorithm, grid, visible, sizes, side=options.side, kept=kept)
+    back = cost.backward_schedule(algorithm, grid, seen, sizes, side=options.side, kept=kept)
+    works = Works(request.kernel, request.mask, spans, spans)
+    device = request.tensors[0].device
+    chunks = back.kept_chunks(rank)
+    names = "attention forward", f"attention backward, side {back.side}"
+    forward, backward = (
+        make_pass(name, schedule, rank, works, device, chunks)
+        for name, schedule in zip(names, (there, back), strict=True)
+    )
     again = None
     if options.store is not None:
         again = partial_ring.plan(
             request.mask, request.kernel, algorithm, grid, spans, rank, options.store,
-            groups.size, sizes, request.tensors[0].device,
+            groups.size, sizes, device,
         )  # fmt: skip
-    passes = _passes(there, back, rank, request, spans)
     # As copies: the tables of all ranks are not kept.
-    return _Ring((replace(there), replace(back)), *passes, again)
-
-
-def _passes(
-    there: Schedule, back: Schedule, rank: int, request: Request, spans: Sequence[Sequence[Span]]
-) -> tuple[Pass, Pass]:
-    """Forward and backward of one rank of the ring; a pair that is wholly masked gets no work."""
-    works: dict[Pair, Any] = {}
-    programs = there.program(rank), back.program(rank)
-    for boundary in (*programs[0], *programs[1]):
-        pair = boundary.pair
-        if pair is not None and pair not in works and there.visible[pair]:
-            work = request.kernel.work_for(request.mask, spans[pair.query], spans[pair.key])
-            if work is not None:
-                works[pair] = work
-    kept = back.kept_chunks(rank)
-    names = "attention forward", f"attention backward, side {back.side}"
-    forward, backward = (
-        Pass(name, program, works, kept, deferred=schedule.program(rank, own_last=True))
-        for name, program, schedule in zip(names, programs, (there, back), strict=True)
-    )
-    return forward, backward
+    return _Ring((replace(there), replace(back)), forward, backward, again)

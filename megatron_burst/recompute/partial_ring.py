@@ -1,7 +1,7 @@
 """The smaller ring that recomputes attention where nothing was kept.
 
 Turns the positions that `selection` chose into what a rank runs: which rows it left in the frame,
-which it computes again, and a pass whose chunks hold only the keys that these rows see.
+which it computes again, and a pass for which only the keys travel that these rows see.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..execution.executor import Pass
+from ..execution.build import Works, make_pass
 from ..execution.job import PartialPass
 from ..kernels.base import Kernel
 from ..layout import Span
 from ..layout.sharding import to_device
-from ..masks import Mask, shards_visible
+from ..masks import Mask
 from ..schedule import cost
+from ..schedule.demand import wanted
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
 from . import selection
@@ -45,12 +46,7 @@ class Recompute:
 
     def traffic(self, rank: int, sizes: cost.Sizes) -> cost.Traffic:
         """Bytes that a rank of the ring sends per recompute, without those of ulysses groups."""
-        rows = self.run.run.rows
-        sent = {"intra": 0.0, "inter": 0.0}
-        whole = sizes.chunk_bytes
-        for hop in self.schedule.sends(rank):
-            sent[hop.link] += whole(hop.chunk) * rows[hop.chunk.owner] / sizes.tokens
-        return cost.Traffic(round(sent["intra"]), round(sent["inter"]))
+        return cost.traffic(self.schedule, rank, sizes)
 
 
 def plan(
@@ -68,21 +64,13 @@ def plan(
     """What `rank` of a ring, whose shards are `spans`, keeps and computes again; its tensors are on
     `device`, and so are the row numbers."""
     seq_len = sum(span.length for each in spans for span in each)
-    kept, rest, needed = selection.split(mask, seq_len, keep, cp_size)
+    kept, rest = selection.split(mask, seq_len, keep, cp_size)
     queries = [selection.part(each, rest) for each in spans]
-    keys = [selection.part(each, needed) for each in spans]
-    visible = shards_visible(mask, [q.spans for q in queries], [k.spans for k in keys])
-    schedule = cost.forward_schedule(algorithm, grid, visible, sizes)
-    program, works = schedule.program(rank), {}
-    for boundary in program:
-        pair = boundary.pair
-        if pair is not None and visible[pair]:
-            work = kernel.work_for(mask, queries[pair.query].spans, keys[pair.key].spans)
-            if work is not None:
-                works[pair] = work
-    rows = tuple(len(k.rows) for k in keys)
-    run = Pass("attention recompute", program, works, rows=rows, deferred=program)
-    indices = selection.part(spans[rank], kept).rows, queries[rank].rows, keys[rank].rows
+    rows = [q.spans for q in queries]
+    schedule = cost.forward_schedule(algorithm, grid, wanted(mask, rows, spans), sizes)
+    works = Works(kernel, mask, rows, spans)
+    run = make_pass("attention recompute", schedule, rank, works, device)
+    indices = selection.part(spans[rank], kept).rows, queries[rank].rows
     together = to_device(np.concatenate(indices), device)
     partial = PartialPass(*together.split([len(x) for x in indices]), run=run)
     # The schedule as a copy: the tables of all ranks are not kept.

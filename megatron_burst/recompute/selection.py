@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span
-from ..masks import Cover, Mask
+from ..masks import Mask
 from ..schedule.cost import visible_pairs
 
 BLOCKS = 64  # of equal length, in which the choice is made
@@ -38,8 +38,8 @@ class Part(NamedTuple):
 
 def split(
     mask: Mask, seq_len: int, keep: float, cp_size: int
-) -> tuple[list[Interval], list[Interval], list[Interval]]:
-    """Positions whose results are kept, positions to recompute, and the keys these need.
+) -> tuple[list[Interval], list[Interval]]:
+    """Positions whose results are kept, and positions to recompute.
 
     `keep` of all positions is kept, rounded to a multiple of `cp_size`.
     """
@@ -60,8 +60,7 @@ def split(
             kept.append(Interval(start, block.stop))
             target -= block.stop - start
     kept = _merged(kept)
-    rest = _others(kept, seq_len)
-    return kept, rest, _needed(mask, rest, blocks, kept)
+    return kept, _others(kept, seq_len)
 
 
 def part(spans: Sequence[Span], intervals: Sequence[Interval]) -> Part:
@@ -76,20 +75,6 @@ def part(spans: Sequence[Span], intervals: Sequence[Interval]) -> Part:
                 found.append(Span(span.start + begin * span.stride, span.stride, end - begin))
         first += span.length
     return Part(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64), tuple(found))
-
-
-def _needed(
-    mask: Mask, rest: Sequence[Interval], blocks: Sequence[Interval], kept: Sequence[Interval]
-) -> list[Interval]:
-    """The keys that any of `rest` may see, in pieces that end where blocks and `rest` do."""
-    if not rest:
-        return []
-    edges = sorted({edge for interval in (*blocks, *rest, *kept) for edge in interval})
-    pieces = [Interval(a, b) for a, b in pairwise(edges)]
-    fields = [np.array([(a, 1, b - a) for a, b in each]).T for each in (rest, pieces)]
-    covers = mask.covers(Span(*fields[0][:, :, None]), Span(*fields[1][:, None, :]))
-    seen = (covers != Cover.EMPTY).any(axis=0)
-    return _merged([piece for piece, some in zip(pieces, seen, strict=True) if some])
 
 
 def _merged(intervals: Sequence[Interval]) -> list[Interval]:
