@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from ..layout import LAYOUTS, Layout, Span, make
 from ..masks import Mask
 from ..masks.tiling import Cutter
 from . import rings
+from .demand import RowBytes, Wanted, wanted
 from .rings import Schedule
-from .tables import FAMILIES, ROUTES, SIDES, Chunk, Grid
+from .tables import FAMILIES, ROUTES, SIDES, Grid, Tables, Transfers
 from .topology import Topology
 
 
@@ -29,7 +31,8 @@ class Sizes:
 
     tokens: rows of the rank; heads, kv_heads: of its queries and of its keys and values; width: of
     queries and keys; value_width: of values. The itemsizes are bytes per element: of q, k, v and
-    out, of lse and delta, of travelling gradients. needs_grad: which of q, k and v need a gradient.
+    out, of lse and delta, of what is summed over ranks (travelling gradients, partial outputs).
+    needs_grad: which of q, k and v need a gradient.
     """
 
     tokens: int
@@ -43,29 +46,48 @@ class Sizes:
     wire_itemsize: int
     needs_grad: tuple[bool, bool, bool]
 
-    def chunk_bytes(self, chunk: Chunk) -> int:
-        """Payload bytes of one chunk; 0 for a gradient that is not needed: it does not travel."""
+    @cached_property
+    def forward(self) -> RowBytes:
+        """Of forward: a partial output travels with its lse."""
+        query, key, value, out = self._elements
+        partial = out * self.wire_itemsize + self.batch * self.heads * self.stat_itemsize
+        kv = (key + value) * self.itemsize
+        return RowBytes(kv, query * self.itemsize, dkv=0, dquery=0, out=partial)
+
+    @cached_property
+    def backward(self) -> RowBytes:
+        """Of backward: queries are Q, dO, lse and delta (instead of O its row sum with dO travels).
+
+        A gradient that is not needed does not travel.
+        """
         query, key, value, out = self._elements
         q, k, v = self.needs_grad
-        if chunk.family == "kv":
-            return (key + value) * self.itemsize
-        if chunk.family == "dkv":
-            return (k * key + v * value) * self.wire_itemsize
-        if chunk.family == "dquery":
-            return q * query * self.wire_itemsize
-        # The family "query" carries Q, dO, lse and delta: instead of O its row sum with dO travels.
-        stats = 2 * self.tokens * self.batch * self.heads * self.stat_itemsize
-        return (query + out) * self.itemsize + stats
+        stats = 2 * self.batch * self.heads * self.stat_itemsize
+        return RowBytes(
+            kv=(key + value) * self.itemsize,
+            query=(query + out) * self.itemsize + stats,
+            dkv=(k * key + v * value) * self.wire_itemsize,
+            dquery=q * query * self.wire_itemsize,
+            out=0,
+        )
+
+    def row_bytes(self, schedule: Schedule) -> RowBytes:
+        """Of the pass that a schedule is of; partial outputs are those of forward."""
+        return self.forward if schedule.row_bytes.out else self.backward
+
+    def chunk_bytes(self, family: str) -> int:
+        """Payload bytes of all rows of a chunk: of queries, what travels in backward."""
+        each = (getattr(row, family) for row in (self.forward, self.backward))
+        return self.tokens * max(each)
 
     def gradients_travel(self, side: str) -> bool:
         """Does any tensor that travels on `side` need a gradient?"""
-        return self.chunk_bytes(Chunk("d" + side, 0)) > 0
+        return getattr(self.backward, "d" + side) > 0
 
     @property
     def _elements(self) -> tuple[int, int, int, int]:
-        """Elements of q, k, v and out."""
-        rows = self.tokens * self.batch
-        heads, kv_heads = rows * self.heads, rows * self.kv_heads
+        """Elements of q, k, v and out in one row."""
+        heads, kv_heads = self.batch * self.heads, self.batch * self.kv_heads
         return (
             heads * self.width,
             kv_heads * self.width,
@@ -76,7 +98,7 @@ class Sizes:
     def scattered_bytes(self, ranks: int) -> tuple[int, int]:
         """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
         in backward."""
-        query, key, value, out = self._elements
+        query, key, value, out = (self.tokens * each for each in self._elements)
         q, k, v = self.needs_grad
         # Forward brings q, k and v to where their heads are computed and out back to its rows;
         # backward brings dout there and the gradients back.
@@ -103,10 +125,52 @@ class Traffic:
 
 def traffic(schedule: Schedule, rank: int, sizes: Sizes) -> Traffic:
     """Payload bytes that `rank` sends when a schedule runs once."""
-    sent = {"intra": 0, "inter": 0}
-    for hop in schedule.sends(rank):
-        sent[hop.link] += sizes.chunk_bytes(hop.chunk)
-    return Traffic(**sent)
+    moved = schedule.tables.transfers
+    return _by_link(schedule, moved.where(moved.src == rank), sizes)
+
+
+def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
+    """Payload bytes that all ranks of a ring send together when a schedule runs once."""
+    return _by_link(schedule, schedule.tables.transfers, sizes)
+
+
+def busiest_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
+    """Of each link class, the payload bytes of the rank that sends most on it."""
+    moved = schedule.tables.transfers
+    each = message_bytes(schedule, moved, sizes)
+    between = moved.between(schedule.grid)
+    most = (
+        int(np.bincount(moved.src, np.where(between == link, each, 0), 1).max()) for link in (0, 1)
+    )
+    return Traffic(*most)
+
+
+def message_bytes(schedule: Schedule, moved: Transfers, sizes: Sizes) -> np.ndarray:
+    """int64: payload bytes of each of these transfers of a schedule."""
+    each = np.array(sizes.row_bytes(schedule), dtype=np.int64)
+    return rows_sent(schedule.tables, moved) * each[moved.family]
+
+
+def rows_sent(tables: Tables, moved: Transfers) -> np.ndarray:
+    """int64: how many rows each of these transfers carries."""
+    rows = np.zeros(len(moved.owner), dtype=np.int64)
+    of_keys = np.isin(moved.family, [FAMILIES.index(name) for name in ("kv", "dkv")])
+    for which, bundles in ((of_keys, tables.keys), (~of_keys, tables.queries)):
+        rows[which] = bundles.rows_of(moved.owner[which], moved.rows[which])
+    return rows
+
+
+def kept_bytes(schedule: Schedule, rank: int, sizes: Sizes) -> int:
+    """Memory of the keys and values of others that `rank` kept from forward for this backward."""
+    tables = schedule.tables
+    of = tables.kept.rank == rank
+    rows = tables.keys.rows_of(tables.kept.owner[of], tables.kept.rows[of])
+    return int(rows.sum()) * sizes.backward.kv
+
+
+def _by_link(schedule: Schedule, moved: Transfers, sizes: Sizes) -> Traffic:
+    each, between = message_bytes(schedule, moved, sizes), moved.between(schedule.grid)
+    return Traffic(int(each[~between].sum()), int(each[between].sum()))
 
 
 def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic, Traffic]:
@@ -122,21 +186,25 @@ def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic
 
 
 def forward_schedule(
-    algorithm: str, grid: Grid, visible: np.ndarray, sizes: Sizes, *, route: str = "auto"
+    algorithm: str, grid: Grid, wanted: Wanted, sizes: Sizes, *, route: str = "auto"
 ) -> Schedule:
     """The schedule of a forward pass; route "auto" takes the one with fewer bytes.
 
     Other arguments as of `rings.Schedule`. Raises ValueError for an unknown algorithm.
     """
-    return _by_route(
-        lambda route: rings.forward(algorithm, grid, visible=visible, route=route), route, sizes
-    )
+
+    def by(route: str) -> Schedule:
+        return rings.forward(
+            algorithm, grid, wanted=wanted, row_bytes=sizes.forward, route=route
+        )  # fmt: skip
+
+    return _by_route(by, route, sizes)
 
 
 def backward_schedule(
     algorithm: str,
     grid: Grid,
-    visible: np.ndarray,
+    wanted: Wanted,
     sizes: Sizes,
     *,
     side: str = "auto",
@@ -153,8 +221,8 @@ def backward_schedule(
     def of(side: str) -> Schedule:
         def by(route: str) -> Schedule:
             return rings.backward(
-                algorithm, grid, side, gradients=sizes.gradients_travel(side), visible=visible,
-                route=route, kept=kept if side == "kv" else 0,
+                algorithm, grid, side, wanted=wanted, row_bytes=sizes.backward, route=route,
+                kept=kept if side == "kv" else 0,
             )  # fmt: skip
 
         return _by_route(by, route, sizes)
@@ -168,10 +236,10 @@ def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes
     """The schedule by `route`; "auto" is the cheaper one."""
     if route != "auto":
         return make_schedule(route)
-    # With nothing hidden, both routes carry every chunk to every rank, and the ring uses the fast
+    # Where all want all, both routes carry every row to every rank, and the ring uses the fast
     # links for it; all_gather has no route. Then there is nothing to count.
     ring = make_schedule("ring")
-    if ring.visible.all() or ring.algorithm == "all_gather":
+    if ring.all_want_all or ring.algorithm == "all_gather":
         return ring
     return make_schedule(cheaper_route(make_schedule, sizes))
 
@@ -196,18 +264,6 @@ def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str
         return total.inter, total.intra
 
     return min(ROUTES, key=bytes_sent)
-
-
-def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
-    """Payload bytes that all ranks of a ring send together when a schedule runs once."""
-    moved = schedule.tables.transfers
-    kinds = 2 * moved.family + moved.between(schedule.grid)  # family and link class
-    hops = np.bincount(kinds, minlength=2 * len(FAMILIES)).reshape(-1, 2).tolist()
-    each = [sizes.chunk_bytes(Chunk(family, 0)) for family in FAMILIES]
-    intra, inter = (
-        sum(n * size for n, size in zip(of, each, strict=True)) for of in zip(*hops, strict=True)
-    )
-    return Traffic(intra, inter)
 
 
 # --- work ----------------------------------------------------------------------------------
@@ -267,16 +323,35 @@ def imbalance(
     spans = ring_spans(layout, topology, seq_len)
     pairs = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
     grid = Grid(topology.inter_size, topology.intra_size)
-    return imbalance_of(rings.forward(algorithm, grid), pairs)
+    # What is seen decides which way rings turn.
+    schedule = rings.forward(algorithm, grid, wanted=wanted(mask, spans, spans))
+    return imbalance_of(schedule, pairs)
 
 
 def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
     """`imbalance` of a given schedule; pairs: int [G, G], visible pairs of shards i and j."""
     size, tables = schedule.grid.size, schedule.tables
-    work = np.zeros((tables.steps, size), dtype=np.int64)
-    np.add.at(work, (tables.pairs.step, tables.pairs.rank), pairs[tables.pairs[2:]])
+    work = np.zeros((tables.steps, size))
+    computed = tables.pairs
+    each = pairs[computed.query, computed.key] * pair_shares(tables)
+    np.add.at(work, (computed.step, computed.rank), each)
     total = int(pairs.sum())
-    return int(work.max(axis=1).sum()) * size / total if total else 1.0
+    return float(work.max(axis=1).sum()) * size / total if total else 1.0
+
+
+def pair_shares(tables: Tables) -> np.ndarray:
+    """float: which part of its chunks' visible pairs each row of `tables.pairs` computes.
+
+    1 where the two chunks meet once; where they meet in parts, a part's share is that of its rows.
+    """
+    pairs = tables.pairs
+    meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key
+    times = np.bincount(meeting, minlength=1)
+    if times.max() <= 1:
+        return np.ones(len(meeting))
+    rows = (tables.queries.rows_of(pairs.query, pairs.query_rows)
+            * tables.keys.rows_of(pairs.key, pairs.key_rows)).astype(float)  # fmt: skip
+    return rows / np.bincount(meeting, rows)[meeting]
 
 
 def best_layout(

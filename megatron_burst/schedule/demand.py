@@ -73,6 +73,12 @@ class Demand:
         return self.wanted.keys if self.side == "kv" else self.wanted.queries
 
     @property
+    def all_want_all(self) -> bool:
+        """Does every rank want every row of the travelling side?"""
+        wanted = self.travelling.wanted  # its owner never does
+        return int(wanted.sum()) == len(wanted) * (self.grid.size - 1)
+
+    @property
     def visible(self) -> np.ndarray:
         """bool [G, G]: may queries of rank i see keys of rank j?"""
         return self.wanted.visible
