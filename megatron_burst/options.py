@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from .layout import Layout, LayoutName
 from .masks import Mask
-from .schedule.tables import RingAlgorithm, Side
+from .schedule.algorithms import ALGORITHMS as RING_ALGORITHMS
+from .schedule.tables import Side
 
 if TYPE_CHECKING:
     import torch
 
-Algorithm = Literal[RingAlgorithm, "ulysses", "hybrid", "auto"]
+Algorithm = str
 KernelName = Literal[
     "auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference"
 ]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16"]
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+ALGORITHMS: tuple[str, ...] = (*RING_ALGORITHMS, "ulysses", "hybrid", "auto")
 KERNELS: tuple[str, ...] = get_args(KernelName)
 SIDES: tuple[str, ...] = get_args(SideName)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)

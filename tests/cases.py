@@ -6,6 +6,7 @@ with the oracle, once per problem, and judges its own shard, so no tensors trave
 
 import math
 import random
+from collections import Counter
 from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -109,58 +110,71 @@ def judge(case, rank, got, counters):
 def expected_bytes(case, rank, wire=None):
     """(intra, inter) bytes that `rank` sends in one forward and one backward.
 
-    Where the mask lets some pairs of ranks see nothing, hops that serve nobody are left out, and
-    chunks go straight to their users if that is fewer bytes between nodes, then within.
+    A hop carries the rows that somebody further along has to do with; each ring goes round the way
+    that sends fewer bytes, and chunks go straight to their users if that is fewer bytes between
+    nodes, then within.
     """
     (h, k), (d, w) = case.problem.heads, case.problem.widths
-    rows = case.problem.length // case.size * case.problem.batch
     item = case.problem.dtype.itemsize
     stat = 8 if item == 8 else 4
-    sizes = (rows, h, k, d, w)
+    sizes = (case.problem.batch, h, k, d, w)
     sent = {"intra": 0, "inter": 0}
     for side, gradient in (
         ("kv", 0),
         (case.side, oracle.gradient_bytes(case.side, *sizes, wire or stat)),
     ):
-        chunks = oracle.activation_bytes(side, *sizes, item, stat), gradient
-        for link, count in _cheapest(case, side, chunks)[rank].items():
+        row = oracle.activation_bytes(side, *sizes, item, stat), gradient
+        for link, count in _cheapest(case, side, row)[rank].items():
             sent[link] += count
     return sent["intra"], sent["inter"]
 
 
-def _cheapest(case, side, chunks):
-    """For every rank {link: bytes} of one pass, by the route that sends least over all ranks."""
+def _cheapest(case, side, row):
+    """For every rank {link: bytes} of one pass, by the route that sends least over all ranks.
+
+    row: bytes of one row, of activations and of gradients.
+    """
     grid, problem = (case.nodes, case.per_node), case.problem
-    routes = [
-        [
-            {link: there[link] * chunks[0] + back[link] * chunks[1] for link in there}
-            for there, back in ranks
+
+    def sent(algorithm, ways=(1, 1)):
+        found = _rows_sent(algorithm, grid, ways, side, case.layout, problem.mask, problem.length)
+        return [
+            {link: there[link] * row[0] + back[link] * row[1] for link in there}
+            for there, back in found
         ]
-        for ranks in _routes(case.algorithm, grid, side, case.layout, problem.mask, problem.length)
-    ]
-    return min(routes, key=lambda route: [sum(r[k] for r in route) for k in ("inter", "intra")])
+
+    def total(route, links):
+        return [sum(rank[link] for rank in route) for link in links]
+
+    name = case.algorithm
+    # On one flat ring all hops decide, on two levels each level by its own.
+    links = [["inter"], ["intra"]] if name != "ring" else [["inter", "intra"]] * 2
+    outer, inner = (
+        min((1, -1), key=lambda way, on=on: sum(total(sent(name, (way, way)), on))) for on in links
+    )
+    routes = sent(name, (outer, inner)), sent("direct")
+    return min(routes, key=lambda route: total(route, ("inter", "intra")))
 
 
 @cache
-def _routes(algorithm, grid, side, layout, mask, length):
-    """For every route, for every rank (activation, gradient) {link: messages} of one pass."""
-    seen = seen_by_rank(math.prod(grid), layout, mask, length)
-    size = range(math.prod(grid))
-    users = [{r for r in size if (seen[r][o] if side == "kv" else seen[o][r])} for o in size]
-    if all(len(ranks) == len(size) for ranks in users):
-        return [[(oracle.hops(algorithm, *grid, rank),) * 2 for rank in size]]
-    return [
-        [oracle.sparse_hops(name, *grid, users, rank) for rank in size]
-        for name in (algorithm, "direct")
-    ]
+def _rows_sent(algorithm, grid, ways, side, layout, mask, length):
+    users = users_of_rows(math.prod(grid), layout, mask, length, side)
+    return oracle.row_hops(algorithm, *grid, users, ways)
 
 
 @cache
-def seen_by_rank(size, layout, mask, length):
-    """bool [G][G]: does anything of the queries of one rank see anything of the keys of another?"""
+def users_of_rows(size, layout, mask, length, side):
+    """For each owner {ranks that have to do with a row: how many such rows it has}."""
     seen = oracle.visible(mask, length)
+    seen = seen if side == "kv" else seen.T  # [whoever stays, whoever travels]
     positions = oracle.permutation(layout, size, length)
-    return [[bool(seen[q][:, k].any()) for k in positions] for q in positions]
+    return [
+        Counter(
+            frozenset(r for r, mine in enumerate(positions) if seen[mine, row].any())
+            for row in rows
+        )
+        for rows in positions
+    ]
 
 
 def run_in_process(case, **more):

@@ -98,48 +98,57 @@ def hops(algorithm, nodes, per_node, rank):
     return {"intra": nodes * (per_node - 1), "inter": nodes - 1}
 
 
-def sparse_hops(algorithm, nodes, per_node, users, rank):
-    """(activation, gradient) {link class: messages `rank` sends} where only some need a chunk.
+def row_hops(algorithm, nodes, per_node, users, ways=(1, 1)):
+    """For every rank (activation, gradient) {link class: rows it sends} where only some rows are
+    seen.
 
-    users: for each owner the ranks that compute with its chunk. Chunks walk the same way as in
-    `hops`, but no further than the last user, and gradients set out from the first. "direct":
-    from the owner to each user, and back.
+    users: for each owner {ranks that have to do with a row: how many such rows it has}. Each row
+    walks the same way as a chunk in `hops`, but no further than its last user, and its gradient sets
+    out from the first. ways: of the rings between and within nodes, -1 the other way round.
+    "direct": from the owner to each user, and back.
     """
     size = nodes * per_node
-    there, back = ({"intra": 0, "inter": 0} for _ in range(2))
+    sent = [({"intra": 0, "inter": 0}, {"intra": 0, "inter": 0}) for _ in range(size)]
 
-    def send(count, src, dst):
-        if src == rank:
-            count["intra" if src // per_node == dst // per_node else "inter"] += 1
+    def send(gradient, src, dst, rows):
+        link = "intra" if src // per_node == dst // per_node else "inter"
+        sent[src][gradient][link] += rows
 
     for owner in range(size):
-        if algorithm == "direct":
-            for user in users[owner] - {owner}:
-                send(there, owner, user)
-                send(back, user, owner)
-            continue
-        height, width = (1, size) if algorithm == "ring" else (nodes, per_node)
-        node, index = divmod(owner, width)
-        rows = [
-            [(node + s) % height * width + (index + i) % width for i in range(width)]
-            for s in range(height)
-        ]
-        for row in rows:
-            used = [i for i, r in enumerate(row) if r in users[owner]]
-            for i in range(width - 1):
-                if any(later > i for later in used):
-                    send(there, row[i], row[i + 1])
-            for i in range(1, width):
-                if any(1 <= earlier <= i for earlier in used):
-                    send(back, row[i], row[(i + 1) % width])
-        used = [s for s, row in enumerate(rows) if users[owner] & set(row)]
-        for s in range(height - 1):
-            if any(later > s for later in used):
-                send(there, rows[s][0], rows[s + 1][0])
-        for s in range(1, height):
-            if any(1 <= earlier <= s for earlier in used):
-                send(back, rows[s][0], rows[(s + 1) % height][0])
-    return there, back
+        for ranks, rows in users[owner].items():
+            if algorithm == "direct":
+                for user in ranks - {owner}:
+                    send(0, owner, user, rows)
+                    send(1, user, owner, rows)
+            else:
+                grid = (1, size) if algorithm == "ring" else (nodes, per_node)
+                _walk(owner, ranks, *grid, ways, lambda *hop, rows=rows: send(*hop, rows))
+    return sent
+
+
+def _walk(owner, users, height, width, ways, send):
+    """One row on its way over `height` rings of `width` ranks: send(gradient, src, dst) each hop."""
+    node, index = divmod(owner, width)
+    path = [
+        [(node + ways[0] * s) % height * width + (index + ways[1] * i) % width
+         for i in range(width)]
+        for s in range(height)
+    ]  # fmt: skip
+    for line in path:
+        used = [i for i, r in enumerate(line) if r in users]
+        for i in range(width - 1):
+            if any(later > i for later in used):
+                send(0, line[i], line[i + 1])
+        for i in range(1, width):
+            if any(1 <= earlier <= i for earlier in used):
+                send(1, line[i], line[(i + 1) % width])
+    used = [s for s, line in enumerate(path) if users & set(line)]
+    for s in range(height - 1):
+        if any(later > s for later in used):
+            send(0, path[s][0], path[s + 1][0])
+    for s in range(1, height):
+        if any(1 <= earlier <= s for earlier in used):
+            send(1, path[s][0], path[(s + 1) % height][0])
 
 
 def activation_bytes(side, rows, heads, kv_heads, d, w, item, stat):

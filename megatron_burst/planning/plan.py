@@ -25,7 +25,7 @@ from ..recompute.checkpoint import Frame
 from ..recompute.partial_ring import Recompute
 from ..schedule import cost
 from ..schedule.rings import Schedule
-from ..schedule.tables import ROUTES, Chunk
+from ..schedule.tables import FAMILIES, ROUTES
 from ..units import byte_size
 from .tensors import Signature, check_max_logits, check_shapes, check_sink, signature
 from .validate import NeedsGrad
@@ -137,7 +137,7 @@ class Plan:
         there, back = self.schedules
         if side not in (None, back.side):
             back = cost.backward_schedule(
-                back.algorithm, back.grid, back.visible, self.sizes, side=side, kept=back.kept
+                back.algorithm, back.grid, back.wanted, self.sizes, side=side, kept=back.kept
             )
         groups = self.groups
         heads = cost.head_traffic(groups.ulysses_links, groups.ulysses.rank, self.sizes)
@@ -173,15 +173,16 @@ class Plan:
     @property
     def kept_bytes(self) -> int:
         """Memory that keys kept from forward take on this rank until backward."""
-        return sum(self.sizes.chunk_bytes(chunk) for chunk in self.job.forward.kept)
+        forward = self.job.forward
+        return sum(map(forward.maps.count, forward.kept)) * self.sizes.forward.kv
 
     @property
     def longest_message(self) -> int:
         """Bytes, envelope and alignment included, of the longest message that any rank sends."""
-        families = ("kv", "query", "dkv", "dquery")
         shared = self.sizes.scattered_bytes(self.groups.topology.ulysses)
-        payload = max(*(self.sizes.chunk_bytes(Chunk(family, 0)) for family in families), *shared)
-        return payload + len(families) * packing.ALIGNMENT + packing.ENVELOPE
+        payload = max(*map(self.sizes.chunk_bytes, FAMILIES), *shared)
+        tensors = 4  # of a message, at most
+        return payload + tensors * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
         """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
