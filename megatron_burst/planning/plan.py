@@ -38,7 +38,8 @@ class Plan:
     groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
     the objects that these name. signature: shapes, dtypes and device of q, k, v. sizes: this rank's
     share in its ring. schedules: of forward and backward.
-    identity: digest of what all ranks agreed on, the same on each. job: what this rank executes.
+    identity: digest of what all ranks agreed on, the same on each; digest: of the schedules' tables.
+    job: what this rank executes.
     recompute: if calls may run again, and keep something between. choice: why, where the algorithm
     was left open.
     """
@@ -51,6 +52,7 @@ class Plan:
     sizes: cost.Sizes
     schedules: tuple[Schedule, Schedule]
     identity: int
+    digest: int
     job: Job
     recompute: Recompute | None
     choice: Choice | None = None

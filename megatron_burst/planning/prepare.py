@@ -104,7 +104,9 @@ def _prepare(
     plan = request
     if isinstance(request, Request) and not isinstance(choice, ValueError):
         plan = attempt(partial(_plan, request, groups, choice))
-    _agree(plan if isinstance(plan, ValueError) else request, groups)
+    # Nothing else would tell ranks whose tables differ where messages bear no envelope.
+    _agree(replace(request, facts=_facts(request, plan.digest)) if isinstance(plan, Plan) else plan,
+           groups)
     assert isinstance(plan, Plan)
     groups.connect(plan.channels, torch.device(plan.signature[0][2]))
     groups.expect(plan.longest_message)
@@ -180,20 +182,30 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         signature=signature(*request.tensors),
         sizes=sizes,
         schedules=ring.schedules,
-        identity=identity(request.facts),
+        identity=identity(_facts(request, ring.digest)),
+        digest=ring.digest,
         job=job,
         recompute=ring.recompute,
         choice=choice,
     )
 
 
+def _facts(request: Request, digest: int) -> dict[str, object]:
+    """What ranks agree on: the arguments, and the schedules made of them."""
+    return request.facts | {"schedule": digest}
+
+
 class _Ring(NamedTuple):
-    """What a plan has of the ring of one rank; the same in every micro-batch of equal options."""
+    """What a plan has of the ring of one rank; the same in every micro-batch of equal options.
+
+    digest: of the tables of all its schedules.
+    """
 
     schedules: tuple[Schedule, Schedule]  # forward and backward
     forward: Pass
     backward: Pass
     recompute: partial_ring.Recompute | None
+    digest: int
 
 
 def _ring(request: Request, spans: Sequence[Sequence[Span]], sizes: Sizes, groups: Groups) -> _Ring:
@@ -218,5 +230,8 @@ def _ring(request: Request, spans: Sequence[Sequence[Span]], sizes: Sizes, group
             request.mask, request.kernel, algorithm, grid, spans, rank, options.store,
             groups.size, sizes, device,
         )  # fmt: skip
+    made = (there, back) if again is None else (there, back, again.schedule)
+    digest = hash(tuple(schedule.tables.digest for schedule in made))
     # As copies: the tables of all ranks are not kept.
-    return _Ring((replace(there), replace(back)), forward, backward, again)
+    again = again and replace(again, schedule=replace(again.schedule))
+    return _Ring((replace(there), replace(back)), forward, backward, again, digest)

@@ -73,5 +73,4 @@ def plan(
     indices = selection.part(spans[rank], kept).rows, queries[rank].rows
     together = to_device(np.concatenate(indices), device)
     partial = PartialPass(*together.split([len(x) for x in indices]), run=run)
-    # The schedule as a copy: the tables of all ranks are not kept.
-    return Recompute(keep, replace(schedule), partial, mask, tuple(queries), seq_len)
+    return Recompute(keep, schedule, partial, mask, tuple(queries), seq_len)

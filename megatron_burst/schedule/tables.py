@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+from zlib import crc32
 
 import numpy as np
 
@@ -177,6 +178,14 @@ class Tables(NamedTuple):
     def bundles(self, family: str) -> Bundles:
         """Those of the rows of a family."""
         return self.keys if family in ("kv", "dkv") else self.queries
+
+    @property
+    def digest(self) -> int:
+        """A number that tells other tables of transfers, or other bundles, from these."""
+        found = 0
+        for column in (*self.transfers, *self.queries.runs, *self.keys.runs):
+            found = crc32(np.ascontiguousarray(column, dtype=np.int64), found)
+        return found
 
 
 def joined(*parts: Transfers) -> Transfers:
