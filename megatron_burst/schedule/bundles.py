@@ -95,6 +95,47 @@ class Bundles:
         first, rows = (column[order] for column in self.runs[1:])
         return bundled(owner[order], first, rows, wanted[owner[order]])
 
+    def where(self, which: np.ndarray) -> Bundles:
+        """Some of them, bool [n]; the others' rows are in none."""
+        bundle, first, rows = (column[which[self.runs.bundle]] for column in self.runs)
+        runs = Runs((np.cumsum(which) - 1)[bundle], first, rows)
+        return Bundles(self.owner[which], self.number[which], self.wanted[which], runs)
+
+    def split(self, parts: int) -> Bundles:
+        """Every bundle cut into `parts` of about as many rows; the bit of part p of bundle b of an
+        owner is b * parts + p. Parts without rows are left out.
+
+        Of owners with too many bundles for that, the last ones are joined first.
+        """
+        whole = self._with_at_most(max(_most(self.size) // parts, 1))
+        runs, rows = whole.runs, whole.rows[whole.runs.bundle]
+        begin = np.cumsum(runs.rows) - runs.rows  # its row among all, then among its bundle's
+        begin -= begin[np.searchsorted(runs.bundle, runs.bundle)]
+        found, turn = [], ((whole.owner + whole.number) % parts)[runs.bundle]
+        for part in range(parts):
+            # Which parts get what cannot be divided evenly changes from bundle to bundle.
+            low = np.maximum((rows * part + turn) // parts - begin, 0)
+            high = np.minimum((rows * (part + 1) + turn) // parts - begin, runs.rows)
+            taken = np.flatnonzero(low < high)
+            index, length = runs.bundle[taken] * parts + part, (high - low)[taken]
+            found.append(Runs(index, runs.first[taken] + low[taken], length))
+        bundle, first, length = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.lexsort((first, bundle))
+        there, bundle = np.unique(bundle[order], return_inverse=True)
+        old, part = np.divmod(there, parts)
+        cut = Runs(bundle.reshape(-1), first[order], length[order])
+        return Bundles(
+            whole.owner[old], whole.number[old] * parts + part, whole.wanted[old], cut
+        )
+
+    def _with_at_most(self, most: int) -> Bundles:
+        """These, or with the last ones of each owner joined: at most so many of an owner."""
+        if self.number.max(initial=0) < most:
+            return self
+        order = np.lexsort((self.runs.first, self.owner[self.runs.bundle]))
+        bundle, first, rows = (column[order] for column in self.runs)
+        return bundled(self.owner[bundle], first, rows, self.wanted[bundle], most)
+
     @cached_property
     def _rows_by_bit(self) -> np.ndarray:
         """int64 [most bundles of an owner, G]."""
@@ -103,13 +144,22 @@ class Bundles:
         return table
 
 
-def bundled(owner: np.ndarray, first: np.ndarray, rows: np.ndarray, wanted: np.ndarray) -> Bundles:
-    """The bundles of runs of rows, columns by owner and row; wanted: bool [runs, G]."""
+def bundled(
+    owner: np.ndarray,
+    first: np.ndarray,
+    rows: np.ndarray,
+    wanted: np.ndarray,
+    most: int | None = None,
+) -> Bundles:
+    """The bundles of runs of rows, columns by owner and row; wanted: bool [runs, G].
+
+    most: of one owner; default: as many as there may be.
+    """
     size = wanted.shape[1]
     wanted = wanted.copy()
     wanted[np.arange(len(owner)), owner] = False
     bundle, number, start = _numbered(owner, rows, wanted)
-    most = int(np.clip(CELLS // size**2, 1, MOST))
+    most = most or _most(size)
     if number.max(initial=0) >= most:
         # The last ones, which few ranks want, become one that all of these want.
         last = np.minimum(number, most - 1)[bundle]
@@ -120,6 +170,11 @@ def bundled(owner: np.ndarray, first: np.ndarray, rows: np.ndarray, wanted: np.n
     order = np.lexsort((first, bundle))
     runs = Runs(bundle[order], first[order], rows[order])
     return Bundles(owner[start], number, wanted[start], runs)
+
+
+def _most(size: int) -> int:
+    """Of so many ranks, how many bundles each may have."""
+    return int(np.clip(CELLS // size**2, 1, MOST))
 
 
 def _numbered(
