@@ -1,8 +1,7 @@
 """The settings that could run a workload, each with its simulated times and its bytes.
 
 Decides which algorithms, sides, numbers of head chunks and ulysses groups are tried; `select`
-decides which one is taken. `double_ring` is not tried: it is `burst` with a wait for every gradient
-hop, so it is never faster.
+decides which one is taken.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..layout import Layout
-from ..masks import Mask, shards_visible
+from ..masks import Mask
 from ..schedule import cost
+from ..schedule.algorithms import ALGORITHMS, NEVER_FASTEST
 from ..schedule.cost import Sizes, Traffic
+from ..schedule.demand import wanted
 from ..schedule.head_shares import Share, shareable
 from ..schedule.rings import Schedule
 from ..schedule.tables import SIDES, Grid
@@ -23,8 +24,6 @@ from .pair_counts import pairs_seen
 from .rates import BACKWARD, Rates
 from .simulator import PassTime
 
-WITHOUT_ULYSSES = ("ring", "burst", "all_gather")
-WITH_ULYSSES = ("ring", "burst")  # on the rings of ulysses groups
 HEAD_CHUNKS = (1, 2, 4, 8)
 IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
@@ -101,7 +100,7 @@ def on_grid(
     sizes = shared_sizes(workload.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-    visible = shards_visible(workload.mask, spans, spans)
+    want = wanted(workload.mask, spans, spans)
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     seconds = pairs_seen(workload.mask, spans) * (flops / rates.compute)
@@ -109,22 +108,23 @@ def on_grid(
     there_heads, back_heads = _sharing(topology, sizes, rates)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     for algorithm in _algorithms(topology, fixed):
-        there = cost.forward_schedule(algorithm, grid, visible, sizes)
+        there = cost.forward_schedule(algorithm, grid, want, sizes)
         sides = ["kv"] if workload.kept or alone else SIDES
         backs = [
-            cost.backward_schedule(algorithm, grid, visible, sizes, side=side, kept=kept)
+            cost.backward_schedule(algorithm, grid, want, sizes, side=side, kept=kept)
             for side in ([fixed.side] if fixed.side else sides)
         ]
+        sent = [_sent((there, back), topology, sizes) for back in backs]
         for count in _head_chunks(sizes, fixed, alone):
             forward = simulator.pass_time(there, sizes, seconds, rates, count) + there_heads
-            for back in backs:
+            for back, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
                     backward = simulator.pass_time(back, sizes, BACKWARD * seconds, rates, count)
                     backward += back_heads
                 yield Candidate(
                     _named(algorithm, topology), back.side, count, topology.ulysses,
-                    topology.placement, forward, backward, _sent((there, back), topology, sizes),
+                    topology.placement, forward, backward, bytes_,
                 )  # fmt: skip
 
 
@@ -133,7 +133,12 @@ def _algorithms(topology: Topology, fixed: Fixed) -> Sequence[str]:
         return [fixed.algorithm]
     if topology.ring_size == 1:
         return ["ring"]
-    return WITHOUT_ULYSSES if topology.ulysses == 1 else WITH_ULYSSES
+    skipped: set[str] = set(NEVER_FASTEST)
+    if topology.ulysses > 1:
+        skipped.add("all_gather")  # holds all chunks at once, of the rows of the whole group
+    if min(topology.inter_size, topology.intra_size) == 1:
+        skipped.add("multicast")  # of ranks that share no node none has anything to pass on
+    return [name for name in ALGORITHMS if name not in skipped]
 
 
 def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:

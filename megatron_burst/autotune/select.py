@@ -25,6 +25,8 @@ OPEN = Fixed()
 TIE = 0.015
 # all_gather was measured at up to 1.17 times its prediction, and it holds all chunks at once.
 HANDICAP = {"all_gather": 1.15}
+# Of equals the first; what is not listed is last.
+SIMPLEST = ("ring", "burst", "ulysses", "hybrid", "multicast", "tile", "all_gather")
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
 
 
@@ -159,9 +161,7 @@ def _weighed(candidate: Candidate) -> float:
 
 
 def _simplicity(candidate: Candidate) -> tuple[Any, ...]:
-    order = ("ring", "burst", "ulysses", "hybrid", "all_gather")
-    name = order.index(candidate.algorithm)
-    sent = candidate.sent
+    name, sent = (*SIMPLEST, candidate.algorithm).index(candidate.algorithm), candidate.sent
     return (
         candidate.ulysses > 1,
         candidate.head_chunks,

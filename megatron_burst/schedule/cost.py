@@ -19,6 +19,7 @@ from ..layout import LAYOUTS, Layout, Span, make
 from ..masks import Mask
 from ..masks.tiling import Cutter
 from . import rings
+from .algorithms import ROUTED
 from .demand import RowBytes, Wanted, wanted
 from .rings import Schedule
 from .tables import FAMILIES, ROUTES, SIDES, Grid, Tables, Transfers
@@ -227,9 +228,10 @@ def backward_schedule(
 
         return _by_route(by, route, sizes)
 
-    if side == "auto":
-        side = "kv" if kept else cheaper_side(of, sizes)
-    return of(side)
+    if side != "auto" or kept:
+        return of("kv" if side == "auto" else side)
+    made = {side: of(side) for side in SIDES}
+    return made[cheaper_side(made.__getitem__, sizes)]
 
 
 def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes) -> Schedule:
@@ -237,11 +239,12 @@ def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes
     if route != "auto":
         return make_schedule(route)
     # Where all want all, both routes carry every row to every rank, and the ring uses the fast
-    # links for it; all_gather has no route. Then there is nothing to count.
+    # links for it; some algorithms have no route. Then there is nothing to count.
     ring = make_schedule("ring")
-    if ring.all_want_all or ring.algorithm == "all_gather":
+    if ring.all_want_all or ring.algorithm not in ROUTED:
         return ring
-    return make_schedule(cheaper_route(make_schedule, sizes))
+    made = {"ring": ring, "direct": make_schedule("direct")}
+    return made[cheaper_route(made.__getitem__, sizes)]
 
 
 def cheaper_side(backward: Callable[[str], Schedule], sizes: Sizes) -> str:

@@ -20,6 +20,12 @@ ALGORITHMS: dict[str, Callable[[Demand], Tables]] = {
     "token_ring": token_ring.tables,
 }
 
+# A chunk may also go from its owner straight to each rank that uses it: route "direct".
+ROUTED = ("burst", "double_ring", "ring")
+# Not for `auto`. double_ring is burst that waits for every gradient. The others send both ways
+# round, which gains nothing where a rank has one NIC.
+NEVER_FASTEST = ("double_ring", "two_way", "token_ring")
+
 
 def check_algorithm(algorithm: str) -> str:
     """`algorithm`; ValueError, with the list of names, if there is none of that name."""
