@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from .layout import LayoutName, check_fraction
-from .options import Algorithm, AttentionKeywords, KernelName, SideName, WireDtype
+from .options import Algorithm, AttentionKeywords, KernelName, SideName, WireDtype, algorithms
 from .schedule.topology import Placement
 
 OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
@@ -58,11 +58,12 @@ class BurstConfig:
     """
 
     algorithm: Annotated[
-        Algorithm | Literal["megatron"],
+        Algorithm,
         Described(
             "attention across context-parallel ranks; auto takes what is predicted to be fastest "
             "at measured rates, megatron leaves Megatron's own attention alone",
             flag="--context-parallel-algo",
+            names=(*algorithms(), "megatron"),
         ),
     ] = "burst"
     layout: Annotated[

@@ -23,7 +23,14 @@ KernelName = Literal[
 ]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16"]
-ALGORITHMS: tuple[str, ...] = (*RING_ALGORITHMS, "ulysses", "hybrid", "auto")
+WITH_SHARED_HEADS = "ulysses", "hybrid"  # all-to-alls of heads around a ring
+
+
+def algorithms() -> tuple[str, ...]:
+    """The names that `algorithm` may have: those of the registry of schedules, and others."""
+    return (*RING_ALGORITHMS, *WITH_SHARED_HEADS, "auto")
+
+
 KERNELS: tuple[str, ...] = get_args(KernelName)
 SIDES: tuple[str, ...] = get_args(SideName)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)

@@ -21,7 +21,7 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
-from ..options import ALGORITHMS, SIDES, AttentionOptions
+from ..options import SIDES, AttentionOptions, algorithms
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
@@ -158,7 +158,7 @@ def _needs_grad(asked: object, tensors: Tensors) -> NeedsGrad:
 
 def _check_names(options: AttentionOptions) -> None:
     for name, value, names in (
-        ("algorithm", options.algorithm, ALGORITHMS),
+        ("algorithm", options.algorithm, algorithms()),
         ("side", options.side, SIDES),
     ):
         if not isinstance(value, str) or value not in names:

@@ -11,7 +11,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from ...options import ALGORITHMS
+from ...schedule.algorithms import ALGORITHMS
 from ...schedule.tables import SIDES
 
 RANKS = 16  # the most processes that this command starts
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", default=2, help="ranks on each node (default: 2)"
     )
-    rings = [name for name in ALGORITHMS if name not in ("ulysses", "hybrid")]
+    rings = [*ALGORITHMS, "auto"]
     parser.add_argument("--algorithm", default="burst", choices=rings, help="default: burst")
     parser.add_argument(
         "--side",
