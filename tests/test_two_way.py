@@ -5,10 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tables_oracle import act_out, dense
 
 import megatron_burst as mb
-from megatron_burst.schedule.bundles import CELLS, MOST, bundled
+from megatron_burst.schedule.bundles import bundled
 from megatron_burst.schedule.demand import RowBytes, wanted
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import FAMILIES, Grid
@@ -60,3 +62,154 @@ def test_every_pair_of_rows_once_and_everything_home(algorithm, name, size):
     asked, seen = case(name, size)
     for schedule in passes(algorithm, Grid(1, size), asked):
         act_out(schedule, schedule.grid, seen)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 7])
+@pytest.mark.parametrize("name", CASES)
+def test_kept_keys_are_not_sent_again(name, kept):
+    asked, seen = case(name, 8)
+    row_bytes = BACKWARD._replace(dquery=0)
+    schedule = backward("two_way", Grid(2, 4), "kv", wanted=asked, row_bytes=row_bytes, kept=kept)
+    play = act_out(schedule, schedule.grid, seen)
+    copies = Counter((hop.dst, hop.owner) for hop in play.hops if hop.family == "kv")
+    held = {(rank, owner) for rank, owner, _ in zip(*schedule.tables.kept, strict=True)}
+    if kept == 7:
+        assert not copies
+    if name == "full":  # the ranks that a half meets in its last steps, and no other
+        away = {1: (7,), 2: (6, 7), 7: range(1, 8)}[kept]
+        assert held == {((o + w * t) % 8, o) for o in range(8) for t in away for w in (1, -1)}
+
+
+def test_token_ring_keeps_no_keys():
+    with pytest.raises(ValueError, match="kv_cache must be 0 with algorithm token_ring"):
+        _ = backward("token_ring", Grid(1, 4), "kv", kept=1).tables
+
+
+def sent(schedule, family):
+    """Rows that each rank sends to each other one: {(src, dst): rows}."""
+    tables, found = schedule.tables, Counter()
+    moved = tables.transfers.where(tables.transfers.family == FAMILIES.index(family))
+    rows = tables.bundles(family).rows_of(moved.owner, moved.rows)
+    for src, dst, count in zip(moved.src.tolist(), moved.dst.tolist(), rows.tolist(), strict=True):
+        found[src, dst] += count
+    return found
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 8])
+def test_each_direction_carries_half_of_the_ring(size):
+    asked, _ = case("full", size)
+    half = (size - 1) * ROWS // 2
+    to = {(r, (r + way) % size): half for r in range(size) for way in (1, -1)}
+    assert sent(forward("two_way", Grid(1, size), wanted=asked), "kv") == to
+    back = backward("two_way", Grid(1, size), "kv", wanted=asked)
+    assert sent(back, "kv") == sent(back, "dkv") == to
+
+
+def test_two_ranks_have_one_link_for_both_ways():
+    asked, _ = case("full", 2)
+    assert sent(forward("two_way", Grid(1, 2), wanted=asked), "kv") == {(0, 1): 8, (1, 0): 8}
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_causal_zigzag_loads_both_ways_alike(size):
+    """The first half of a chunk's rows is seen by all ranks; the others by the ranks before it.
+
+    One ring the better way: 0.75 G^2 half chunks of rows. Both ways: little more than half of it.
+    """
+    asked, _ = case("causal zigzag", size)
+    ring = sent(forward("ring", Grid(1, size), wanted=asked), "kv")
+    assert sum(ring.values()) == ROWS // 2 * (size * (size - 1) + sum(range(size)))
+    both = sent(forward("two_way", Grid(1, size), wanted=asked), "kv")
+    ways = [sum(rows for (src, dst), rows in both.items() if (dst - src) % size == way)
+            for way in (1, size - 1)]  # fmt: skip
+    assert max(ways) < 0.55 * sum(ring.values())
+
+
+def test_rows_that_only_the_next_rank_sees_go_there_alone():
+    asked, _ = case("window contiguous", 5)
+    there = {(rank, rank + 1): 6 for rank in range(4)}  # the 6 keys before each rank's queries
+    assert sent(forward("two_way", Grid(1, 5), wanted=asked), "kv") == there
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_both_halves_of_the_farthest_chunk_arrive_together(size):
+    asked, _ = case("full", size)
+    pairs = forward("two_way", Grid(1, size), wanted=asked).tables.pairs
+    far = pairs.step == size // 2
+    met = sorted(zip(*(column[far].tolist() for column in (pairs.rank, pairs.key)), strict=True))
+    assert met == sorted([(r, (r + size // 2) % size) for r in range(size)] * 2)
+    assert (pairs.step[pairs.rank == pairs.key] == 0).all(), "the own pair comes first"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_token_ring_sends_queries_on_and_outputs_straight_home(size):
+    asked, _ = case("full", size)
+    schedule = forward("token_ring", Grid(1, size), wanted=asked)
+    moved = schedule.tables.transfers
+    names = np.array(FAMILIES)[moved.family]
+    assert set(names) == {"query", "out"}
+    hops = set(
+        zip(*(c.tolist() for c in (names, *moved[1:2], *moved[3:5], *moved[6:])), strict=True)
+    )
+    ranks, steps = range(size), range(1, size)
+    assert hops == {
+        ("query", o, (o + t - 1) % size, (o + t) % size, t - 1, t) for o in ranks for t in steps
+    } | {("out", o, (o + t) % size, o, t + 1, t + 2) for o in ranks for t in steps}
+
+
+def test_token_ring_in_backward_leaves_the_other_side_where_it_is():
+    asked, _ = case("full", 4)
+    for side, families in (("kv", {"kv", "dkv"}), ("query", {"query", "dquery"})):
+        moved = backward("token_ring", Grid(1, 4), side, wanted=asked).tables.transfers
+        assert {FAMILIES[f] for f in moved.family} == families
+
+
+# --- bundles ---
+
+
+def random_bundles(draw, size):
+    """Of every rank some runs of rows, each wanted by some ranks."""
+    counts = [draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)) for _ in range(size)]
+    rows = np.array([n for of in counts for n in of])
+    owner = np.repeat(np.arange(size), [len(of) for of in counts])
+    first = np.concatenate([np.cumsum(of) - of for of in counts])
+    seen = draw(st.lists(st.lists(st.booleans(), min_size=size, max_size=size),
+                         min_size=len(rows), max_size=len(rows)))  # fmt: skip
+    return bundled(owner, first, rows, np.array(seen))
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_split_bundles_have_the_same_rows_in_parts_of_about_equal_size(data, size, parts):
+    whole = random_bundles(data.draw, size)
+    cut = whole.split(parts)
+    rows = {}
+    for bundle, first, count in zip(*(c.tolist() for c in cut.runs), strict=True):
+        rows.setdefault(bundle, []).extend(range(first, first + count))
+    for index, (owner, number) in enumerate(zip(whole.owner, whole.number, strict=True)):
+        mine = np.flatnonzero((cut.owner == owner) & (cut.number // parts == number))
+        assert (cut.wanted[mine] == whole.wanted[index]).all()
+        runs = whole.runs
+        wanted = [r for b, first, n in zip(*runs, strict=True) if b == index
+                  for r in range(first, first + n)]  # fmt: skip
+        assert [row for part in mine for row in rows[part]] == wanted
+        lengths = [len(rows[part]) for part in mine] + [0] * (parts - len(mine))
+        assert max(lengths) - min(lengths) <= 1
+    assert all(np.diff(cut.runs.bundle) >= 0)
+    assert sorted(rows) == list(range(len(cut.owner)))
+
+
+def test_many_bundles_are_joined_before_they_are_split():
+    """62 of an owner are as many as there are bits: 31 in two parts each."""
+    size, count = 8, 62
+    wanted = (np.arange(1, count + 1)[:, None] >> np.arange(size - 1)) & 1
+    wanted = np.pad(wanted.astype(bool), ((0, 0), (1, 0)))
+    zero = np.zeros(count, dtype=np.int64)
+    whole = bundled(zero, np.arange(count) * 4, np.full(count, 4), wanted)
+    assert len(whole.owner) == count
+    cut = whole.split(2)
+    assert cut.number.tolist() == list(range(62))
+    assert cut.rows.sum() == 4 * count
+    for index in range(62):  # whoever wanted a row still gets it
+        for first, stop in cut.ranges(0, 1 << int(cut.number[index])):
+            for row in range(first, stop):
+                assert (cut.wanted[index] | ~wanted[row // 4]).all()

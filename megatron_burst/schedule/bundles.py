@@ -124,9 +124,7 @@ class Bundles:
         there, bundle = np.unique(bundle[order], return_inverse=True)
         old, part = np.divmod(there, parts)
         cut = Runs(bundle.reshape(-1), first[order], length[order])
-        return Bundles(
-            whole.owner[old], whole.number[old] * parts + part, whole.wanted[old], cut
-        )
+        return Bundles(whole.owner[old], whole.number[old] * parts + part, whole.wanted[old], cut)
 
     def _with_at_most(self, most: int) -> Bundles:
         """These, or with the last ones of each owner joined: at most so many of an owner."""

@@ -2,12 +2,12 @@
 
 Source: TokenRing (arXiv 2412.20501). Keys stay. Queries go from neighbour to neighbour round one
 ring; the partial output of a step goes with its lse straight back to the owner of the queries, as
-many ranks the other way as the queries had come, while the rank computes with the next ones; the
-owner merges it by online softmax. Meant for ranks that are all directly connected, where a message
-of either direction has a link of its own. Its published code is of forward only. Backward here does the same:
-the side that travels goes on to the next rank, and its gradients straight back. Other than in the
-paper, a query moves on only while a rank further along has a key for it to see, and the way round
-is the one that sends fewer bytes.
+many ranks the other way as these had come, while the next step is computed; the owner merges it by
+online softmax. It is meant for ranks that are all directly connected, where what travels in
+opposite directions does not share a link. Its published code has no backward; here backward does
+the same: the side that travels goes on to the next rank, and its gradients straight back. Other
+than there, a row moves on only while a rank further along has something to do with it, and the way
+round is the one that sends fewer bytes.
 """
 
 from __future__ import annotations
