@@ -62,9 +62,10 @@ def attention(
 
     layout: which positions each rank holds: a name or a `Layout` (see `mb.layout`).
     mask: from `mb.masks`; default `Causal()`.
-    algorithm: "burst", "double_ring", "ring", "all_gather", and with groups that share heads also
-    "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted to be fastest,
-    with its side and head_chunks, at `rates` (what they do not state is measured, once per groups).
+    algorithm: one of the registry `schedule.algorithms`, default "burst"; with groups that share
+    heads also "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted to be
+    fastest, with its side and head_chunks, at `rates` (what they do not state is measured, once
+    per groups).
     side: "auto" (fewer bytes), "kv" or "query".
     kernel: "auto", "aten", "aten_cudnn", "triton", "reference", or an installed FlashAttention
     package: "flash2", "flash3", "flash4".

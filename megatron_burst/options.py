@@ -1,6 +1,6 @@
 """The choices of an attention call: one typed object, from the keywords of a call to its plan.
 
-Owns what may be chosen, and the names of kernels; layouts, rings and sides are named by their
+Owns what may be chosen, and the names of kernels; layouts, algorithms and sides are named by their
 rooms. Values are checked by `planning.validate`, on all ranks alike.
 """
 
@@ -17,7 +17,6 @@ from .schedule.tables import Side
 if TYPE_CHECKING:
     import torch
 
-Algorithm = str
 KernelName = Literal[
     "auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference"
 ]
@@ -42,9 +41,9 @@ class AttentionOptions:
 
     layout: which positions each rank holds: a name (see `mb.layout`) or a `Layout`.
     mask: from `mb.masks`; None: `Causal()`.
-    algorithm: "burst", "double_ring", "ring" or "all_gather", and with groups that share heads also
-    "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted to be fastest,
-    with its side and head chunks.
+    algorithm: one of `algorithms()`, those of the registry `schedule.algorithms` among them;
+    "hybrid" (burst inside) and "ulysses" want groups that share heads; "auto" takes the one that is
+    predicted to be fastest, with its side and head chunks.
     side: which tensors travel in backward; "auto" takes the side with fewer bytes.
     kernel: the local attention on a device; "auto" takes the first that can serve the call.
     softmax_scale: default d ** -0.5. softcap: scores become cap * tanh(score / cap).
@@ -59,7 +58,7 @@ class AttentionOptions:
 
     layout: LayoutName | Layout = "zigzag"
     mask: Mask | None = None
-    algorithm: Algorithm = "burst"
+    algorithm: str = "burst"
     side: SideName = "auto"
     kernel: KernelName = "auto"
     softmax_scale: float | None = None
@@ -75,7 +74,7 @@ class AttentionKeywords(TypedDict, total=False):
 
     layout: LayoutName | Layout
     mask: Mask | None
-    algorithm: Algorithm
+    algorithm: str
     side: SideName
     kernel: KernelName
     softmax_scale: float | None

@@ -49,7 +49,7 @@ class Choice:
         """Keywords for `mb.prepare` or `mb.attention`."""
         taken = self.taken
         return {
-            "algorithm": taken.algorithm,  # pyright: ignore[reportReturnType]
+            "algorithm": taken.algorithm,
             "side": taken.side,  # pyright: ignore[reportReturnType]
             "head_chunks": taken.head_chunks,
         }

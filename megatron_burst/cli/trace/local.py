@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...attention import attention
 from ...comm.groups import Groups
-from ...options import Algorithm, SideName
+from ...options import SideName
 from ...planning.prepare import prepare
 from .files import Trace
 from .record import Event, traced
@@ -33,7 +33,7 @@ class Call:
 
     nodes: int
     per_node: int
-    algorithm: Algorithm
+    algorithm: str
     side: SideName
     tokens: int  # per rank
     heads: int
