@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 from ..demand import Demand
 from ..tables import Tables
-from . import all_gather, burst, double_ring, ring, token_ring, two_way
+from . import all_gather, burst, double_ring, multicast, ring, token_ring, two_way
 
 ALGORITHMS: dict[str, Callable[[Demand], Tables]] = {
     "burst": burst.tables,
     "double_ring": double_ring.tables,
     "ring": ring.tables,
     "all_gather": all_gather.tables,
+    "multicast": multicast.tables,
     "two_way": two_way.tables,
     "token_ring": token_ring.tables,
 }
