@@ -9,6 +9,7 @@ pass them on. Decides by rows: gradients come back the same way, so that both di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,20 +19,24 @@ from .tables import Grid
 
 ROOM = 1.05  # a rail may be so much busier than the busiest node makes necessary
 PARTS = 64  # no rows leave their rail that are fewer than a mean shard over this
-SWEEPS = 3  # over all bundles on busy rails
+HOT = 1.5  # an owner hands its rows to peers if it sends so many times what a rank receives
+SWEEPS = 2  # over all bundles on busy rails
+APART = 4  # groups of bundles of several nodes that go to one node
 FANOUT = 2  # to so many nodes a node passes on what another one sent it
 
 
 class Routes(NamedTuple):
-    """How every bundle travels; bundles that were spread over rails are cut.
+    """How every bundle travels; bundles that travel on several ways are cut.
 
     carrier: [n] the index in its node of the ranks on whose rail a bundle crosses. parent: [n,
-    nodes] from which node a node gets it; -1 for its owner's and where nobody wants it.
+    nodes] from which node a node gets it; -1 for its owner's and where nobody wants it. handed:
+    bool [n], do the owner's node peers get it from the carrier, too?
     """
 
     bundles: Bundles
     carrier: np.ndarray
     parent: np.ndarray
+    handed: np.ndarray
 
 
 class _Crossing(NamedTuple):
@@ -44,20 +49,32 @@ class _Crossing(NamedTuple):
     wanted: np.ndarray
     copies: np.ndarray
 
+    @property
+    def relayed(self) -> np.ndarray:
+        """Which bundles do nodes pass on to others?"""
+        return self.copies < self.wanted.sum(axis=1)
+
 
 def routes(bundles: Bundles, grid: Grid) -> Routes:
     """The way of every bundle over this grid."""
     crossing, most = _crossing(bundles, grid)
     least = max(1, int(bundles.rows.sum() // (grid.size * PARTS)))
-    shares = _shares(crossing, grid, most, least)
+    handed = _handed(bundles, grid)
+    shares = _shares(crossing, grid, handed, most, least)
+    # Two trees for what nodes pass on: who passes on in one does not in the other.
+    halves = np.where(crossing.relayed[:, None] & (shares >= 2 * least), shares // 2, 0)
+    shares = np.concatenate([shares - halves, halves], axis=1)
     _limit(shares, bundles.owner, crossing.index)
-    bundles, of, carrier = _cut(bundles, crossing.index, shares)
+    bundles, of, part = _cut(bundles, crossing.index, shares)
     crossing = _Crossing(*(column[of] for column in crossing))._replace(rows=bundles.rows)
-    return Routes(bundles, carrier, _parents(crossing, grid, most))
+    second, carrier = np.divmod(part, grid.intra)
+    turn = of + carrier * grid.inter // grid.intra
+    parent = _parents(crossing, grid, turn, second > 0, most)
+    return Routes(bundles, carrier, parent, handed[of])
 
 
 def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
-    """What crosses, and how many rows the busiest rail has to send or receive at least."""
+    """What crosses, and how many rows a rail may send or receive."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
     wanted = bundles.wanted.reshape(-1, nodes, width).any(axis=2)
@@ -65,41 +82,49 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
     rows, count = bundles.rows, wanted.sum(axis=1)
     most = (rows @ wanted).max(initial=0) / width
     # Copies of a node are one of each bundle and, as far as its rails have room, all of them.
-    once, more = (
-        np.bincount(node, rows * each, nodes) for each in (count > 0, np.maximum(count - 1, 0))
-    )
-    share = np.clip((most * width - once) / np.maximum(more, 1), 0, 1)[node]
-    copies = np.minimum(count, 1 + np.floor(np.maximum(count - 1, 0) * share + 1e-9).astype(int))
+    more = np.maximum(count - 1, 0)
+    once, again = (np.bincount(node, rows * each, nodes) for each in (count > 0, more))
+    share = np.clip((most * width - once) / np.maximum(again, 1), 0, 1)[node]
+    copies = np.minimum(count, 1 + np.floor(more * share + 1e-9).astype(int))
     sent = np.bincount(node, rows * copies, nodes).max(initial=0) / width
     return _Crossing(node, index, rows, wanted, copies), max(most, sent) * ROOM
 
 
-def _shares(crossing: _Crossing, grid: Grid, most: float, least: int) -> np.ndarray:
-    """int64 [n, rails]: how many rows of each bundle cross on each rail.
+def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
+    """bool [n]: of owners that would send much more within their node than any rank receives."""
+    wanted = bundles.wanted.reshape(-1, *grid)
+    home = wanted[np.arange(len(wanted)), bundles.owner // grid.intra].sum(axis=1)
+    sent = np.bincount(bundles.owner, bundles.rows * home, grid.size)
+    got = bundles.rows @ bundles.wanted
+    return (sent > HOT * got.max(initial=0))[bundles.owner]
 
-    All on their owner's, to begin with. Then each node in turn takes rows off rails with more than
-    `most`, its largest bundles first, one bundle of every node at a time. Where several nodes do so
-    for the same rail at once, each takes its part of what is too much and of the room elsewhere.
+
+def _shares(
+    crossing: _Crossing, grid: Grid, handed: np.ndarray, most: float, least: int
+) -> np.ndarray:
+    """int64 [n, rails]: how many rows of each bundle travel by each rail.
+
+    To begin with all by their owner's, or by all alike where they are handed to peers anyway. Then
+    each node in turn takes rows off rails with more than `most`, its largest bundles first, one
+    bundle of every node at a time, and where several of these go to one node, few at a time. These
+    take their parts of what is too much and of the room elsewhere.
     """
     nodes, width = grid
     node, index, rows, wanted, copies = crossing
     shares = np.zeros((len(rows), width), dtype=np.int64)
-    shares[np.arange(len(rows)), index] = rows
-    sent, got = np.zeros((nodes, width)), np.zeros((nodes, width))
-    np.add.at(sent, (node, index), rows * copies)
-    for rail in range(width):
-        of = index == rail
-        got[:, rail] = rows[of] @ wanted[of]
+    shares[handed] = np.where(rows >= least * width, rows // width, 0)[handed, None]
+    shares[np.arange(len(rows)), index] += rows - shares.sum(axis=1)
+    sent, got = np.zeros((nodes, width)), wanted.T.astype(float) @ shares
+    np.add.at(sent, node, shares * copies[:, None])
     for _ in range(SWEEPS):
         busy = sent[node, index] > most
         busy |= (wanted & (got.T[index] > most)).any(axis=1)
         some = np.flatnonzero(busy & (copies > 0) & (rows >= least))
-        for at in _turns(some, node[some], rows[some] * copies[some]):
+        for at in _turns(some, crossing):
             own, who, to = index[at], node[at], wanted[at]
-            left = most - sent[who]
-            left /= copies[at][:, None]
             room = (most - got) / np.maximum(to.sum(axis=0), 1)[:, None]
-            room = np.minimum(left, np.where(to[:, :, None], room, np.inf).min(axis=1))
+            room = np.where(to[:, :, None], room, np.inf).min(axis=1)
+            room = np.minimum(room, (most - sent[who]) / copies[at][:, None])
             line = np.arange(len(at))
             move = np.minimum(np.ceil(-room[line, own]), shares[at, own]).astype(np.int64)
             room[line, own] = 0
@@ -107,28 +132,38 @@ def _shares(crossing: _Crossing, grid: Grid, most: float, least: int) -> np.ndar
             moved[line, own] -= moved.sum(axis=1)
             shares[at] += moved
             sent[who] += moved * copies[at][:, None]
-            got += np.einsum("ij,ik->jk", to.astype(float), moved.astype(float))
+            got += to.T.astype(float) @ moved
     return shares
 
 
-def _turns(which: np.ndarray, node: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
-    """`which`, heaviest first, in groups with at most one of each node."""
-    order = np.lexsort((-weight, node))
-    node = node[order]
+def _turns(which: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
+    """`which`, heaviest first, in groups with at most one of each node, and of those that go to the
+    same node mostly one."""
+    node = crossing.node[which]
+    order = np.lexsort((-crossing.rows[which] * crossing.copies[which], node))
+    node, which = node[order], which[order]
     turn = np.arange(len(node)) - np.searchsorted(node, node)
-    by_turn = np.argsort(turn, kind="stable")
-    return np.split(which[order][by_turn], np.cumsum(np.bincount(turn))[:-1]) if len(which) else []
+    for number in range(turn.max(initial=-1) + 1):
+        at = which[turn == number]
+        to = crossing.wanted[at]
+        apart = np.where(to, np.cumsum(to, axis=0) - 1, 0).max(axis=1) % APART
+        for part in range(apart.max(initial=-1) + 1):
+            if (apart == part).any():
+                yield at[apart == part]
 
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
-    """How many of `move` rows [i] each rail takes: those with most room first; [i, rails]."""
+    """How many of `move` rows [i] each rail takes, [i, rails]: in proportion to its room, so that
+    room is left on every rail for whoever can use only that one."""
     # Equal room: the next rail first, so that nodes with the same needs differ.
     width = room.shape[1]
     turned = (np.arange(width) - own[:, None]) % width
     order = np.lexsort((turned, -room), axis=1)
     room = np.take_along_axis(room, order, axis=1)
-    before = np.cumsum(room, axis=1) - room
-    taken = np.clip(move[:, None] - before, 0, room)
+    room[np.arange(width) >= np.maximum(move // least, 1)[:, None]] = 0
+    total = np.maximum(room.sum(axis=1), 1)[:, None]
+    taken = np.minimum(-(-room * move[:, None] // total), room)
+    taken = np.diff(np.minimum(np.cumsum(taken, axis=1), move[:, None]), axis=1, prepend=0)
     taken[taken < least] = 0
     found = np.zeros_like(room)
     np.put_along_axis(found, order, taken, axis=1)
@@ -153,47 +188,48 @@ def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
 def _cut(
     bundles: Bundles, index: np.ndarray, shares: np.ndarray
 ) -> tuple[Bundles, np.ndarray, np.ndarray]:
-    """The shares as bundles of their own, of each the bundle that it was cut from, and its rail.
+    """The shares as bundles of their own, of each the bundle that it was cut from and its column.
 
-    An owner's are numbered rail by rail, its own first: what travels together lies together.
+    An owner's are numbered column by column, its own first: what travels together lies together.
     """
-    of, rail = np.nonzero(shares)
-    stop = np.cumsum(shares[of, rail])  # among all rows, bundle by bundle
+    of, column = np.nonzero(shares)
+    stop = np.cumsum(shares[of, column])  # among all rows, bundle by bundle
     runs, begin = bundles.runs, np.cumsum(bundles.runs.rows) - bundles.runs.rows
     edges = np.unique(np.concatenate([begin, stop[:-1], stop[-1:]]))
     run = np.searchsorted(begin, edges[:-1], side="right") - 1
     part = np.searchsorted(stop, edges[:-1], side="right")
     owner = bundles.owner[of]
-    turned = (rail - index[of]) % shares.shape[1]
+    turned = (column - index[of]) % shares.shape[1]
     order = np.lexsort((bundles.number[of], turned, owner))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    of, rail, owner = of[order], rail[order], owner[order]
+    of, column, owner = of[order], column[order], owner[order]
     number = np.arange(len(owner)) - np.searchsorted(owner, owner)
     first, part = runs.first[run] + edges[:-1] - begin[run], place[part]
     by_part = np.lexsort((first, part))
     cut = Runs(part[by_part], first[by_part], np.diff(edges)[by_part])
-    return Bundles(owner, number, bundles.wanted[of], cut), of, rail
+    return Bundles(owner, number, bundles.wanted[of], cut), of, column
 
 
-def _parents(crossing: _Crossing, grid: Grid, most: float) -> np.ndarray:
+def _parents(
+    crossing: _Crossing, grid: Grid, turn: np.ndarray, second: np.ndarray, most: float
+) -> np.ndarray:
     """[n, nodes]: which node sends a bundle to a node; -1: none.
 
     The owner's node sends it to as many as `copies` says. These pass it on along trees, which begin
-    at another node for every bundle, so that all pass on alike; nodes that send much as it is come
-    last and pass on nothing.
+    `turn` nodes farther on, and run the other way round for `second` halves, so that all pass on
+    alike; nodes that send much as it is come last and pass on nothing.
     """
     nodes = grid.inter
     node, _, rows, wanted, copies = crossing
     parent = np.where(wanted, node[:, None], -1)
-    some = np.flatnonzero(copies < wanted.sum(axis=1))
+    some = np.flatnonzero(crossing.relayed)
     if not len(some):
         return parent
     full = np.bincount(node, rows * copies, nodes) >= most * grid.intra / ROOM
-    of = node[some]  # owners in ascending order, so nodes are
-    turn = (np.arange(len(some)) - np.searchsorted(of, of)) * nodes // np.bincount(of)[of]
     there = np.arange(nodes)
-    key = (there - node[some, None] - 1 - turn[:, None]) % nodes
+    key = (there - node[some, None] - 1 - turn[some, None]) % nodes
+    key = np.where(second[some, None], nodes - 1 - key, key)
     key = key + nodes * full + 2 * nodes * ~wanted[some]
     order = np.argsort(key, axis=1)
     position = np.arange(nodes) - copies[some, None]

@@ -68,8 +68,9 @@ def tables(demand: Demand) -> Tables:
 class _Ways:
     """The ways of all rows: a line per way, that is for rows of one owner that travel alike.
 
-    owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? gate: [ways, nodes],
-    who gets the rows for a node; of the owner's node the owner, or the peer that carries them.
+    owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? direct: and does the
+    owner send to its peers there itself, the gates of other nodes aside? gate: [ways, nodes], who
+    gets the rows for a node; of the owner's node the owner, or the peer that carries them.
     parent: [ways, nodes], from which node's gate a gate gets them. depth: [ways, nodes], after how
     many hops. use: [ways, nodes, ranks of a node], which rows a rank computes with. peer: of that
     shape, bool, is it no gate? step: [owner, rank], when a rank computes with a chunk.
@@ -82,9 +83,11 @@ class _Ways:
         self.bundles = bundles = found.bundles
         self.between = max(2, width)  # steps that a hop between nodes may take
         first, parent = _alike(bundles.owner, found.carrier, found.parent)
+        handed = found.handed[first]
         self.owner, rail = bundles.owner[first], found.carrier[first]
         self.node = self.owner // width
         self.home = np.arange(nodes) == self.node[:, None]
+        self.direct = self.home & ~handed[:, None]
         self.parent = np.where(parent < 0, self.node[:, None], parent)
         self.gate = np.arange(nodes) * width + rail[:, None]
         self.depth = self._depth()
@@ -115,7 +118,7 @@ class _Ways:
         step = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
         step[owner, rank] = np.where(used, begin + before, 0)
         # Not before the rows can be there: every hop ends at a boundary of its own.
-        hops = np.where(self.home[:, :, None] & self.peer, 1, self.depth[:, :, None] + self.peer)
+        hops = np.where(self.direct[:, :, None] & self.peer, 1, self.depth[:, :, None] + self.peer)
         hops = np.where(self.use != 0, hops, 0).reshape(-1, self.grid.size)
         np.maximum.at(step, self.owner, hops)
         return step
@@ -163,7 +166,7 @@ class _Ways:
         use, edges = self.sent, self._edges(self.sent)
         step = self.step[self.owner].reshape(use.shape)
         # When a gate needs the rows: before its own step, and before those of peers that it serves.
-        needs = (use != 0) & ~(self.home[:, :, None] & self.peer)
+        needs = (use != 0) & ~(self.direct[:, :, None] & self.peer)
         land = np.where(needs, step - WITHIN * self.peer, NEVER).min(axis=2)
         land = np.maximum(land, self.depth)
         for way, node, above in self._levels(edges.through):
@@ -180,7 +183,7 @@ class _Ways:
         """The same ways back. They leave when the last contribution to them is there."""
         edges = self._edges(self.use)
         step = self.step[self.owner].reshape(self.use.shape)
-        adds = (self.use != 0) & ~(self.home[:, :, None] & self.peer)
+        adds = (self.use != 0) & ~(self.direct[:, :, None] & self.peer)
         done = np.where(adds, step + 1 + WITHIN * self.peer, 0).max(axis=2)
         for way, node, above in self._levels(edges.through):
             np.maximum.at(done, (way, above), done[way, node] + self.between)
@@ -191,7 +194,7 @@ class _Ways:
         """Along which hops these rows reach their users."""
         through = self._through(use)
         way, node, member = peers = np.nonzero((use != 0) & self.peer)
-        near = self.home[way, node]
+        near = self.direct[way, node]
         src = np.where(near, self.owner[way], self.gate[way, node])
         takes, dst = np.full(len(way), WITHIN), node * self.grid.intra + member
         to_peers = way, node, use[peers], near, src, dst, takes
@@ -206,7 +209,7 @@ class _Ways:
 
     def _through(self, use: np.ndarray) -> np.ndarray:
         """[ways, nodes]: of these rows, those that the gate needs for itself or passes on."""
-        serves = ~(self.home[:, :, None] & self.peer)  # an owner serves its own node
+        serves = ~(self.direct[:, :, None] & self.peer)
         through = np.bitwise_or.reduce(np.where(serves, use, 0), axis=2)
         for way, node, above in self._levels(through):
             np.bitwise_or.at(through, (way, above), through[way, node])
