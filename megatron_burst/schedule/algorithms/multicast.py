@@ -34,8 +34,8 @@ class _Edges(NamedTuple):
     """Hops of copies, to peers and then to gates; gradients take them the other way.
 
     way; above: the node of `src`; from_owner: is it the owner that sends? takes: for how many steps
-    a hop is under way. peers, gates: indices [way, node, rank of the node] and [way, node] of the
-    receivers. through: as of `_Ways._through`.
+    a hop is under way. peers, gates: the receivers as indices of [ways, ranks] and [ways, nodes],
+    flat. through: as of `_Ways._through`.
     """
 
     way: np.ndarray
@@ -45,8 +45,8 @@ class _Edges(NamedTuple):
     src: np.ndarray
     dst: np.ndarray
     takes: np.ndarray
-    peers: tuple[np.ndarray, ...]
-    gates: tuple[np.ndarray, ...]
+    peers: np.ndarray
+    gates: np.ndarray
     through: np.ndarray
 
 
@@ -68,12 +68,12 @@ def tables(demand: Demand) -> Tables:
 class _Ways:
     """The ways of all rows: a line per way, that is for rows of one owner that travel alike.
 
-    owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? direct: and does the
-    owner send to its peers there itself, the gates of other nodes aside? gate: [ways, nodes], who
-    gets the rows for a node; of the owner's node the owner, or the peer that carries them.
+    owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? gate: [ways, nodes],
+    who gets the rows for a node; of the owner's node the owner, or the peer that carries them.
     parent: [ways, nodes], from which node's gate a gate gets them. depth: [ways, nodes], after how
-    many hops. use: [ways, nodes, ranks of a node], which rows a rank computes with. peer: of that
-    shape, bool, is it no gate? step: [owner, rank], when a rank computes with a chunk.
+    many hops. use: int64 [ways, ranks], which rows a rank computes with. peer: bool [ways, ranks],
+    is it no gate? served: bool [ways, ranks], does it get them from a gate, or is it one? Else it
+    is a node peer of the owner. step: [owner, rank], when a rank computes with a chunk.
     """
 
     def __init__(self, demand: Demand):
@@ -83,21 +83,23 @@ class _Ways:
         self.bundles = bundles = found.bundles
         self.between = max(2, width)  # steps that a hop between nodes may take
         first, parent = _alike(bundles.owner, found.carrier, found.parent)
-        handed = found.handed[first]
-        self.owner, rail = bundles.owner[first], found.carrier[first]
+        rail = found.carrier[first][:, None]
+        self.owner = bundles.owner[first].astype(np.int32)
         self.node = self.owner // width
         self.home = np.arange(nodes) == self.node[:, None]
-        self.direct = self.home & ~handed[:, None]
         self.parent = np.where(parent < 0, self.node[:, None], parent)
-        self.gate = np.arange(nodes) * width + rail[:, None]
+        self.gate = (np.arange(nodes) * width + rail).astype(np.int32)
         self.depth = self._depth()
         bits = bundles.wanted * np.left_shift(np.int64(1), bundles.number)[:, None]
-        self.use = _or_groups(bits, first).reshape(-1, nodes, width)
-        self.peer = np.broadcast_to((np.arange(width) != rail[:, None])[:, None], self.use.shape)
+        self.use = _or_groups(bits, first)
+        ranks = np.arange(self.grid.size)
+        self.peer = ranks % width != rail
+        direct = self.home & ~found.handed[first][:, None]
+        self.served = ~(self._of_ranks(direct) & self.peer)
         self.step = self._steps()
 
     def _depth(self) -> np.ndarray:
-        here = np.zeros(self.gate.shape, dtype=np.int64)
+        here = np.zeros(self.gate.shape, dtype=np.int32)
         here[self.home] = self.gate[self.home] != self.owner
         while True:
             after = np.where(self.home, here, np.take_along_axis(here, self.parent, axis=1) + 1)
@@ -112,41 +114,39 @@ class _Ways:
         owner = (node - turn) % nodes * width + (member - place) % width
         rank = np.broadcast_to(node * width + member, owner.shape)
         used = self.demand.used(owner, rank)
-        before = np.cumsum(used, axis=3) - used
-        length = used.sum(axis=3).max(axis=1)
-        begin = (np.cumsum(length, axis=1) - length)[:, None, :, None]
-        step = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
+        before = np.cumsum(used, axis=3, dtype=np.int32) - used
+        length = used.sum(axis=3, dtype=np.int32).max(axis=1)
+        begin = (np.cumsum(length, axis=1, dtype=np.int32) - length)[:, None, :, None]
+        step = np.zeros((self.grid.size, self.grid.size), dtype=np.int32)
         step[owner, rank] = np.where(used, begin + before, 0)
         # Not before the rows can be there: every hop ends at a boundary of its own.
-        hops = np.where(self.direct[:, :, None] & self.peer, 1, self.depth[:, :, None] + self.peer)
-        hops = np.where(self.use != 0, hops, 0).reshape(-1, self.grid.size)
-        np.maximum.at(step, self.owner, hops)
+        hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
+        np.maximum.at(step, self.owner, np.where(self.use != 0, hops, 0).astype(np.int32))
         return step
 
     def pairs(self) -> Pairs:
         """What is computed."""
         rows = self._by_owner(self.use)
-        owner, rank = np.nonzero(rows)
-        own = np.flatnonzero(self.demand.visible.diagonal())
+        owner, rank, at = _where(rows)
+        own = np.flatnonzero(self.demand.visible.diagonal()).astype(np.int32)
         return self.demand.pairs(
             np.concatenate([own, rank]),
-            np.concatenate([self.step[own, own], self.step[owner, rank]]),
+            np.concatenate([self.step[own, own], self.step.reshape(-1)[at]]),
             np.concatenate([own, owner]),
-            np.concatenate([np.full(len(own), ALL), rows[owner, rank]]),
+            np.concatenate([np.full(len(own), ALL), rows.reshape(-1)[at]]),
         )
 
     def kept(self) -> Kept:
         """In the order of the steps; without what a gate receives because it passes it on."""
-        rows = np.where(self.peer, self.use, self.use & ~self._through(self.sent)[:, :, None])
-        rows = self._by_owner(np.where(self.from_forward, rows, 0))
-        owner, rank = np.nonzero(rows)
-        order = np.lexsort((rank, self.step[owner, rank]))
-        owner, rank = owner[order], rank[order]
-        return Kept(rank, owner, rows[owner, rank])
+        arrives = np.where(self.peer, 0, self._of_ranks(self.hops_of_copies.through))
+        rows = self._by_owner(np.where(self.from_forward, self.use & ~arrives, 0))
+        owner, rank, at = _where(rows)
+        order = np.lexsort((rank, self.step.reshape(-1)[at]))
+        return Kept(rank[order], owner[order], rows.reshape(-1)[at][order])
 
     @cached_property
     def from_forward(self) -> np.ndarray:
-        """bool, as `use`: did the rank keep the chunk? The chunks of others it computes with last."""
+        """bool [ways, ranks]: did the rank keep the chunk? The last ones that it computes with."""
         size, kept = self.grid.size, self.demand.kept
         if not kept:
             return np.broadcast_to(np.False_, self.use.shape)
@@ -154,63 +154,63 @@ class _Ways:
         order = np.argsort(np.where(others, self.step, -1), axis=0, kind="stable")
         last = np.zeros_like(others)
         np.put_along_axis(last, order[max(0, size - kept) :], True, axis=0)
-        return (others & last)[self.owner].reshape(self.use.shape)
+        return (others & last)[self.owner]
 
-    @property
-    def sent(self) -> np.ndarray:
-        """`use` without what ranks kept from forward."""
-        return np.where(self.from_forward, 0, self.use)
+    @cached_property
+    def hops(self) -> _Edges:
+        """Of all rows to their users."""
+        return self._edges(self.use)
+
+    @cached_property
+    def hops_of_copies(self) -> _Edges:
+        """Without the rows that their users kept from forward."""
+        return self._edges(self.use * ~self.from_forward) if self.demand.kept else self.hops
 
     def copies(self) -> Transfers:
         """They land when they are needed: for a step, or to be passed on in time."""
-        use, edges = self.sent, self._edges(self.sent)
-        step = self.step[self.owner].reshape(use.shape)
-        # When a gate needs the rows: before its own step, and before those of peers that it serves.
-        needs = (use != 0) & ~(self.direct[:, :, None] & self.peer)
-        land = np.where(needs, step - WITHIN * self.peer, NEVER).min(axis=2)
+        hops = self.hops_of_copies
+        step = self.step[self.owner]
+        # When a gate needs the rows: for its own step, and to serve peers.
+        needs = (self.use != 0) & ~self.from_forward & self.served
+        land = self._by_node(np.where(needs, step - WITHIN * self.peer, NEVER)).min(axis=2)
         land = np.maximum(land, self.depth)
-        for way, node, above in self._levels(edges.through):
+        for way, node, above in self._levels(hops.through):
             np.minimum.at(land, (way, above), land[way, node] - self.between)
             land = np.maximum(land, self.depth)
-        peers, gates = edges.peers, edges.gates
-        by = np.concatenate([step[peers], land[gates]])
-        land = np.where(self.depth > 0, land, 0)  # owners have their rows
-        since = np.where(edges.from_owner, 0, land[edges.way, edges.above])
-        post = np.maximum(since, by - edges.takes)
-        return self._transfers(False, edges, edges.src, edges.dst, post, by)
+        by = np.concatenate([step.reshape(-1)[hops.peers], land.reshape(-1)[hops.gates]])
+        post = np.maximum(np.where(hops.from_owner, 0, land[hops.way, hops.above]), by - hops.takes)
+        return self._transfers(False, hops, hops.src, hops.dst, post, by)
 
     def gradients(self) -> Transfers:
         """The same ways back. They leave when the last contribution to them is there."""
-        edges = self._edges(self.use)
-        step = self.step[self.owner].reshape(self.use.shape)
-        adds = (self.use != 0) & ~(self.direct[:, :, None] & self.peer)
-        done = np.where(adds, step + 1 + WITHIN * self.peer, 0).max(axis=2)
-        for way, node, above in self._levels(edges.through):
+        hops, step = self.hops, self.step[self.owner]
+        adds = (self.use != 0) & self.served
+        done = self._by_node(np.where(adds, step + 1 + WITHIN * self.peer, 0)).max(axis=2)
+        for way, node, above in self._levels(hops.through):
             np.maximum.at(done, (way, above), done[way, node] + self.between)
-        post = np.concatenate([step[edges.peers] + 1, done[edges.gates]])
-        return self._transfers(True, edges, edges.dst, edges.src, post, post + edges.takes)
+        post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])
+        return self._transfers(True, hops, hops.dst, hops.src, post, post + hops.takes)
 
     def _edges(self, use: np.ndarray) -> _Edges:
         """Along which hops these rows reach their users."""
         through = self._through(use)
-        way, node, member = peers = np.nonzero((use != 0) & self.peer)
-        near = self.direct[way, node]
-        src = np.where(near, self.owner[way], self.gate[way, node])
-        takes, dst = np.full(len(way), WITHIN), node * self.grid.intra + member
-        to_peers = way, node, use[peers], near, src, dst, takes
-        way, node = gates = np.nonzero((through != 0) & (self.depth > 0))
+        way, dst, peers = _where((use != 0) & self.peer)
+        node = dst // self.grid.intra
+        src = np.where(self.served.reshape(-1)[peers], self.gate[way, node], self.owner[way])
+        takes = np.full_like(way, WITHIN)
+        to_peers = way, node, use.reshape(-1)[peers], src == self.owner[way], src, dst, takes
+        way, node, gates = _where((through != 0) & (self.depth > 0))
         near, above = self.home[way, node], self.parent[way, node]
         src = np.where(near, self.owner[way], self.gate[way, above])
-        takes = np.where(near, WITHIN, self.between)
-        from_owner = src == self.owner[way]
-        to_gates = way, above, through[gates], from_owner, src, self.gate[gates], takes
+        takes = np.where(near, WITHIN, self.between).astype(np.int32)
+        dst, from_owner = self.gate[way, node], src == self.owner[way]
+        to_gates = way, above, through.reshape(-1)[gates], from_owner, src, dst, takes
         columns = (np.concatenate(both) for both in zip(to_peers, to_gates, strict=True))
         return _Edges(*columns, peers, gates, through)
 
     def _through(self, use: np.ndarray) -> np.ndarray:
         """[ways, nodes]: of these rows, those that the gate needs for itself or passes on."""
-        serves = ~(self.direct[:, :, None] & self.peer)
-        through = np.bitwise_or.reduce(np.where(serves, use, 0), axis=2)
+        through = np.bitwise_or.reduce(self._by_node(use * self.served), axis=2)
         for way, node, above in self._levels(through):
             np.bitwise_or.at(through, (way, above), through[way, node])
         return through
@@ -219,21 +219,27 @@ class _Ways:
         """Way, node and the node before of all gates through which something goes: the farthest
         first. Read anew at each level."""
         for depth in range(int(self.depth.max(initial=0)), 0, -1):
-            way, node = np.nonzero((self.depth == depth) & (through != 0) & ~self.home)
+            way, node, _ = _where((self.depth == depth) & (through != 0) & ~self.home)
             yield way, node, self.parent[way, node]
 
+    def _by_node(self, of_ranks: np.ndarray) -> np.ndarray:
+        return of_ranks.reshape(-1, *self.grid)
+
+    def _of_ranks(self, of_nodes: np.ndarray) -> np.ndarray:
+        return np.repeat(of_nodes, self.grid.intra, axis=1)
+
     def _by_owner(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [owner, rank]: rows of all ways, [ways, nodes, ranks of a node]."""
+        """int64 [owner, rank]: rows of all ways, [ways, ranks]."""
         found = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
         owners, first = np.unique(self.owner, return_index=True)
-        found[owners] = _or_groups(rows.reshape(-1, self.grid.size), first)
+        found[owners] = _or_groups(rows, first)
         return found
 
-    def _transfers(self, gradient, edges: _Edges, src, dst, post, land) -> Transfers:
+    def _transfers(self, gradient, hops: _Edges, src, dst, post, land) -> Transfers:
         between = src // self.grid.intra != dst // self.grid.intra
         ring = np.where(between, RINGS.index("inter"), RINGS.index("intra")).astype(np.int8)
         family = np.full(len(src), self.demand.family(gradient), dtype=np.int8)
-        return Transfers(family, self.owner[edges.way], edges.rows, src, dst, ring, post, land)
+        return Transfers(family, self.owner[hops.way], hops.rows, src, dst, ring, post, land)
 
 
 def _alike(
@@ -251,6 +257,17 @@ def _alike(
     return first, tree[first]
 
 
+def _where(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lines, columns and flat indices of what is not 0 in a table."""
+    at = np.flatnonzero(chosen).astype(np.int32)
+    return *np.divmod(at, np.int32(chosen.shape[1])), at
+
+
 def _or_groups(bits: np.ndarray, first: np.ndarray) -> np.ndarray:
     """The union of each group of lines; `first`: where each begins."""
-    return np.bitwise_or.reduceat(bits, first, axis=0) if len(first) else bits
+    found = bits[first]
+    length = np.diff(np.r_[first, len(bits)])
+    for later in range(1, int(length.max(initial=0))):  # few; faster than reduceat over lines
+        some = np.flatnonzero(length > later)
+        found[some] |= bits[first[some] + later]
+    return found
