@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..demand import Demand
 from ..tables import Tables
-from . import all_gather, burst, double_ring, multicast, ring, token_ring, two_way
+from . import all_gather, burst, double_ring, multicast, ring, tile, token_ring, two_way
 
 ALGORITHMS: dict[str, Callable[[Demand], Tables]] = {
     "burst": burst.tables,
@@ -19,6 +19,7 @@ ALGORITHMS: dict[str, Callable[[Demand], Tables]] = {
     "multicast": multicast.tables,
     "two_way": two_way.tables,
     "token_ring": token_ring.tables,
+    "tile": tile.tables,
 }
 
 # A chunk may also go from its owner straight to each rank that uses it: route "direct".

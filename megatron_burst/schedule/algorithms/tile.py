@@ -1,0 +1,201 @@
+"""Tiles: every rank computes the queries of its row of ranks against the keys of its column.
+
+Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). With b query chunks
+and a key chunks per rank, a * b = G, a chunk reaches b - 1 or a - 1 ranks and not G - 1. Rows and
+columns have two levels here: a chunk crosses once to each node that wants it, to the rank of its
+owner's index, which hands it on within the node. Partial results go back the same way, added up in
+the node before they cross.
+
+Decides the order of the pairs, the same for all ranks: `_order`. Everything else follows from it:
+a copy lands when its first pair is due and a partial result leaves after its last. Which grid is
+taken is decided in `tile_shape`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..bundles import Bundles
+from ..demand import Demand
+from ..tables import ALL, FAMILIES, RINGS, Grid, Kept, Pairs, Tables, Transfers, joined
+from .tile_shape import Shape, chosen, wanted_by
+
+
+def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = None) -> Tables:
+    """The tile of a shape, default: the cheapest that holds at most `most` (`tile_shape.chosen`).
+
+    Neither `demand.side` nor head chunks matter. Raises ValueError for keys kept from forward: a
+    rank of a column need not be one in backward, whose tile is another.
+    """
+    if demand.kept:
+        raise ValueError(f"kept: a tile keeps no keys from forward for backward, got {demand.kept}")
+    shape = shape or chosen(demand, most)
+    order, grid, wanted = _order(shape), demand.grid, demand.wanted
+    keys = _Family("kv", shape, wanted.keys, order.min(axis=(0, 1)), order.max(axis=(0, 1)))
+    queries = _Family("query", shape, wanted.queries, order.min(axis=(2, 3)), order.max(axis=(2, 3)))
+    copies = _chained(np.concatenate([family.first[1:, 0] for family in (queries, keys)]))
+    moves = [move for family in (queries, keys) for move in family.copies(copies)]
+    partial = [(queries, "out"), (queries, "dquery"), (keys, "dkv")]
+    partial = [(family, name) for family, name in partial if getattr(demand.row_bytes, name)]
+    sums = _returned([family.gathered[1:] for family, _ in partial], grid.size)
+    moves += [move for family, name in partial for move in family.returns(name, sums)]
+    none = Kept(*(np.zeros(0, dtype=np.int64) for _ in Kept._fields))
+    return Tables(grid.size, _pairs(demand, order, queries, keys), joined(*moves), none,
+                  wanted.queries, wanted.keys)  # fmt: skip
+
+
+def _order(shape: Shape) -> np.ndarray:
+    """The step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
+
+    Indices count from the rank that computes: so many nodes and ranks further back is the owner.
+
+    Queries of others come first, since their partial results have a way to go, then key by key:
+    each key that arrives meets all queries, its gradient leaves, and with the last key the queries
+    are done one after another, the own ones at last. So between nodes, and so within the own node;
+    half of the own node's pairs come before all others, and hide the first hops between nodes, the
+    other half behind all others, and hide the last.
+    """
+    a, b, ranks_a, ranks_b = shape
+    each = ranks_a * ranks_b
+    early = each // 2
+    j, i = np.ogrid[:ranks_b, :ranks_a]
+    steps = np.empty((b, ranks_b, a, ranks_a), dtype=np.int32)
+    nodes = _own_last(a, b)
+    for query, key in np.ndindex(b, a):
+        # What has just come in is passed on within the node: the rank's own rail brings it first.
+        inner = i * ranks_b + j if key else j * ranks_a + i
+        steps[query, :, key] = early + nodes[query, key] * each + inner
+    own = _own_last(ranks_a, ranks_b)
+    steps[0, :, 0] = np.where(own < early, own, own + (a * b - 1) * each)
+    return steps
+
+
+def _own_last(a: int, b: int) -> np.ndarray:
+    """Others first: [b, a], the place of each pair of one of b queries and one of a keys."""
+    query, key = np.ogrid[:b, :a]
+    place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
+    place[0, 0] = a * b - 1
+    return place
+
+
+def _chained(lands: np.ndarray) -> dict[int, int]:
+    """Where each is posted that lands there: when the one before it has landed, one at a time."""
+    lands = np.unique(lands)
+    return dict(zip(lands.tolist(), [0, *lands[:-1].tolist()], strict=False))
+
+
+def _returned(posts: list[np.ndarray], size: int) -> dict[int, int]:
+    """Where each lands that is posted there: when the next is posted, the last at the end."""
+    order = np.unique(np.concatenate([[], *posts])).astype(np.int64)
+    ends = np.append(order[1:], np.maximum(size, order[-1:] + 1))
+    return dict(zip(order.tolist(), ends.tolist(), strict=True))
+
+
+class _Family:
+    """Keys or queries: who gets which rows of each chunk, and when.
+
+    there: int32 [G, nodes, ranks], from an owner the rank so many nodes and ranks further along;
+    back: the owner of what that rank's chunk is to it. rows: the bit set that `there` wants. first,
+    last: int [nodes, ranks], the steps of the first and last pair with such a chunk.
+    """
+
+    def __init__(
+        self, name: str, shape: Shape, bundles: Bundles, first: np.ndarray, last: np.ndarray
+    ):
+        self.name, self.first, self.last = name, first, last
+        rank = np.arange(bundles.size, dtype=np.int32).reshape(-1, 1, 1)
+        self.there, u, v = _moved(rank, shape, name, 1)
+        self.back, *_ = _moved(rank, shape, name, -1)
+        self.rows = bundles.bits(wanted_by(bundles, shape, name))[rank, u, v]
+
+    @property
+    def gathered(self) -> np.ndarray:
+        """When a node's sum is complete: the parts of its other ranks take one step [nodes]."""
+        return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
+
+    def copies(self, crossing: dict[int, int]) -> list[Transfers]:
+        """To the rank of the owner's index in each node, and from there to others of the node.
+
+        A copy travels beside the pairs of the one before it. crossing: by boundary where it lands.
+        """
+        post = np.array([crossing.get(land, 0) for land in self.first[:, 0].tolist()])
+        # Posted to the second rank of a node when the first one has its copy, and so on.
+        each = np.concatenate([self.first[:, :1], self.first[:, :-1]], axis=1)
+        each[0] = _one_by_one(self.first[0])
+        return self._hops(self.name, (post, self.first[:, 0]), (each, self.first))
+
+    def returns(self, partial: str, crossing: dict[int, int]) -> list[Transfers]:
+        """The way back, after the last pair. crossing: by boundary where it is posted."""
+        post = self.gathered
+        land = np.array([crossing.get(at, 0) for at in post.tolist()])
+        return self._hops(partial, (post, land), (self.last + 1, self.last + 2), home=True)
+
+    def _hops(self, family: str, between, within, home: bool = False) -> list[Transfers]:
+        """between, within: where they are posted and where they land, [nodes] and [nodes, ranks]."""
+        gate = self.there[:, :, 0]
+        node = np.bitwise_or.reduce(self.rows, axis=2)
+        node[:, 0] = 0
+        owner, u = np.nonzero(node)
+        ends = owner, gate[owner, u]
+        parts = [_transfers(family, owner, node[owner, u], ends, "inter", home,
+                            *(at[u] for at in between))]  # fmt: skip
+        rows = self.rows.copy()
+        rows[:, :, 0] = 0
+        owner, u, v = np.nonzero(rows)
+        ends = gate[owner, u], self.there[owner, u, v]
+        parts += [_transfers(family, owner, rows[owner, u, v], ends, "intra", home,
+                             *(at[u, v] for at in within))]  # fmt: skip
+        return parts
+
+
+class _Place(NamedTuple):
+    """Ranks, and the coordinates in which they differ from the rank they are counted from."""
+
+    rank: np.ndarray
+    node: np.ndarray
+    member: np.ndarray
+
+
+def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _Place:
+    """The ranks so many nodes and ranks from `rank` on, along columns for keys, else along rows."""
+    a, b, ranks_a, ranks_b = shape
+    node, index = np.divmod(rank, ranks_a * ranks_b)
+    (row, column), (i, j) = np.divmod(node, b), np.divmod(index, ranks_b)
+    if name == "kv":
+        _, u, v = np.ogrid[:1, :a, :ranks_a]
+        row, i = (row + way * u) % a, (i + way * v) % ranks_a
+    else:
+        _, u, v = np.ogrid[:1, :b, :ranks_b]
+        column, j = (column + way * u) % b, (j + way * v) % ranks_b
+    moved = (row * b + column) * (ranks_a * ranks_b) + i * ranks_b + j
+    return _Place(moved.astype(np.int32), *((row, i) if name == "kv" else (column, j)))
+
+
+def _one_by_one(lands: np.ndarray) -> np.ndarray:
+    """Where what lands there is posted: when the one before it has landed; [0] is nobody's."""
+    posts = np.zeros_like(lands)
+    order = 1 + np.argsort(lands[1:], kind="stable")
+    posts[order[1:]] = lands[order[:-1]]
+    return posts
+
+
+def _transfers(family, owner, rows, ends, ring, home, post, land) -> Transfers:
+    src, dst = reversed(ends) if home else ends
+    same = (np.full(len(owner), code, dtype=np.int8)
+            for code in (FAMILIES.index(family), RINGS.index(ring)))  # fmt: skip
+    return Transfers(next(same), owner, rows, src, dst, next(same), post, land)
+
+
+def _pairs(demand: Demand, order: np.ndarray, queries: _Family, keys: _Family) -> Pairs:
+    """All that see something; the row sets are those of the two chunks by themselves."""
+    wanted, size = demand.wanted, demand.grid.size
+    q, k = queries.back.reshape(size, -1, 1), keys.back.reshape(size, 1, -1)
+    at = np.flatnonzero(demand.visible[q, k])
+    rank, tile = np.divmod(at.astype(np.int32), size)
+    y, x = np.divmod(tile, keys.back[0].size)
+    q, k = q[rank, y, 0], k[rank, 0, x]
+    query_rows = np.where(q == rank, ALL, wanted.queries.bits(wanted.queries.wanted)[q, k])
+    key_rows = np.where(k == rank, ALL, wanted.keys.bits(wanted.keys.wanted)[k, q])
+    return Pairs(rank, order.reshape(-1)[tile], q, k, query_rows, key_rows)
