@@ -20,7 +20,7 @@ import numpy as np
 from ..bundles import Bundles
 from ..demand import Demand
 from ..tables import ALL, FAMILIES, RINGS, Grid, Kept, Pairs, Tables, Transfers, joined
-from .tile_shape import Shape, chosen, wanted_by
+from .tile_shape import Shape, chosen, gathers_keys, wanted_by
 
 
 def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = None) -> Tables:
@@ -32,7 +32,8 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
     if demand.kept:
         raise ValueError(f"kept: a tile keeps no keys from forward for backward, got {demand.kept}")
     shape = shape or chosen(demand, most)
-    order, grid, wanted = _order(shape), demand.grid, demand.wanted
+    order, grid = _order(shape, gathers_keys(demand.row_bytes)), demand.grid
+    wanted = demand.wanted
     keys = _Family("kv", shape, wanted.keys, order.min(axis=(0, 1)), order.max(axis=(0, 1)))
     queries = _Family("query", shape, wanted.queries, order.min(axis=(2, 3)), order.max(axis=(2, 3)))
     copies = _chained(np.concatenate([family.first[1:, 0] for family in (queries, keys)]))
@@ -46,17 +47,21 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
                   wanted.queries, wanted.keys)  # fmt: skip
 
 
-def _order(shape: Shape) -> np.ndarray:
+def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     """The step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
 
     Indices count from the rank that computes: so many nodes and ranks further back is the owner.
 
-    Queries of others come first, since their partial results have a way to go, then key by key:
-    each key that arrives meets all queries, its gradient leaves, and with the last key the queries
-    are done one after another, the own ones at last. So between nodes, and so within the own node;
-    half of the own node's pairs come before all others, and hide the first hops between nodes, the
-    other half behind all others, and hide the last.
+    One family of chunks is gathered first and stays, the other one passes by: each that arrives
+    meets all that are there, its partial result leaves, and with the last one those of the first
+    family are done one after another, the own ones at last. So between nodes, and so within a
+    rank's own node. Half of that node's pairs come before all others, and hide the first hops
+    between nodes, the other half behind all others, and hide the last. The own pair is the first,
+    as in all algorithms; for head chunks that run behind others `program` makes it the last.
     """
+    if keys_first:
+        a, b, ranks_a, ranks_b = shape
+        return _order(Shape(b, a, ranks_b, ranks_a), False).transpose(2, 3, 0, 1)
     a, b, ranks_a, ranks_b = shape
     each = ranks_a * ranks_b
     early = each // 2
@@ -66,14 +71,15 @@ def _order(shape: Shape) -> np.ndarray:
     for query, key in np.ndindex(b, a):
         # What has just come in is passed on within the node: the rank's own rail brings it first.
         inner = i * ranks_b + j if key else j * ranks_a + i
-        steps[query, :, key] = early + nodes[query, key] * each + inner
+        steps[query, :, key] = 1 + early + nodes[query, key] * each + inner
     own = _own_last(ranks_a, ranks_b)
-    steps[0, :, 0] = np.where(own < early, own, own + (a * b - 1) * each)
+    steps[0, :, 0] = 1 + np.where(own < early, own, own + (a * b - 1) * each)
+    steps[0, 0, 0, 0] = 0
     return steps
 
 
 def _own_last(a: int, b: int) -> np.ndarray:
-    """Others first: [b, a], the place of each pair of one of b queries and one of a keys."""
+    """The order over b query chunks, which are gathered, and a key chunks: [b, a], from 0 on."""
     query, key = np.ogrid[:b, :a]
     place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
     place[0, 0] = a * b - 1

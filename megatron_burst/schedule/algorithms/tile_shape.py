@@ -54,21 +54,32 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
     """Bytes that a rank holds at most, of whole chunks with so many rows, its own included.
 
     At most `keys` x (K, V, dK, dV) and `queries` x (Q, dO, D, lse, dQ), or O for the last four in
-    forward. Keys that come from other nodes are released group by group, and where none do, so are
-    queries: a group is a node's, besides it a rank holds its own node's and the next that crosses.
-    Not counted: partial results of others while they travel.
+    forward. Of the family that is not gathered (`gathers_keys`) fewer: what comes from other nodes
+    is released group by group, and so is the gathered one where all of the other are of one node. A
+    group is a node's; besides it a rank holds its own node's, and the next that crosses. Not
+    counted: partial results of others while they travel.
     """
     kv, query, dkv, dquery, out = row_bytes
-    keys, queries = chunks_held(shape)
+    keys, queries = chunks_held(shape, row_bytes)
     return rows * (keys * (kv + dkv) + queries * (query + dquery + out))
 
 
-def chunks_held(shape: Shape) -> tuple[int, int]:
+def gathers_keys(row_bytes: RowBytes) -> bool:
+    """Are the keys of the column gathered first, and stay, while queries pass by?
+
+    The family of the smaller copies is: each of its chunks arrives beside few pairs, those of one
+    node's chunks, and one of the other family beside those with all that were gathered.
+    """
+    return row_bytes.kv < row_bytes.query
+
+
+def chunks_held(shape: Shape, row_bytes: RowBytes) -> tuple[int, int]:
     """How many key chunks and query chunks a rank holds at most, its own included."""
     keys = min(shape.keys, 2 * shape.key_ranks + 1)
-    if shape.key_nodes > 1:
-        return keys, shape.queries
-    return shape.keys, min(shape.queries, 2 * shape.query_ranks + 1)
+    queries = min(shape.queries, 2 * shape.query_ranks + 1)
+    if gathers_keys(row_bytes):
+        return (shape.keys, queries) if shape.query_nodes > 1 else (keys, shape.queries)
+    return (keys, shape.queries) if shape.key_nodes > 1 else (shape.keys, queries)
 
 
 def chosen(demand: Demand, most: int | None = None) -> Shape:
