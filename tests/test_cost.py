@@ -3,6 +3,7 @@
 import numpy as np
 import oracle
 import pytest
+import wants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,17 +15,23 @@ from megatron_burst.schedule.cost import (
     Sizes,
     Traffic,
     best_layout,
+    busiest_traffic,
     cheaper_route,
     cheaper_side,
+    forward_schedule,
     imbalance,
+    imbalance_of,
+    kept_bytes,
+    pair_shares,
     total_traffic,
     traffic,
     visible_pairs,
     work,
 )
 from megatron_burst.schedule.cost import backward_schedule as backward_schedule_of
+from megatron_burst.schedule.demand import RowBytes, everything
 from megatron_burst.schedule.rings import SIDES
-from megatron_burst.schedule.tables import ROUTES, Chunk, Grid
+from megatron_burst.schedule.tables import ALL, ROUTES, Grid, Kept, Pairs, Tables, Transfers
 from megatron_burst.schedule.topology import Topology
 
 ALGORITHMS = ("burst", "double_ring", "ring")
@@ -33,12 +40,14 @@ YES = (True, True, True)
 
 
 def forward_traffic(algorithm, grid, rank, have):
-    return traffic(rings.forward(algorithm, grid), rank, have)
+    plan = rings.forward(algorithm, grid, wanted=everything(grid.size, have.tokens),
+                         row_bytes=have.forward)  # fmt: skip
+    return traffic(plan, rank, have)
 
 
-def backward_schedule(algorithm, grid, side, have):
-    gradients = have.gradients_travel(side)
-    return rings.backward(algorithm, grid, side, gradients=gradients)
+def backward_schedule(algorithm, grid, side, have, **more):
+    return rings.backward(algorithm, grid, side, wanted=everything(grid.size, have.tokens),
+                          row_bytes=have.backward, **more)  # fmt: skip
 
 
 def backward_traffic(algorithm, grid, rank, have, side):
@@ -64,6 +73,16 @@ def test_one_hop_of_bf16_multi_head_by_hand():
     assert kv == Traffic(intra=15360 + 30720, inter=0)
     assert query == Traffic(intra=15360 + 1920 + 15360, inter=0)
     assert kv.total == 46080
+
+
+def test_the_bytes_of_a_row_by_hand():
+    """Of 3 sequences: Q 768 B; K, V 1536 B; partial outputs in fp32 with lse 1632 B; Q and dO
+    1536 B with lse and delta 192 B; dK, dV in fp32 3072 B; dQ in fp32 1536 B."""
+    have = sizes()
+    assert have.forward == RowBytes(kv=1536, query=768, dkv=0, dquery=0, out=1632)
+    assert have.backward == RowBytes(kv=1536, query=1728, dkv=3072, dquery=1536, out=0)
+    chunks = {"kv": 15360, "query": 17280, "dkv": 30720, "dquery": 15360, "out": 16320}
+    assert {family: have.chunk_bytes(family) for family in chunks} == chunks
 
 
 head_counts = st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (3, 1), (16, 12)])
@@ -153,18 +172,44 @@ tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 @given(
-    st.sampled_from(sorted(EVERY)), grids, st.sampled_from(SIDES),
+    st.sampled_from(sorted(EVERY)), grids, st.sampled_from(["", *SIDES]),
     st.sampled_from(ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
 )  # fmt: skip
-def test_the_bytes_of_all_ranks_are_those_of_each(
+def test_the_bytes_of_all_ranks_are_those_of_each_message(
     algorithm, grid, side, route, kept, density, random
 ):
-    size = grid[0] * grid[1]
-    visible = random.random((size, size)) < density
-    kept = min(kept, size - 1) if side == "kv" else 0
-    plan = rings.backward(algorithm, Grid(*grid), side, visible=visible, route=route, kept=kept)
-    each = [traffic(plan, rank, sizes()) for rank in range(size)]
-    assert total_traffic(plan, sizes()) == sum(each, start=Traffic())
+    """Each message: the rows of each of its bundles times what a row of its family has."""
+    grid, have = Grid(*grid), sizes()
+    visible = random.random((grid.size, grid.size)) < density
+    want, kept = wants.at_random(random, visible), min(kept, grid.size - 1) * (side == "kv")
+    if side:
+        plan = rings.backward(algorithm, grid, side, wanted=want, row_bytes=have.backward,
+                              route=route, kept=kept)  # fmt: skip
+    else:
+        plan = rings.forward(
+            algorithm, grid, wanted=want, row_bytes=have.forward, route=route
+        )  # fmt: skip
+    row = (have.backward if side else have.forward)._asdict()
+
+    def payload(hop):
+        bundles = plan.tables.bundles(hop.chunk.family)
+        ranges = bundles.ranges(hop.chunk.owner, hop.chunk.rows)
+        return sum(stop - first for first, stop in ranges) * row[hop.chunk.family]
+
+    each = []
+    for rank in range(grid.size):
+        sent = {"intra": 0, "inter": 0}
+        for hop in plan.sends(rank):
+            sent[hop.link] += payload(hop)
+        each.append(Traffic(**sent))
+        assert traffic(plan, rank, have) == each[-1]
+        held = plan.kept_chunks(rank)
+        keys = [plan.tables.keys.ranges(chunk.owner, chunk.rows) for chunk in held]
+        rows = sum(stop - first for ranges in keys for first, stop in ranges)
+        assert kept_bytes(plan, rank, have) == rows * row["kv"]
+    assert total_traffic(plan, have) == sum(each, start=Traffic())
+    most = Traffic(max(x.intra for x in each), max(x.inter for x in each))
+    assert busiest_traffic(plan, have) == most
 
 
 def test_a_window_over_many_ranks_by_hand():
@@ -174,26 +219,65 @@ def test_a_window_over_many_ranks_by_hand():
     grid, have = Grid(1, 8), sizes()
     before = np.eye(8, dtype=bool) | np.eye(8, k=-1, dtype=bool)
     both = before | before.T
-    chunk = have.chunk_bytes(Chunk("kv", 0))
+    chunk = have.chunk_bytes("kv")
+
+    def made(visible, route):
+        return forward_schedule("burst", grid, wants.whole(visible, 10), have, route=route)
 
     def total(visible, route):
-        plan = rings.forward("burst", grid, visible=visible, route=route)
-        return sum(traffic(plan, rank, have).total for rank in range(8)) // chunk
+        return sum(traffic(made(visible, route), rank, have).total for rank in range(8)) // chunk
 
     assert (total(before, "ring"), total(before, "direct")) == (7, 7)
     # Owners 1 to 6 go to o + 1 and, seven hops on, to o - 1; 0 goes one hop, 7 goes seven.
     assert (total(both, "ring"), total(both, "direct")) == (6 * 7 + 1 + 7, 14)
     for visible, route in ((before, "ring"), (both, "direct")):
-        made = lambda r, v=visible: rings.forward("burst", grid, visible=v, route=r)  # noqa: E731
-        assert cheaper_route(made, have) == route
+        assert cheaper_route(lambda r, v=visible: made(v, r), have) == route
+        assert made(visible, "auto").route == route
+
+
+def test_rows_go_no_further_than_they_are_seen_on_the_causal_ring():
+    """Four zigzag ranks, eight half chunks: everybody sees the first half of rank r, and the second
+    only ranks before r. Going back, the first makes 3 hops and the second of rank r makes r: 18
+    halves, where whole chunks are 24 and going ahead would send 21."""
+    grid, have = Grid(1, 4), sizes(tokens=16)
+    want = wants.of(masks.Causal(), layout.make("zigzag", cp_size=4), Topology(4, 4), 64)
+    half = have.chunk_bytes("kv") // 2
+    plan = forward_schedule("ring", grid, want, have, route="ring")
+    # First halves: 3 from each rank; second halves: of owner r >= s from rank s, not from rank 0.
+    sent = [traffic(plan, rank, have).total / half for rank in range(4)]
+    assert sent == [3, 3 + 3, 3 + 2, 3 + 1]
+    assert total_traffic(plan, have).total == 18 * half
+    assert busiest_traffic(plan, have).total == 6 * half
+    whole = forward_schedule("ring", grid, want.whole(), have, route="ring")
+    assert total_traffic(whole, have).total == 24 * half
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "rows", "busiest"),
+    [("zigzag", 126, 31.5, Traffic(32, 16)), ("contiguous", 63, 15.75, Traffic(16, 16))],
+)
+def test_a_window_of_4k_over_64_ranks_of_16k_rows(name, whole, rows, busiest):
+    """MiB sent per rank: 63 (or 126, of both halves) chunks of 64 MiB over 64 ranks, or 4095 of
+    their 16384 rows (rounded up to 16). The last chunks have no reader after them."""
+    grid = Grid(8, 8)
+    have = Sizes(16384, 1, 32, 8, 128, 128, 2, 4, 4, YES)
+    want = wants.of(
+        masks.Window(4095, 0), layout.make(name, cp_size=64), Topology(64, 8), 64 * 16384
+    )
+    for demanded, mean in ((want.whole(), whole), (want, rows)):
+        plan = forward_schedule("burst", grid, demanded, have)
+        assert total_traffic(plan, have).total / 64 / 2**20 == mean
+    most = busiest_traffic(plan, have)
+    assert Traffic(most.intra >> 20, most.inter >> 20) == busiest
 
 
 def test_kept_keys_leave_only_gradients_to_be_sent():
     have = sizes(8, 8, 16, 16)
     for kept, activations in ((0, 3), (1, 2), (3, 0)):
-        plan = rings.backward("ring", Grid(1, 4), "kv", kept=kept)
+        plan = backward_schedule("ring", Grid(1, 4), "kv", have, kept=kept)
         assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
         assert len(plan.kept_chunks(0)) == kept
+        assert kept_bytes(plan, 0, have) == kept * 15360
 
 
 # --- work ----------------------------------------------------------------------------------
@@ -245,12 +329,32 @@ def test_nodes_and_shared_heads_change_who_waits():
         imbalance(layout.make("striped", cp_size=2), mask, 4, topology=nodes)
 
 
+def test_a_pair_in_parts_is_shared_by_rows():
+    """Rank 1's queries meet 3 of 12 key rows of rank 0 at step 0 and the others at step 1."""
+    rows = np.array([3, 9])
+    # In bundles that different ranks want: bit 0 of owner 0 has 9 rows, which two ranks want.
+    who = np.array([[[0, 1, 0], [0, 0, 0], [0, 0, 0]], [[0, 1, 1], [0, 0, 0], [0, 0, 0]]], bool)
+    want = wants.in_bundles(np.ones((3, 3)), rows, who)
+    columns = [(1, 0, 1, 0, ALL, 2), (1, 1, 1, 0, ALL, 1), (1, 1, 1, 1, ALL, ALL)]
+    none = np.zeros(0, dtype=int)
+    made = Tables(
+        2, Pairs(*np.array(columns).T), Transfers(*[none] * 8), Kept(*[none] * 3),
+        want.queries, want.keys,
+    )  # fmt: skip
+    assert pair_shares(made).tolist() == [1 / 4, 3 / 4, 1]
+    plan = rings.forward("ring", Grid(1, 3), wanted=want)
+    plan.__dict__["tables"] = made
+    pairs = np.zeros((3, 3), dtype=int)
+    pairs[1, :2] = 100, 10
+    assert imbalance_of(plan, pairs) == pytest.approx(3 * (25 + 75 + 10) / 110)
+
+
 @pytest.mark.parametrize("route", [*ROUTES, "auto"])
 def test_auto_keeps_keys_only_where_they_travel(route):
     """Of 8 and 8 heads the query side sends less; with keys kept "auto" is the side they serve."""
-    visible, grid = np.tri(4, dtype=bool), Grid(1, 4)
+    want, grid = wants.whole(np.tri(4), 10), Grid(1, 4)
     made = lambda **how: backward_schedule_of(  # noqa: E731
-        "ring", grid, visible, sizes(8, 8), route=route, **how
+        "ring", grid, want, sizes(8, 8), route=route, **how
     )
     assert (made().side, made(kept=2).side, made(kept=2).kept) == ("query", "kv", 2)
     assert (made(side="query", kept=2).kept, made(side="kv").side) == (0, "kv")

@@ -1,24 +1,37 @@
 """Predicted times, by hand where a schedule is small enough, and what is chosen by them."""
 
 import math
-from fractions import Fraction
+from collections import Counter
 
 import numpy as np
 import pytest
+import wants
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
 from megatron_burst.autotune import simulator
+from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import PassTime, Wires, pass_time
 from megatron_burst.schedule import cost, rings
-from megatron_burst.schedule.algorithms import ALGORITHMS
-from megatron_burst.schedule.cost import Sizes, traffic, visible_pairs
+from megatron_burst.schedule.algorithms import ALGORITHMS, NEVER_FASTEST, all_gather
+from megatron_burst.schedule.cost import Sizes, pair_shares, traffic, visible_pairs
+from megatron_burst.schedule.demand import everything
 from megatron_burst.schedule.program import pairs_of
-from megatron_burst.schedule.tables import ROUTES, SIDES, Chunk, Grid
+from megatron_burst.schedule.tables import (
+    ALL,
+    FAMILIES,
+    ROUTES,
+    SIDES,
+    Grid,
+    Kept,
+    Pairs,
+    Tables,
+    Transfers,
+)
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.units import duration
 
@@ -26,8 +39,8 @@ YES = (True, True, True)
 FREE = np.zeros((4, 4))
 
 
-def sizes(heads=8, kv_heads=8, tokens=16, width=16):
-    return Sizes(tokens, 1, heads, kv_heads, width, width, 4, 4, 4, YES)
+def sizes(heads=8, kv_heads=8, tokens=16, width=16, needs=YES):
+    return Sizes(tokens, 1, heads, kv_heads, width, width, 4, 4, 4, needs)
 
 
 # K and V of 16 rows, 8 heads of 16 in fp32: 16384 bytes; as many of dK and dV.
@@ -39,8 +52,42 @@ def rates(intra=1.0, inter=1.0, **more):
     return Rates(KV / intra, KV / inter, **({"compute": math.inf} | more))
 
 
-def there(algorithm, grid, **more):
-    return rings.forward(algorithm, Grid(*grid), **more)
+def there(algorithm, grid, wanted=None):
+    """Of forward, 16 rows per rank."""
+    grid = Grid(*grid)
+    return rings.forward(algorithm, grid, wanted=wanted or everything(grid.size, 16))
+
+
+def back_again(algorithm, grid, side, wanted=None, **more):
+    """Of backward, 16 rows per rank."""
+    grid = Grid(*grid)
+    return rings.backward(algorithm, grid, side, wanted=wanted or everything(grid.size, 16), **more)
+
+
+def quarters(size):
+    """What ranks want of chunks of 16 rows, and the bit sets of 4 of these and of 12."""
+    who = np.zeros((2, size, size), dtype=bool)
+    who[1] = True  # so that they are two bundles, and the 12 rows, which more ranks want, the first
+    want = wants.in_bundles(np.ones((size, size)), np.array([4, 12]), who)
+    assert want.keys.rows[:2].tolist() == [12, 4]
+    return want, (0b10, 0b01)
+
+
+def by_hand(grid, wanted, steps, pairs, moved):
+    """A forward with tables of one's own: rows of `Pairs`, and of `Transfers` without a ring."""
+    plan = rings.forward("ring", Grid(*grid), wanted=wanted)
+    moved = [(FAMILIES.index(family), *rest) for family, *rest in moved]
+    family, owner, rows, src, dst, post, land = np.array(moved).T
+    none = np.zeros(0, dtype=int)
+    plan.__dict__["tables"] = Tables(
+        steps,
+        Pairs(*np.array(pairs, dtype=int).reshape(-1, 6).T),
+        Transfers(family, owner, rows, src, dst, np.zeros_like(src), post, land),
+        Kept(none, none, none),
+        wanted.queries,
+        wanted.keys,
+    )
+    return plan
 
 
 # --- by hand -------------------------------------------------------------------------------
@@ -62,10 +109,10 @@ def test_two_levels_cross_once_and_then_turn_once_more():
 def test_gradients_follow_and_their_last_hops_are_exposed():
     """Keys cross (8) and turn (1), behind them on the same link the gradient of step 1 (1); that
     of step 3 (1) goes to its node's rank, and the node's sum crosses home (8)."""
-    back = rings.backward("burst", Grid(2, 2), "kv")
+    back = back_again("burst", (2, 2), "kv")
     got = pass_time(back, sizes(), FREE, rates(intra=1, inter=8))
     assert got.seconds == 8 + 1 + 1 + 1 + 8
-    waiting = rings.backward("double_ring", Grid(2, 2), "kv")
+    waiting = back_again("double_ring", (2, 2), "kv")
     assert pass_time(waiting, sizes(), FREE, rates(intra=1, inter=8)).seconds >= got.seconds
 
 
@@ -104,7 +151,7 @@ def test_a_second_group_of_heads_computes_while_the_first_waits():
 def test_the_own_pair_is_computed_last_by_the_last_groups():
     """One group: hop 4 beside the own pair (2), the other pair (2), the gradient home (4): 10.
     Two, in halves: group 1's own pair runs while its gradient is on its way."""
-    back, pairs = rings.backward("ring", Grid(1, 2), "kv"), np.full((2, 2), 2.0)
+    back, pairs = back_again("ring", (1, 2), "kv"), np.full((2, 2), 2.0)
     assert pass_time(back, sizes(), pairs, rates(4)).seconds == 4 + 2 + 4
     # Group 0's keys go from 0 to 2, group 1's, sent when group 0 has waited for its own, from 2 to
     # 4. Group 0 is done computing at 3, but its gradient goes from 4 to 6, and is waited for. So
@@ -115,7 +162,7 @@ def test_the_own_pair_is_computed_last_by_the_last_groups():
 def test_ranks_wait_for_the_busiest():
     """Contiguous causal on two ranks: rank 1 has both its pairs, rank 0 only its own."""
     pairs = np.array([[1.0, 0.0], [2.0, 1.0]])
-    plan = there("ring", (1, 2), visible=pairs > 0)
+    plan = there("ring", (1, 2), wants.whole(pairs > 0, 16))
     assert pass_time(plan, sizes(), pairs, rates(0.5)).seconds == 3.0
 
 
@@ -132,10 +179,69 @@ def test_a_message_needs_both_its_ends(late):
 
 def test_four_groups_leave_nothing_exposed_where_compute_is_three_times_the_links():
     """The own pairs of the last two fill the time in which gradients go home."""
-    back, pairs = rings.backward("burst", Grid(2, 2), "query"), np.ones((4, 4))
+    back, pairs = back_again("burst", (2, 2), "query"), np.ones((4, 4))
     got = pass_time(back, sizes(), pairs, rates(0.08, 0.32), 4)
     assert max(got.intra, got.inter) < 4 / 3
     assert got.seconds == pytest.approx(got.compute)
+
+
+def test_messages_of_one_exchange_follow_one_another():
+    """Rank 0 sends a quarter of its chunk (1 s) to rank 2 and the rest (3 s) to rank 1, which sends
+    a quarter to rank 2. Whatever the table's order, neighbours come first: 0 -> 1 until 3 beside
+    1 -> 2 until 1, then 0 -> 2 until 4. Where two ranks have a link of their own, all at once."""
+    want, (quarter, rest) = quarters(3)
+    moved = [
+        ("kv", 0, quarter, 0, 2, 0, 1),
+        ("kv", 0, rest, 0, 1, 0, 1),
+        ("kv", 1, quarter, 1, 2, 0, 1),
+    ]
+    for order in (moved, moved[::-1]):
+        plan = by_hand((1, 3), want, 1, [], order)
+        got = pass_time(plan, sizes(), np.zeros((3, 3)), rates(4))
+        assert got == PassTime(seconds=4, compute=0, intra=4, inter=0)
+        got = pass_time(plan, sizes(), np.zeros((3, 3)), rates(4), wires=Wires(pairs=True))
+        assert got == PassTime(seconds=3, compute=0, intra=3, inter=0)
+        # Halves of heads, one after the other, and half a second for every message.
+        got = pass_time(plan, sizes(), np.zeros((3, 3)), rates(4, latency=0.5), 2)
+        assert got.seconds == 2 * (1.5 + 0.5 + 0.5 + 0.5)
+    nodes = by_hand((3, 1), want, 1, [], moved)
+    got = pass_time(nodes, sizes(), np.zeros((3, 3)), rates(1, 4), wires=Wires(pairs=True))
+    assert got == PassTime(seconds=4, compute=0, intra=0, inter=4)  # one NIC between nodes
+
+
+def test_messages_between_the_same_two_ranks_follow_one_another():
+    """Keys (1 s) and, on a communicator of its own, a partial output: outputs and lse, 17/32 s."""
+    want = wants.whole(np.ones((2, 2)), 16)
+    moved = [("kv", 0, ALL, 0, 1, 0, 1), ("out", 1, ALL, 0, 1, 0, 1), ("kv", 1, ALL, 1, 0, 0, 1)]
+    plan = by_hand((1, 2), want, 1, [], moved)
+    for wires in (Wires(), Wires(pairs=True)):
+        got = pass_time(plan, sizes(), np.zeros((2, 2)), rates(1), wires=wires)
+        assert (got.seconds, got.intra) == (1 + 17 / 32, 1 + 17 / 32)
+
+
+def test_a_pair_in_two_parts():
+    """Rank 1's own pair (1 s) runs beside the hop of a quarter (1 s), the quarter's part (1 s)
+    beside the hop of the rest (3 s, from 1 to 4), which then takes 3. With half a second for each
+    call the second hop starts at 1.5, and is done at 4.5; the call then takes 3.5."""
+    want, (quarter, rest) = quarters(2)
+    pairs = [(1, 0, 1, 1, ALL, ALL), (1, 1, 1, 0, ALL, quarter), (1, 2, 1, 0, ALL, rest)]
+    moved = [("kv", 0, quarter, 0, 1, 0, 1), ("kv", 0, rest, 0, 1, 1, 2)]
+    plan = by_hand((1, 2), want, 3, pairs, moved)
+    seconds = np.array([[0.0, 0.0], [4.0, 1.0]])
+    got = pass_time(plan, sizes(), seconds, rates(4))
+    assert got == PassTime(seconds=4 + 3, compute=5, intra=4, inter=0)
+    assert pass_time(plan, sizes(), seconds, rates(4, launch=0.5)).seconds == 4.5 + 3.5
+
+
+def test_a_rank_computes_several_pairs_or_none_in_a_step():
+    """Rank 0 has all four, three of them in step 1, after the hop (4)."""
+    want = wants.whole(np.ones((2, 2)), 16)
+    pairs = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 1)]
+    moved = [("kv", 1, ALL, 1, 0, 0, 1)]
+    plan = by_hand((1, 2), want, 2, [(*pair, ALL, ALL) for pair in pairs], moved)
+    seconds = np.array([[1.0, 2.0], [3.0, 0.0]])
+    got = pass_time(plan, sizes(), seconds, rates(4, launch=0.5))
+    assert got == PassTime(4 + 2.5 + 3.5, 1.5 + 2.5 + 3.5, 4, 0)  # nothing seen: no call
 
 
 # --- the same schedules that run -----------------------------------------------------------
@@ -146,15 +252,16 @@ grids = st.sampled_from([(1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (2, 3), (2, 4),
 
 @st.composite
 def passes(draw):
-    """(schedule, seconds per pair): any algorithm, side, route, mask."""
+    """(schedule, seconds per pair): any algorithm, side, route, mask, rows."""
     grid = Grid(*draw(grids))
     random = draw(tables)
     density = draw(st.sampled_from([0.3, 0.8, 1.0]))
     visible = random.random((grid.size, grid.size)) < density
     algorithm = draw(st.sampled_from(sorted(ALGORITHMS)))
+    needs = (draw(st.booleans()),) * 3
     plan = rings.backward(
-        algorithm, grid, draw(st.sampled_from(SIDES)), visible=visible,
-        gradients=draw(st.booleans()), route=draw(st.sampled_from(ROUTES)),
+        algorithm, grid, draw(st.sampled_from(SIDES)), wanted=wants.at_random(random, visible),
+        row_bytes=sizes(kv_heads=4, needs=needs).backward, route=draw(st.sampled_from(ROUTES)),
     )  # fmt: skip
     return plan, np.where(visible, random.integers(1, 9, visible.shape), 0).astype(float)
 
@@ -163,26 +270,44 @@ def passes(draw):
 def test_it_runs_the_schedule_that_runs(made, own_last):
     """Every message of every rank's schedule at its boundaries, and every pair at its own."""
     plan, seconds = made
-    starting = simulator._starting_hops(plan)
-    got = {
-        (post, int(src), int(dst), hops.gradient, hops.land, int(between))
-        for post, some in starting.items()
-        for hops in some
-        for src, dst, between in zip(hops.src, hops.dst, hops.between, strict=True)
-    }
-    ranks = range(plan.grid.size)
-    assert got == {
-        (hop.post, hop.src, hop.dst, hop.chunk.gradient, hop.land, int(hop.link == "inter"))
-        for rank in ranks
-        for hop in plan.sends(rank)
-    }
-    program = simulator._program(plan, starting, seconds, own_last)
-    for rank in ranks:
+    size, moved = plan.grid.size, plan.tables.transfers
+    ports = simulator._ports(moved, plan.grid, Wires())
+    number = np.arange(len(moved.src), dtype=float)
+    starting = simulator._exchanges(moved, plan.grid, ports, number)
+    got = []
+    for post, exchanges in starting.items():
+        keys = []
+        for exchange in exchanges:
+            order = []
+            for wave in exchange.waves:
+                src, dst, leaves, arrives = wave.clocks
+                assert len(set(src)) == len(set(dst)) == len(src)
+                assert (leaves % size == src).all()
+                assert (arrives % size == dst).all()
+                assert wave.ends.tolist() == [src.tolist(), (dst + size).tolist()]
+                order += wave.seconds.astype(int).tolist()
+            some = moved.where(np.array(order))
+            alike = {*zip(some.post, some.ring, some.accumulated, some.land, strict=True)}
+            assert {(post, exchange.land)} == {(each[0], each[3]) for each in alike}
+            keys += alike
+            assert {*exchange.ranks} == {*some.src, *some.dst}
+            for ends in {*zip(some.src, some.dst, strict=True)}:
+                between = [row for row in order if (moved.src[row], moved.dst[row]) == ends]
+                assert between == sorted(between)
+            got += order
+        # Each exchange once, in the order in which ranks start them.
+        assert keys == sorted(set(keys))
+    assert sorted(got) == list(range(len(number)))
+    table = plan.tables
+    each = seconds[table.pairs.query, table.pairs.key] * pair_shares(table)
+    program = simulator._program(table, plan.grid, starting, each, own_last)
+    share = dict(zip(zip(*table.pairs[2:], strict=True), each, strict=True))
+    for rank in range(size):
         for boundary in plan.program(rank, own_last):
-            worth = 0.0 if boundary.pair is None else seconds[boundary.pair]
+            worth = sum(share[tuple(pair)] for pair in boundary.pairs)
             assert program[boundary.index].seconds[rank] == worth
-        assert sum(boundary.seconds[rank] for boundary in program) == sum(
-            seconds[pair] for pair in pairs_of(plan.tables, rank)
+        assert sum(boundary.seconds[rank] for boundary in program) == pytest.approx(
+            sum(seconds[pair.query, pair.key] for pair in pairs_of(table, rank))
         )
 
 
@@ -251,14 +376,13 @@ MEASURED = {
 
 @pytest.mark.parametrize(("column", "speed"), [(0, math.inf), (1, 3.0e9)])
 def test_it_orders_the_rivals_as_they_were_measured(column, speed):
-    grid, have = Grid(2, 4), sizes(16, 16, 256, 64)
+    grid, have, want = Grid(2, 4), sizes(16, 16, 256, 64), everything(8, 256)
     spans = cost.ring_spans(layout.make("zigzag", cp_size=8), Topology(8, 4), 2048)
     seconds = pairs_seen(masks.Causal(), spans) * (4 * 16 * 64 / speed)
     given_rates = Rates(182e6 / 8, 48e6 / 8, latency=3e-4)
     predicted = {}
     for (algorithm, side, groups), times in MEASURED.items():
-        forward = there(algorithm, grid)
-        back = rings.backward(algorithm, grid, side)
+        forward, back = there(algorithm, grid, want), back_again(algorithm, grid, side, want)
         total = (
             pass_time(forward, have, seconds, given_rates, groups)
             + pass_time(back, have, 2.5 * seconds, given_rates, groups)
@@ -269,24 +393,6 @@ def test_it_orders_the_rivals_as_they_were_measured(column, speed):
         for other, second in predicted.items():
             if MEASURED[one][column] > 1.05 * MEASURED[other][column]:
                 assert first > second, (one, other)
-
-
-# --- two ways round ------------------------------------------------------------------------
-
-
-def test_halves_both_ways_help_where_neighbours_have_links_of_their_own():
-    """One NIC sends the same bytes either way; a pair of links half of them each."""
-    plan = there("ring", (1, 4))
-
-    def time(wires):
-        return Fraction(pass_time(plan, sizes(), FREE, rates(2), wires=wires).seconds)
-
-    assert time(Wires()) == 3 * 2
-    assert time(Wires(halves=True)) == 3 * 2
-    assert time(Wires(halves=True, pairs=True)) == 3
-    between = pass_time(there("burst", (4, 1)), sizes(), FREE, rates(inter=2),
-                        wires=Wires(halves=True, pairs=True))  # fmt: skip
-    assert between.seconds == 3 * 2
 
 
 # --- what is chosen ------------------------------------------------------------------------
@@ -306,7 +412,7 @@ def test_one_node_has_one_ring():
 
 
 def test_slow_links_between_nodes_are_crossed_once():
-    choice = chosen(heads=3)
+    choice = chosen(given_rates=Rates(400e6 / 8, 100e6 / 8, compute=12e9), heads=3)
     assert (choice.taken.algorithm, choice.taken.side) == ("burst", "query")
     assert choice.why.endswith("the link between nodes is the bottleneck")
     times = [option.seconds for option in choice.others]
@@ -410,11 +516,32 @@ def test_rates_that_mean_nothing_are_refused(wrong, words):
 
 def test_a_chunk_of_queries_has_its_own_size():
     """Of 8 and 4 heads: queries and dO, twice those of K and V, with lse and delta."""
-    have = sizes(8, 4)
-    assert have.chunk_bytes(Chunk("kv", 0)) == KV // 2
-    got = pass_time(rings.backward("ring", Grid(1, 2), "query", gradients=False), have,
-                    np.zeros((2, 2)), rates(1))  # fmt: skip
+    have = sizes(8, 4, needs=(False,) * 3)
+    assert have.chunk_bytes("kv") == KV // 2
+    plan = back_again("ring", (1, 2), "query", row_bytes=have.backward)
+    got = pass_time(plan, have, np.zeros((2, 2)), rates(1))
     assert got.seconds == (KV + 16 * 8 * 8) / KV
+
+
+def test_auto_tries_what_is_registered(monkeypatch):
+    """Every algorithm except those that never win; on ulysses groups and where no node has several
+    ranks beside another node, not those that gain nothing there."""
+
+    def tried(ranks=4, intra=2, ulysses=1):
+        work = Workload(sizes(4, 4), masks.Causal(), layout.make("zigzag", cp_size=ranks))
+        topology = Topology(ranks, intra, ulysses)
+        found = on_grid(work, topology, SLOW, Fixed(side="kv", head_chunks=1))
+        return Counter(option.algorithm for option in found)
+
+    assert {*tried()} == {"ring", "burst", "all_gather"}
+    for name in ("mine", "multicast", *NEVER_FASTEST):
+        monkeypatch.setitem(ALGORITHMS, name, all_gather.tables)
+    assert tried() == dict.fromkeys(("ring", "burst", "all_gather", "mine", "multicast"), 1)
+    for grid in ((4, 4), (4, 1)):
+        assert {*tried(*grid)} == {"ring", "burst", "all_gather", "mine"}
+    assert {*tried(ulysses=2)} == {"ring", "hybrid", "mine", "multicast"} - {"multicast"}
+    # What is not known is taken last of equals.
+    assert chosen(ranks=1, intra=1).taken.algorithm == "ring"
 
 
 def test_what_cannot_be_chosen_is_a_value_error():

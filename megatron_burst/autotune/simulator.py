@@ -137,7 +137,8 @@ def pass_time(
     """
     tables, grid = schedule.tables, schedule.grid
     moved = tables.transfers
-    per_byte = np.array([1 / rates.intra, 1 / rates.inter])[moved.between(grid).astype(int)]
+    between = moved.between(grid)
+    per_byte = np.where(between, 1 / rates.inter, 1 / rates.intra)
     taken = rates.latency + message_bytes(schedule, moved, sizes) / head_chunks * per_byte
     ports = _ports(moved, grid, wires)
     starting = _exchanges(moved, grid, ports, taken)
@@ -151,7 +152,7 @@ def pass_time(
     )
     computing = np.bincount(tables.pairs.rank, of_pair, 1).max()
     sending = (
-        np.bincount(ports[0], taken * (moved.between(grid) == link), 1).max() for link in (0, 1)
+        np.bincount(ports[0], np.where(between == link, taken, 0.0), 1).max() for link in (0, 1)
     )
     busy = (head_chunks * float(each) for each in (computing, *sending))
     return PassTime(float(clocks.clock.max()), *busy)
