@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
-from megatron_burst.autotune import simulator
-from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
+from megatron_burst.autotune import select, simulator
+from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
+from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose
-from megatron_burst.autotune.simulator import PassTime, Wires, pass_time
+from megatron_burst.autotune.simulator import PassTime, pass_time
 from megatron_burst.schedule import cost, rings
 from megatron_burst.schedule.algorithms import ALGORITHMS, NEVER_FASTEST, all_gather
-from megatron_burst.schedule.cost import Sizes, pair_shares, traffic, visible_pairs
+from megatron_burst.schedule.cost import Sizes, Traffic, pair_shares, traffic, visible_pairs
 from megatron_burst.schedule.demand import everything
 from megatron_burst.schedule.program import pairs_of
 from megatron_burst.schedule.tables import (
@@ -271,13 +272,13 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
     """Every message of every rank's schedule at its boundaries, and every pair at its own."""
     plan, seconds = made
     size, moved = plan.grid.size, plan.tables.transfers
-    ports = simulator._ports(moved, plan.grid, Wires())
+    ports = ports_of(moved, plan.grid, Wires())
     number = np.arange(len(moved.src), dtype=float)
-    starting = simulator._exchanges(moved, plan.grid, ports, number)
+    starting = exchanges(moved, plan.grid, ports, number)
     got = []
-    for post, exchanges in starting.items():
+    for post, some in starting.items():
         keys = []
-        for exchange in exchanges:
+        for exchange in some:
             order = []
             for wave in exchange.waves:
                 src, dst, leaves, arrives = wave.clocks
@@ -286,12 +287,12 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
                 assert (arrives % size == dst).all()
                 assert wave.ends.tolist() == [src.tolist(), (dst + size).tolist()]
                 order += wave.seconds.astype(int).tolist()
-            some = moved.where(np.array(order))
-            alike = {*zip(some.post, some.ring, some.accumulated, some.land, strict=True)}
+            these = moved.where(np.array(order))
+            alike = {*zip(these.post, these.ring, these.accumulated, these.land, strict=True)}
             assert {(post, exchange.land)} == {(each[0], each[3]) for each in alike}
             keys += alike
-            assert {*exchange.ranks} == {*some.src, *some.dst}
-            for ends in {*zip(some.src, some.dst, strict=True)}:
+            assert {*exchange.ranks} == {*these.src, *these.dst}
+            for ends in {*zip(these.src, these.dst, strict=True)}:
                 between = [row for row in order if (moved.src[row], moved.dst[row]) == ends]
                 assert between == sorted(between)
             got += order
@@ -305,10 +306,11 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
     for rank in range(size):
         for boundary in plan.program(rank, own_last):
             worth = sum(share[tuple(pair)] for pair in boundary.pairs)
-            assert program[boundary.index].seconds[rank] == worth
-        assert sum(boundary.seconds[rank] for boundary in program) == pytest.approx(
-            sum(seconds[pair.query, pair.key] for pair in pairs_of(table, rank))
-        )
+            assert program[boundary.index].seconds[rank] == pytest.approx(worth)
+        # All parts of a pair, on these algorithms on the same rank, are the pair.
+        met = {(pair.query, pair.key) for pair in pairs_of(table, rank)}
+        computed = sum(boundary.seconds[rank] for boundary in program)
+        assert computed == pytest.approx(sum(seconds[pair] for pair in met))
 
 
 @given(passes(), st.sampled_from([1, 2, 4]))
@@ -393,6 +395,24 @@ def test_it_orders_the_rivals_as_they_were_measured(column, speed):
         for other, second in predicted.items():
             if MEASURED[one][column] > 1.05 * MEASURED[other][column]:
                 assert first > second, (one, other)
+
+
+# --- two ways round ------------------------------------------------------------------------
+
+
+def test_halves_both_ways_help_where_neighbours_have_links_of_their_own():
+    """One NIC sends the same bytes either way; a pair of links half of them each."""
+
+    def time(algorithm, grid=(1, 4), **rate):
+        plan = there(algorithm, grid)
+        return [
+            pass_time(plan, sizes(), FREE, rates(**rate), wires=wires).seconds
+            for wires in (Wires(), Wires(pairs=True))
+        ]
+
+    assert time("ring", intra=2) == [3 * 2, 3 * 2]
+    assert time("two_way", intra=2) == [3 * 2, 3]
+    assert time("two_way", (4, 1), inter=2) == [3 * 2, 3 * 2]
 
 
 # --- what is chosen ------------------------------------------------------------------------
@@ -540,8 +560,38 @@ def test_auto_tries_what_is_registered(monkeypatch):
     for grid in ((4, 4), (4, 1)):
         assert {*tried(*grid)} == {"ring", "burst", "all_gather", "mine"}
     assert {*tried(ulysses=2)} == {"ring", "hybrid", "mine", "multicast"} - {"multicast"}
-    # What is not known is taken last of equals.
-    assert chosen(ranks=1, intra=1).taken.algorithm == "ring"
+
+
+def test_what_does_not_fit_kept_keys_is_not_tried(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "tile", all_gather.tables)
+    for kept, tried in ((0.0, {"kv": 4, "query": 3}), (0.5, {"kv": 3})):
+        work = Workload(sizes(4, 4), masks.Causal(), layout.make("zigzag", cp_size=4), kept)
+        found = on_grid(work, Topology(4, 2), SLOW, Fixed(head_chunks=1))
+        # A tile is the same for both sides.
+        assert Counter(option.side for option in found) == tried
+
+
+def test_of_equals_the_one_that_holds_least_is_taken(monkeypatch):
+    """A tie goes to one that holds two chunks at a time, then to fewer head chunks, then to fewer
+    bytes, then by name; what is not known comes last. 2 % is no tie."""
+
+    def taken(*others):
+        found = [
+            Candidate(name, "kv", chunks, 1, "", PassTime(slow, 0, 0, 0), PassTime(0, 0, 0, 0),
+                      Traffic(inter=sent))
+            for name, chunks, sent, slow in others
+        ]  # fmt: skip
+        monkeypatch.setattr(select, "on_grid", lambda *_: found)
+        work = Workload(sizes(), masks.Causal(), layout.make("zigzag", cp_size=4))
+        return select.best(work, [Topology(4, 2)], SLOW).taken.algorithm
+
+    assert taken(("tile", 1, 5, 1.0), ("burst", 4, 9, 1.01)) == "burst"
+    assert taken(("multicast", 1, 5, 1.0), ("burst", 4, 9, 1.01)) == "burst"
+    assert taken(("tile", 1, 5, 1.0), ("burst", 4, 9, 1.02)) == "tile"
+    assert taken(("all_gather", 1, 5, 1.0), ("burst", 1, 9, 1.1)) == "burst"
+    assert taken(("burst", 1, 9, 1.0), ("ring", 2, 5, 1.0)) == "burst"
+    assert taken(("burst", 1, 5, 1.0), ("ring", 1, 9, 1.0)) == "burst"
+    assert taken(("mine", 1, 5, 1.0), ("burst", 1, 5, 1.0), ("ring", 1, 5, 1.0)) == "ring"
 
 
 def test_what_cannot_be_chosen_is_a_value_error():

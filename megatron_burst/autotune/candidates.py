@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..layout import Layout
 from ..masks import Mask
 from ..schedule import cost
-from ..schedule.algorithms import ALGORITHMS, NEVER_FASTEST
+from ..schedule.algorithms import ALGORITHMS, KEEP_NONE, NEVER_FASTEST, SIDELESS
 from ..schedule.cost import Sizes, Traffic
 from ..schedule.demand import wanted
 from ..schedule.head_shares import Share, shareable
@@ -107,9 +107,9 @@ def on_grid(
     kept = round(workload.kept * (grid.size - 1))
     there_heads, back_heads = _sharing(topology, sizes, rates)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
-    for algorithm in _algorithms(topology, fixed):
+    for algorithm in _algorithms(workload, topology, fixed):
         there = cost.forward_schedule(algorithm, grid, want, sizes)
-        sides = ["kv"] if workload.kept or alone else SIDES
+        sides = ["kv"] if workload.kept or alone or algorithm in SIDELESS else SIDES
         backs = [
             cost.backward_schedule(algorithm, grid, want, sizes, side=side, kept=kept)
             for side in ([fixed.side] if fixed.side else sides)
@@ -128,12 +128,12 @@ def on_grid(
                 )  # fmt: skip
 
 
-def _algorithms(topology: Topology, fixed: Fixed) -> Sequence[str]:
+def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequence[str]:
     if fixed.algorithm is not None:
         return [fixed.algorithm]
     if topology.ring_size == 1:
         return ["ring"]
-    skipped: set[str] = set(NEVER_FASTEST)
+    skipped: set[str] = {*NEVER_FASTEST, *KEEP_NONE * (workload.kept > 0)}
     if topology.ulysses > 1:
         skipped.add("all_gather")  # holds all chunks at once, of the rows of the whole group
     if min(topology.inter_size, topology.intra_size) == 1:

@@ -25,6 +25,8 @@ OPEN = Fixed()
 TIE = 0.015
 # all_gather was measured at up to 1.17 times its prediction, and it holds all chunks at once.
 HANDICAP = {"all_gather": 1.15}
+# These hold chunks that they do not compute with yet, or several at once: memory for time.
+HOLD_MORE = ("multicast", "tile", "all_gather")
 # Of equals the first; what is not listed is last.
 SIMPLEST = ("ring", "burst", "ulysses", "hybrid", "multicast", "tile", "all_gather")
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
@@ -164,6 +166,7 @@ def _simplicity(candidate: Candidate) -> tuple[Any, ...]:
     name, sent = (*SIMPLEST, candidate.algorithm).index(candidate.algorithm), candidate.sent
     return (
         candidate.ulysses > 1,
+        candidate.algorithm in HOLD_MORE,
         candidate.head_chunks,
         sent.inter,
         sent.total,

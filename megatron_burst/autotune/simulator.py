@@ -7,8 +7,6 @@ in which they start), a pair of chunks occupies the device, and a rank waits for
 must have landed. Overlap, exposed hops and staggered head chunks therefore follow from the
 schedule and from no formula of their own.
 
-Messages that one rank sends in the same exchange go to the nearest rank first, as collectives of
-many point-to-point messages order them, so that no two ranks wait for a third at the same time.
 Of a pair of chunks that is computed in parts, each part takes its share, by rows.
 
 Times are in seconds, sizes in bytes; inputs are plain numbers, so no torch is needed.
@@ -17,8 +15,6 @@ Times are in seconds, sizes in bytes; inputs are plain numbers, so no torch is n
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,31 +22,9 @@ import numpy as np
 from ..schedule.cost import Sizes, message_bytes, pair_shares
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
-from ..schedule.tables import ALL, Grid, Tables, Transfers
+from ..schedule.tables import ALL, Grid, Tables
+from .exchanges import ONE_NIC, Exchange, Wave, Wires, exchanges, ports_of
 from .rates import Rates
-
-
-class Wave(NamedTuple):
-    """Messages of one exchange of which no two have the same sender or the same receiver.
-
-    clocks: [4, n], of each its sender, its receiver and their ports, as indices of `_Clocks.free`;
-    ends: [2, n], its sender and its receiver, as of `done` of `_Clocks.send`; seconds: it takes.
-    """
-
-    clocks: np.ndarray
-    ends: np.ndarray
-    seconds: np.ndarray
-
-
-class Exchange(NamedTuple):
-    """Messages of all ranks that start and land together on one communicator.
-
-    ranks: which take part, some of them twice.
-    """
-
-    waves: Sequence[Wave]
-    ranks: np.ndarray
-    land: int
 
 
 class GridBoundary(NamedTuple):
@@ -59,20 +33,6 @@ class GridBoundary(NamedTuple):
 
     starting: Sequence[Exchange]
     seconds: np.ndarray
-
-
-@dataclass(frozen=True)
-class Wires:
-    """How ranks are connected.
-
-    pairs: within a node any two ranks have a link of their own; otherwise, and between nodes, a
-    rank has one NIC.
-    """
-
-    pairs: bool = False
-
-
-ONE_NIC = Wires()
 
 
 class PassTime(NamedTuple):
@@ -140,8 +100,8 @@ def pass_time(
     between = moved.between(grid)
     per_byte = np.where(between, 1 / rates.inter, 1 / rates.intra)
     taken = rates.latency + message_bytes(schedule, moved, sizes) / head_chunks * per_byte
-    ports = _ports(moved, grid, wires)
-    starting = _exchanges(moved, grid, ports, taken)
+    ports = ports_of(moved, grid, wires)
+    starting = exchanges(moved, grid, ports, taken)
     of_pair = seconds[tables.pairs.query, tables.pairs.key] * pair_shares(tables)
     of_pair = of_pair / head_chunks + rates.launch * (of_pair > 0)
     programs = [_program(tables, grid, starting, of_pair, last) for last in (False, True)]
@@ -165,80 +125,6 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
         if waiting:
             running.append(waiting.pop(0))
         running = [run for run in running if next(run, True) is None]
-
-
-def _ports(moved: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
-    """int [2, n]: the port from which each message leaves, and the one at which it arrives."""
-    size, between = grid.size, moved.between(grid)
-    leaves, arrives = between * size + moved.src, (2 + between) * size + moved.dst
-    if wires.pairs:
-        own = 4 * size + moved.src.astype(np.int64) * size + moved.dst
-        leaves, arrives = (np.where(between, port, own) for port in (leaves, arrives))
-    return np.stack([leaves, arrives]).astype(np.int64)
-
-
-def _exchanges(
-    moved: Transfers, grid: Grid, ports: np.ndarray, taken: np.ndarray
-) -> dict[int, list[Exchange]]:
-    """Boundary -> the exchanges that start there, in the order in which ranks start them."""
-    starting: dict[int, list[Exchange]] = {}
-    if not len(moved.src):
-        return starting
-    keys = np.stack([moved.post, moved.ring, moved.accumulated, moved.land])
-    order, exchange = _grouped(keys)
-    wave = _waves(moved.where(order), exchange, grid)
-    again = np.lexsort((wave, exchange))
-    order, exchange, wave = order[again], exchange[again], wave[again]
-    src, dst = moved.src[order], moved.dst[order]
-    clocks = np.concatenate([[src, dst], grid.size + ports[:, order]])
-    ends = np.stack([src, grid.size + dst])
-    seconds, post, land = taken[order], moved.post[order], moved.land[order]
-    edges = _edges(exchange, wave)
-    waves = [Wave(clocks[:, i:j], ends[:, i:j], seconds[i:j]) for i, j in pairwise(edges)]
-    bounds = _edges(exchange)
-    first = np.searchsorted(edges, bounds).tolist()
-    for index, (i, j) in enumerate(pairwise(bounds)):
-        some = waves[first[index] : first[index + 1]]
-        ranks = clocks[:2, i:j].reshape(-1)
-        starting.setdefault(int(post[i]), []).append(Exchange(some, ranks, int(land[i])))
-    return starting
-
-
-def _waves(moved: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
-    """Which wave of its exchange each message belongs to, in columns by exchange.
-
-    All in one where that can be. Else by how far they go, and two of the same two ranks in the
-    order of the table.
-    """
-    clash = np.zeros(int(exchange[-1]) + 1, dtype=bool)
-    for end in (moved.src, moved.dst):
-        _, index, times = np.unique(
-            exchange * grid.size + end, return_inverse=True, return_counts=True
-        )
-        clash[exchange[times[index] > 1]] = True
-    src, dst = moved.src.astype(np.int64), moved.dst.astype(np.int64)
-    between = moved.between(grid)
-    # Round the node, or round all ranks: at one distance no two have the same sender or receiver.
-    away = np.where(between, grid.intra + (dst - src) % grid.size, (dst - src) % grid.intra)
-    away *= clash[exchange]
-    order, group = _grouped(np.stack([exchange, src, dst]))
-    start = np.searchsorted(group, group)
-    repeat = np.empty_like(order)
-    repeat[order] = np.arange(len(order)) - start
-    return repeat * (grid.intra + grid.size) + away
-
-
-def _grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order of the columns of `keys`, equal ones as they were, and which group each is in."""
-    order = np.lexsort(keys[::-1])
-    new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
-    return order, np.concatenate([[0], np.cumsum(new)])
-
-
-def _edges(*keys: np.ndarray) -> list[int]:
-    """Where the keys, which are sorted, change; with both ends."""
-    new = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
-    return [0, *(np.flatnonzero(new) + 1).tolist(), len(keys[0])]
 
 
 def _program(

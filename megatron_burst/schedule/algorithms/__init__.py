@@ -27,6 +27,10 @@ ROUTED = ("burst", "double_ring", "ring")
 # Not for `auto`. double_ring is burst that waits for every gradient. The others send both ways
 # round, which gains nothing where a rank has one NIC.
 NEVER_FASTEST = ("double_ring", "two_way", "token_ring")
+# Backward computes elsewhere than forward did, so it finds no keys that forward kept.
+KEEP_NONE = ("token_ring", "tile")
+# The same whichever side is to travel.
+SIDELESS = ("tile",)
 
 
 def check_algorithm(algorithm: str) -> str:
