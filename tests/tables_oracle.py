@@ -17,7 +17,7 @@ The rules:
   ranks take the batches of a boundary in one order, so that nobody waits for ever (`deadlocks`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,18 +44,31 @@ def act_out(schedule, grid, seen, *, row_bytes=None, programs=None):
     """Play a schedule (or tables, with `row_bytes`: of each family, 0 where it does not travel).
 
     seen: bool [queries, keys], as of `dense`. programs: of every rank its boundaries; they take the
-    place of the columns and also release. Returns the `Play`, for what else a test asks of it.
+    place of the columns, with which they must agree but for the steps of own pairs, and they also
+    release. Returns the `Play`, for what else a test asks of it.
     """
     tables = getattr(schedule, "tables", schedule)
     row_bytes = schedule.row_bytes if row_bytes is None else row_bytes
     play = Play(tables, grid, seen, row_bytes)
-    steps = _of_tables(tables) if programs is None else _of_programs(programs)
+    steps = _of_tables(tables)
+    if programs is not None:
+        columns, steps = steps, _of_programs(programs)
+        _same(columns, steps)
     for at, todo in enumerate(steps):
         play.boundary(at, todo)
     play.finish(released=programs is not None)
     stuck = deadlocks([hop for todo in steps for hop in todo.posts], grid)
     assert not stuck, stuck
     return play
+
+
+def check_kept(forward, backward, grid, seen):
+    """What backward has from the start is what the same ranks received in forward."""
+    arrived = act_out(forward, grid, seen).arrived
+    play = Play(backward.tables, grid, seen, backward.row_bytes)
+    for (rank, family, owner), rows in play.arrived.items():
+        lacking = np.flatnonzero(rows & ~arrived.get((rank, family, owner), False))
+        assert not len(lacking), f"rank {rank} never had row {lacking[0]} of {family} of {owner}"
 
 
 class Hop(NamedTuple):
@@ -141,6 +154,29 @@ def _of_programs(programs):
     return steps
 
 
+def _same(columns, steps):
+    """The programs have every transfer and every pair of the columns, and start and compute them
+    when these say, but for pairs of own chunks."""
+    for what, among in (
+        ("hop", lambda at, todo: todo.posts),
+        ("pair", lambda at, todo: [(at * (p.query != p.key), p) for p in todo.pairs]),
+    ):
+        wanted, found = (
+            Counter(each for at, todo in enumerate(which) for each in among(at, todo))
+            for which in (columns, steps)
+        )
+        assert wanted == found, (
+            f"{what}s in tables only: {[*map(str, wanted - found)]}; in programs only: "
+            f"{[*map(str, found - wanted)]}"
+        )
+    for way in {(hop.src, hop.dst, hop.ring) for todo in columns for hop in todo.posts}:
+        orders = [
+            [hop for todo in which for hop in todo.posts if (hop.src, hop.dst, hop.ring) == way]
+            for which in (columns, steps)
+        ]
+        assert orders[0] == orders[1], f"not in the tables' order: {[*map(str, orders[1])]}"
+
+
 class _Rows:
     """Which rows a set of an owner's bundles stands for; by themselves they are a partition."""
 
@@ -207,8 +243,8 @@ class Play:
 
     held: (rank, family, owner) -> parts. sums: (rank, family, owner) -> partial results.
     named, computed: how often each query row met each key row.
-    most_held, most_partial: the most chunks of others that a rank held or was receiving, and the
-    most partial results that it had, was sending or receiving (with the own one).
+    most_held: the most messages of copies that a rank had or was receiving. most_partial: of each
+    family, the most partial results that it had (with its own), was sending or receiving.
     """
 
     def __init__(self, tables, grid, seen, row_bytes):
@@ -226,7 +262,7 @@ class Play:
         self.arrived = {}  # (rank, family, owner) -> bool [rows]
         self.flying = []  # (hop, rows, counted, touched)
         self.hops, self.pairs = [], []
-        self.most_held = self.most_partial = 0
+        self.most_held, self.most_partial = 0, dict.fromkeys(PARTIAL, 0)
         for rank, owner, bits in _lines(tables.kept):
             who = f"rank {rank} kept keys of {owner}"
             assert rank != owner, f"{who}: it has its own anyway"
@@ -409,18 +445,19 @@ class Play:
         )
 
     def _measure(self):
-        copies, partial = np.zeros(self.size, dtype=int), np.zeros(self.size, dtype=int)
+        copies, partial = Counter(), Counter()
         for (rank, _, _), parts in self.held.items():
             copies[rank] += len(parts)
-        for (rank, _, _), total in self.sums.items():
-            partial[rank] += total.touched.any()
+        for (rank, family, _), total in self.sums.items():
+            partial[family, rank] += bool(total.touched.any())
         for hop, *_ in self.flying:
             if hop.family in PARTIAL:
-                partial[[hop.src, hop.dst]] += 1
+                partial.update([(hop.family, hop.src), (hop.family, hop.dst)])
             else:
                 copies[hop.dst] += 1
-        self.most_held = max(self.most_held, int(copies.max()))
-        self.most_partial = max(self.most_partial, int(partial.max()))
+        self.most_held = max([self.most_held, *copies.values()])
+        for (family, _), count in partial.items():
+            self.most_partial[family] = max(self.most_partial[family], count)
 
 
 # --- batches --------------------------------------------------------------------------------
@@ -439,18 +476,19 @@ def deadlocks(hops, grid, order=by_rings):
     a batch, complete when all its messages are. A rank's batches run one after the other, and its
     host waits at a boundary for what lands there.
     """
-    if not hops:
-        return ""
+    peers = defaultdict(set)  # (rank, batch) -> with whom it exchanges
+    for hop in hops:
+        batch = hop.post, hop.ring, hop.family in PARTIAL, hop.land
+        peers[hop.src, batch].add(hop.dst)
+        peers[hop.dst, batch].add(hop.src)
     todo = []  # of each rank: ("start" or "wait", batch)
     for rank in range(grid[0] * grid[1]):
-        mine = [hop for hop in hops if rank in (hop.src, hop.dst)]
-        batches = sorted({_batch(hop) for hop in mine}, key=lambda b: (b[0], order(rank, b)))
-        events = [(b[0], 1, "start", b) for b in batches]
+        mine = [batch for other, batch in peers if other == rank]
+        mine.sort(key=lambda batch: (batch[0], order(rank, batch)))
+        events = [(post, 1, "start", (post, *rest)) for post, *rest in mine]
         # A batch that lands where it was posted is waited for behind all that start there.
-        events += [(b[3], 2 if b[0] == b[3] else 0, "wait", b) for b in batches]
+        events += [(batch[3], 2 if batch[0] == batch[3] else 0, "wait", batch) for batch in mine]
         todo.append([event[2:] for event in sorted(events, key=lambda event: event[:2])])
-    needs = {(rank, batch): _peers(rank, batch, hops) for rank, events in enumerate(todo)
-             for _, batch in events}  # fmt: skip
     queues, done = [[] for _ in todo], set()
     moved = True
     while moved:
@@ -462,20 +500,9 @@ def deadlocks(hops, grid, order=by_rings):
                 moved = True
         heads = {(rank, queue[0]) for rank, queue in enumerate(queues) if queue}
         for rank, batch in heads:
-            if all((peer, batch) in heads | done for peer in needs[rank, batch]):
+            if all((peer, batch) in heads | done for peer in peers[rank, batch]):
                 done.add((rank, batch))
                 queues[rank].pop(0)
                 moved = True
     stuck = [f"rank {rank} at {events[0]}" for rank, events in enumerate(todo) if events]
     return f"deadlock: {'; '.join(stuck)}" * bool(stuck)
-
-
-def _batch(hop):
-    return hop.post, hop.ring, hop.family in PARTIAL, hop.land
-
-
-def _peers(rank, batch, hops):
-    return {
-        peer for hop in hops if _batch(hop) == batch
-        for me, peer in ((hop.src, hop.dst), (hop.dst, hop.src)) if me == rank
-    }  # fmt: skip

@@ -1,140 +1,59 @@
-"""Schedules as data: `Play` acts out all ranks' programs with chunks as names, and objects.
+"""Schedules as data: every algorithm's tables and programs, acted out by `tables_oracle`.
 
-What is played: every pair is computed exactly once, every hop leaves a rank that holds the
-chunk, nothing is given up while somebody needs it, and every gradient comes home having
-collected from everyone.
+By hand where the mask is full: hop counts, buffers, what overlaps with what. By property over
+random grids, masks, layouts and what a pass asks, for every name in the registry.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import product
 
 import numpy as np
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from schedule_cases import GRIDS, SMALL, passes, worlds
+from tables_oracle import act_out, check_kept, dense
 
+from megatron_burst.layout import Span
+from megatron_burst.masks import Causal
+from megatron_burst.schedule.algorithms import ALGORITHMS
+from megatron_burst.schedule.demand import BACKWARD, everything, wanted
 from megatron_burst.schedule.rings import SIDES, backward, forward
-from megatron_burst.schedule.tables import Chunk, Grid, Pair
+from megatron_burst.schedule.tables import Grid, Pair
 
-ALGORITHMS = ("burst", "double_ring", "ring")
+RINGS = ("burst", "double_ring", "ring")  # whose hops, buffers and overlap are known by hand
+IDS = [f"{nodes}x{width}" for nodes, width in GRIDS]
+STILL = BACKWARD._replace(dkv=0, dquery=0)  # nobody needs a gradient
 
-GRIDS = [Grid(*g) for g in product(range(1, 5), range(1, 5))] + [Grid(1, 8), Grid(8, 1), Grid(2, 8)]
-GRID_IDS = [f"{nodes}x{width}" for nodes, width in GRIDS]
 
-
-def schedules(grid):
+def schedules(grid, names=RINGS):
     """Every pass there is over a grid: forward, and backward with each side."""
-    for algorithm in ALGORITHMS:
-        yield forward(algorithm, grid)
-        for side, gradients in product(SIDES, (True, False)):
-            yield backward(algorithm, grid, side, gradients=gradients)
+    for name in names:
+        yield forward(name, grid)
+        for side, row_bytes in product(SIDES, (BACKWARD, STILL)):
+            yield backward(name, grid, side, row_bytes=row_bytes)
 
 
-class Play:
-    """All ranks of one schedule, boundary by boundary; any broken rule is an assertion."""
-
-    def __init__(self, schedule, own_last=False):
-        size = schedule.grid.size
-        self.schedule = schedule
-        self.programs = [schedule.program(rank, own_last) for rank in range(size)]
-        own = [Chunk(schedule.side, rank) for rank in range(size)]
-        self.held = [{own[rank], *schedule.kept_chunks(rank)} for rank in range(size)]
-        self.sums = [defaultdict(set) for _ in range(size)]  # gradient -> ranks that added to it
-        self.flying = []  # (hop, ranks that added to it)
-        self.pairs = Counter()
-        self.travelling = 0  # most chunks of others that a rank holds or is receiving
-        self.gradients = 0  # most gradient buffers: sums, and what leaves and arrives
-        for index in range(max(map(len, self.programs))):
-            self.play(index)
-        assert not self.flying
-
-    def play(self, index):
-        boundaries = {r: p[index] for r, p in enumerate(self.programs) if index < len(p)}
-        assert all(boundary.index == index for boundary in boundaries.values())
-        self.land(index)
-        for rank, boundary in boundaries.items():
-            self.release(rank, boundary.release)
-        self.post(index, boundaries)
-        self.measure()
-        self.land(index)  # a hop that lands where it is posted blocks
-        for rank, boundary in boundaries.items():
-            if boundary.pair:
-                self.compute(rank, boundary.pair)
-
-    def land(self, index):
-        landing = [flight for flight in self.flying if flight[0].land == index]
-        self.flying = [flight for flight in self.flying if flight[0].land != index]
-        for hop, added in landing:
-            if hop.chunk.gradient:
-                assert not self.sums[hop.dst][hop.chunk] & added, "somebody is counted twice"
-                self.sums[hop.dst][hop.chunk] |= added
-            else:
-                assert hop.chunk not in self.held[hop.dst], "came twice"
-                self.held[hop.dst].add(hop.chunk)
-
-    def release(self, rank, chunks):
-        for chunk in chunks:
-            self.held[rank].remove(chunk)
-            leaving = [h for h, _ in self.flying if h.src == rank and h.chunk == chunk]
-            assert not leaving, "given up while in flight"
-
-    def post(self, index, boundaries):
-        posts = [(rank, hop) for rank, b in boundaries.items() for hop in b.posts]
-        ends = Counter(hop for _, hop in posts)
-        for hop, count in ends.items():
-            assert count == 2, f"{hop} is in one program only"
-            assert hop.post == index <= hop.land
-            assert hop.src != hop.dst
-        for rank, hop in posts:
-            assert rank in (hop.src, hop.dst)
-            if rank != hop.src:
-                continue
-            if hop.chunk.gradient:
-                added = self.sums[rank].pop(hop.chunk)
-                assert added, "nobody added to it"
-                wanted = self.schedule.visible[self.pair(rank, hop.chunk.owner)]
-                assert rank in added or not wanted, "left before this rank added to it"
-                self.flying.append((hop, added))
-            else:
-                assert hop.chunk in self.held[rank], "sent without having it"
-                self.flying.append((hop, None))
-
-    def pair(self, rank, owner):
-        """What `rank` computes with the travelling chunk of `owner`."""
-        return Pair(rank, owner) if self.schedule.side == "kv" else Pair(owner, rank)
-
-    def compute(self, rank, pair):
-        family = self.schedule.side
-        owner = pair.key if family == "kv" else pair.query
-        assert pair == self.pair(rank, owner)
-        assert self.schedule.visible[pair]
-        assert Chunk(family, owner) in self.held[rank], "computed without having it"
-        self.pairs[pair] += 1
-        if self.schedule.gradients:
-            self.sums[rank][Chunk("d" + family, owner)].add(rank)
-
-    def measure(self):
-        for rank, held in enumerate(self.held):
-            flights = [hop for hop, _ in self.flying]
-            others = [c for c in held if c.owner != rank]
-            others += [h for h in flights if h.dst == rank and not h.chunk.gradient]
-            self.travelling = max(self.travelling, len(others))
-            sums = [c for c, added in self.sums[rank].items() if added]
-            sums += [h for h in flights if rank in (h.src, h.dst) and h.chunk.gradient]
-            self.gradients = max(self.gradients, len(sums))
+def programs(schedule, own_last=False):
+    return [schedule.program(rank, own_last) for rank in range(schedule.grid.size)]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=GRID_IDS)
+def play(schedule, own_last=False):
+    """Act out the programs of a schedule in which all see everything, one row on each rank."""
+    size = schedule.grid.size
+    seen = np.ones((size, size), dtype=bool)
+    return act_out(schedule, schedule.grid, seen, programs=programs(schedule, own_last))
+
+
+# --- all see everything -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=IDS)
 def test_every_pair_once_and_every_gradient_home_from_everyone(grid):
-    everyone = set(range(grid.size))
-    for schedule, own_last in product(schedules(grid), (False, True)):
-        play = Play(schedule, own_last)
-        assert play.pairs == Counter(Pair(i, j) for i in everyone for j in everyone)
-        assert not any(play.held), "a chunk was never given up"
-        for rank, sums in enumerate(play.sums):
-            home = {Chunk("d" + schedule.side, rank): everyone} if schedule.gradients else {}
-            assert {chunk: added for chunk, added in sums.items() if added} == home
+    for schedule in schedules(grid, ALGORITHMS):
+        for own_last in (False, True):
+            play(schedule, own_last)
 
 
 def rings_of(schedule):
@@ -162,27 +81,27 @@ def most_gradients(schedule):
     return 6 if nodes > 2 and schedule.algorithm == "burst" else 4
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=GRID_IDS)
+@pytest.mark.parametrize("grid", GRIDS, ids=IDS)
 def test_few_buffers_whatever_the_size_of_the_grid(grid):
     for schedule in schedules(grid):
-        play = Play(schedule)
-        assert play.travelling == most_travelling(schedule), schedule
-        assert play.gradients == most_gradients(schedule), schedule
+        played = play(schedule)
+        assert played.most_held == most_travelling(schedule), schedule
+        assert played.most_partial["d" + schedule.side] == most_gradients(schedule), schedule
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=GRID_IDS)
+@pytest.mark.parametrize("grid", GRIDS, ids=IDS)
 def test_hop_counts_are_the_published_table(grid):
     """Flat G - 1; two levels M (L - 1) within the node and M - 1 between; gradients alike."""
     for schedule in schedules(grid):
         for rank in range(grid.size):
-            wanted = oracle.hops(schedule.algorithm, *grid, rank)
+            counts = oracle.hops(schedule.algorithm, *grid, rank)
             for gradient in {False, schedule.gradients}:
-                hops = [h for h in schedule.sends(rank) if h.chunk.gradient == gradient]
+                hops = [h for h in schedule.sends(rank) if h.chunk.accumulated == gradient]
                 got = Counter(hop.link for hop in hops)
-                assert {"intra": got["intra"], "inter": got["inter"]} == wanted
+                assert {"intra": got["intra"], "inter": got["inter"]} == counts
 
 
-@pytest.mark.parametrize(("algorithm", "side"), list(product(ALGORITHMS, SIDES)))
+@pytest.mark.parametrize(("algorithm", "side"), list(product(RINGS, SIDES)))
 @pytest.mark.parametrize("grid", [Grid(1, 4), Grid(4, 1), Grid(2, 4), Grid(4, 2), Grid(3, 3)])
 def test_what_overlaps_with_what(grid, algorithm, side):
     """Activations and delayed gradients travel during one step, between nodes during a cycle;
@@ -192,7 +111,7 @@ def test_what_overlaps_with_what(grid, algorithm, side):
             steps = 1
             if algorithm != "ring" and hop.ring == "inter":
                 steps = grid.intra
-            if algorithm == "double_ring" and hop.chunk.gradient:
+            if algorithm == "double_ring" and hop.chunk.accumulated:
                 steps = 0
             assert hop.land - hop.post == steps, hop
 
@@ -207,22 +126,28 @@ def test_one_node_or_one_rank_per_node_is_the_flat_ring(grid, algorithm):
         assert {hop.link for hop in got} == {"intra" if grid.inter == 1 else "inter"}
 
 
+def owners(program, side="key"):
+    """Of every boundary the owners of the travelling chunks that are computed with."""
+    return [[getattr(pair, side) for pair in boundary.pairs] for boundary in program]
+
+
 def test_a_ring_of_four_by_hand():
     """Rank 1 computes with its own keys, then with those of ranks 0, 3 and 2."""
-    pairs = [boundary.pair for boundary in forward("ring", Grid(1, 4)).program(1)]
-    assert [pair and pair.key for pair in pairs] == [1, 0, 3, 2, None]
+    program = forward("ring", Grid(1, 4)).program(1)
+    assert owners(program) == [[1], [0], [3], [2], []]
+    assert [b.pairs for b in program][:2] == [(Pair(1, 1),), (Pair(1, 0, key_rows=1),)]
 
 
 def test_two_by_two_by_hand():
     """Rank 3 (node 1, index 1) finishes its own node before the other node's chunks come."""
-    pairs = [boundary.pair for boundary in backward("burst", Grid(2, 2), "query").program(3)]
-    assert [pair and pair.query for pair in pairs[:4]] == [3, 2, 1, 0]
-    assert set(pairs[4:]) == {None}
+    got = owners(backward("burst", Grid(2, 2), "query").program(3), "query")
+    assert got[:4] == [[3], [2], [1], [0]]
+    assert not any(got[4:])
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 4), Grid(2, 2), Grid(4, 2)])
 def test_rings_carry_only_their_own_members(grid):
-    for algorithm in ALGORITHMS:
+    for algorithm in RINGS:
         for rank in range(grid.size):
             for hop in backward(algorithm, grid, "kv").sends(rank):
                 same_node = hop.src // grid.intra == hop.dst // grid.intra
@@ -232,38 +157,15 @@ def test_rings_carry_only_their_own_members(grid):
                 assert (hop.ring == "flat") == (algorithm == "ring")
 
 
-@pytest.mark.parametrize("grid", GRIDS[1:], ids=GRID_IDS[1:])
-def test_channels_are_what_hops_travel_on(grid):
-    """A plan makes a communicator for each; one that is missing would be missed in mid-call."""
-    some = np.random.default_rng(grid.size).random((grid.size, grid.size)) < 0.4
-    everything = np.ones_like(some)
-    for algorithm, route, visible in product(
-        (*ALGORITHMS, "all_gather"), ("ring", "direct"), (everything, some)
-    ):
-        passes = [forward(algorithm, grid, visible=visible, route=route)]
-        passes += [
-            backward(algorithm, grid, side, gradients=gradients, visible=visible, route=route)
-            for side, gradients in product(SIDES, (True, False))
-        ]
-        for each in passes:
-            hops = {
-                (hop.ring, hop.chunk.gradient)
-                for rank in range(grid.size)
-                for hop in each.sends(rank)
-            }
-            wanted = set(each.channels)
-            assert hops == wanted if visible is everything else hops <= wanted
-
-
 def test_the_own_pair_may_come_last():
     """Rank 1 of a ring of four computes its own pair while the last gradient travels (posted at
     4); rank 1 of 2 x 2 while the other node's share does (posted at 5, after the node's sum)."""
-    pairs = [b.pair for b in backward("ring", Grid(1, 4), "query").program(1, own_last=True)]
-    assert [pair and pair.query for pair in pairs] == [None, 0, 3, 2, 1, None]
-    pairs = [b.pair for b in backward("burst", Grid(2, 2), "query").program(1, own_last=True)]
-    assert [pair and pair.query for pair in pairs] == [None, 0, 3, 2, None, 1, None, None]
-    forward_pairs = [b.pair for b in forward("ring", Grid(1, 4)).program(1, own_last=True)]
-    assert forward_pairs[0] == Pair(1, 1), "no gradient travels: nothing to hide"
+    got = owners(backward("ring", Grid(1, 4), "query").program(1, own_last=True), "query")
+    assert got == [[], [0], [3], [2], [1], []]
+    got = owners(backward("burst", Grid(2, 2), "query").program(1, own_last=True), "query")
+    assert got == [[], [0], [3], [2], [], [1], [], []]
+    still = forward("ring", Grid(1, 4)).program(1, own_last=True)
+    assert owners(still)[0] == [1], "no gradient travels: nothing to hide"
 
 
 def test_unknown_names_are_refused():
@@ -275,48 +177,130 @@ def test_unknown_names_are_refused():
         backward("ring", Grid(1, 2), "q")
 
 
-# --- sparse masks, direct sends, all_gather, kept chunks -----------------------------------
-
-tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+# --- any mask ---------------------------------------------------------------------------------
 
 
-@given(
-    st.sampled_from(("burst", "double_ring", "ring", "all_gather")),
-    st.sampled_from([Grid(1, 1), Grid(1, 5), Grid(4, 1), Grid(2, 3), Grid(3, 2), Grid(3, 3)]),
-    st.sampled_from(SIDES), st.sampled_from(("ring", "direct")), st.integers(0, 8),
-    st.floats(0, 1), tables,
-)  # fmt: skip
-def test_only_what_is_visible_is_computed_and_all_of_it(
-    algorithm, grid, side, route, kept, density, random
-):
-    """The rules of `Play` hold for any table; each owner hears from exactly those who see it."""
-    visible = random.random((grid.size, grid.size)) < density
-    kept = min(kept, grid.size - 1) if side == "kv" else 0
-    schedule = backward(algorithm, grid, side, visible=visible, route=route, kept=kept)
-    play = Play(schedule, own_last=bool(random.integers(2)))
-    assert play.pairs == Counter(Pair(*pair) for pair in np.argwhere(visible).tolist())
-    for owner in range(grid.size):
-        users = visible[:, owner] if side == "kv" else visible[owner]
-        home = play.sums[owner][Chunk("d" + side, owner)]
-        assert home == set(np.flatnonzero(users).tolist())
+def schedule_of(algorithm, world, asked):
+    """The schedule of a pass over a world; None where the algorithm takes no kept keys."""
+    wants = wanted(world.mask, world.shards, world.shards)
+    more = {"wanted": wants.whole() if asked.whole else wants}
+    more |= {"row_bytes": asked.row_bytes, "route": asked.route}
+    if not asked.side:
+        return forward(algorithm, world.grid, **more)
+    schedule = backward(algorithm, world.grid, asked.side, kept=asked.kept, **more)
+    try:
+        schedule.tables  # noqa: B018  made here for the first time
+    except ValueError as error:
+        if asked.kept and "kept" in str(error):
+            return None
+        raise
+    return schedule
+
+
+def check(algorithm, world, data):
+    """Tables and both programs of one random pass."""
+    asked = data.draw(passes(world))
+    schedule = schedule_of(algorithm, world, asked)
+    assume(schedule is not None)
+    seen = dense(world.mask, world.shards)
+    act_out(schedule, world.grid, seen)
+    for own_last in (False, True):
+        act_out(schedule, world.grid, seen, programs=programs(schedule, own_last))
+    if asked.kept:
+        first = asked._replace(side="", kept=0)
+        first = first._replace(row_bytes=first.row_bytes._replace(dkv=0, dquery=0, out=1))
+        check_kept(schedule_of(algorithm, world, first), schedule, world.grid, seen)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@settings(max_examples=40)
+@given(worlds(), st.data())
+def test_rows_are_there_and_results_come_home(algorithm, world, data):
+    check(algorithm, world, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@settings(max_examples=500)
+@given(worlds([*GRIDS, Grid(5, 3), Grid(3, 5), Grid(2, 8), Grid(8, 2)]), st.data())
+def test_rows_are_there_and_results_come_home_at_length(algorithm, world, data):
+    check(algorithm, world, data)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@settings(max_examples=15)
+@given(worlds(SMALL[1:]), st.data())
+def test_channels_are_what_hops_travel_on(algorithm, world, data):
+    """A plan makes a communicator for each; one that is missing would be missed in mid-call."""
+    schedule = schedule_of(algorithm, world, data.draw(passes(world, kept=False)))
+    full = schedule_of(algorithm, world, data.draw(passes(world, kept=False)))
+    full = type(full)(full.grid, full.side, everything(world.grid.size), full.row_bytes,
+                      algorithm=full.algorithm, route=full.route)  # fmt: skip
+    for each, all_see in ((schedule, False), (full, True)):
+        hops = [hop for rank in range(world.grid.size) for hop in each.sends(rank)]
+        used = {(hop.ring, hop.chunk.accumulated) for hop in hops}
+        channels = each.channels
+        assert len(channels) == len(set(channels))
+        assert used == set(channels) if all_see else used <= set(channels)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@settings(max_examples=15)
+@given(worlds(), st.data())
+def test_a_message_has_rows_and_never_the_same_twice(algorithm, world, data):
+    """Whole chunks are what rows are part of: their bytes are never fewer."""
+    asked = data.draw(passes(world, kept=False))._replace(whole=False)
+    few, whole = (schedule_of(algorithm, world, asked._replace(whole=w)) for w in (False, True))
+    assert _bytes(few) <= _bytes(whole)
+
+
+def _bytes(schedule):
+    tables, total = schedule.tables, 0
+    for family, name in enumerate(("kv", "query", "dkv", "dquery", "out")):
+        moved = tables.transfers.where(tables.transfers.family == family)
+        rows = tables.bundles(name).rows_of(moved.owner, moved.rows)
+        assert (rows > 0).all()
+        total += int(rows.sum()) * getattr(schedule.row_bytes, name)
+    return total
+
+
+# --- by hand: few readers, direct sends, all_gather, kept chunks ------------------------------
+
+
+def causal(size, rows):
+    """What ranks want where each holds so many rows in order: of the ranks before, everything."""
+    shards = [[Span(rank * rows, 1, rows)] for rank in range(size)]
+    return wanted(Causal(), shards, shards)
 
 
 def test_nothing_is_sent_that_nobody_needs():
     """Contiguous causal on four ranks: rank 3 keeps its keys, rank 0 sends its own all the way."""
-    schedule = forward("ring", Grid(1, 4), visible=np.tri(4, dtype=bool))
+    schedule = forward("ring", Grid(1, 4), wanted=causal(4, 2))
     sent = [[hop.chunk.owner for hop in schedule.sends(rank)] for rank in range(4)]
     assert sent == [[0], [1, 0], [2, 1, 0], []]
 
 
+def test_the_ring_turns_the_way_that_sends_fewer_bytes():
+    """Zigzag causal on four ranks of two rows: the second row of rank 0 is the last position, which
+    nobody else sees, and the first row of rank r is seen by all; towards lower ranks rank 3's two
+    rows go to nobody but rank 0, 1, 2's later pieces."""
+    shards = [[Span(rank, 1, 1), Span(7 - rank, 1, 1)] for rank in range(4)]
+    schedule = forward("ring", Grid(1, 4), wanted=wanted(Causal(), shards, shards))
+    moved = schedule.tables.transfers
+    rows = schedule.tables.keys.rows_of(moved.owner, moved.rows)
+    # Key 7 - r is seen by the late queries of ranks below r. Downwards (3 to 2 to 1 to 0) it
+    # needs r hops; upwards it would go round: 3 each for r > 0. Early keys go 3 hops either way.
+    assert set(((moved.src - moved.dst) % 4).tolist()) == {1}
+    assert int(rows.sum()) == 4 * 3 + (0 + 1 + 2 + 3)
+
+
 def test_direct_sends_hold_two_chunks_and_all_gather_holds_all():
-    everyone = np.ones((6, 6), dtype=bool)
-    direct = forward("ring", Grid(1, 6), visible=everyone, route="direct")
-    assert Play(direct).travelling == 2
-    assert Play(forward("all_gather", Grid(1, 6))).travelling == 5
+    assert play(forward("ring", Grid(1, 6), route="direct")).most_held == 2
+    assert play(forward("all_gather", Grid(1, 6))).most_held == 5
 
 
 def test_kept_chunks_are_the_farthest_and_are_not_sent():
     schedule = backward("ring", Grid(1, 4), "kv", kept=2)
     assert [chunk.owner for chunk in schedule.kept_chunks(0)] == [2, 1]
-    sent = [hop for hop in schedule.sends(0) if not hop.chunk.gradient]
+    sent = [hop for hop in schedule.sends(0) if not hop.chunk.accumulated]
     assert [hop.chunk.owner for hop in sent] == [0]
