@@ -51,9 +51,8 @@ def play(schedule, own_last=False):
 
 @pytest.mark.parametrize("grid", GRIDS, ids=IDS)
 def test_every_pair_once_and_every_gradient_home_from_everyone(grid):
-    for schedule in schedules(grid, ALGORITHMS):
-        for own_last in (False, True):
-            play(schedule, own_last)
+    for at, schedule in enumerate(schedules(grid, ALGORITHMS)):
+        play(schedule, own_last=(at + grid.intra) % 2 == 0)
 
 
 def rings_of(schedule):
@@ -191,7 +190,7 @@ def schedule_of(algorithm, world, asked):
     try:
         schedule.tables  # noqa: B018  made here for the first time
     except ValueError as error:
-        if asked.kept and "kept" in str(error):
+        if asked.kept and "kv_cache must be 0" in str(error):
             return None
         raise
     return schedule
@@ -204,8 +203,8 @@ def check(algorithm, world, data):
     assume(schedule is not None)
     seen = dense(world.mask, world.shards)
     act_out(schedule, world.grid, seen)
-    for own_last in (False, True):
-        act_out(schedule, world.grid, seen, programs=programs(schedule, own_last))
+    last = data.draw(st.booleans(), label="own_last")
+    act_out(schedule, world.grid, seen, programs=programs(schedule, own_last=last))
     if asked.kept:
         first = asked._replace(side="", kept=0)
         first = first._replace(row_bytes=first.row_bytes._replace(dkv=0, dquery=0, out=1))
@@ -213,7 +212,7 @@ def check(algorithm, world, data):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(worlds(), st.data())
 def test_rows_are_there_and_results_come_home(algorithm, world, data):
     check(algorithm, world, data)
