@@ -1,8 +1,9 @@
 """The interface of masks, and how masks combine.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always allowed, EMPTY and FULL are promises. `band`, `cuts` and `modulus` are hints with which
-`tiling` cuts a partly visible rectangle into few tiles; a mask without them works, more slowly.
+always allowed, EMPTY and FULL are promises. `band`, `breaks` and `modulus` are hints with which
+`tiling` cuts a partly visible rectangle into few tiles, and with `viewers` `seen` finds out which
+rows have to travel; a mask without them works, more slowly.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +42,25 @@ class Bands(NamedTuple):
     left: np.ndarray
     right: np.ndarray
     known: np.ndarray
+
+
+class Viewers(NamedTuple):
+    """Which positions see keys of spans: arrays.
+
+    Queries outside first..last see none of a span's keys. A query at p inside sees none but those
+    from p - left to p + right, and all of these where `exact`.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    exact: np.ndarray
+
+    def holds(self, other: Viewers) -> np.ndarray:
+        """Where do these see whatever the others may see?"""
+        wider = (self.first <= other.first) & (self.last >= other.last)
+        return wider & (self.left >= other.left) & (self.right >= other.right) & self.exact
 
 
 class Mask:
@@ -93,9 +114,20 @@ class Mask:
         left, right, known = self.bands(q_span, k_span)
         return Band(int(left), int(right)) if known else None
 
-    def cuts(self, span: Span) -> np.ndarray:
-        """Sorted local indices 0 < i < span.length before which the mask's description changes."""
+    def viewers(self, k_spans: Span) -> Viewers:
+        """Which positions see keys of `k_spans`, whose fields are int64 arrays of one shape."""
+        far = np.full(np.shape(k_spans.start), FAR)
+        return Viewers(-far, far, far, far, np.zeros_like(far, dtype=bool))
+
+    @property
+    def breaks(self) -> np.ndarray:
+        """Sorted positions before which the mask's description changes."""
         return np.empty(0, dtype=np.int64)
+
+    def cuts(self, span: Span) -> np.ndarray:
+        """Sorted local indices 0 < i < span.length at which `span` first reaches a break."""
+        low, high = np.searchsorted(self.breaks, (span.start + 1, span.last + 1))
+        return np.unique(-((span.start - self.breaks[low:high]) // span.stride))  # rounded up
 
     def check(self, seq_len: int) -> None:
         """Raise ValueError unless the mask describes sequences of `seq_len` positions."""
@@ -147,8 +179,9 @@ class _Combined(VectorMask):
     def cacheable(self) -> bool:
         return self.a.cacheable and self.b.cacheable
 
-    def cuts(self, span: Span) -> np.ndarray:
-        return np.union1d(self.a.cuts(span), self.b.cuts(span))
+    @cached_property
+    def breaks(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.union1d(self.a.breaks, self.b.breaks)
 
     def check(self, seq_len: int) -> None:
         self.a.check(seq_len)
@@ -173,6 +206,11 @@ class _And(_Combined):
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
 
+    def viewers(self, k_spans: Span) -> Viewers:
+        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
+        lower = (np.minimum(x, y) for x, y in zip(a[1:4], b[1:4], strict=True))
+        return Viewers(np.maximum(a.first, b.first), *lower, a.exact & b.exact)
+
 
 class _Or(_Combined):
     """What either mask lets through."""
@@ -193,6 +231,11 @@ class _Or(_Combined):
         # Two bands with a gap between them are no band; neighbouring diagonals leave no gap.
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
+
+    def viewers(self, k_spans: Span) -> Viewers:
+        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
+        higher = (np.maximum(x, y) for x, y in zip(a[1:4], b[1:4], strict=True))
+        return Viewers(np.minimum(a.first, b.first), *higher, a.holds(b) | b.holds(a))
 
 
 def shards_visible(

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Span, integer
-from .base import FAR, Band, Bands, Cover, Mask, VectorMask, cover_where
+from .base import FAR, Band, Bands, Cover, Mask, VectorMask, Viewers, cover_where
 
 
 def _position(mask: Mask, name: str) -> int:
@@ -37,6 +37,9 @@ class Full(VectorMask):
     def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
         shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
         return np.full(shape, Cover.FULL)
+
+    def viewers(self, k_spans: Span) -> Viewers:
+        return super().viewers(k_spans)._replace(exact=np.ones(np.shape(k_spans.start), dtype=bool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +89,11 @@ class Window(VectorMask):
             return bands
         others = super().bands(q_spans, k_spans)
         return Bands(*(np.where(known, *both) for both in zip(bands, others, strict=True)))
+
+    def viewers(self, k_spans: Span) -> Viewers:
+        far, exact = np.full(np.shape(k_spans.start), FAR), np.ones(np.shape(k_spans.start), bool)
+        left, right = (np.full_like(far, size) for size in self.reach)
+        return Viewers(-far, far, left, right, exact)
 
 
 class Causal(Window):
@@ -149,11 +157,11 @@ class Prefix(VectorMask):
         shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
         return np.broadcast_to(found, shape)
 
-    def cuts(self, span: Span) -> np.ndarray:
-        return local_cuts(np.array([self.n]), span)
+    def viewers(self, k_spans: Span) -> Viewers:
+        all_see, none_sees = np.less(k_spans.last, self.n), np.greater_equal(k_spans.start, self.n)
+        far = np.where(none_sees, -FAR, FAR)
+        return Viewers(-far, far, far, far, all_see | none_sees)
 
-
-def local_cuts(positions: np.ndarray, span: Span) -> np.ndarray:
-    """The local indices 0 < i < length at which `span` first reaches each of `positions`."""
-    first = -((span.start - positions) // span.stride)  # rounded up
-    return np.unique(first[(first > 0) & (first < span.length)])
+    @property
+    def breaks(self) -> np.ndarray:
+        return np.array([self.n])

@@ -1,30 +1,57 @@
 """Which rows of every shard the ranks see: what a schedule has to bring where.
 
-Decides how finely that is told: as intervals of rows, which a band gives exactly; where a mask is no
-band over two spans, these are cut where its description changes, and what is then still partly
-visible counts as seen.
+Spans are cut where the mask's description changes. What positions see of a piece of keys is, for
+bands, documents and prefixes, an interval of positions in which every query sees a band
+(`Mask.viewers`). So, with the pieces of queries in the order of their positions, most of those that
+see anything see the whole piece and are a range; only pieces at the edge of the interval or of the
+band are looked at one by one. Decides how finely rows are told: as intervals, which bands give
+exactly; a pair of pieces that the mask calls partly visible and no band counts as seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from ..layout import Span
-from .base import Cover, Mask
+from .base import FAR, Cover, Mask, Viewers
 
 Shards = Sequence[Sequence[Span]]
+PAIRS = 1 << 22  # so many pairs of pieces are looked at one by one, at most
 
 
-class Seen(NamedTuple):
-    """Columns: rank `rank` has to do with the rows first <= row < stop of the shard of `owner`."""
+class Parts(NamedTuple):
+    """Columns: `rank` has to do with the rows first <= row < stop of the shard, within `piece`."""
 
-    owner: np.ndarray
+    piece: np.ndarray
     rank: np.ndarray
     first: np.ndarray
     stop: np.ndarray
+
+
+class Seen(NamedTuple):
+    """Which rows of the shards the ranks have to do with.
+
+    owner, first, stop: columns, the pieces of all shards by owner and row. whole: bool
+    [pieces, G], which ranks have to do with all of a piece. parts: what they have to do with else.
+    """
+
+    owner: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+    whole: np.ndarray
+    parts: Parts
+
+    def ranks(self, owners: int) -> np.ndarray:
+        """bool [owners, G]: which ranks have to do with some row of a shard."""
+        found = np.zeros((owners, self.whole.shape[1]), dtype=bool)
+        there, first, count = np.unique(self.owner, return_index=True, return_counts=True)
+        found[there] = united(self.whole, first, count)
+        found[self.owner[self.parts.piece], self.parts.rank] = True
+        return found
 
 
 class _Pieces(NamedTuple):
@@ -38,46 +65,181 @@ class _Pieces(NamedTuple):
         return _Pieces(self.owner[index], self.first[index], Span(*(x[index] for x in self.span)))
 
 
+class _Ranges(NamedTuple):
+    """Of each piece of keys the pieces of queries, by position: begin <= i < end may see some of
+    it, and of these whole <= i < part see all."""
+
+    begin: np.ndarray
+    whole: np.ndarray
+    part: np.ndarray
+    end: np.ndarray
+
+    def others(self) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs (queries, keys) of pieces that may see something, and not surely all."""
+        first = np.concatenate([self.begin, self.part])
+        count = np.concatenate([self.whole, self.end]) - first
+        keys = np.repeat(np.tile(np.arange(len(self.begin)), 2), count)
+        return counted(first, count), keys
+
+
 def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, Seen]:
     """The query rows of each shard that see keys of a rank, and the key rows that a rank sees.
 
     A shard is the spans of a rank, possibly none. What is not listed sees and is seen by nothing; a
     row that is listed may still see nothing.
     """
-    queries, keys = _pieces(mask, q_shards), _pieces(mask, k_shards)
-    covers = mask.covers(*(_shaped(x.span, s) for x, s in ((queries, (-1, 1)), (keys, (1, -1)))))
-    i, j = np.nonzero(covers != Cover.EMPTY)
-    full = covers[i, j] == Cover.FULL
-    q, k = queries.at(i), keys.at(j)
-    left, right, known = mask.bands(q.span, k.span)
-    whole = full | ~known
-    left, right = (np.where(whole, np.maximum(q.span.length, k.span.length), x)
-                   for x in (left, right))  # fmt: skip
-    seen = left + right >= 0
-    key_first, key_stop = np.maximum(-left, 0), np.minimum(k.span.length, q.span.length + right)
-    row_first, row_stop = np.maximum(-right, 0), np.minimum(q.span.length, k.span.length + left)
-    seen &= (key_first < key_stop) & (row_first < row_stop)
+    shards = _spans(q_shards), None if k_shards is q_shards else _spans(k_shards)
+    breaks = mask.breaks
+    while True:
+        queries = _cut(shards[0], breaks)
+        keys = queries if shards[1] is None else _cut(shards[1], breaks)
+        queries = queries.at(np.argsort(queries.span.start, kind="stable"))
+        viewers = mask.viewers(keys.span)
+        ranges = _ranges(queries.span, keys.span, viewers)
+        if not len(breaks) or sum((r[1] - r[0]).sum() for r in (ranges[:2], ranges[2:])) <= PAIRS:
+            break
+        # Where every rank has a piece of every block, rows are told by the larger blocks.
+        breaks = breaks[1::2]
+    i, j = ranges.others()
+    rows, columns, seen = _bands(mask, queries, keys, viewers, i, j)
+    i, j = i[seen], j[seen]
+    whole = ranges.whole, ranges.part
+    by_row = np.lexsort((queries.first, queries.owner))
+    place = np.empty_like(by_row)
+    place[by_row] = np.arange(len(by_row))
+    q, k = queries.at(by_row), keys
     return (
-        Seen(*(x[seen] for x in (q.owner, k.owner, q.first + row_first, q.first + row_stop))),
-        Seen(*(x[seen] for x in (k.owner, q.owner, k.first + key_first, k.first + key_stop))),
+        Seen(q.owner, q.first, q.first + q.span.length,
+             _within(keys.owner, *whole, len(k_shards), len(q.owner))[by_row],
+             Parts(place[i], keys.owner[j], *(queries.first[i] + x[seen] for x in rows))),
+        Seen(k.owner, k.first, k.first + k.span.length,
+             _among(queries.owner, *whole, len(q_shards)),
+             Parts(j, queries.owner[i], *(keys.first[j] + x[seen] for x in columns))),
+    )  # fmt: skip
+
+
+def _ranges(queries: Span, keys: Span, viewers: Viewers) -> _Ranges:
+    """queries: by their first positions."""
+    top = np.maximum.accumulate(queries.last)  # all up to here end at this position or before
+    begin = np.searchsorted(top, np.maximum(viewers.first, keys.start - viewers.right))
+    end = np.searchsorted(
+        queries.start, np.minimum(viewers.last, keys.last + viewers.left), side="right"
     )
+    end = np.maximum(begin, end)
+    low = np.where(viewers.exact, np.maximum(viewers.first, keys.last - viewers.right), FAR)
+    high = np.minimum(viewers.last, keys.start + viewers.left)
+    whole = np.clip(np.searchsorted(queries.start, low), begin, end)
+    part = np.clip(np.searchsorted(top, high, side="right"), whole, end)
+    return _Ranges(begin, whole, part, end)
 
 
-def _shaped(span: Span, shape: tuple[int, int]) -> Span:
-    return Span(*(field.reshape(shape) for field in span))
+def _bands(mask, queries, keys, viewers, i, j):
+    """Of the pairs of pieces i, j: the rows and the columns (first, stop) that see something and
+    are seen, and which pairs have some."""
+    q, k = Span(*(x[i] for x in queries.span)), Span(*(x[j] for x in keys.span))
+    # A band in positions is one in rows where the strides are equal.
+    exact = viewers.exact[j] & (q.stride == k.stride)
+    exact &= (q.start >= viewers.first[j]) & (q.last <= viewers.last[j])
+    stride = k.stride[0] if len(j) and (k.stride == k.stride[0]).all() else k.stride
+    ahead = q.start - k.start
+    left, right = (viewers.left[j] - ahead) // stride, (viewers.right[j] + ahead) // stride
+    rest = np.flatnonzero(~exact)
+    if len(rest):
+        left[rest], right[rest] = _asked(mask, *(Span(*(x[rest] for x in s)) for s in (q, k)))
+    rows = np.maximum(-right, 0), np.minimum(q.length, k.length + left)
+    columns = np.maximum(-left, 0), np.minimum(k.length, q.length + right)
+    seen = (left + right >= 0) & (rows[0] < rows[1]) & (columns[0] < columns[1])
+    return rows, columns, seen
 
 
-def _pieces(mask: Mask, shards: Shards) -> _Pieces:
-    """All spans of all shards, cut where the mask's description changes."""
-    owners, firsts, spans = [], [], []
-    for owner, shard in enumerate(shards):
-        first = 0
-        for span in shard:
-            cuts = [0, *mask.cuts(span).tolist(), span.length]
-            for low, high in zip(cuts, cuts[1:], strict=False):
-                owners.append(owner)
-                firsts.append(first + low)
-                spans.append((span.start + low * span.stride, span.stride, high - low))
-            first += span.length
-    fields = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    return _Pieces(np.array(owners, dtype=np.int64), np.array(firsts, dtype=np.int64), Span(*fields))
+def _asked(mask: Mask, q: Span, k: Span) -> tuple[np.ndarray, np.ndarray]:
+    """The band of each pair as the mask itself tells it; far to both sides where it is none."""
+    covers = mask.covers(q, k)
+    reach = np.where(covers == Cover.EMPTY, -FAR, FAR)
+    left, right = reach, reach.copy()
+    partly = np.flatnonzero(covers == Cover.PARTIAL)
+    if len(partly):
+        bands = mask.bands(*(Span(*(x[partly] for x in s)) for s in (q, k)))
+        left[partly] = np.where(bands.known, bands.left, FAR)
+        right[partly] = np.where(bands.known, bands.right, FAR)
+    return left, right
+
+
+def _spans(shards: Shards) -> _Pieces:
+    """All spans of all shards."""
+    count = np.array([len(shard) for shard in shards], dtype=np.int64)
+    numbers = chain.from_iterable(chain.from_iterable(shards))
+    span = Span(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
+    owner = np.repeat(np.arange(len(shards)), count)
+    before = np.cumsum(span.length) - span.length
+    base = before[np.minimum(np.cumsum(count) - count, len(before) - 1)] if len(before) else count
+    return _Pieces(owner, before - base[owner], span)
+
+
+def _cut(spans: _Pieces, breaks: np.ndarray) -> _Pieces:
+    """The spans cut at the breaks."""
+    start, stride, length = spans.span
+    low, high = np.searchsorted(breaks, (start + 1, spans.span.last + 1))
+    of, at = np.repeat(np.arange(len(start)), high - low), counted(low, high - low)
+    local = -((start[of] - breaks[at]) // stride[of])  # rounded up
+    of, local = (np.concatenate(x) for x in ((np.arange(len(start)), of), (0 * start, local)))
+    order = np.lexsort((local, of))
+    of, local = of[order], local[order]
+    # No position of a span with a large stride lies between two breaks that are close.
+    fresh = np.ones(len(of), dtype=bool)
+    fresh[1:] = (of[1:] != of[:-1]) | (local[1:] != local[:-1])
+    of, local = of[fresh], local[fresh]
+    last = np.append(of[1:] != of[:-1], True)
+    stop = np.where(last, length[of], np.append(local[1:], 0))
+    piece = Span(start[of] + local * stride[of], stride[of], stop - local)
+    return _Pieces(spans.owner[of], spans.first[of] + local, piece)
+
+
+def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
+    """bool [n, size]: which ranks are among ranks[begin:end]?"""
+    found = np.zeros((len(begin), size), dtype=bool)
+    some = np.flatnonzero(begin < end)
+    if len(some):
+        count = len(ranks)
+        nearest = np.full((count, size), count, dtype=np.min_scalar_type(-count - 1))
+        nearest[np.arange(count), ranks] = np.arange(count)
+        _running(np.minimum, nearest[::-1])
+        found[some] = nearest[begin[some]] < end[some, None].astype(nearest.dtype)
+    return found
+
+
+def _within(
+    ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int, count: int
+) -> np.ndarray:
+    """bool [count, size]: for which ranks[j] is begin[j] <= i < end[j]?"""
+    some = np.flatnonzero(begin < end)
+    if not len(some):
+        return np.zeros((count, size), dtype=bool)
+    until = np.zeros((count, size), dtype=np.min_scalar_type(-count - 1))
+    np.maximum.at(until, (begin[some], ranks[some]), end[some].astype(until.dtype))
+    _running(np.maximum, until)
+    return until > np.arange(count, dtype=until.dtype)[:, None]
+
+
+def _running(smaller: np.ufunc, table: np.ndarray) -> None:
+    """Accumulate from row to row in place: in few passes, each over all columns at once, which is
+    several times faster than `accumulate` along the first axis."""
+    step = 1
+    while step < len(table):
+        smaller(table[step:], table[:-step], out=table[step:])
+        step *= 2
+
+
+def counted(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """first, first + 1, ..., `count` numbers of each, one after another."""
+    skipped = np.repeat(first - (np.cumsum(count) - count), count)
+    return np.arange(len(skipped)) + skipped
+
+
+def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """bool [n, G]: what is true in some of the rows first, ..., first + count - 1; count >= 1."""
+    found = table[first]
+    for more in range(1, int(count.max(initial=1))):
+        which = np.flatnonzero(count > more)
+        found[which] |= table[first[which] + more]
+    return found

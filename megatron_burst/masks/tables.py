@@ -9,8 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Span, document_bounds, integer
-from .base import Cover, Mask, VectorMask, cover_where
-from .positions import local_cuts
+from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
 class Documents(VectorMask):
@@ -43,8 +42,15 @@ class Documents(VectorMask):
         empty = (q_last < k_first) | (k_last < q_first)
         return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
-    def cuts(self, span: Span) -> np.ndarray:
-        return local_cuts(self.bounds, span)
+    def viewers(self, k_spans: Span) -> Viewers:
+        after, end = self.document(k_spans.start), self.document(k_spans.last)
+        edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # no document, the documents, none
+        far = np.full(np.shape(after), FAR)
+        return Viewers(edges[after], edges[end + 1] - 1, far, far, after == end)
+
+    @property
+    def breaks(self) -> np.ndarray:
+        return self.bounds
 
     def check(self, seq_len: int) -> None:
         if self.bounds[-1] != seq_len:
@@ -92,8 +98,24 @@ class BlockSparse(VectorMask):
         """[n + 1, n + 1]: how many of the blocks above and left of a corner are visible."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
-    def cuts(self, span: Span) -> np.ndarray:
-        return local_cuts(np.arange(0, span.last + 1, self.block), span)
+    def viewers(self, k_spans: Span) -> Viewers:
+        first, last = (np.floor_divide(x, self.block) for x in (k_spans.start, k_spans.last))
+        top, bottom = self._rows
+        far, one = np.full(np.shape(first), FAR), first == last
+        low = np.where(one, top[first] * self.block, -far)
+        high = np.where(one, (bottom[first] + 1) * self.block - 1, far)
+        return Viewers(low, high, far, far, np.zeros_like(one))
+
+    @cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n]: the first and the last row of blocks that sees a column; none: n and -1."""
+        any_, n = self.table.any(axis=0), len(self.table)
+        last = n - 1 - self.table[::-1].argmax(axis=0)
+        return np.where(any_, self.table.argmax(axis=0), n), np.where(any_, last, -1)
+
+    @property
+    def breaks(self) -> np.ndarray:
+        return np.arange(len(self.table) + 1) * self.block
 
     def check(self, seq_len: int) -> None:
         if len(self.table) * self.block != seq_len:

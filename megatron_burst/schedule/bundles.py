@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span
+from ..masks.seen import united
 
 MOST = 62  # bundles of one owner: bit sets are int64
 CELLS = 1 << 23  # bundles times ranks, at most: of many ranks, each has fewer
@@ -89,7 +90,8 @@ class Bundles:
     def whole(self) -> Bundles:
         """One bundle for each owner: whole chunks travel to whoever wants some row of them."""
         wanted = np.zeros((self.size, self.size), dtype=bool)
-        np.logical_or.at(wanted, self.owner, self.wanted)
+        there, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
+        wanted[there] = united(self.wanted, begin, count)
         owner = self.owner[self.runs.bundle]
         order = np.lexsort((self.runs.first, owner))
         first, rows = (column[order] for column in self.runs[1:])
@@ -156,15 +158,21 @@ def bundled(
     size = wanted.shape[1]
     wanted = wanted.copy()
     wanted[np.arange(len(owner)), owner] = False
-    bundle, number, start = _numbered(owner, rows, wanted)
+    bundle, number, start = _numbered(owner, wanted)
     most = most or _most(size)
     if number.max(initial=0) >= most:
-        # The last ones, which few ranks want, become one that all of these want.
-        last = np.minimum(number, most - 1)[bundle]
-        joined = np.zeros((size, most, size), dtype=bool)
-        np.logical_or.at(joined, (owner, last), wanted)
-        wanted = joined[owner, last]
-        bundle, number, start = _numbered(owner, rows, wanted)
+        # The last ones, which few ranks want, become one that all of these want; but rows that
+        # nobody wants stay apart.
+        joined = np.where(
+            wanted.any(axis=1), np.minimum(number, max(most - 2, 0))[bundle], most - 1
+        )
+        joined += owner * most
+        order = np.argsort(joined, kind="stable")
+        _, begin, of, count = np.unique(
+            joined[order], return_index=True, return_inverse=True, return_counts=True
+        )
+        wanted[order] = united(wanted[order], begin, count)[of]
+        bundle, number, start = _numbered(owner, wanted)
     order = np.lexsort((first, bundle))
     runs = Runs(bundle[order], first[order], rows[order])
     return Bundles(owner[start], number, wanted[start], runs)
@@ -175,24 +183,26 @@ def _most(size: int) -> int:
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
-def _numbered(
-    owner: np.ndarray, rows: np.ndarray, wanted: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each run its bundle; of each bundle its number and its first run."""
-    patterns = np.concatenate([_bytes(owner), np.packbits(wanted, axis=1)], axis=1)
-    keys = np.ascontiguousarray(patterns).view(np.dtype((np.void, patterns.shape[1])))[:, 0]
-    _, start, bundle = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.lexsort((start, -wanted[start].sum(axis=1), owner[start]))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    start = start[order]
-    _, first = np.unique(owner[start], return_index=True)
-    number = np.arange(len(start)) - np.repeat(first, np.diff([*first, len(start)]))
-    return place[bundle.reshape(-1)], number, start
-
-
-def _bytes(owner: np.ndarray) -> np.ndarray:
-    return owner.astype(">i4").view(np.uint8).reshape(-1, 4)
+    words = np.packbits(wanted, axis=1)
+    words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
+    # A hash brings equal patterns together; which are equal is then decided by the patterns.
+    factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
+    order = np.lexsort(((words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64), owner))
+    fresh = np.ones(len(owner), dtype=bool)
+    fresh[1:] = (owner[order][1:] != owner[order][:-1]) | (
+        words[order][1:] != words[order][:-1]
+    ).any(axis=1)
+    start = order[fresh]  # the first run of each: the sort is stable
+    place = np.lexsort((start, -np.count_nonzero(wanted[start], axis=1), owner[start]))
+    numbers = np.empty_like(place)
+    numbers[place] = np.arange(len(place))
+    bundle = np.empty_like(order)
+    bundle[order] = numbers[np.cumsum(fresh) - 1]
+    start = start[place]
+    _, first, count = np.unique(owner[start], return_index=True, return_counts=True)
+    return bundle, np.arange(len(start)) - np.repeat(first, count), start
 
 
 def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

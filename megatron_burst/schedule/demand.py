@@ -10,7 +10,7 @@ import numpy as np
 
 from ..layout import Span
 from ..masks import Mask
-from ..masks.seen import Seen, rows_seen
+from ..masks.seen import Seen, counted, rows_seen, united
 from .bundles import Bundles, bundled
 from .tables import ALL, FAMILIES, Grid, Pairs, Side
 
@@ -119,11 +119,10 @@ def wanted(
 ) -> Wanted:
     """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
     queries, keys = rows_seen(mask, q_shards, k_shards)
-    size = len(q_shards)
-    visible = np.zeros((size, size), dtype=bool)
-    visible[queries.owner, queries.rank] = True
     return Wanted(
-        visible, _bundles(queries, _lengths(q_shards)), _bundles(keys, _lengths(k_shards))
+        queries.ranks(len(q_shards)),
+        _bundles(queries, _lengths(q_shards)),
+        _bundles(keys, _lengths(k_shards)),
     )
 
 
@@ -133,15 +132,29 @@ def _lengths(shards: Sequence[Sequence[Span]]) -> np.ndarray:
 
 def _bundles(seen: Seen, rows: np.ndarray) -> Bundles:
     """The bundles of shards with so many rows [G]."""
-    size, grain = len(rows), max(1, int(rows.max()) // GRAIN)
-    base = np.cumsum(rows) - rows
-    low = base[seen.owner] + seen.first // grain * grain
-    high = base[seen.owner] + np.minimum(-(-seen.stop // grain) * grain, rows[seen.owner])
-    edges = np.unique(np.concatenate([base, base + rows, low, high]))
-    # How many intervals of each rank cover each run between two edges: ends count from the next on.
-    begin, end = (np.searchsorted(edges, x) * size + seen.rank for x in (low, high))
-    cells = len(edges) * size
-    change = np.bincount(begin, minlength=cells) - np.bincount(end, minlength=cells)
-    covered = np.cumsum(change.reshape(-1, size), axis=0)[:-1] > 0
-    owner = np.searchsorted(base + rows, edges[:-1], side="right")
-    return bundled(owner, edges[:-1] - base[owner], np.diff(edges), covered)
+    grain = max(1, int(rows.max(initial=1)) // GRAIN)
+    ends = -(-rows // grain)
+    cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and its end
+    low, stop = (seen.owner * cells + x for x in (seen.first // grain, -(-seen.stop // grain)))
+    piece, rank, *rest = seen.parts
+    owner = seen.owner[piece]
+    begin, end = (owner * cells + x for x in (rest[0] // grain, -(-rest[1] // grain)))
+    whole, all_ = seen.whole.copy(), (begin == low[piece]) & (end == stop[piece])
+    whole[piece[all_], rank[all_]] = True
+    begin, end, rank = begin[~all_], end[~all_], rank[~all_]
+    # Runs of rows lie between two edges; at the end of a shard none begins.
+    edge = np.zeros(len(rows) * cells, dtype=bool)
+    edge[np.concatenate([low, stop, begin, end])] = True
+    edge[np.arange(len(rows)) * cells + ends] = False
+    before = np.cumsum(edge, dtype=np.int32) - edge  # how many runs begin before each cell
+    owner, first = np.divmod(np.flatnonzero(edge), cells)
+    run = np.arange(len(owner))
+    piece = np.searchsorted(before[stop], run, side="right")
+    covered = united(whole, piece, np.searchsorted(before[low], run, side="right") - piece)
+    count = before[end] - before[begin]
+    covered[counted(before[begin], count), np.repeat(rank, count)] = True
+    first *= grain
+    last = np.append(owner[1:] != owner[:-1], True)
+    return bundled(
+        owner, first, np.where(last, rows[owner], np.append(first[1:], 0)) - first, covered
+    )
