@@ -20,7 +20,7 @@ from ..layout import Span
 from .base import FAR, Cover, Mask, Viewers
 
 Shards = Sequence[Sequence[Span]]
-PAIRS = 1 << 22  # so many pairs of pieces are looked at one by one, at most
+PAIRS = 1 << 20  # so many pairs of pieces are looked at one by one, at most
 
 
 class Parts(NamedTuple):
@@ -100,9 +100,7 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
             break
         # Where every rank has a piece of every block, rows are told by the larger blocks.
         breaks = breaks[1::2]
-    i, j = ranges.others()
-    rows, columns, seen = _bands(mask, queries, keys, viewers, i, j)
-    i, j = i[seen], j[seen]
+    i, j, rows, columns = _bands(mask, queries, keys, viewers, *ranges.others())
     whole = ranges.whole, ranges.part
     by_row = np.lexsort((queries.first, queries.owner))
     place = np.empty_like(by_row)
@@ -111,10 +109,10 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
     return (
         Seen(q.owner, q.first, q.first + q.span.length,
              _within(keys.owner, *whole, len(k_shards), len(q.owner))[by_row],
-             Parts(place[i], keys.owner[j], *(queries.first[i] + x[seen] for x in rows))),
+             Parts(place[i], keys.owner[j], *rows)),
         Seen(k.owner, k.first, k.first + k.span.length,
              _among(queries.owner, *whole, len(q_shards)),
-             Parts(j, queries.owner[i], *(keys.first[j] + x[seen] for x in columns))),
+             Parts(j, queries.owner[i], *columns)),
     )  # fmt: skip
 
 
@@ -133,23 +131,41 @@ def _ranges(queries: Span, keys: Span, viewers: Viewers) -> _Ranges:
     return _Ranges(begin, whole, part, end)
 
 
-def _bands(mask, queries, keys, viewers, i, j):
-    """Of the pairs of pieces i, j: the rows and the columns (first, stop) that see something and
-    are seen, and which pairs have some."""
-    q, k = Span(*(x[i] for x in queries.span)), Span(*(x[j] for x in keys.span))
+def _bands(
+    mask: Mask, queries: _Pieces, keys: _Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """The pairs of pieces i, j of which something is seen, and of each the rows (first, stop) that
+    see something and those that are seen."""
+    # There may be a million pairs: numbers are as small as the positions allow.
+    small = max(x.span.last.max(initial=0) for x in (queries, keys)) < 1 << 28
+    number, far = (np.int32, 1 << 29) if small else (np.int64, FAR)
+
+    def of(column: np.ndarray, pair: np.ndarray) -> np.ndarray:
+        return np.clip(column, -far, far).astype(number)[pair]
+
+    q, k = (Span(*(of(x, at) for x in y.span)) for y, at in ((queries, i), (keys, j)))
     # A band in positions is one in rows where the strides are equal.
-    exact = viewers.exact[j] & (q.stride == k.stride)
-    exact &= (q.start >= viewers.first[j]) & (q.last <= viewers.last[j])
-    stride = k.stride[0] if len(j) and (k.stride == k.stride[0]).all() else k.stride
-    ahead = q.start - k.start
-    left, right = (viewers.left[j] - ahead) // stride, (viewers.right[j] + ahead) // stride
+    exact = viewers.exact[j] & (q.start >= of(viewers.first, j)) & (q.last <= of(viewers.last, j))
+    exact &= q.stride == k.stride
+    left, right = of(viewers.left + keys.span.start, j), of(viewers.right - keys.span.start, j)
+    stride = keys.span.stride
+    stride = stride[0] if (stride == stride[:1]).all() and len(stride) else k.stride
+    left, right = (left - q.start) // stride, (right + q.start) // stride
     rest = np.flatnonzero(~exact)
     if len(rest):
-        left[rest], right[rest] = _asked(mask, *(Span(*(x[rest] for x in s)) for s in (q, k)))
+        spans = (Span(*(x[rest].astype(np.int64) for x in span)) for span in (q, k))
+        left[rest], right[rest] = (np.clip(x, -far, far) for x in _asked(mask, *spans))
     rows = np.maximum(-right, 0), np.minimum(q.length, k.length + left)
     columns = np.maximum(-left, 0), np.minimum(k.length, q.length + right)
     seen = (left + right >= 0) & (rows[0] < rows[1]) & (columns[0] < columns[1])
-    return rows, columns, seen
+    rows, columns = (
+        tuple(of(y.first, at) + x for x in z)
+        for y, at, z in ((queries, i, rows), (keys, j, columns))
+    )
+    if not seen.all():
+        i, j, *rows, first, stop = (x[seen] for x in (i, j, *rows, *columns))
+        columns = first, stop
+    return i, j, rows, columns
 
 
 def _asked(mask: Mask, q: Span, k: Span) -> tuple[np.ndarray, np.ndarray]:
@@ -200,11 +216,11 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
     found = np.zeros((len(begin), size), dtype=bool)
     some = np.flatnonzero(begin < end)
     if len(some):
-        count = len(ranks)
+        count = len(ranks)  # rows of the table are numbered from the last rank on
         nearest = np.full((count, size), count, dtype=np.min_scalar_type(-count - 1))
-        nearest[np.arange(count), ranks] = np.arange(count)
-        _running(np.minimum, nearest[::-1])
-        found[some] = nearest[begin[some]] < end[some, None].astype(nearest.dtype)
+        nearest[count - 1 - np.arange(count), ranks] = np.arange(count)
+        _running(np.minimum, nearest)
+        found[some] = nearest[count - 1 - begin[some]] < end[some, None].astype(nearest.dtype)
     return found
 
 
@@ -221,13 +237,17 @@ def _within(
     return until > np.arange(count, dtype=until.dtype)[:, None]
 
 
-def _running(smaller: np.ufunc, table: np.ndarray) -> None:
-    """Accumulate from row to row in place: in few passes, each over all columns at once, which is
-    several times faster than `accumulate` along the first axis."""
-    step = 1
-    while step < len(table):
-        smaller(table[step:], table[:-step], out=table[step:])
-        step *= 2
+def _running(extreme: np.ufunc, table: np.ndarray) -> None:
+    """Minimum or maximum of all rows so far, in place: within blocks of rows, all blocks at once,
+    and then from block to block. Ten times faster than `accumulate` along the first axis."""
+    width = int(len(table) ** 0.5)
+    blocks = table[: len(table) // width * width].reshape(-1, width, table.shape[1])
+    for row in range(1, width):
+        extreme(blocks[:, row], blocks[:, row - 1], out=blocks[:, row])
+    for block in range(1, len(blocks)):
+        extreme(blocks[block], blocks[block - 1, -1], out=blocks[block])
+    for row in range(len(blocks) * width, len(table)):
+        extreme(table[row], table[row - 1], out=table[row])
 
 
 def counted(first: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -121,17 +121,14 @@ def wanted(
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Wanted(
         queries.ranks(len(q_shards)),
-        _bundles(queries, _lengths(q_shards)),
-        _bundles(keys, _lengths(k_shards)),
+        _bundles(queries, len(q_shards)),
+        _bundles(keys, len(k_shards)),
     )
 
 
-def _lengths(shards: Sequence[Sequence[Span]]) -> np.ndarray:
-    return np.array([sum(span.length for span in shard) for shard in shards], dtype=np.int64)
-
-
-def _bundles(seen: Seen, rows: np.ndarray) -> Bundles:
-    """The bundles of shards with so many rows [G]."""
+def _bundles(seen: Seen, size: int) -> Bundles:
+    """The bundles of so many shards."""
+    rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
     grain = max(1, int(rows.max(initial=1)) // GRAIN)
     ends = -(-rows // grain)
     cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and its end
@@ -141,7 +138,7 @@ def _bundles(seen: Seen, rows: np.ndarray) -> Bundles:
     begin, end = (owner * cells + x for x in (rest[0] // grain, -(-rest[1] // grain)))
     whole, all_ = seen.whole.copy(), (begin == low[piece]) & (end == stop[piece])
     whole[piece[all_], rank[all_]] = True
-    begin, end, rank = begin[~all_], end[~all_], rank[~all_]
+    begin, end, rank = (x[~all_] for x in (begin, end, rank))
     # Runs of rows lie between two edges; at the end of a shard none begins.
     edge = np.zeros(len(rows) * cells, dtype=bool)
     edge[np.concatenate([low, stop, begin, end])] = True
