@@ -271,7 +271,7 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
     groups = mb.Groups.in_process(inter=2, intra=2)
 
     def made(**choices):
-        return mb.prepare(*tensors(), groups=groups, **choices).job.forward.works
+        return mb.prepare(*tensors(), groups=groups, **choices).job.forward.calls
 
     first = made()
     assert made() is first

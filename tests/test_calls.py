@@ -122,7 +122,7 @@ def test_schedules_serve_calls_that_differ_in_their_scale():
     groups = mb.Groups.in_process(intra=2)
     qkv = shards(2)
     first, second = (mb.prepare(*qkv, groups=groups, softmax_scale=s) for s in (0.1, 0.2))
-    assert first.job.forward.works is second.job.forward.works
+    assert first.job.forward.calls is second.job.forward.calls
     assert first.job.scoring != second.job.scoring
 
 
