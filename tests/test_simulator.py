@@ -455,6 +455,15 @@ def test_heads_are_shared_where_links_are_all_there_is():
     assert chosen(given_rates=Rates(50e6, 12.5e6, compute=math.inf), heads=3).taken.ulysses == 1
 
 
+def test_bytes_of_ranks_that_share_heads_by_hand():
+    """q, k, v and out, and dout, dq, dk and dv, have 512 rows of 1024 numbers in fp32 on a rank;
+    each of 4 ranks sends a quarter of each to the other of its node and to both of the other."""
+    choice = chosen()
+    sent = {option.sent for option in (choice.taken, *choice.others) if option.name == "ulysses"}
+    quarter = 512 * 1024 * 4 // 4
+    assert sent == {Traffic(intra=4 * 8 * quarter, inter=4 * 8 * 2 * quarter)}
+
+
 def test_one_rank_needs_no_ring():
     choice = chosen(ranks=1, intra=1)
     assert choice.call == {"algorithm": "ring", "side": "kv", "head_chunks": 1}
