@@ -3,13 +3,16 @@
 import csrc_library
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from workers import Workers
 
 from megatron_burst.kernels import native
 
 # Reproducible and without a database on disk; a slow machine is not a failure.
 settings.register_profile("repo", derandomize=True, database=None, deadline=None, max_examples=60)
+# For tests/mutants.py, where any failing example will do, and nobody reads it.
+some = (Phase.explicit, Phase.generate)
+settings.register_profile("mutants", settings.get_profile("repo"), phases=some)
 settings.load_profile("repo")
 
 

@@ -26,7 +26,7 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
-    "every", "simulator", "tile_grid",
+    "every", "simulator", "tile_grid", "bundles", "tables_oracle",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -36,9 +36,10 @@ NEAR = {
     "masks/band_tiling": "tiles", "masks/tiling": "tiles", "schedule/cost": "cost",
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
     "comm/consensus": "consensus", "kernels/online_softmax": "merge",
-    "kernels/tile_grid": "tile_grid",
+    "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
+    "schedule/demand": "bundles",
 }  # fmt: skip
-SECONDS = ("layout", "tiles", "schedule", "consensus", "cost")  # tests that take seconds
+SECONDS = ("layout", "tiles", "schedule", "consensus", "cost", "bundles")  # tests that take seconds
 
 
 class Mutant(NamedTuple):
@@ -48,7 +49,8 @@ class Mutant(NamedTuple):
     why: str  # what goes wrong
 
 
-_BURST = "schedule/algorithms/burst.py"
+_ALGORITHMS = "schedule/algorithms"
+_BURST, _DIRECT, _TWO_WAY = (f"{_ALGORITHMS}/{name}.py" for name in ("burst", "direct", "two_way"))
 
 MUTANTS = [
     # tile grid
@@ -155,36 +157,126 @@ MUTANTS = [
            "rectangles that do not touch are joined"),
     Mutant("masks/tiling.py", "for first in range(min(every, length))", "for first in range(1)",
            "only one residue class is computed"),
-    # schedule
-    Mutant(_BURST, "(owner // width + outer) % nodes",
-           "(owner // width + 2 * outer) % nodes", "chunks skip a node"),
-    Mutant(_BURST, "(owner % width + inner) % width",
-           "(owner % width - inner) % width", "chunks come from the wrong neighbour"),
-    Mutant("schedule/program.py", "hop.land)\n    for pair", "hop.post)\n    for pair",
-           "a chunk is given up while it is in flight"),
+    # schedule: the rings
+    Mutant(_BURST, "owner // width + outer_way * outer", "owner // width + 2 * outer_way * outer",
+           "chunks skip a node"),
+    Mutant(_BURST, "owner % width + inner_way * inner", "owner % width - inner_way * inner",
+           "chunks come from the wrong neighbour"),
+    Mutant(_BURST, "outer = min(", "outer = max(", "rings between nodes turn the dearer way"),
+    Mutant(_BURST, "inner = min(", "inner = max(", "rings within nodes turn the dearer way"),
     Mutant(_BURST, "(0 if blocks else width)", "(0 if blocks else width + 1)",
            "the other node's chunk lands after it is needed"),
-    Mutant(_BURST, "gradient_within=_with_false(so_far, before=1)",
-           "gradient_within=_with_false(so_far, before=1) & False", "gradients are never sent on"),
+    Mutant(_BURST, "np.logical_or.accumulate(self.wanted[:, :, 1:], axis=2)",
+           "self.wanted[:, :, 1:]", "gradients stop at the next rank that does not want the rows"),
+    Mutant(_BURST, "post = step + gradient", "post = step", "a gradient leaves before its step"),
     Mutant(_BURST, "width + (width > 1) if gradient", "width if gradient",
            "the node's sum leaves before its last part has landed"),
-    Mutant(_BURST, "_with_false(so_far_nodes, before=1)",
-           "_with_false(so_far_nodes, before=0)",
+    Mutant(_BURST, "any(axis=2), axis=1)\n        return _beside_false(moves, before=1)",
+           "any(axis=2), axis=1)\n        return _beside_false(moves, before=0)",
            "the own node's sum leaves home"),
-    Mutant("schedule/algorithms/double_ring.py", "blocks=True", "blocks=False",
-           "double_ring overlaps its gradients"),
-    Mutant(_BURST, "_with_false(later[:, :, 1:], before=0)",
-           "_with_false(later[:, :, :-1], before=0)", "chunks go one hop too far"),
+    Mutant(_BURST, "np.delete(later, 0, axis)", "np.delete(later, -1, axis)",
+           "chunks go one hop too far"),
     Mutant(_BURST, ">= rings.size - demand.kept", ">= rings.size - demand.kept + 1",
            "a kept chunk is sent all the same"),
-    Mutant("schedule/algorithms/direct.py", "flat, step + 1, step + 2)", "flat, step, step + 2)",
+    Mutant(_BURST, "_later(self.wanted & ~self.from_forward, axis=2)",
+           "_later(self.wanted, axis=2)", "kept chunks go on within the node"),
+    Mutant(_BURST, "(self.wanted & ~self.from_forward).any(axis=2)",
+           "(self.wanted & ~self.from_forward).all(axis=2)",
+           "rows that one rank of a node wants do not reach the node"),
+    Mutant(_BURST, '"inter", gradient, post, land', '"flat", gradient, post, land',
+           "what crosses between nodes leaves the rail"),
+    Mutant(_BURST, "rows = np.concatenate([np.full(len(own), ALL), rows])",
+           "rows = np.concatenate([np.ones(len(own), dtype=int), rows])",
+           "only a part of the own chunk is computed with"),
+    Mutant("schedule/algorithms/double_ring.py", "blocks=True", "blocks=False",
+           "double_ring overlaps its gradients"),
+    # schedule: straight, both ways, TokenRing
+    Mutant(_DIRECT, "flat, step + 1, step + 2)", "flat, step, step + 2)",
            "a gradient goes straight home before it is computed"),
+    Mutant(_DIRECT, "np.maximum(step - ahead, 0)", "step - 0 * ahead",
+           "chunks are sent when they are needed, and not a step ahead"),
+    Mutant(_DIRECT, "moves(rows * ~from_forward, False)",
+           "moves(rows, False)", "kept chunks are sent straight all the same"),
+    Mutant(_DIRECT, "moves(rows, True)", "moves(rows * ~from_forward, True)",
+           "gradients of kept chunks stay where they are"),
+    Mutant("schedule/algorithms/all_gather.py", "ahead=demand.grid.size", "ahead=1",
+           "all_gather waits with its sends"),
+    Mutant(_TWO_WAY, "self.next[owner, step], step + gradient",
+           "self.next[owner, step], step", "a gradient of a half leaves before its step"),
+    Mutant(_TWO_WAY, "moves = np.pad(moves[:, 1:], ((0, 0), (0, 1)))", "pass",
+           "halves go one hop too far"),
+    Mutant(_TWO_WAY, "np.flip(self.wanted & ~self.from_forward, axis=1)",
+           "np.flip(self.wanted, axis=1)", "kept halves are sent"),
+    Mutant(_TWO_WAY, "else (halves, wanted.keys)",
+           "else (wanted.queries, wanted.keys)", "sets of halves are read as sets of bundles"),
+    Mutant("schedule/algorithms/token_ring.py", "rows, rank, owner, step + 1)",
+           "rows, rank, owner, step)", "a partial output goes back before it is computed"),
+    Mutant("schedule/algorithms/token_ring.py", "np.pad(later[:, 1:], ((0, 0), (0, 1)))", "later",
+           "queries go one hop too far"),
+    Mutant("schedule/algorithms/token_ring.py", "if forward or demand.gradients:",
+           "if demand.gradients:", "partial outputs stay where they are"),
+    # schedule: what is wanted
+    Mutant("schedule/bundles.py", "wanted[np.arange(len(owner)), owner] = False", "pass",
+           "owners are sent their own rows"),
+    Mutant("schedule/bundles.py", "np.lexsort((start, -wanted[start]",
+           "np.lexsort((start, wanted[start]", "what most ranks want comes last"),
+    Mutant("schedule/bundles.py", "np.minimum(number, most - 1)", "np.minimum(number, most)",
+           "an owner has one bundle more than it may"),
+    Mutant("schedule/bundles.py", "np.logical_or.at(joined, (owner, last), wanted)",
+           "joined[owner, last] = wanted", "of joined bundles only the last one's ranks remain"),
+    Mutant("schedule/bundles.py", "np.logical_or.at(wanted, self.owner, self.wanted)",
+           "wanted[self.owner] = self.wanted", "whole chunks go to those who want the last bundle"),
+    Mutant("schedule/bundles.py", "found[-1][1] == first", "False",
+           "rows that follow each other are two ranges"),
+    Mutant("schedule/bundles.py", "np.lexsort((first, bundle))\n    runs",
+           "np.argsort(first)\n    runs", "rows do not travel by bundle"),
+    Mutant("schedule/bundles.py", "(np.right_shift(bits, bit) & 1)", "np.right_shift(bits, bit)",
+           "rows of a bundle count as often as a larger one's bit says"),
+    Mutant("schedule/bundles.py", "if bits < 0:", "if False:", "a shard travels in bundles' order"),
+    Mutant("schedule/bundles.py", "(rows * (part + 1) + turn)", "(rows * (part + 1))",
+           "rows between two parts are in none"),
+    Mutant("schedule/bundles.py", "max(_most(self.size) // parts, 1)", "_most(self.size)",
+           "parts have bits beyond the last"),
+    Mutant("masks/seen.py", "q.span.length + right)", "q.span.length + right - 1)",
+           "the newest key that is seen is not wanted"),
+    Mutant("masks/seen.py", "k.span.length + left)", "k.span.length + left - 1)",
+           "the last query that sees is not wanted"),
+    Mutant("masks/seen.py", "np.maximum(-right, 0)", "np.maximum(-right - 1, 0)",
+           "a query row that sees nothing is wanted"),
+    Mutant("masks/seen.py", "left + right >= 0", "left + right > 0",
+           "a band of one key is thought empty"),
+    Mutant("masks/seen.py", "whole = full | ~known", "whole = full",
+           "what is no band is read as one"),
+    Mutant("masks/seen.py", "mask.cuts(span).tolist()", "()", "spans are not cut at documents"),
+    Mutant("masks/seen.py", "firsts.append(first + low)", "firsts.append(first)",
+           "pieces forget where they begin"),
+    Mutant("schedule/demand.py", "-(-seen.stop // grain) * grain", "seen.stop // grain * grain",
+           "rows up to a step of the grain are lost"),
+    Mutant("schedule/demand.py", "seen.first // grain * grain", "seen.first",
+           "rows are told more finely than by the grain"),
+    Mutant("schedule/demand.py", "axis=0)[:-1] > 0", "axis=0)[:-1] > 1",
+           "rows are wanted only where two pieces of a mask want them"),
+    Mutant("schedule/demand.py", "query=owner, key=rank,", "query=rank, key=owner,",
+           "the query side computes kv pairs"),
+    # schedule: one rank's program
     Mutant("schedule/tables.py", "src // self.intra != dst // self.intra",
            "src % self.intra != dst % self.intra", "link classes are confused"),
-    Mutant("schedule/demand.py", "Pairs(rank, step, query=owner, key=rank)",
-           "Pairs(rank, step, query=rank, key=owner)", "the query side computes kv pairs"),
+    Mutant("schedule/program.py", "hop.land)\n    for pair", "hop.post)\n    for pair",
+           "a chunk is given up while it is in flight"),
+    Mutant("schedule/program.py", "pair.key_rows, step + 1)", "pair.key_rows, step)",
+           "keys are given up before they are computed with"),
+    Mutant("schedule/program.py", "pair.query_rows, step + 1)", "pair.query_rows, step)",
+           "queries are given up before they are computed with"),
+    Mutant("schedule/program.py", "max(last_use[part], until)", "until",
+           "the last use that is looked at decides"),
+    Mutant("schedule/program.py", "and c.rows & rows]", "and c.rows == rows]",
+           "a message of which a part is passed on is given up"),
+    Mutant("schedule/program.py", "(moved.src == rank) | (moved.dst == rank)", "moved.src == rank",
+           "nobody makes room for what is to come"),
     Mutant("schedule/program.py", "pairs[own] = max([tables.steps, *posted])\n        end",
            "pairs[own] = 0\n        end", "the own pair does not wait for the last gradient"),
+    Mutant("schedule/program.py", "end = max(end, pairs[own] + 1)", "end = pairs[own] + 1",
+           "a program ends before its last gradient lands"),
     # merge
     Mutant("kernels/online_softmax.py", 'lse.masked_fill(lse == float("-inf"), 0.0)', "lse",
            "rows that saw nothing turn into NaN"),
@@ -245,7 +337,7 @@ MUTANTS = [
     Mutant("schedule/topology.py",
            "return ring * self.ulysses + index", "return index * self.ulysses + ring",
            "ulysses groups are not where they were said to be"),
-    Mutant("schedule/rings.py", "for gradient in (False, True)", "for gradient in (False,)",
+    Mutant("schedule/rings.py", "for accumulated in (False, True)", "for accumulated in (False,)",
            "gradients have no communicator"),
     # agreement, cost, comm
     Mutant("comm/consensus.py", "if other.digests == first.digests:", "if True:",
@@ -318,7 +410,9 @@ def run_tests(mutant, folder):
     with open(folder / "log", "w") as log, redirect_stdout(log), redirect_stderr(log):
         import pytest
 
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests_for(mutant)])
+        how = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        how += ["--hypothesis-profile", "mutants"]
+        status = pytest.main([*how, *tests_for(mutant)])
         used = Path(sys.modules["megatron_burst"].__file__)
         print(f"tested {used}")
     os._exit(SURVIVED + int(status) if folder in used.parents else 1)

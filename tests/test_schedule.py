@@ -279,16 +279,16 @@ def test_nothing_is_sent_that_nobody_needs():
     assert sent == [[0], [1, 0], [2, 1, 0], []]
 
 
-def test_the_ring_turns_the_way_that_sends_fewer_bytes():
-    """Zigzag causal on four ranks of two rows: the second row of rank 0 is the last position, which
-    nobody else sees, and the first row of rank r is seen by all; towards lower ranks rank 3's two
-    rows go to nobody but rank 0, 1, 2's later pieces."""
+@pytest.mark.parametrize(
+    ("algorithm", "grid"), [("ring", Grid(1, 4)), ("burst", Grid(1, 4)), ("burst", Grid(4, 1))]
+)
+def test_the_ring_turns_the_way_that_sends_fewer_bytes(algorithm, grid):
+    """Causal zigzag on four ranks of two rows. The late key 7 - r of rank r is seen by the ranks
+    below r only: r hops downwards, 3 upwards. The early key r is seen by all, 3 hops either way."""
     shards = [[Span(rank, 1, 1), Span(7 - rank, 1, 1)] for rank in range(4)]
-    schedule = forward("ring", Grid(1, 4), wanted=wanted(Causal(), shards, shards))
+    schedule = forward(algorithm, grid, wanted=wanted(Causal(), shards, shards))
     moved = schedule.tables.transfers
     rows = schedule.tables.keys.rows_of(moved.owner, moved.rows)
-    # Key 7 - r is seen by the late queries of ranks below r. Downwards (3 to 2 to 1 to 0) it
-    # needs r hops; upwards it would go round: 3 each for r > 0. Early keys go 3 hops either way.
     assert set(((moved.src - moved.dst) % 4).tolist()) == {1}
     assert int(rows.sum()) == 4 * 3 + (0 + 1 + 2 + 3)
 
