@@ -97,10 +97,10 @@ def test_whole_chunks_are_one_bundle_that_all_want_who_want_some_of_it():
 
 
 def test_of_too_many_bundles_the_last_are_joined():
-    """Which few ranks want: these then want all of them."""
+    """Who wants some of them then wants all; but what nobody wants stays apart, if it can."""
     got = made(most=2)
-    assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0, 0, 1, 1, 0, 1], [], [0, 0, 1]]
-    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 1, 0]]
+    assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0, 0, 0, 1, 0, 1], [], [0, 0, 0]]
+    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 0]]
     one = made(most=1)
     assert [x.tolist() for x in table_of(one, (6, 0, 3))] == [[0] * 6, [], [0] * 3]
     assert one.wanted.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]
@@ -143,31 +143,37 @@ def test_everything_is_one_bundle_of_each_owner():
 # --- what a mask makes ranks want -------------------------------------------------------------
 
 
-def listed(seen):
-    return sorted(zip(*(column.tolist() for column in seen), strict=True))
+def of_others(seen):
+    """{(owner, another rank): the rows it has to do with}."""
+    found = {}
+    lines = [(piece, rank, seen.first[piece], seen.stop[piece])
+             for piece, rank in np.argwhere(seen.whole)]  # fmt: skip
+    lines += zip(*seen.parts, strict=True)
+    for piece, rank, first, stop in lines:
+        assert seen.first[piece] <= first < stop <= seen.stop[piece]
+        rows = found.setdefault((int(seen.owner[piece]), int(rank)), set())
+        rows.update(range(first, stop))
+    return {who: rows for who, rows in found.items() if who[0] != who[1]}
 
 
 def test_rows_seen_by_hand():
     """A window of two before on two ranks of four rows: rank 1's first two queries see rank 0's
     last two keys. Causal zigzag: rank 0 has positions 0 and 3, rank 1 has 1 and 2."""
     queries, keys = rows_seen(Window(2, 0), *([[Span(0, 1, 4)], [Span(4, 1, 4)]],) * 2)
-    assert listed(queries) == [(0, 0, 0, 4), (1, 0, 0, 2), (1, 1, 0, 4)]
-    assert listed(keys) == [(0, 0, 0, 4), (0, 1, 2, 4), (1, 1, 0, 4)]
+    assert of_others(queries) == {(1, 0): {0, 1}}
+    assert of_others(keys) == {(0, 1): {2, 3}}
     shards = [[Span(0, 1, 1), Span(3, 1, 1)], [Span(1, 1, 1), Span(2, 1, 1)]]
     queries, keys = rows_seen(Causal(), shards, shards)
-    others = [line for line in listed(keys) if line[0] != line[1]]
-    assert others == [(0, 1, 0, 1), (0, 1, 0, 1), (1, 0, 0, 1), (1, 0, 1, 2)]
-    others = [line for line in listed(queries) if line[0] != line[1]]
-    assert others == [(0, 1, 1, 2), (0, 1, 1, 2), (1, 0, 0, 1), (1, 0, 1, 2)]
+    assert of_others(keys) == {(0, 1): {0}, (1, 0): {0, 1}}
+    assert of_others(queries) == {(0, 1): {1}, (1, 0): {0, 1}}
 
 
-def test_what_is_no_band_is_cut_where_the_description_changes():
+def test_spans_are_cut_where_the_description_changes():
     """Documents of three and five positions: the cut is where the second begins."""
     shards = [[Span(0, 1, 4)], [Span(4, 1, 4)]]
     queries, keys = rows_seen(Documents([0, 3, 8]), shards, shards)
-    assert (0, 1, 3, 4) in listed(keys)
-    assert (0, 1, 3, 4) in listed(queries)
-    assert not [line for line in listed(keys) if line[:2] == (0, 1) and line[2] < 3]
+    assert of_others(keys) == {(0, 1): {3}, (1, 0): {0, 1, 2, 3}}
+    assert of_others(queries) == of_others(keys)
 
 
 def test_shards_without_rows():
