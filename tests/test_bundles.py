@@ -1,5 +1,7 @@
 """Bundles of rows, and which rows a mask makes ranks want: by hand, and against dense masks."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from tables_oracle import dense
 from megatron_burst import layout
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Full, Window
+from megatron_burst.masks import seen as seen_module
 from megatron_burst.masks.seen import rows_seen
 from megatron_burst.schedule import bundles as module
 from megatron_burst.schedule.bundles import bundled, spans_of
@@ -200,9 +203,11 @@ def rows_on(world):
 
 
 @settings(max_examples=80)
-@given(worlds(GRIDS))
-def test_what_is_wanted_is_all_that_is_seen(world):
-    got = wanted(world.mask, world.shards, world.shards)
+@given(worlds(GRIDS), st.sampled_from((seen_module.PAIRS, 3)))
+def test_what_is_wanted_is_all_that_is_seen(world, pairs):
+    """Also where so many pairs of pieces would have to be looked at that blocks are joined."""
+    with mock.patch.object(seen_module, "PAIRS", pairs):
+        got = wanted(world.mask, world.shards, world.shards)
     queries, keys, visible = asked_by(world)
     rows = rows_on(world)
     for bundles, seen in ((got.queries, queries), (got.keys, keys)):
