@@ -62,12 +62,22 @@ class Bundles:
 
     def bits(self, which: np.ndarray) -> np.ndarray:
         """int64 [G, ...]: of each owner's bundles, the set of those in `which`, bool [n, ...]."""
-        found = np.zeros((self.size, *which.shape[1:]), dtype=np.int64)
-        if len(self.owner):
-            numbers = self.number.reshape(-1, *(1,) * (which.ndim - 1))
-            owners, first = np.unique(self.owner, return_index=True)
-            found[owners] = np.bitwise_or.reduceat(np.left_shift(which.astype(np.int64), numbers),
-                                                   first, axis=0)  # fmt: skip
+        return self._bits(which).astype(np.int64)
+
+    def sets(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`bits(which)` without the empty sets: flat indices and sets, int64."""
+        bits = self._bits(which).reshape(-1)
+        at = np.flatnonzero(bits)
+        return at, bits[at].astype(np.int64)
+
+    def _bits(self, which: np.ndarray) -> np.ndarray:
+        """`bits(which)` in few bytes where an owner has few bundles: tables are large."""
+        most = int(self.number.max(initial=0))
+        number = np.min_scalar_type(1 << most)
+        found = np.zeros((self.size, *which.shape[1:]), dtype=number)
+        for bit in range(most + 1):
+            these = np.flatnonzero(self.number == bit)
+            found[self.owner[these]] |= which[these].astype(number) << number.type(bit)
         return found
 
     def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:

@@ -99,7 +99,7 @@ class Demand:
         self, rank: np.ndarray, step: np.ndarray, owner: np.ndarray, rows: np.ndarray
     ) -> Pairs:
         """`rank` computes with these rows of the travelling chunk of `owner` at `step`."""
-        whole = np.full_like(rows, ALL)
+        whole = np.broadcast_to(np.int64(ALL), rows.shape)
         if self.side == "kv":
             return Pairs(rank, step, query=rank, key=owner, query_rows=whole, key_rows=rows)
         return Pairs(rank, step, query=owner, key=rank, query_rows=rows, key_rows=whole)

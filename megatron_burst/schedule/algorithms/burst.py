@@ -14,8 +14,6 @@ rank of the node.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 
 from ..demand import Demand
@@ -34,11 +32,7 @@ def two_level(
 
     within: whose communicator carries the inner rings. blocks: do gradients land where posted?
     """
-    # Which way the inner rings turn changes nothing for the outer ones, nor they for the inner.
-    ahead, back = (_Path(demand, rings, way, way) for way in (1, -1))
-    outer = min(ahead, back, key=lambda path: path.bytes_between).outer_way
-    inner = min(ahead, back, key=lambda path: path.bytes_within).inner_way
-    path = ahead if outer == inner == 1 else _Path(demand, rings, outer, inner)
+    path = _Path(demand, rings)
     parts = [path.within(within, gradient=False, blocks=False)]
     parts += [path.between(gradient=False, blocks=False)]
     if demand.gradients:
@@ -54,63 +48,78 @@ class _Path:
     """Where every bundle is at every step: arrays [bundle, outer, inner], and with each owner's
     bundles as a bit set [owner, outer, inner].
 
-    outer_way, inner_way: 1 where chunks go to the next node and rank, -1 to the one before.
+    Rings go round the way that sends fewer bytes: to the next rank or node, or to the one before.
     """
 
-    def __init__(self, demand: Demand, rings: Grid, outer_way: int, inner_way: int):
+    def __init__(self, demand: Demand, rings: Grid):
         nodes, width = rings
         self.demand, self.rings = demand, rings
-        self.outer_way, self.inner_way = outer_way, inner_way
         self.bundles = bundles = demand.travelling
         owner, outer, inner = (x.astype(np.int32) for x in np.ogrid[: rings.size, :nodes, :width])
-        node, member = owner // width + outer_way * outer, owner % width + inner_way * inner
-        self.here = node % nodes * width + member % width
-        here = self.here[bundles.owner]
-        self.wanted = np.take_along_axis(
-            bundles.wanted, here.reshape(len(here), -1), axis=1
-        ).reshape(here.shape)
+        node, member = (owner // width + outer) % nodes, (owner % width + inner) % width
+        self.here = node * width + member
+        # Twice round in both directions: who is how far ahead of its owner is then a window of it.
+        twice = np.tile(bundles.wanted.reshape(-1, nodes, width), (1, 2, 2))
+        windows = np.lib.stride_tricks.sliding_window_view(twice, (nodes, width), axis=(1, 2))
+        at = np.arange(len(bundles.owner)), *np.divmod(bundles.owner, width)
+        self.wanted = windows[at]
         # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
         self.from_forward = outer * width + inner >= rings.size - demand.kept
+        self.hops = {axis: self._hops(axis) for axis in (1, 2)}
+        # Which way the inner rings turn changes nothing for the outer ones, nor they for the inner.
+        for axis in (1, 2):
+            self._choose_way(axis)
 
-    @cached_property
-    def moves_within(self) -> np.ndarray:
-        """Which bundles go on within a node after a step? While a rank further along wants them."""
-        return _later(self.wanted & ~self.from_forward, axis=2)
-
-    @cached_property
-    def moves_between(self) -> np.ndarray:
-        """Which go on to the next node? bool [bundle, outer]."""
-        return _later((self.wanted & ~self.from_forward).any(axis=2), axis=1)
-
-    @cached_property
-    def gradients_within(self) -> np.ndarray:
-        """Whose gradients go on within a node? From the first rank on that added to them.
+    def moves(self, axis: int, gradient: bool) -> np.ndarray:
+        """Which bundles, or their gradients, go on after a step, within nodes (axis 2) or between
+        them? bool [bundle, outer, inner] or [bundle, outer].
 
         Inner step 0 adds to the sum that this rank gathers for its node (at outer step 0: for
         itself), so it sends nothing within the node; the node's sum then crosses to the next one.
         """
-        moves = np.logical_or.accumulate(self.wanted[:, :, 1:], axis=2)
-        return _beside_false(moves, before=1)
+        hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
+        step = np.arange(length, dtype=hops.dtype)
+        return step >= length - hops if gradient else step < hops
 
-    @cached_property
-    def gradients_between(self) -> np.ndarray:
-        """Whose gradients go on to the next node? bool [bundle, outer]."""
-        moves = np.logical_or.accumulate(self.wanted[:, 1:].any(axis=2), axis=1)
-        return _beside_false(moves, before=1)
+    def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        """How many hops copies and gradients make along an axis: to the last rank, or node, that
+        wants them, and from the first on that adds to them."""
+        wanted = self.wanted
+        sent = wanted & ~self.from_forward if self.demand.kept else wanted
+        if axis == 1:
+            wanted = wanted.any(axis=2)
+            sent = sent.any(axis=2) if self.demand.kept else wanted
+        return _farthest(sent), _farthest(_turned(wanted, axis))
 
-    @property
-    def bytes_within(self) -> int:
-        """Of all hops within nodes."""
-        return self._bytes(self.moves_within, self.gradients_within)
+    def _choose_way(self, axis: int) -> None:
+        """Turn the rings along an axis if that sends fewer bytes."""
+        sizes, side, kept = self.demand.row_bytes, self.demand.side, self.demand.kept
+        each = getattr(sizes, side), getattr(sizes, "d" + side)
+        if self.rings[axis - 1] < 3 or (each[0] == each[1] and not kept):
+            return
+        before = self.here, self.wanted, self.hops
+        there = self._bytes(axis, each)
+        self.here, self.wanted = (_turned(x, axis) for x in before[:2])
+        if kept:
+            self.hops = {axis: self._hops(axis) for axis in (1, 2)}
+        else:
+            # Copies make the hops that gradients made the other way, and gradients those of copies.
+            other = self.hops[2] if axis == 2 else [_turned(x, 1) for x in self.hops[2]]
+            self.hops = {1: self.hops[1], 2: other} | {axis: self.hops[axis][::-1]}
+        if self._bytes(axis, each) >= there:
+            self.here, self.wanted, self.hops = before
 
-    @property
-    def bytes_between(self) -> int:
-        """Of all hops between nodes."""
-        return self._bytes(self.moves_between, self.gradients_between)
+    def _bytes(self, axis: int, each: tuple[int, int]) -> int:
+        """Of all hops along an axis, with so many bytes per row of a copy and of a gradient."""
+        total = 0
+        for size, hops in zip(each, self.hops[axis], strict=True):
+            of_bundle = hops.reshape(len(hops), -1).sum(axis=1, dtype=np.int64)
+            total += size * int(self.bundles.rows @ of_bundle)
+        return total
 
     def pairs(self) -> Pairs:
         """What is computed."""
-        owner, step, at, rows = self._entries(self.bundles.bits(self.wanted))
+        owner, step, at, rows = self._entries(self.wanted)
         own = np.flatnonzero(self.demand.visible.diagonal()).astype(np.int32)
         there = np.concatenate([own, self.here.reshape(-1)[at]])
         step = np.concatenate([np.zeros_like(own), step])
@@ -119,8 +128,7 @@ class _Path:
 
     def kept(self) -> Kept:
         """In the order of the steps."""
-        bits = self.bundles.bits(self.wanted & self.from_forward)
-        owner, step, at, rows = self._entries(bits)
+        owner, step, at, rows = self._entries(self.wanted & self.from_forward)
         order = np.argsort(step, kind="stable")
         return Kept(self.here.reshape(-1)[at][order], owner[order], rows[order])
 
@@ -132,8 +140,7 @@ class _Path:
         after the step, so it travels beside the next one, a step behind its chunk; when it lands,
         the receiver has its own part ready.
         """
-        moves = self.gradients_within if gradient else self.moves_within
-        owner, step, at, rows = self._entries(self.bundles.bits(moves))
+        owner, step, at, rows = self._entries(self.moves(2, gradient))
         src, dst = (x.reshape(-1)[at] for x in (self.here, np.roll(self.here, -1, axis=2)))
         post = step + gradient
         return self._transfers(owner, rows, src, dst, ring, gradient, post, post + (not blocks))
@@ -146,25 +153,18 @@ class _Path:
         the next outer step.
         """
         width, first = self.rings.intra, self.here[:, :, 0]
-        moves = self.gradients_between if gradient else self.moves_between
-        owner, outer, at, rows = self._entries(self.bundles.bits(moves))
+        owner, outer, at, rows = self._entries(self.moves(1, gradient))
         src, dst = (x.reshape(-1)[at] for x in (first, np.roll(first, -1, axis=1)))
         post = outer * width + (width + (width > 1) if gradient else 0)
         land = post + (0 if blocks else width)
         return self._transfers(owner, rows, src, dst, "inter", gradient, post, land)
 
-    def _bytes(self, moves: np.ndarray, gradients: np.ndarray) -> int:
-        each = self.demand.row_bytes, self.demand.side
-        copy, gradient = (getattr(each[0], "d" * d + each[1]) for d in (False, True))
-        rows = self.bundles.rows.reshape(-1, *(1,) * (moves.ndim - 1))
-        return int((rows * moves).sum() * copy + (rows * gradients).sum() * gradient)
-
-    def _entries(self, bits: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Of the sets [owner, ...] that are not empty: owner, index in the rest, index in all, and
-        the set."""
-        at = np.flatnonzero(bits)
-        owner, rest = np.divmod(at.astype(np.int32), bits[0].size)
-        return owner, rest, at, bits.reshape(-1)[at]
+    def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Of the sets [owner, ...] of bundles that are not empty: owner, index in the rest, index
+        in all, and the set."""
+        at, bits = self.bundles.sets(which)
+        owner = at.astype(np.int32) // which[0].size
+        return owner, at.astype(np.int32) - owner * which[0].size, at, bits
 
     def _transfers(self, owner, rows, src, dst, ring, gradient, post, land) -> Transfers:
         family, ring = self.demand.family(gradient), RINGS.index(ring)
@@ -172,12 +172,12 @@ class _Path:
         return Transfers(next(same), owner, rows, src, dst, next(same), post, land)
 
 
-def _later(wanted: np.ndarray, axis: int) -> np.ndarray:
-    """Is anything wanted at a later index of `axis`?"""
-    later = np.flip(np.logical_or.accumulate(np.flip(wanted, axis), axis), axis)
-    return _beside_false(np.delete(later, 0, axis), before=0)
+def _turned(x: np.ndarray, axis: int) -> np.ndarray:
+    """The same ring the other way round, from the same rank on."""
+    return np.roll(np.flip(x, axis), 1, axis)
 
 
-def _beside_false(moves: np.ndarray, before: int) -> np.ndarray:
-    """`moves` with one more False along its last axis: before the others, or behind them."""
-    return np.pad(moves, [(0, 0)] * (moves.ndim - 1) + [(before, 1 - before)])
+def _farthest(wanted: np.ndarray) -> np.ndarray:
+    """The last index of the last axis at which something is wanted, 0 if none is."""
+    length = wanted.shape[-1]
+    return (wanted * np.arange(length, dtype=np.min_scalar_type(-length - 1))).max(axis=-1)
