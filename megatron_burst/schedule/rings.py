@@ -39,12 +39,16 @@ class Schedule(Demand):
     def channels(self) -> list[tuple[str, bool]]:
         """What its hops may travel on, whatever the mask hides: (ring, carries partial results?).
 
-        As on the smallest grid with as many levels, which needs the same rings.
+        As on the smallest grid with as many levels, which needs the same rings, whichever side has
+        more bytes per row: an algorithm may choose by bytes what travels.
         """
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         small = replace(self, grid=grid, wanted=everything(grid.size), kept=0)
-        moved = small.tables.transfers
-        kinds = set(zip(moved.ring.tolist(), moved.accumulated.tolist(), strict=True))
+        kinds: set[tuple[int, bool]] = set()
+        for side in SIDES:
+            dear = self.row_bytes._replace(**{side: 100 * sum(self.row_bytes)})
+            moved = replace(small, row_bytes=dear).tables.transfers
+            kinds |= set(zip(moved.ring.tolist(), moved.accumulated.tolist(), strict=True))
         return [
             (ring, accumulated)
             for accumulated in (False, True)

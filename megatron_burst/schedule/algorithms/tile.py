@@ -19,7 +19,7 @@ import numpy as np
 
 from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import ALL, FAMILIES, RINGS, Grid, Kept, Pairs, Tables, Transfers, joined
+from ..tables import ALL, FAMILIES, RINGS, Kept, Pairs, Tables, Transfers, joined
 from .tile_shape import Shape, chosen, gathers_keys, wanted_by
 
 
@@ -32,19 +32,20 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
     if demand.kept:
         raise ValueError(f"kept: a tile keeps no keys from forward for backward, got {demand.kept}")
     shape = shape or chosen(demand, most)
-    order, grid = _order(shape, gathers_keys(demand.row_bytes)), demand.grid
-    wanted = demand.wanted
-    keys = _Family("kv", shape, wanted.keys, order.min(axis=(0, 1)), order.max(axis=(0, 1)))
-    queries = _Family("query", shape, wanted.queries, order.min(axis=(2, 3)), order.max(axis=(2, 3)))
+    order = _order(shape, gathers_keys(demand.row_bytes))
+    keys = _Family("kv", shape, demand.wanted.keys, order)
+    queries = _Family("query", shape, demand.wanted.queries, order)
     copies = _chained(np.concatenate([family.first[1:, 0] for family in (queries, keys)]))
     moves = [move for family in (queries, keys) for move in family.copies(copies)]
     partial = [(queries, "out"), (queries, "dquery"), (keys, "dkv")]
     partial = [(family, name) for family, name in partial if getattr(demand.row_bytes, name)]
-    sums = _returned([family.gathered[1:] for family, _ in partial], grid.size)
+    sums = _returned([family.gathered[1:] for family, _ in partial], demand.grid.size)
     moves += [move for family, name in partial for move in family.returns(name, sums)]
     none = Kept(*(np.zeros(0, dtype=np.int64) for _ in Kept._fields))
-    return Tables(grid.size, _pairs(demand, order, queries, keys), joined(*moves), none,
-                  wanted.queries, wanted.keys)  # fmt: skip
+    bundles = demand.wanted.queries, demand.wanted.keys
+    return Tables(
+        demand.grid.size, _pairs(demand, order, queries, keys), joined(*moves), none, *bundles
+    )
 
 
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
@@ -57,7 +58,7 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     family are done one after another, the own ones at last. So between nodes, and so within a
     rank's own node. Half of that node's pairs come before all others, and hide the first hops
     between nodes, the other half behind all others, and hide the last. The own pair is the first,
-    as in all algorithms; for head chunks that run behind others `program` makes it the last.
+    which no hop delays; for head chunks that run behind others `program` makes it the last.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape
@@ -107,10 +108,9 @@ class _Family:
     last: int [nodes, ranks], the steps of the first and last pair with such a chunk.
     """
 
-    def __init__(
-        self, name: str, shape: Shape, bundles: Bundles, first: np.ndarray, last: np.ndarray
-    ):
-        self.name, self.first, self.last = name, first, last
+    def __init__(self, name: str, shape: Shape, bundles: Bundles, order: np.ndarray):
+        others = (0, 1) if name == "kv" else (2, 3)
+        self.name, self.first, self.last = name, order.min(axis=others), order.max(axis=others)
         rank = np.arange(bundles.size, dtype=np.int32).reshape(-1, 1, 1)
         self.there, u, v = _moved(rank, shape, name, 1)
         self.back, *_ = _moved(rank, shape, name, -1)
@@ -139,7 +139,7 @@ class _Family:
         return self._hops(partial, (post, land), (self.last + 1, self.last + 2), home=True)
 
     def _hops(self, family: str, between, within, home: bool = False) -> list[Transfers]:
-        """between, within: where they are posted and where they land, [nodes] and [nodes, ranks]."""
+        """between, within: where they are posted and land, each [nodes] and [nodes, ranks]."""
         gate = self.there[:, :, 0]
         node = np.bitwise_or.reduce(self.rows, axis=2)
         node[:, 0] = 0

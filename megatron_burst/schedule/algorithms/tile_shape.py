@@ -116,9 +116,9 @@ def _bytes_between(demand: Demand, nodes: set[tuple[int, int]]) -> dict[tuple[in
         for keys, queries in nodes:
             grid = by_node.reshape(-1, keys, queries)
             if family == "kv":
-                wants, own = grid.any(axis=2), home // queries
+                wants, own = np.logical_or.reduce(grid, axis=2), home // queries
             else:
-                wants, own = grid.any(axis=1), home % queries
+                wants, own = np.logical_or.reduce(grid, axis=1), home % queries
             total[keys, queries] += each * _rows_elsewhere(bundles, wants, own)
     return total
 
@@ -161,7 +161,7 @@ def wanted_by(bundles: Bundles, shape: Shape, family: str) -> np.ndarray:
     by_node = bundles.wanted.reshape(-1, keys, queries, key_ranks * query_ranks)
     by_node = by_node.any(axis=2 if family == "kv" else 1)
     by_rank = by_node.reshape(*by_node.shape[:2], key_ranks, query_ranks)
-    return by_rank.any(axis=3 if family == "kv" else 2)
+    return np.logical_or.reduce(by_rank, axis=3 if family == "kv" else 2)
 
 
 def _divisors(number: int) -> list[int]:
