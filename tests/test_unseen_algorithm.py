@@ -1,0 +1,202 @@
+"""An algorithm that the package has not seen: a function and a name in the registry, no more.
+
+"detour" uses what tables can say and no algorithm of the package does all at once. Of queries of
+rank i and keys of rank j:
+
+- i = j: at home, first.
+- i = j + 1: the queries travel to the keys; a partial output (backward: dQ) goes back.
+- else: the keys travel in two parts by two routes, the first half of the rows straight to i, the
+  second by way of rank j + 1, which has no use for it itself. Both are computed with in one pair,
+  and their gradients go home by the same routes.
+"""
+
+from functools import reduce
+from operator import or_
+
+import cases
+import numpy as np
+import oracle
+import pytest
+import torch
+from tables_oracle import act_out, dense
+
+import megatron_burst as mb
+from megatron_burst.autotune.rates import Rates
+from megatron_burst.autotune.simulator import pass_time
+from megatron_burst.cli import main as cli
+from megatron_burst.schedule.algorithms import ALGORITHMS
+from megatron_burst.schedule.demand import RowBytes, wanted
+from megatron_burst.schedule.rings import backward, forward
+from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Kept, Pairs, Tables, Transfers
+
+FORWARD, BACKWARD = RowBytes(kv=2, query=1, dkv=0, dquery=0, out=3), RowBytes(2, 4, 4, 2)
+
+
+def detour(demand):
+    size, queries = demand.grid.size, demand.wanted.queries
+    keys = demand.wanted.keys.split(2)
+    first = keys.number % 2 == 0
+    straight, relayed = (keys.bits(keys.wanted & half[:, None]) for half in (first, ~first))
+    asked = queries.bits(queries.wanted)  # [owner, rank]: of the owner's rows, those the rank wants
+    pairs, moved = [], []
+
+    def send(family, owner, rows, src, dst, post, land):
+        if rows and getattr(demand.row_bytes, family):
+            moved.append((FAMILIES.index(family), owner, int(rows), src, dst, 0, post, land))
+
+    for j in range(size):
+        relay, users = (j + 1) % size, [((j + t) % size, t) for t in range(2, size)]
+        if demand.visible[j, j]:
+            pairs.append((j, 0, j, j, ALL, ALL))
+        if size > 1 and asked[relay, j]:
+            rows = int(asked[relay, j])
+            send("query", relay, rows, relay, j, 0, 1)
+            pairs.append((j, 1, relay, j, rows, ALL))
+            for family in ("out", "dquery"):
+                send(family, relay, rows, j, relay, 2, 3)
+        through = reduce(or_, (relayed[j, i] for i, _ in users), 0)
+        send("kv", j, through, j, relay, 0, 1)
+        for i, t in users:
+            send("kv", j, straight[j, i], j, i, 0, t)
+            send("kv", j, relayed[j, i], relay, i, 1, t)
+            rows = int(straight[j, i] | relayed[j, i])
+            if rows:
+                pairs.append((i, t, i, j, ALL, rows))
+            send("dkv", j, straight[j, i], i, j, t + 1, t + 2)
+            send("dkv", j, relayed[j, i], i, relay, t + 1, t + 2)
+        send("dkv", j, through, relay, j, size + 1, size + 2)
+
+    def columns(rows, kind):
+        return kind(*np.array(rows, dtype=np.int64).reshape(-1, len(kind._fields)).T)
+
+    tables = columns(pairs, Pairs), columns(moved, Transfers), columns([], Kept)
+    return Tables(size, *tables, queries, keys)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "detour", detour)
+
+
+# --- by the rules ---------------------------------------------------------------------------
+
+GRIDS = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (4, 2)]
+MASKS = {"full": mb.masks.Full(), "causal": mb.masks.Causal(), "window": mb.masks.Window(5, 0)}
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_its_tables_are_right(grid, mask, layout):
+    grid, mask = Grid(*grid), MASKS[mask]
+    spans = mb.layout.make(layout, cp_size=grid.size)
+    shards = [spans.spans(rank, 6 * grid.size) for rank in range(grid.size)]
+    asked, seen = wanted(mask, shards, shards), dense(mask, shards)
+    there = forward("detour", grid, wanted=asked, row_bytes=FORWARD)
+    back = backward("detour", grid, "kv", wanted=asked, row_bytes=BACKWARD)
+    for schedule in (there, back):
+        act_out(schedule, grid, seen)
+
+
+def test_it_has_what_it_is_to_prove():
+    """A relay that computes nothing with what it relays, parts, and both partial families."""
+    tables = forward("detour", Grid(1, 4)).tables
+    assert "out" in {FAMILIES[family] for family in tables.transfers.family}
+    asked = wanted(mb.masks.Full(), *[[[mb.layout.Span(4 * r, 1, 4)] for r in range(4)]] * 2)
+    moved = backward("detour", Grid(1, 4), "kv", wanted=asked).tables.transfers
+    parts = [
+        (h.src, h.post) for h in moved.hops(Grid(1, 4)) if h.dst == 2 and h.chunk[:2] == ("kv", 0)
+    ]
+    assert parts == [(0, 0), (1, 1)]
+    families = {FAMILIES[family] for family in moved.family}
+    assert families == {"kv", "query", "dkv", "dquery"}
+
+
+# --- through attention ----------------------------------------------------------------------
+
+
+def case(grid, layout, mask, heads=(4, 2)):
+    length = 6 * grid[0] * grid[1]
+    problem = cases.Problem(mask, heads, 2, (5, 3), length)
+    return cases.Case(*grid, "detour", layout, "auto", "reference", problem)
+
+
+def bytes_by_hand(rank, size, rows=6, batch=2, heads=4, kv_heads=2, d=5, w=3):
+    """What `rank` sends in one forward and one backward where all see everything, in float64.
+
+    As owner, as relay and as user of keys; as owner of queries; as the one who computes with them.
+    """
+    kv, query, out = (8 * batch * n for n in (kv_heads * (d + w), heads * d, heads * w))
+    stat = 8 * batch * heads
+    second = rows // 2  # all rows have one reader more or less: one bundle, in two halves
+    keys = (rows - second) * (size - 2) + second + second * (size - 2)
+    gradients = rows * (size - 2) + second
+    forward = keys * kv + rows * query + rows * (out + stat)
+    backward = keys * kv + gradients * kv + rows * (query + out + 2 * stat) + rows * query
+    return forward + backward
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("grid", [(1, 2), (1, 3), (2, 2), (1, 6)])
+def test_attention_runs_it(grid, layout, mask):
+    one = case(grid, layout, mask)
+    *qkv, douts = zip(*cases.shards(one, cases.solve(one.problem)[0]), strict=True)
+    leaves = [x.requires_grad_() for xs in qkv for x in xs]
+    groups = mb.Groups.in_process(inter=grid[0], intra=grid[1])
+    plan = mb.prepare(*map(list, qkv), groups=groups, **cases.choices(one))
+    outs = mb.attention(*map(list, qkv), plan=plan)
+    grads = torch.autograd.grad(outs, leaves, douts)
+    size = one.size
+    results = zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True)
+    truth = cases.shards(one, cases.solve(one.problem)[1])
+    for rank, (got, right) in enumerate(zip(results, truth, strict=True)):
+        for name, mine, wanted_ in zip(("out", "dq", "dk", "dv"), got, right, strict=True):
+            assert oracle.worst(mine, wanted_) <= cases.TOLERANCE, f"rank {rank}: {name}"
+        counters = groups.ranks[rank].counters
+        there, back = plan.ranks[rank].traffic()
+        assert (counters.intra, counters.inter) == ((there + back).intra, (there + back).inter)
+        if mask == "full" and size > 2:
+            assert counters.intra + counters.inter == bytes_by_hand(rank, size)
+
+
+def test_an_unknown_name_is_refused_with_the_names_of_now():
+    one = case((1, 2), "zigzag", "full")
+    with pytest.raises(ValueError, match=r"algorithm must be one of burst, .*detour, .*got 'tour'"):
+        cases.run_in_process(one._replace(algorithm="tour"))
+
+
+# --- forecast and show ----------------------------------------------------------------------
+
+
+def sizes(rows, heads=4, kv_heads=2, d=5, w=3):
+    from megatron_burst.schedule.cost import Sizes
+
+    return Sizes(rows, 2, heads, kv_heads, d, w, 8, 8, 8, (True, True, True))
+
+
+def test_the_forecast_times_it():
+    """Of three ranks that see everything, by hand: nothing is computed, messages cost their bytes.
+
+    Each rank sends, of 6 rows of keys: 3 straight, 3 to the relay and 3 as relay.
+    """
+    size = 3
+    asked = wanted(mb.masks.Full(), *[[[mb.layout.Span(6 * r, 1, 6)] for r in range(size)]] * 2)
+    have = sizes(6)
+    there = forward("detour", Grid(1, size), wanted=asked, row_bytes=have.forward)
+    rates = Rates(intra=1e6, inter=1e6, latency=0.0, posting=0.0, compute=1.0, launch=0.0)
+    found = pass_time(there, have, np.zeros((size, size)), rates)
+    row = have.forward
+    assert found.intra == pytest.approx((9 * row.kv + 6 * row.query + 6 * row.out) / 1e6)
+    assert found.seconds >= found.intra
+
+
+def test_show_draws_it(capsys):
+    words = "show schedule --algorithm detour --ranks 4 --mask full"
+    assert cli.main(words.split()) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("detour, forward, 4 ranks")
+    of_rank_1 = text[text.index(" rank 1 ") : text.index(" rank 2 ")]
+    for sent in ("q1→0", "k1→2", "k1→3", "k1→0", "o2→2", "k0→2", "k0→3"):  # k0: as relay
+        assert sent in of_rank_1
+    assert "k2→" not in of_rank_1
