@@ -130,36 +130,35 @@ def expected_bytes(case, rank, wire=None):
 
 
 def _cheapest(case, side, row):
+    """`cheapest` of one pass of a case."""
+    problem = case.problem
+    users = users_of_rows(case.size, case.layout, problem.mask, problem.length, side)
+    return cheapest(case.algorithm, (case.nodes, case.per_node), users, row)
+
+
+def cheapest(algorithm, grid, users, row):
     """For every rank {link: bytes} of one pass, by the route that sends least over all ranks.
 
-    row: bytes of one row, of activations and of gradients.
+    users: as of `oracle.row_hops`. row: bytes of one row, of activations and of gradients.
     """
-    grid, problem = (case.nodes, case.per_node), case.problem
 
     def sent(algorithm, ways=(1, 1)):
-        found = _rows_sent(algorithm, grid, ways, side, case.layout, problem.mask, problem.length)
         return [
             {link: there[link] * row[0] + back[link] * row[1] for link in there}
-            for there, back in found
+            for there, back in oracle.row_hops(algorithm, *grid, users, ways)
         ]
 
     def total(route, links):
         return [sum(rank[link] for rank in route) for link in links]
 
-    name = case.algorithm
     # On one flat ring all hops decide, on two levels each level by its own.
-    links = [["inter"], ["intra"]] if name != "ring" else [["inter", "intra"]] * 2
-    outer, inner = (
-        min((1, -1), key=lambda way, on=on: sum(total(sent(name, (way, way)), on))) for on in links
-    )
-    routes = sent(name, (outer, inner)), sent("direct")
+    links = [["inter"], ["intra"]] if algorithm != "ring" else [["inter", "intra"]] * 2
+    ways = [
+        min((1, -1), key=lambda way, on=on: sum(total(sent(algorithm, (way, way)), on)))
+        for on in links
+    ]
+    routes = sent(algorithm, ways), sent("direct")
     return min(routes, key=lambda route: total(route, ("inter", "intra")))
-
-
-@cache
-def _rows_sent(algorithm, grid, ways, side, layout, mask, length):
-    users = users_of_rows(math.prod(grid), layout, mask, length, side)
-    return oracle.row_hops(algorithm, *grid, users, ways)
 
 
 @cache

@@ -158,7 +158,7 @@ class Call:
         """(forward, backward) of all ranks, with something visible."""
         jobs = [plan.job for plan in self.plan.ranks]
         return [
-            sum(b.pair in run.works for run in runs for b in run.program)
+            sum(len(run.calls[pair]) for run in runs for b in run.program for pair in b.pairs)
             for runs in ([j.forward for j in jobs], [j.backward for j in jobs])
         ]
 

@@ -114,8 +114,8 @@ FROZEN = [needs for needs in product((True, False), repeat=3) if any(needs)]
 @pytest.mark.parametrize("needs", FROZEN, ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
 def test_frozen_inputs_get_no_gradient_and_send_none(kernel, needs, side):
-    case = HERE._replace(kernel=kernel, side=side)
-    c = call(case, needs)
+    problem = CAUSAL._replace(mask="full")  # every row travels to everyone
+    c = call(HERE._replace(kernel=kernel, side=side, problem=problem), needs)
     outs = attend(c)
     before = c.groups.counters.intra
     names = ["out", *(n for n, need in zip(NAMES[1:], needs, strict=True) if need)]

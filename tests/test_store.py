@@ -3,6 +3,7 @@
 import gc
 import sys
 import weakref
+from collections import Counter
 from itertools import product
 
 import cases
@@ -145,9 +146,17 @@ def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
     """Striped: each rank recomputes the queries, and sends the keys, of the first (1 - f) S."""
     groups = mb.Groups.in_process(inter=2, intra=2)
     sent, held, plan = sent_again(groups, "striped", keep, masks.Causal(), algorithm)
-    rows = LENGTH // 4
-    hops = 3  # every rank passes on, or sends, as many chunks as there are other ranks
-    assert sent == hops * round((1 - keep) * rows) * (8 + 8) * 2
+    rows, first = LENGTH // 4, round((1 - keep) * LENGTH)
+    # Striped: rank r has the positions r, r + 4, ...; later ranks see all of them that are there.
+    users = [
+        Counter(
+            frozenset(r for r in range(4) if any(q >= key for q in range(r, first, 4)))
+            for key in range(owner, first, 4)
+        )
+        for owner in range(4)
+    ]
+    name = "direct" if algorithm == "all_gather" else algorithm
+    assert sent == sum(cases.cheapest(name, (2, 2), users, ((8 + 8) * 2, 0))[0].values())
     kept = round(keep * rows)
     assert plan.store_bytes == kept * 2 * (2 * 8 + 4)  # out in bf16, lse in fp32, two heads
     assert held == 4 * plan.store_bytes  # all four ranks are in this process
@@ -155,8 +164,9 @@ def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
     pairs = sum(
         tile.tile.visible
         for one in plan.ranks
-        for work in one.recompute.run.run.works.values()
-        for tile in work
+        for calls in one.recompute.run.run.calls.values()
+        for call in calls
+        for tile in call.work
     )
     first = round((1 - keep) * LENGTH)
     assert pairs == first * (first + 1) // 2

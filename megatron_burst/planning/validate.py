@@ -22,7 +22,7 @@ from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
 from ..options import SIDES, AttentionOptions, algorithms
-from ..schedule.algorithms import KEEPS_NONE
+from ..schedule.algorithms import KEEP_NONE
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
@@ -207,7 +207,7 @@ def _check_numbers(options: AttentionOptions) -> None:
         raise ValueError(
             f"kv_cache keeps keys for side kv, got side='query' with kv_cache={options.kv_cache}"
         )
-    if options.kv_cache and options.algorithm in KEEPS_NONE:
+    if options.kv_cache and options.algorithm in KEEP_NONE:
         raise ValueError(
             f"kv_cache={options.kv_cache} keeps keys that a rank needs again in backward, which "
             f"with algorithm={options.algorithm!r} are others; leave it 0, or take 'burst'"
