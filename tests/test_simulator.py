@@ -432,12 +432,19 @@ def test_one_node_has_one_ring():
 
 
 def test_slow_links_between_nodes_are_crossed_once():
+    """On two nodes a tile sends as much between them as burst, and less within."""
     choice = chosen(given_rates=Rates(400e6 / 8, 100e6 / 8, compute=12e9), heads=3)
-    assert (choice.taken.algorithm, choice.taken.side) == ("burst", "query")
+    options = choice.taken, *choice.others
+    by = {(option.algorithm, option.side): option for option in reversed(options)}
+    ring, burst, tile = by["ring", "query"], by["burst", "query"], by["tile", "kv"]
+    assert choice.taken is tile
+    assert tile.seconds < burst.seconds < ring.seconds
+    assert tile.sent.inter == burst.sent.inter < ring.sent.inter
+    assert tile.sent.intra < burst.sent.intra
     assert choice.why.endswith("the link between nodes is the bottleneck")
     times = [option.seconds for option in choice.others]
     assert times == sorted(times)
-    rival = next(option for option in choice.others if option.algorithm != "burst")
+    rival = next(option for option in choice.others if option.algorithm != "tile")
     assert f"; {rival.name} {duration(rival.seconds)};" in choice.why
 
 
@@ -562,21 +569,21 @@ def test_auto_tries_what_is_registered(monkeypatch):
         found = on_grid(work, topology, SLOW, Fixed(side="kv", head_chunks=1))
         return Counter(option.algorithm for option in found)
 
-    assert {*tried()} == {"ring", "burst", "all_gather"}
-    for name in ("mine", "multicast", *NEVER_FASTEST):
-        monkeypatch.setitem(ALGORITHMS, name, all_gather.tables)
-    assert tried() == dict.fromkeys(("ring", "burst", "all_gather", "mine", "multicast"), 1)
+    everywhere = {"ring", "burst", "all_gather", "tile"}
+    assert tried() == dict.fromkeys({*everywhere, "multicast"}, 1)
+    monkeypatch.setitem(ALGORITHMS, "mine", all_gather.tables)
+    assert {*tried()} == {*everywhere, "multicast", "mine"} == {*ALGORITHMS} - {*NEVER_FASTEST}
     for grid in ((4, 4), (4, 1)):
-        assert {*tried(*grid)} == {"ring", "burst", "all_gather", "mine"}
-    assert {*tried(ulysses=2)} == {"ring", "hybrid", "mine", "multicast"} - {"multicast"}
+        assert {*tried(*grid)} == {*everywhere, "mine"}
+    # Of ranks that share heads, burst is called hybrid; two rings of one rank per node.
+    assert {*tried(ulysses=2)} == {"ring", "hybrid", "tile", "mine"}
 
 
-def test_what_does_not_fit_kept_keys_is_not_tried(monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "tile", all_gather.tables)
-    for kept, tried in ((0.0, {"kv": 4, "query": 3}), (0.5, {"kv": 3})):
+def test_what_does_not_fit_kept_keys_is_not_tried():
+    """A tile keeps none, and is the same for both sides."""
+    for kept, tried in ((0.0, {"kv": 5, "query": 4}), (0.5, {"kv": 4})):
         work = Workload(sizes(4, 4), masks.Causal(), layout.make("zigzag", cp_size=4), kept)
         found = on_grid(work, Topology(4, 2), SLOW, Fixed(head_chunks=1))
-        # A tile is the same for both sides.
         assert Counter(option.side for option in found) == tried
 
 
