@@ -26,7 +26,7 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
-    "every", "simulator", "tile_grid", "bundles", "tables_oracle",
+    "every", "simulator", "tile_grid", "bundles", "tables_oracle", "two_way",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -38,7 +38,8 @@ NEAR = {
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
     "comm/consensus": "consensus", "kernels/online_softmax": "merge",
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
-    "schedule/demand": "bundles",
+    "schedule/demand": "bundles", "schedule/algorithms/two_way": "two_way",
+    "schedule/algorithms/token_ring": "two_way",
 }  # fmt: skip
 SECONDS = ("layout", "tiles", "schedule", "consensus", "cost", "bundles")  # tests that take seconds
 
@@ -214,6 +215,12 @@ MUTANTS = [
            "queries go one hop too far"),
     Mutant("schedule/algorithms/token_ring.py", "if forward or demand.gradients:",
            "if demand.gradients:", "partial outputs stay where they are"),
+    Mutant(_TWO_WAY, "goes[2 * ahead <= back] = WAYS[0]", "goes[2 * ahead <= back] = WAYS[1]",
+           "rows that the next rank alone sees go all the way round"),
+    Mutant(_TWO_WAY, "np.logical_or.accumulate(self.wanted, axis=1)", "self.wanted",
+           "a gradient stops where nobody adds to it"),
+    Mutant("schedule/algorithms/token_ring.py", "if demand.kept:", "if False:",
+           "keys are kept that never came"),
     # schedule: what is wanted
     Mutant("schedule/bundles.py", "wanted[np.arange(len(owner)), owner] = False", "pass",
            "owners are sent their own rows"),

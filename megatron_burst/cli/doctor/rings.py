@@ -19,6 +19,7 @@ import megatron_burst as mb
 
 from ...comm.communicators import memory_taken
 from ...comm.transport import Channel, Receive, Send
+from ...schedule.algorithms import ALGORITHMS
 from . import machine, report
 from .command import Command
 from .dense import dense
@@ -119,9 +120,9 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
 def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
     """Every algorithm and side that applies to these groups, compared with dense attention."""
     grids = dict(made)
-    ring, algorithms = grids["ring"], ["ring", "burst", "all_gather"]
-    if ring.topology.intra_size > 1 and ring.topology.inter_size > 1:
-        algorithms.append("double_ring")
+    ring, algorithms = grids["ring"], list(ALGORITHMS)
+    if 1 in (ring.topology.intra_size, ring.topology.inter_size):
+        algorithms.remove("double_ring")  # on one level the same as ring
     cases = [(a, side, ring) for a in algorithms for side in ("kv", "query")]
     cases += [(name, "kv", groups) for name, groups in made[1:]]
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
