@@ -6,6 +6,10 @@ columns have two levels here: a chunk crosses once to each node that wants it, t
 owner's index, which hands it on within the node. Partial results go back the same way, added up in
 the node before they cross.
 
+Loses to the rings where compute hides all that they send, since a tile's last partial results have
+no later pairs to hide behind, and on two nodes, or where few rows are seen, gains nothing between
+nodes: the cheapest tile is then a ring in what it sends. It holds more chunks than a ring.
+
 Decides the order of the pairs, the same for all ranks: `_order`. Everything else follows from it:
 a copy lands when its first pair is due and a partial result leaves after its last. Which grid is
 taken is decided in `tile_shape`.
