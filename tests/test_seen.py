@@ -239,7 +239,6 @@ def test_few_bundles_of_many_ranks(monkeypatch):
     got = [np.zeros((n, 4), dtype=bool) for n in rows]
     for of, first, n in zip(*found.runs, strict=True):
         got[found.owner[of]][first : first + n] = found.wanted[of]
-    assert sum(x.sum() for x in got) < 2 * sum(rows)  # of three ranks
     for owner, table in enumerate(sees(DOCUMENTS & Causal(), own, own)[1]):
         table[:, owner] = False
         assert not (table & ~got[owner]).any()

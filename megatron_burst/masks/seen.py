@@ -100,6 +100,7 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
             break
         # Where every rank has a piece of every block, rows are told by the larger blocks.
         breaks = breaks[1::2]
+    viewers = viewers._replace(exact=viewers.exact & _inside(queries.span, viewers, ranges))
     i, j, rows, columns = _bands(mask, queries, keys, viewers, *ranges.others())
     whole = ranges.whole, ranges.part
     by_row = np.lexsort((queries.first, queries.owner))
@@ -131,6 +132,17 @@ def _ranges(queries: Span, keys: Span, viewers: Viewers) -> _Ranges:
     return _Ranges(begin, whole, part, end)
 
 
+def _inside(queries: Span, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
+    """For which pieces of keys do all that may see some of it lie within first..last? At breaks
+    pieces are cut, so that some may reach over an edge only where breaks were left out."""
+    some = ranges.begin < ranges.end
+    begin, end = (x[some] for x in (ranges.begin, ranges.end))
+    inside = np.ones(len(some), dtype=bool)
+    inside[some] = queries.start[begin] >= viewers.first[some]
+    inside[some] &= np.maximum.accumulate(queries.last)[end - 1] <= viewers.last[some]
+    return inside
+
+
 def _bands(
     mask: Mask, queries: _Pieces, keys: _Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
@@ -144,15 +156,14 @@ def _bands(
         return np.clip(column, -far, far).astype(number)[pair]
 
     q, k = (Span(*(of(x, at) for x in y.span)) for y, at in ((queries, i), (keys, j)))
-    # A band in positions is one in rows where the strides are equal.
-    exact = viewers.exact[j] & (q.start >= of(viewers.first, j)) & (q.last <= of(viewers.last, j))
-    exact &= q.stride == k.stride
     left, right = of(viewers.left + keys.span.start, j), of(viewers.right - keys.span.start, j)
     stride = keys.span.stride
-    stride = stride[0] if (stride == stride[:1]).all() and len(stride) else k.stride
+    one = all((x.span.stride == stride[:1]).all() for x in (queries, keys)) and len(stride) > 0
+    stride = number(stride[0]) if one else k.stride
     left, right = (left - q.start) // stride, (right + q.start) // stride
-    rest = np.flatnonzero(~exact)
-    if len(rest):
+    # A band in positions is one in rows where the strides are equal.
+    if not one or not viewers.exact.all():
+        rest = np.flatnonzero((q.stride != k.stride) | ~viewers.exact[j])
         spans = (Span(*(x[rest].astype(np.int64) for x in span)) for span in (q, k))
         left[rest], right[rest] = (np.clip(x, -far, far) for x in _asked(mask, *spans))
     rows = np.maximum(-right, 0), np.minimum(q.length, k.length + left)
@@ -259,7 +270,9 @@ def counted(first: np.ndarray, count: np.ndarray) -> np.ndarray:
 def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
     """bool [n, G]: what is true in some of the rows first, ..., first + count - 1; count >= 1."""
     found = table[first]
-    for more in range(1, int(count.max(initial=1))):
-        which = np.flatnonzero(count > more)
+    order = np.argsort(-count, kind="stable")
+    longest = np.bincount(count[order])[::-1].cumsum()[::-1].tolist()  # how many count so many
+    for more, some in enumerate(longest[2:], 1):
+        which = order[:some]
         found[which] |= table[first[which] + more]
     return found

@@ -171,12 +171,8 @@ def bundled(
     bundle, number, start = _numbered(owner, wanted)
     most = most or _most(size)
     if number.max(initial=0) >= most:
-        # The last ones, which few ranks want, become one that all of these want; but rows that
-        # nobody wants stay apart.
-        joined = np.where(
-            wanted.any(axis=1), np.minimum(number, max(most - 2, 0))[bundle], most - 1
-        )
-        joined += owner * most
+        # The last ones, which few ranks want, become one that all of these want.
+        joined = owner * most + np.minimum(number, most - 1)[bundle]
         order = np.argsort(joined, kind="stable")
         _, begin, of, count = np.unique(
             joined[order], return_index=True, return_inverse=True, return_counts=True
@@ -199,13 +195,17 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
     words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
     # A hash brings equal patterns together; which are equal is then decided by the patterns.
     factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
-    order = np.lexsort(((words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64), owner))
+    hashes = (words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)
+    order = np.argsort(
+        hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), kind="stable"
+    )
     fresh = np.ones(len(owner), dtype=bool)
     fresh[1:] = (owner[order][1:] != owner[order][:-1]) | (
         words[order][1:] != words[order][:-1]
     ).any(axis=1)
     start = order[fresh]  # the first run of each: the sort is stable
-    place = np.lexsort((start, -np.count_nonzero(wanted[start], axis=1), owner[start]))
+    few = wanted.shape[1] - np.count_nonzero(wanted[start], axis=1)
+    place = np.argsort((owner[start] * (wanted.shape[1] + 1) + few) * len(owner) + start)
     numbers = np.empty_like(place)
     numbers[place] = np.arange(len(place))
     bundle = np.empty_like(order)
