@@ -311,15 +311,35 @@ def test_bundles_that_were_cut_are_the_same_rows():
 def test_two_by_two_by_hand():
     """Everything is seen. Rank 3 gets the keys of 1 on its rail and those of 0 from its peer 2."""
     tables = multicast(Grid(2, 2), wanted_of_all(4), "kv", FORWARD).tables
-    mine = (column[tables.pairs.rank == 3].tolist() for column in tables.pairs[1:4])
-    pairs = sorted(zip(*mine, strict=True))
-    assert pairs == [(0, 3, 3), (1, 3, 2), (2, 3, 1), (3, 3, 0)]
+    assert keys_of(tables, 3) == [3, 2, 1, 0]
     columns = tables.transfers.where(tables.transfers.dst == 3)
     hops = sorted(zip(columns.owner.tolist(), columns.src.tolist(), columns.ring.tolist(),
                       columns.post.tolist(), columns.land.tolist(), strict=True))  # fmt: skip
     intra, inter = RINGS.index("intra"), RINGS.index("inter")
-    assert hops == [(0, 2, intra, 2, 3), (1, 1, inter, 0, 2), (2, 2, intra, 0, 1)]
+    assert hops == [(0, 2, intra, 1, 3), (1, 1, inter, 0, 1), (2, 2, intra, 0, 1)]
     assert set(tables.transfers.family.tolist()) == {FAMILIES.index("kv")}
+
+
+def test_gradients_cross_while_the_rest_of_the_own_node_is_computed():
+    """Rank 3 of two by two computes with its node peer last; the sum of the rows of 1, of ranks 2
+    (their step 2) and 3, crosses before it has come home for that step."""
+    tables = multicast(Grid(2, 2), wanted_of_all(4), "kv", BACKWARD).tables
+    assert keys_of(tables, 3) == [3, 1, 0, 2]
+    moved = tables.transfers
+    hops = {
+        (src, dst, post, land)
+        for *_, src, dst, _, post, land in zip(
+            *(x[moved.accumulated & (moved.owner == 1)].tolist() for x in moved), strict=True
+        )
+    }
+    assert hops == {(0, 1, 4, 6), (2, 3, 3, 5), (3, 1, 5, 7)}
+
+
+def keys_of(tables, rank):
+    """The owners of the keys that a rank computes with, a step for each."""
+    step, key = (x[tables.pairs.rank == rank] for x in (tables.pairs.step, tables.pairs.key))
+    assert sorted(step.tolist()) == list(range(len(step)))
+    return key[np.argsort(step)].tolist()
 
 
 def wanted_of_all(size):
@@ -328,10 +348,11 @@ def wanted_of_all(size):
 
 
 @pytest.mark.parametrize(
-    ("grid", "copies"), [(Grid(1, 8), 2), (Grid(8, 1), 3), (Grid(4, 4), 4), (Grid(2, 8), 3)]
+    ("grid", "copies"), [(Grid(1, 8), 3), (Grid(8, 1), 3), (Grid(4, 4), 5), (Grid(2, 8), 4)]
 )
 def test_few_chunks_are_held_whatever_the_size_of_the_grid(grid, copies):
-    """With all seen: two to compute with, and two to pass on, of this turn and of the next."""
+    """With all seen: three to compute with, two of them on their way, and two to pass on, of this
+    turn and of the next."""
     schedule = multicast(grid, wanted_of_all(grid.size), "kv", BACKWARD)
     programs = [schedule.program(rank) for rank in range(grid.size)]
     play = act_out(schedule, grid, np.ones((grid.size,) * 2, dtype=bool), programs=programs)
@@ -339,11 +360,21 @@ def test_few_chunks_are_held_whatever_the_size_of_the_grid(grid, copies):
 
 
 def test_steps_are_even():
-    """With all seen: at every step, every rank receives from one rank of its node, and no rank
-    sends to two."""
+    """With all seen: at every step, every rank receives from one rank of its node and from one of
+    another, and no rank sends to two."""
     grid = Grid(4, 4)
-    moved = multicast(grid, wanted_of_all(16), "kv", FORWARD).tables.transfers
-    for post, intra in product(range(16), (False, True)):
-        some = (moved.post == post) & (moved.between(grid) != intra)
+    moved = multicast(grid, wanted_of_all(16)).tables.transfers
+    for land, between in product(range(17), (False, True)):
+        some = (moved.land == land) & (moved.between(grid) == between)
         for end in (moved.src, moved.dst):
-            assert np.bincount(end[some]).max(initial=0) <= 1
+            assert np.bincount(end[some], minlength=1).max() <= 1
+
+
+def test_a_hot_owner_of_a_single_node_hands_parts_to_its_peers():
+    """Eight ranks, all want what rank 0 has: its link carries two shards, not seven."""
+    grid, rows = Grid(1, 8), 64
+    shards = sharded("contiguous", grid.size, grid.size * rows)
+    asked = wanted(mb.masks.Prefix(rows), shards, shards)
+    sent, got = loads(multicast(grid, asked))[1]
+    assert got.tolist() == [0, *[rows] * 7]
+    assert sent.max() <= 2 * rows

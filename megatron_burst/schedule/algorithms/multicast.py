@@ -7,11 +7,13 @@ Gradients go the same way back: a node's are summed at its gateway before they c
 that is the least there is for a layout: each node's union of rows, once each way.
 
 A rank computes with its own chunk, then with those of its node, then with those of the other nodes
-in rotation, so that at any step all ranks receive from different ones. The ranks of a node turn to
-the next node together, a gateway needs to hold what it passes on no longer than that. Copies arrive
-for the step that computes with them, WITHIN steps after they were posted within a node and as many
-as a node has ranks between nodes: a rank holds or receives at most that many chunks for itself, and
-of those that it passes on the ones of two nodes. Gradients leave at the boundary after their step.
+in rotation, so that at any step all ranks receive from different ones. Where gradients travel, half
+of its node's chunks come last: while it computes with them, the gradients of the others' cross. The
+ranks of a node turn to the next node together: a gateway holds what it passes on no longer than
+that. Copies land for the step that needs them, and a hop is posted at most WITHIN steps earlier
+within a node, and as many as a node has ranks (at least 2) between nodes: so many steps ahead a
+rank holds or receives chunks for itself, and a gateway those that it passes on in this turn and in
+what begins so many steps later. Gradients leave at the boundary after their step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ..demand import Demand
 from ..rails import routes
 from ..tables import ALL, RINGS, Kept, Pairs, Tables, Transfers, joined
 
-WITHIN = 1  # steps that a hop within a node may take
+WITHIN = 2  # steps that a hop within a node may take
 NEVER = 1 << 30
 
 
@@ -108,20 +110,26 @@ class _Ways:
             here = after
 
     def _steps(self) -> np.ndarray:
-        """Nodes in rotation; within the turn of a node its ranks in rotation, without gaps."""
+        step = self._in_turn(self.demand.gradients)
+        # Not before the rows can be there: every hop ends at a boundary of its own.
+        hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
+        np.maximum.at(step, self.owner, np.where(self.use != 0, hops, 0).astype(np.int32))
+        return step
+
+    def _in_turn(self, halves: bool) -> np.ndarray:
+        """int32 [owner, rank]: nodes in rotation, the own one first, or half of it first and half
+        last; within the turn of a node its ranks in rotation, without gaps."""
         nodes, width = self.grid
-        node, member, turn, place = np.ogrid[:nodes, :width, :nodes, :width]
+        node, member, turn, place = np.ogrid[:nodes, :width, : nodes + 1, :width]
         owner = (node - turn) % nodes * width + (member - place) % width
         rank = np.broadcast_to(node * width + member, owner.shape)
-        used = self.demand.used(owner, rank)
+        first = place < (-(-width // 2) if halves else width)
+        used = self.demand.used(owner, rank) & np.where(turn % nodes, True, (turn > 0) != first)
         before = np.cumsum(used, axis=3, dtype=np.int32) - used
         length = used.sum(axis=3, dtype=np.int32).max(axis=1)
         begin = (np.cumsum(length, axis=1, dtype=np.int32) - length)[:, None, :, None]
         step = np.zeros((self.grid.size, self.grid.size), dtype=np.int32)
-        step[owner, rank] = np.where(used, begin + before, 0)
-        # Not before the rows can be there: every hop ends at a boundary of its own.
-        hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
-        np.maximum.at(step, self.owner, np.where(self.use != 0, hops, 0).astype(np.int32))
+        step[owner[used], rank[used]] = (begin + before)[used]
         return step
 
     def pairs(self) -> Pairs:
@@ -146,12 +154,12 @@ class _Ways:
 
     @cached_property
     def from_forward(self) -> np.ndarray:
-        """bool [ways, ranks]: did the rank keep the chunk? The last ones that it computes with."""
+        """bool [ways, ranks]: did the rank keep the chunk? The last ones that forward used."""
         size, kept = self.grid.size, self.demand.kept
         if not kept:
             return np.broadcast_to(np.False_, self.use.shape)
         others = self._by_owner(self.use) != 0
-        order = np.argsort(np.where(others, self.step, -1), axis=0, kind="stable")
+        order = np.argsort(np.where(others, self._in_turn(False), -1), axis=0, kind="stable")
         last = np.zeros_like(others)
         np.put_along_axis(last, order[max(0, size - kept) :], True, axis=0)
         return (others & last)[self.owner]
