@@ -80,7 +80,7 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
     wanted = bundles.wanted.reshape(-1, nodes, width).any(axis=2)
     wanted[np.arange(len(node)), node] = False
     rows, count = bundles.rows, wanted.sum(axis=1)
-    most = (rows @ wanted).max(initial=0) / width
+    most = (rows @ wanted.astype(float)).max(initial=0) / width  # float: BLAS
     # Copies of a node are one of each bundle and, as far as its rails have room, all of them.
     more = np.maximum(count - 1, 0)
     once, again = (np.bincount(node, rows * each, nodes) for each in (count > 0, more))
@@ -95,7 +95,7 @@ def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
     wanted = bundles.wanted.reshape(-1, *grid)
     home = wanted[np.arange(len(wanted)), bundles.owner // grid.intra].sum(axis=1)
     sent = np.bincount(bundles.owner, bundles.rows * home, grid.size)
-    got = bundles.rows @ bundles.wanted
+    got = bundles.rows @ bundles.wanted.astype(float)
     return (sent > HOT * got.max(initial=0))[bundles.owner]
 
 
