@@ -52,6 +52,7 @@ class Mutant(NamedTuple):
 
 
 _ALGORITHMS = "schedule/algorithms"
+_MULTICAST, _RAILS = f"{_ALGORITHMS}/multicast.py", "schedule/rails.py"
 _BURST, _DIRECT, _TWO_WAY = (f"{_ALGORITHMS}/{name}.py" for name in ("burst", "direct", "two_way"))
 
 MUTANTS = [
@@ -291,6 +292,29 @@ MUTANTS = [
            "pairs[own] = 0\n        end", "the own pair does not wait for the last gradient"),
     Mutant("schedule/program.py", "end = max(end, pairs[own] + 1)", "end = pairs[own] + 1",
            "a program ends before its last gradient lands"),
+    # multicast
+    Mutant(_MULTICAST, "self.use & ~arrives", "self.use",
+           "a kept row comes a second time with what a gate passes on"),
+    Mutant(_MULTICAST, "np.where(self.use != 0, hops, 0).astype(np.int32))", "0)",
+           "a rank computes before the rows can be there"),
+    Mutant(_MULTICAST, "step + 1 + WITHIN * self.peer", "step + 1",
+           "a node's sum leaves before its peers' parts have landed"),
+    Mutant(_MULTICAST, "done[way, node] + self.between)", "done[way, node])",
+           "a node's sum leaves before that of a node farther on has landed"),
+    Mutant(_MULTICAST, "step.reshape(-1)[hops.peers] + 1", "step.reshape(-1)[hops.peers]",
+           "a gradient leaves before its step"),
+    Mutant(_RAILS, "wanted[np.arange(len(node)), node] = False", "pass",
+           "a node gets its own rows from outside"),
+    Mutant(_RAILS, "busy |= (wanted & (got.T[index] > most)).any(axis=1)", "pass",
+           "rails that receive too much stay busy"),
+    Mutant(_RAILS, "key = np.where(second[some, None], nodes - 1 - key, key)", "pass",
+           "the same nodes pass on both halves"),
+    Mutant(_RAILS, "shares[at] += moved", "pass", "no rows leave a busy rail"),
+    Mutant(_RAILS, "back = number >= left[owner[of]]", "back = number < 0",
+           "an owner has more bundles than a set has bits"),
+    Mutant(_RAILS, "return (sent > HOT * got.max(initial=0))[bundles.owner]",
+           "return np.zeros(len(bundles.owner), dtype=bool)",
+           "a hot owner sends to all of its node itself"),
     # merge
     Mutant("kernels/online_softmax.py", 'lse.masked_fill(lse == float("-inf"), 0.0)', "lse",
            "rows that saw nothing turn into NaN"),

@@ -270,6 +270,21 @@ def test_rails_carry_no_more_than_they_must(monkeypatch):
     assert busiest(multicast(grid, asked))[0].max() > 9
 
 
+def test_a_rail_that_only_receives_too_much_is_relieved():
+    """Ranks 2 and 4, of two nodes, each send 64 rows to rank 0: no rail sends more than it must, and
+    half of what arrives comes on the other rail."""
+    grid, size, rows = Grid(3, 2), 6, 64
+    owner, first = np.divmod(np.arange(size * rows), rows)
+    wants = np.zeros((size * rows, size), dtype=bool)
+    wants[(owner == 2) | (owner == 4), 0] = True
+    keys = bundled(owner, first, np.ones(size * rows, dtype=int), wants)
+    visible = np.zeros((size, size), dtype=bool)
+    visible[0, [2, 4]] = True
+    got = loads(multicast(grid, Wanted(visible, keys, keys)))[0][1]
+    assert got.sum() == 2 * rows
+    assert got.max() <= 1.1 * rows
+
+
 def test_where_rails_are_even_everything_stays_on_its_own():
     """Nothing is cut and no hop is added where owners' rails carry alike."""
     grid = Grid(4, 4)
