@@ -271,8 +271,8 @@ def test_rails_carry_no_more_than_they_must(monkeypatch):
 
 
 def test_a_rail_that_only_receives_too_much_is_relieved():
-    """Ranks 2 and 4, of two nodes, each send 64 rows to rank 0: no rail sends more than it must, and
-    half of what arrives comes on the other rail."""
+    """Ranks 2 and 4, of two nodes, each send 64 rows to rank 0: no rail sends too much, and half of
+    what arrives comes on the other rail."""
     grid, size, rows = Grid(3, 2), 6, 64
     owner, first = np.divmod(np.arange(size * rows), rows)
     wants = np.zeros((size * rows, size), dtype=bool)
@@ -299,9 +299,10 @@ def test_where_rails_are_even_everything_stays_on_its_own():
 def test_bundles_that_were_cut_are_the_same_rows():
     """Each row is in one bundle, with the ranks that wanted it, and no owner has more than a bit
     set has bits."""
-    random, size, rows = np.random.default_rng(0), 16, 60
-    wants = random.random((size * rows, size)) < 0.5
-    wants[:rows] |= random.random(rows)[:, None] < 0.9  # rank 0 is hot
+    random, size, patterns, rows = np.random.default_rng(0), 16, 60, 60 * 8
+    wants = random.random((size * patterns, size)) < 0.05
+    wants[:patterns] = random.random((patterns, size)) < 0.9  # rank 0 is hot
+    wants = np.repeat(wants, 8, axis=0)
     owner, first = np.divmod(np.arange(size * rows), rows)
     before = bundled(owner, first, np.ones(size * rows, dtype=int), wants)
     after = rails.routes(before, Grid(4, 4)).bundles
