@@ -13,16 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.patches import Rectangle
 
 import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.cli import main as cli
 from megatron_burst.cli import show
-from megatron_burst.cli.show import colours, language
-from megatron_burst.cli.show.scene import Choices, MaskScene, Shards, schedule_scene
+from megatron_burst.cli.show import colours, language, timeline
+from megatron_burst.cli.show.choices import Choices, schedule_scene
+from megatron_burst.cli.show.passes import kind_of, share
+from megatron_burst.cli.show.scene import MaskScene, Shards
 from megatron_burst.layout import BlockStriped, DocumentZigzag, make
 from megatron_burst.schedule import cost
-from megatron_burst.schedule.algorithms import ALGORITHMS
+from megatron_burst.schedule.algorithms import ALGORITHMS, KEEP_NONE
 from megatron_burst.schedule.tables import Grid
 
 ROOT = Path(mb.__file__).parent.parent
@@ -196,12 +199,21 @@ def test_who_computes_what_by_hand():
     assert scene.steps.tolist() == [[0, 1], [1, 0]]
 
 
+def columns(plan):
+    """Of all its tables, and of the bundles that their rows are of."""
+    tables = plan.tables
+    bundles = [(b.owner, b.number, *b.runs) for b in (tables.queries, tables.keys)]
+    return [*tables.pairs, *tables.transfers, *tables.kept, *bundles[0], *bundles[1]]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mask", ["causal", "causal & window(5)", "documents([0, 9, 16, 32])"])
 @pytest.mark.parametrize(
     ("side", "kv_cache"), [("auto", 0.0), ("kv", 0.0), ("kv", 0.5), ("query", 0.0)]
 )
 def test_the_schedules_are_those_of_a_plan(algorithm, mask, side, kv_cache):
+    if algorithm in KEEP_NONE and kv_cache:
+        pytest.skip("backward finds no keys that forward kept")
     for layout in ("contiguous", "zigzag"):
         q, k = ([torch.empty(8, 1, h, 16, requires_grad=True) for _ in range(4)] for h in (8, 2))
         parts = shards(mask, layout)
@@ -214,28 +226,100 @@ def test_the_schedules_are_those_of_a_plan(algorithm, mask, side, kv_cache):
         choices = Choices(algorithm, True, side, "auto", kv_cache)
         backward = schedule_scene(parts, Grid(2, 2), plan.sizes, choices)
         for scene, schedule in zip((forward, backward), plan.schedules, strict=True):
-            assert scene.plan == schedule
-            assert (scene.plan.visible == schedule.visible).all()
+            assert (scene.plan.side, scene.plan.route) == (schedule.side, schedule.route)
+            assert scene.plan.row_bytes == schedule.row_bytes
+            for drawn, run in zip(columns(scene.plan), columns(schedule), strict=True):
+                np.testing.assert_array_equal(drawn, run)
 
 
-def test_totals_are_the_traffic_of_all_ranks_and_what_is_left_out():
+MASKS = ["causal", "causal & window(5)", "documents([0, 9, 16, 32]) & causal"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("side", ["kv", "query"])
+def test_totals_are_the_traffic_of_all_ranks(algorithm, mask, side):
+    for choices in (Choices(algorithm), Choices(algorithm, True, side)):
+        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, choices)
+        sent = [cost.traffic(scene.plan, rank, SIZES) for rank in range(4)]
+        for link in ("intra", "inter"):
+            assert sum(getattr(t, link) for t in sent) == sum(
+                total.bytes for (name, _), total in scene.totals.items() if name == link
+            )
+        assert sum(total.hops for total in scene.totals.values()) == sum(
+            len(list(scene.plan.sends(rank))) for rank in range(4)
+        )
+
+
+def test_totals_of_all_are_those_where_everything_is_visible():
     parts = shards("causal & window(5)", "contiguous")
     scene = schedule_scene(parts, Grid(2, 2), SIZES, Choices("burst", True, "kv"))
-    sent = [cost.traffic(scene.plan, rank, SIZES) for rank in range(4)]
-    totals = scene.totals
-    for link in ("intra", "inter"):
-        assert sum(getattr(t, link) for t in sent) == sum(
-            total.bytes for (name, _), total in totals.items() if name == link
-        )
-    counts = Counter((h.link, h.chunk.gradient) for r in range(4) for h in scene.plan.sends(r))
-    assert {kind: total.hops for kind, total in totals.items()} == counts
     everything = schedule_scene(
         shards("full", "contiguous"), Grid(2, 2), SIZES,
         Choices("burst", True, "kv", scene.plan.route),
     )  # fmt: skip
     assert {k: (t.hops, t.bytes) for k, t in everything.totals.items()} == {
-        k: (t.hops_of_all, t.bytes_of_all) for k, t in totals.items()
+        k: (t.hops_of_all, t.bytes_of_all) for k, t in scene.totals.items()
     }
+    kinds = Counter(kind_of(hop) for hop in [*scene.hops, *scene.left_out])
+    assert kinds == {kind: total.hops_of_all for kind, total in scene.totals.items()}
+
+
+def test_nothing_counts_as_left_out_where_the_ring_turns_the_other_way():
+    """Under zigzag and causal, rank 3's rows are seen by fewer ranks than rank 0's."""
+    scene = schedule_scene(shards(), Grid(1, 4), SIZES, Choices("ring", route="ring"))
+    (hop,) = [hop for hop in scene.hops if hop.src == 1 and hop.post == 0]
+    assert (hop.dst, scene.left_out) == (0, [])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("grid", [Grid(1, 4), Grid(2, 2)])
+def test_the_rows_of_the_pairs_hold_every_visible_position_pair_once(algorithm, mask, grid):
+    parts = shards(mask)
+    for backward in (False, True):
+        scene = schedule_scene(parts, grid, SIZES, Choices(algorithm, backward))
+        cells = [scene.cells(rank, step) for rank in range(4) for step in range(scene.steps)]
+        assert sum(scene.work) == parts.pairs.sum() == sum(parts.work)
+        assert sum(map(len, cells)) == len(scene.plan.tables.pairs.rank)
+        most = max(sum(cell.share for cell in some) for some in cells)
+        assert most == pytest.approx(1.0)
+
+
+def test_parts_of_a_chunk_are_its_rows_in_the_order_of_the_shard():
+    """Two ways round, nothing hidden: halves of 4 of 8 rows; at step 2 both reach rank 2."""
+    parts = shards("full", "contiguous")
+    scene = schedule_scene(parts, Grid(1, 4), SIZES, Choices("two_way"))
+    sent = {hop.dst: hop.chunk for hop in scene.hops if hop.src == 0 and hop.post == 0}
+    assert {dst: scene.ranges(chunk) for dst, chunk in sent.items()} == {1: [(0, 4)], 3: [(4, 8)]}
+    assert scene.rows(sent[1]) == (4, 8)
+    assert scene.bytes(sent[1]) == 4 * SIZES.forward.kv
+    pairs = [(cell.pair.key, *scene.parts(cell.pair)) for cell in scene.cells(2, 2)]
+    assert pairs == [(0, "4/8"), (0, "4/8")]
+    assert scene.most(2) == 2
+
+
+def test_what_is_held_and_what_crosses_at_least_by_hand():
+    """Two nodes of one rank, 8 rows each; a window of 5: rank 1 sees the last five rows of rank 0.
+
+    They are held from the boundary at which they are sent until rank 1 has computed with them.
+    """
+    parts = shards("causal & window(5)", "contiguous", 16, 2)
+    scene = schedule_scene(parts, Grid(2, 1), SIZES, Choices("burst"))
+    assert scene.held == scene.once_per_node == 5 * SIZES.forward.kv
+    (chunk,) = [hop.chunk for hop in scene.hops]
+    assert scene.ranges(chunk) == [(3, 8)]
+    assert scene.released(1) == {2: [chunk]}
+    back = schedule_scene(parts, Grid(2, 1), SIZES, Choices("burst", True, "kv"))
+    assert back.once_per_node == 5 * (SIZES.backward.kv + SIZES.backward.dkv)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "full"])
+def test_multicast_crosses_between_nodes_as_often_as_it_must(mask):
+    for choices in (Choices("multicast"), Choices("multicast", True, "kv")):
+        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, choices)
+        sent = sum(t.bytes for (link, _), t in scene.totals.items() if link == "inter")
+        assert sent == scene.once_per_node
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -273,6 +357,56 @@ burst, forward, 2 ranks: causal, contiguous
     assert lines(capsys)[:8] == expected.splitlines()
 
 
+def test_text_of_rows_of_chunks(capsys):
+    """Halves, both ways round; what comes back of a query is a partial output."""
+    common = "show schedule --ranks 2 --layout contiguous --mask full --algorithm "
+    assert cli.main((common + "two_way").split()) == 0
+    expected = """\
+          step 0            step 1
+────────────────────────────────────────
+ rank 0   q0 k0 ■           q0 k1 ■ 4/8
+          k0→1 4/8 16 KiB   q0 k1 ■ 4/8
+          k0→1 4/8 16 KiB
+"""
+    assert lines(capsys)[3:8] == expected.splitlines()
+    assert cli.main((common + "token_ring").split()) == 0
+    text = "\n".join(lines(capsys))
+    assert "queries (Q) travel, partial outputs (O, lse) return" in text
+    assert "o1→1" in text
+    assert "o partial output with its lse, a whole chunk: 32.25 KiB" in text
+    assert "partial output hops: intra 2 (64.5 KiB)" in text
+
+
+def test_shares_are_told_in_rows_and_of_long_chunks_in_percent():
+    assert [share(*part) for part in ((8, 8), (3, 8), (99, 99), (25, 100))] == [
+        "", "3/8", "", "25%",
+    ]  # fmt: skip
+
+
+def test_an_algorithm_registered_later_is_drawn(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(ALGORITHMS, "mine", ALGORITHMS["two_way"])
+    words = "show schedule --ranks 4 --algorithm mine"
+    assert cli.main(words.split()) == 0
+    assert lines(capsys)[0] == "mine, forward, 4 ranks: causal, zigzag"
+    assert cli.main([*words.split(), "--png", str(tmp_path / "mine.png")]) == 0
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_arrows_are_filled_where_rows_travel_and_striped_for_partial_outputs(mask):
+    scene = schedule_scene(shards(mask), Grid(1, 4), SIZES, Choices("token_ring"))
+    axes = timeline.draw(scene, None).axes[0]
+    filled = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_clip_path()]
+    striped = [p for p in filled if p.get_hatch()]
+    outs = [hop for hop in scene.hops if hop.chunk.family == "out"]
+    rows = [sum(scene.rows(hop.chunk)[0] for hop in some) / 8 for some in (outs, scene.hops)]
+    lengths = [sum(p.get_width() for p in some) for some in (striped, filled)]
+    assert min(rows) > 0
+    longest = 1 - 2 * 0.03  # an arrow of one step
+    drained = sum(hop.post >= scene.steps for hop in outs)
+    assert lengths[1] - lengths[0] == pytest.approx((rows[1] - rows[0]) * longest)
+    assert len(striped) >= len(outs) > drained > 0
+
+
 def test_text_of_a_mask(capsys):
     arguments = "show mask --mask causal&window(1) --seq-len 8 --ranks 2"
     assert cli.main(arguments.split()) == 0
@@ -306,14 +440,15 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
     common = "show schedule --nodes 2 --ranks-per-node 2 --layout striped "
     assert cli.main((common + "--backward --side query").split()) == 0
     text = "\n".join(lines(capsys))
-    assert "q0⇒2 @2" in text
+    assert "q0⇒2 7/8 28.44 KiB @2" in text
     assert re.search(r"dq\d→\d", text)
     assert re.search(r"dq\d⇒\d @", text)
     assert cli.main((common + "--backward --kv-cache 1 --rank 3").split()) == 0
     text = "\n".join(lines(capsys))
     assert "q3 k0 ◪*" in text
     assert not re.search("^ rank [012] ", text, re.MULTILINE)
-    assert "intra hops of all ranks: none, instead of 8" in text
+    assert "hops: intra none instead of 8 (256 KiB), inter none instead of 4 (128 KiB)" in text
+    assert re.search(r"^ +-k2 ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +468,10 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
         ("layout --layout block_striped", "use block_striped(block)"),
         ("schedule --side query", "add --backward"),
         ("schedule --backward --side query --kv-cache 0.5", "use --side kv"),
+        (
+            "schedule --backward --algorithm tile --kv-cache 1",
+            "--kv-cache: tile computes elsewhere",
+        ),
         ("schedule --backward --kv-cache 2", "--kv-cache must be in 0..1"),
         ("schedule --rank 9", "--rank must be in 0..3"),
         ("schedule --algorithm ulysses", "invalid choice"),

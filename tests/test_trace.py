@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections import Counter, defaultdict
 
 import cases
 import pytest
@@ -15,6 +16,7 @@ import megatron_burst as mb
 from megatron_burst.cli.main import main
 from megatron_burst.cli.trace import files, picture, record
 from megatron_burst.cli.trace.record import Event
+from megatron_burst.schedule.algorithms import ALGORITHMS
 
 EVENTS = (
     Event(0, "intra", "b", 12.0, 13.0),
@@ -138,6 +140,31 @@ def test_tracing_changes_no_bit(ranks):
     """Each of two ulysses groups: 4 pairs forward and 4 backward; 3 exchanges forward, 6 backward,
     each on one link and waited for once."""
     assert ranks(4).run(same_result) == [([True] * 4, 2 * (8 + 9 + 9))] * 4
+
+
+def noted(algorithm):
+    """On every rank: how many events of each stream, and how many its tables say."""
+    groups, rank = cases.groups_on_rank(2, 2), dist.get_rank()
+    leaves = [torch.randn(8, 1, 2, 8, requires_grad=True) for _ in "qkv"]
+    plan = mb.prepare(*leaves, groups=groups, algorithm=algorithm)
+    tracing, events = record.traced(plan)
+    mb.attention(*leaves, plan=tracing).sum().backward()
+    told = Counter()
+    for schedule in plan.schedules:
+        told["compute"] += int((schedule.tables.pairs.rank == rank).sum())
+        started = defaultdict(set)
+        for hop in (*schedule.sends(rank), *schedule.receives(rank)):
+            started[hop.post, hop.ring, hop.chunk.accumulated, hop.land].add(hop.link)
+        told["wait"] += len(started)
+        told.update(link for links in started.values() for link in links)
+    return Counter(event.stream for event in events), told
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_events_are_those_of_the_tables(algorithm, ranks):
+    """Several pairs at a step, chunks in parts and partial outputs included."""
+    for seen, told in ranks(4).run(noted, algorithm):
+        assert seen == told
 
 
 def test_ranks_without_clocks_of_their_own_are_refused():

@@ -16,7 +16,9 @@ from ...schedule.algorithms import ALGORITHMS
 from ...schedule.cost import Sizes, best_layout
 from ...schedule.tables import ROUTES, SIDES, Grid
 from . import language
-from .scene import Choices, LayoutScene, MaskScene, ScheduleScene, Shards, schedule_scene
+from .choices import Choices, schedule_scene
+from .passes import ScheduleScene
+from .scene import LayoutScene, MaskScene, Shards
 
 Scene = LayoutScene | MaskScene | ScheduleScene
 

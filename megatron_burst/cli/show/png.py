@@ -32,7 +32,7 @@ STYLE = {
     "ytick.color": GREY,
     "hatch.linewidth": 0.7,
 }
-DPI = 130
+DPI = 120
 SHADES = 96  # colours of a file: flat areas and their smoothed edges
 
 

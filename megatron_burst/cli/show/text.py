@@ -12,11 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ...masks import Cover
-from ...schedule.tables import Hop
+from ...schedule.tables import Chunk, Hop
+from ...units import byte_size
 from ..console import unwrapped
 from . import words
 from .colours import of_rank
-from .scene import Cell, LayoutScene, MaskScene, ScheduleScene
+from .passes import Cell, ScheduleScene, share
+from .scene import LayoutScene, MaskScene
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"
@@ -98,53 +100,73 @@ def _layouts(scene: LayoutScene) -> Iterator[RenderableType]:
 def _schedule(scene: ScheduleScene, only: int | None) -> Iterator[RenderableType]:
     table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 1))
     table.add_column("")
-    last = max([scene.size - 1, *(hop.post for hop in scene.hops)])
+    released = {} if only is None else scene.released(only)
+    last = max([scene.steps - 1, *(hop.post for hop in scene.hops), *released])
     for boundary in range(last + 1):
-        table.add_column(f"step {boundary}" if boundary < scene.size else f"after {boundary}")
+        table.add_column(f"step {boundary}" if boundary < scene.steps else f"after {boundary}")
     width = scene.plan.grid.intra
     ranks = range(scene.size) if only is None else [only]
     for rank in ranks:
-        cells = [_cell(scene, rank, boundary) for boundary in range(last + 1)]
+        cells = [_cell(scene, rank, at, released.get(at, [])) for at in range(last + 1)]
         last_of_node = only is None and rank % width == width - 1 and rank < scene.size - 1
         table.add_row(f"rank {rank}", *cells, end_section=last_of_node)
     yield table
     yield Text()
-    letter = scene.plan.side[0]
-    legend = [
+    for line in _legend(scene, released=only is not None):
+        yield Text("   ".join(line), style="dim")
+    yield Text()
+
+
+def _legend(scene: ScheduleScene, released: bool) -> Iterator[list[str]]:
+    yield [
         f"{COVERS[Cover.FULL]} all visible",
         f"{COVERS[Cover.PARTIAL]} partly visible",
-        f"{HIDDEN} not visible, skipped",
-        f"{letter}0{ARROWS['intra']}1 chunk of rank 0 sent to rank 1, within a node",
-        f"{ARROWS['inter']} between nodes",
+        f"{HIDDEN} nothing to compute",
     ]
-    more = ["@n lands at boundary n instead of the next"]
-    more += ["d gradient"] * scene.backward + ["* kept from forward"] * (scene.plan.kept > 0)
-    yield Text("   ".join(legend) + "\n" + "   ".join(more) + "\n", style="dim")
+    letter = words.LETTERS[next(iter(scene.families), scene.plan.side)]
+    hops = [f"{letter}0{ARROWS['intra']}1 chunk of rank 0 sent to rank 1, within a node"]
+    hops += [f"{ARROWS['inter']} between nodes"]
+    hops += ["@n lands at boundary n instead of the next"]
+    hops += ["n/m only n of its m rows"] * any(scene.partial(hop.chunk) for hop in scene.hops)
+    yield hops
+    marks = [
+        f"{words.LETTERS[family]} {words.FAMILIES[family]}, a whole chunk: "
+        + byte_size(scene.bytes(Chunk(family, 0)))
+        for family in scene.families
+    ]
+    marks += ["* kept from forward"] * (scene.plan.kept > 0)
+    yield [*marks, *["-k0 released"] * released]
 
 
-def _cell(scene: ScheduleScene, rank: int, boundary: int) -> Text:
-    """The pair computed after the boundary, then the hops posted at it, one per line."""
+def _cell(scene: ScheduleScene, rank: int, boundary: int, released: list[Chunk]) -> Text:
+    """The pairs computed after the boundary, then what is released and posted at it."""
     text = Text(no_wrap=True)
-    if boundary < scene.size:
-        _append_pair(text, scene, scene.cell(rank, boundary))
+    cells = scene.cells(rank, boundary)
+    for i, cell in enumerate(cells):
+        text.append("\n" * (i > 0))
+        _append_pair(text, scene, rank, cell)
+    if not cells and boundary < scene.steps:
+        text.append(HIDDEN, style="dim")
+    if released:
+        text.append("\n" + " ".join(f"-{words.name_of(chunk)}" for chunk in released), style="dim")
     sends = (hop for hop in scene.hops if hop.src == rank and hop.post == boundary)
-    for hop in sorted(sends, key=lambda hop: (hop.chunk.gradient, hop.link != "intra", hop.land)):
+    for hop in sorted(
+        sends, key=lambda hop: (hop.chunk.accumulated, hop.link != "intra", hop.land)
+    ):
         text.append("\n")
-        text.append(_hop(hop), style="bold" if hop.link == "inter" else "")
+        text.append(_hop(scene, hop), style="bold" if hop.link == "inter" else "")
     return text
 
 
-def _append_pair(text: Text, scene: ScheduleScene, cell: Cell) -> None:
-    if cell.pair is None:
-        text.append(COVERS[Cover.EMPTY], style="dim")
-        return
+def _append_pair(text: Text, scene: ScheduleScene, rank: int, cell: Cell) -> None:
     label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}" + "*" * cell.kept
-    style = of_rank(scene.owner(cell.pair), scene.size)
+    label = " ".join([label, *scene.parts(cell.pair)])
+    style = of_rank(scene.owner(rank, cell.pair), scene.size)
     text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)
 
 
-def _hop(hop: Hop) -> str:
-    family, owner = hop.chunk
-    letter = "d" * hop.chunk.gradient + family.removeprefix("d")[0]
+def _hop(scene: ScheduleScene, hop: Hop) -> str:
     late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
-    return f"{letter}{owner}{ARROWS[hop.link]}{hop.dst}{late}"
+    part = share(*scene.rows(hop.chunk))
+    some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
+    return f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"

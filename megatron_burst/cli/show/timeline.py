@@ -1,61 +1,70 @@
 """A schedule as a picture: time runs to the right, and each rank has its steps above its hops.
 
-A box is a step, and the bar in it is its share of visible pairs: the rest of the box is waiting. An
-arrow is a hop, from the boundary at which it is posted to that at which it lands. Boxes and arrows
-have the colour of the travelling chunk's owner.
+A box is a step, with a line for each of its pairs, and the bars in it are their shares of visible
+pairs: the rest of the box is waiting. An arrow is a hop, from the boundary at which it is posted to
+that at which it lands; it stands for the whole chunk, first row on the left, and is filled where
+rows travel. Boxes and arrows have the colour of the travelling chunk's owner.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Polygon, Rectangle
-from matplotlib.transforms import Affine2D
+from matplotlib.patches import Rectangle
+from matplotlib.transforms import TransformedBbox
 
 from ...masks import Cover
 from ...schedule.tables import Hop
-from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
+from ...units import byte_size
+from . import arrows, legend
+from .arrows import Place, looks
+from .colours import GREY, INK, RULE, ink_on, mixed, of_rank
 from .page import box, headed, inches
-from .scene import ScheduleScene
-from .words import caption, title
+from .passes import Cell, Kind, ScheduleScene, kind_of, share
+from .words import caption, name_of, subtitle, title
 
-UNIT = 0.3  # inches of a box's height
+UNIT = 0.3  # inches of the height of a box with one pair
+ROW = 0.62  # in units, the height of a pair where boxes have several
 STEP, WIDEST_STEP = 1.05, 1.6  # inches of a step; wider where there is room
 LANE, GAP, NODE_GAP = 0.5, 0.42, 0.55  # in units
-LABELS = 1.12  # inches left of step 0
+LABELS = 1.12  # inches left of step 0, at least
 DRAIN = 0.58  # width, in steps, of each boundary after the last step
-LEFT_OUT = {"facecolor": "none", "edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
-Kind = tuple[str, bool]  # link class, gradient?
+SMALL = 6.4  # points of the text on arrows
 
 
 class _Lanes:
-    """The lane below a rank's boxes in which each of its hops is drawn, so that none overlap."""
+    """The lane below its sender's boxes in which each hop is drawn, so that none overlap.
 
-    def __init__(self, hops: Iterable[Hop]):
+    of: number among the lanes of its rank. names: of each rank's lanes by their first one's number.
+    """
+
+    def __init__(self, hops: Iterable[Hop], ranks: Iterable[int]):
         self.of: dict[Hop, int] = {}
+        self.names: dict[int, dict[int, str]] = {}
+        self.count: dict[int, int] = {}
         by_rank: dict[tuple[int, Kind], list[Hop]] = defaultdict(list)
         for hop in hops:
-            by_rank[hop.src, _kind(hop)].append(hop)
-        depth: dict[Kind, int] = defaultdict(int)
-        for (_, kind), some in by_rank.items():
-            ends: list[int] = []
-            for hop in sorted(some, key=lambda hop: (hop.post, hop.land)):
-                free = [lane for lane, end in enumerate(ends) if end <= hop.post]
-                lane = free[0] if free else len(ends)
-                ends[lane : lane + 1] = [max(hop.land, hop.post + 1)]
-                self.of[hop] = lane
-            depth[kind] = max(depth[kind], len(ends))
-        self.first, self.count = {}, 0
-        for kind in sorted(depth, key=lambda kind: (kind[1], kind[0] != "intra")):
-            self.first[kind] = self.count
-            self.count += depth[kind]
+            by_rank[hop.src, kind_of(hop)].append(hop)
+        kinds = sorted({kind for _, kind in by_rank}, key=lambda k: (k[1], k[0] != "intra"))
+        for rank in ranks:
+            names, first = {}, 0
+            for kind in kinds:
+                names[first] = " ".join(kind).strip()
+                first += max(1, self._stack(by_rank[rank, kind], first))
+            self.names[rank], self.count[rank] = names, first
 
-    def lane(self, hop: Hop) -> int:
-        return self.first[_kind(hop)] + self.of[hop]
+    def _stack(self, hops: list[Hop], first: int) -> int:
+        """Give each of these hops a lane; how many there are."""
+        ends: list[int] = []
+        for hop in sorted(hops, key=lambda hop: (hop.post, hop.land)):
+            free = [lane for lane, end in enumerate(ends) if end <= hop.post]
+            lane = free[0] if free else len(ends)
+            ends[lane : lane + 1] = [max(hop.land, hop.post + 1)]
+            self.of[hop] = first + lane
+        return len(ends)
 
 
 def draw(scene: ScheduleScene, only: int | None) -> Figure:
@@ -63,28 +72,36 @@ def draw(scene: ScheduleScene, only: int | None) -> Figure:
     ranks = list(range(scene.size)) if only is None else [only]
     mine = [hop for hop in scene.hops if hop.src in ranks]
     missing = [hop for hop in scene.left_out if hop.src in ranks]
-    lanes = _Lanes([*mine, *missing])
-    tops, depth = _tops(ranks, scene.plan.grid.intra, 1 + LANE * lanes.count + GAP)
-    last = max([scene.size, *(max(hop.land, hop.post + 1) for hop in [*mine, *missing])])
+    lanes = _Lanes([*mine, *missing], ranks)
+    high = {rank: max(1.0, ROW * scene.most(rank)) for rank in ranks}
+    each = {rank: high[rank] + LANE * lanes.count[rank] + GAP for rank in ranks}
+    tops, depth = _tops(each, scene.plan.grid.intra)
+    depth += LANE * (only is not None)
+    last = max([scene.end, *(hop.post + 1 for hop in mine), *(hop.land for hop in missing)])
+    count = _x(last, scene.steps)
+    entries = legend.entries(scene, bool(missing), only is not None)
+    left = max([LABELS, *(inches(name, 7) + 0.48 for name in lanes.names[ranks[0]].values())])
+    texts = [(title(scene), 13), (subtitle(scene), 9.5), *((line, 9) for line in caption(scene))]
+    wide = max([left + STEP * count, legend.NARROWEST, *(inches(*text) for text in texts)])
+    step = min((wide - left) / count, WIDEST_STEP)
+    lines = legend.lines(entries, wide)
     foot = 0.31 + 0.19 * len(caption(scene))
-    legend, count = _legend(scene, bool(missing)), _x(last, scene.size)
-    texts = max(sum(_wide(label) for label, _ in legend), inches(title(scene), 13))
-    step = min(max((texts - LABELS) / count, STEP), WIDEST_STEP)
-    wide = max(LABELS + step * count + 0.1, texts)
-    figure = headed(wide + 0.6, 1.12 + UNIT * depth + foot + 0.42, scene)
-    axes = box(figure, LABELS, foot + 0.42, step * count + 0.1, UNIT * depth)
+    below = foot + legend.LINE * len(lines) + 0.17
+    figure = headed(wide + 0.6, 1.12 + UNIT * depth + below, scene)
+    axes = box(figure, left, below, step * count + 0.1, UNIT * depth)
     axes.set_xlim(0, count + 0.1 / step)
     axes.set_ylim(depth, 0)
     axes.set_axis_off()
-    _time(axes, scene.size, last, depth)
+    _time(axes, scene.steps, last, depth)
     for rank in ranks:
-        _rank(axes, scene, rank, tops[rank], lanes)
+        _rank(axes, scene, rank, tops[rank], high[rank], lanes)
     for made, hops in ((False, missing), (True, mine)):
         for hop in hops:
-            y = tops[hop.src] + 1 + LANE * lanes.lane(hop) + 0.07
-            _arrow(axes, hop, y, scene.size, made)
-    row = box(figure, 0.3, foot, wide, 0.2)
-    _draw_legend(row, legend, wide)
+            y = tops[hop.src] + high[hop.src] + LANE * lanes.of[hop] + 0.07
+            _arrow(axes, scene, hop, y, made, step)
+    if only is not None:
+        _released(axes, scene, only, depth - LANE)
+    legend.draw(box(figure, 0.3, foot, wide, legend.LINE * len(lines)), lines, wide)
     return figure
 
 
@@ -93,21 +110,13 @@ def _x(boundary: int, steps: int) -> float:
     return min(boundary, steps) + DRAIN * max(boundary - steps, 0)
 
 
-def _kind(hop: Hop) -> Kind:
-    return hop.link, hop.chunk.gradient
-
-
-def _name(kind: Kind) -> str:
-    return kind[0] + " gradient" * kind[1]
-
-
-def _tops(ranks: list[int], per_node: int, each: float) -> tuple[dict[int, float], float]:
+def _tops(each: dict[int, float], per_node: int) -> tuple[dict[int, float], float]:
     """Where each rank's boxes begin, and the height of the picture, in units from the top."""
     tops, y = {}, 0.0
-    for rank in ranks:
-        y += NODE_GAP * (rank % per_node == 0 and rank > ranks[0])
+    for rank, high in each.items():
+        y += NODE_GAP * (rank % per_node == 0 and y > 0)
         tops[rank] = y
-        y += each
+        y += high
     return tops, y
 
 
@@ -122,107 +131,88 @@ def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
         axes.text(steps + 0.04, -0.35, "draining", fontsize=8.5, color=GREY)
 
 
-def _rank(axes: Axes, scene: ScheduleScene, rank: int, top: float, lanes: _Lanes) -> None:
-    axes.text(-0.14, top + 0.5, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
-    for kind, lane in lanes.first.items():
-        axes.text(-0.14, top + 1 + LANE * (lane + 0.5) + 0.04, _name(kind), ha="right",
-                  va="center_baseline", fontsize=7, color=GREY)  # fmt: skip
-    for step in range(scene.size):
-        _box(axes, scene, rank, step, top)
+def _rank(
+    axes: Axes, scene: ScheduleScene, rank: int, top: float, high: float, lanes: _Lanes
+) -> None:
+    axes.text(-0.14, top + high / 2, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
+    for lane, name in lanes.names[rank].items():
+        axes.text(-0.14, top + high + LANE * (lane + 0.5) + 0.04, name,
+                  ha="right", va="center_baseline", fontsize=7, color=GREY)  # fmt: skip
+    for step in range(scene.steps):
+        _box(axes, scene, rank, step, top, high)
 
 
-def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float) -> None:
-    """A step, filled to its share of visible pairs; only an outline if it computes nothing."""
-    cell = scene.cell(rank, step)
-    left, wide = step + 0.03, 0.94
-    if cell.pair is None or cell.cover == Cover.EMPTY:
-        axes.add_patch(Rectangle((left, top), wide, 1, facecolor="white", edgecolor=RULE,
+def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float, high: float) -> None:
+    """A step, a line for each pair; only an outline if it computes nothing."""
+    cells = [cell for cell in scene.cells(rank, step) if cell.cover != Cover.EMPTY]
+    if not cells:
+        axes.add_patch(Rectangle((step + 0.03, top), 0.94, high, facecolor="white", edgecolor=RULE,
                                  linewidth=0.8, linestyle=(0, (3, 2))))  # fmt: skip
-        axes.text(step + 0.5, top + 0.52, "skipped", ha="center", va="center_baseline",
+        axes.text(step + 0.5, top + 0.52 * high, "idle", ha="center", va="center_baseline",
                   fontsize=7, color=GREY)  # fmt: skip
         return
-    colour = of_rank(scene.owner(cell.pair), scene.size)
-    tint = mixed(colour, "#ffffff", 0.74)
-    axes.add_patch(Rectangle((left, top), wide, 1, facecolor=tint, linewidth=0))
-    axes.add_patch(Rectangle((left, top + 0.68), wide * cell.share, 0.32, facecolor=colour,
-                             linewidth=0))  # fmt: skip
+    done, row = 0.0, high / len(cells)
+    for i, cell in enumerate(cells):
+        _pair(axes, scene, rank, cell, (step + 0.03, top + row * i, row), done)
+        done += cell.share
+
+
+def _pair(
+    axes: Axes, scene: ScheduleScene, rank: int, cell: Cell, place: tuple[float, float, float],
+    done: float,
+) -> None:  # fmt: skip
+    """One pair; its bar begins where that of the pair before it ends."""
+    left, top, high = place
+    query, key = (of_rank(owner, scene.size) for owner in cell.pair[:2])
+    colour = of_rank(scene.owner(rank, cell.pair), scene.size)
+    halves = (query, key) if rank not in cell.pair[:2] else (colour, colour)
+    for i, each in enumerate(halves):
+        axes.add_patch(Rectangle((left + 0.47 * i, top), 0.47, high, linewidth=0,
+                                 facecolor=mixed(each, "#ffffff", 0.74)))  # fmt: skip
+    axes.add_patch(Rectangle((left + 0.94 * done, top + 0.7 * high), 0.94 * cell.share, 0.3 * high,
+                             facecolor=colour, linewidth=0))  # fmt: skip
     if cell.kept:
-        axes.add_patch(Rectangle((left, top), wide, 1, facecolor="none", edgecolor=INK))
-    axes.text(left + 0.06, top + 0.36, f"q{cell.pair.query} k{cell.pair.key}", fontsize=8,
+        axes.add_patch(Rectangle((left, top), 0.94, high, facecolor="none", edgecolor=INK))
+    axes.text(left + 0.06, top + 0.37 * high, f"q{cell.pair.query} k{cell.pair.key}", fontsize=8,
               va="center_baseline")  # fmt: skip
-    mark = "full" if cell.cover == Cover.FULL else "part"
-    axes.text(step + 0.91, top + 0.36, mark, ha="right", fontsize=6.5, va="center_baseline",
-              color=INK if mark == "full" else GREY)  # fmt: skip
+    part = " ".join(scene.parts(cell.pair))
+    mark = part or ("full" if cell.cover == Cover.FULL else "part")
+    axes.text(left + 0.88, top + 0.37 * high, mark, ha="right", fontsize=6.5,
+              va="center_baseline", color=INK if mark == "full" else GREY)  # fmt: skip
 
 
-def _arrow(axes: Axes, hop: Hop, y: float, ranks: int, made: bool) -> None:
+def _arrow(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, made: bool, inch: float) -> None:
     """A hop: dashed if it is left out, red if it blocks, which is to say that it lands at the
-    boundary at which it is posted, and nothing is computed meanwhile."""
+    boundary at which it is posted, and nothing is computed meanwhile. inch: inches of a step."""
     blocks = hop.land == hop.post
-    begin = _x(hop.post, ranks) + 0.03
-    end = begin + DRAIN - 0.1 if blocks else _x(hop.land, ranks) - 0.03
-    colour = of_rank(hop.chunk.owner, ranks)
-    fill = mixed(colour, "#ffffff", 0.62) if hop.chunk.gradient else colour
+    begin = _x(hop.post, scene.steps) + 0.03
+    end = begin + DRAIN - 0.1 if blocks else _x(hop.land, scene.steps) - 0.03
+    place = Place(begin, end, y, LANE - 0.1)
     if not made:
-        axes.add_patch(_shape(begin, end, y, LANE - 0.1, **LEFT_OUT))
+        arrows.draw_left_out(axes, place)
         return
-    edge = WARN if blocks else colour
-    axes.add_patch(_shape(begin, end, y, LANE - 0.1, facecolor=fill, edgecolor=edge,
-                          linewidth=1.3 if blocks else 0.7))  # fmt: skip
-    letter = "d" * hop.chunk.gradient + hop.chunk.family.removeprefix("d")[0]
-    axes.text(begin + 0.04, y + LANE / 2 - 0.04, f"{letter}{hop.chunk.owner} to {hop.dst}",
-              va="center_baseline", fontsize=6.4, color=ink_on(fill))  # fmt: skip
+    look = looks(of_rank(hop.chunk.owner, scene.size), hop.chunk.family, blocks)
+    of = scene.rows(hop.chunk)[1]
+    rows = [(first / of, stop / of) for first, stop in scene.ranges(hop.chunk)]
+    filled = arrows.draw(axes, place, look, rows)
+    label = f"{name_of(hop.chunk)} to {hop.dst}"
+    part = share(*scene.rows(hop.chunk))
+    for more in (f" {part} {byte_size(scene.bytes(hop.chunk))}", f" {part}"):
+        if part and inches(label + more, SMALL) < (end - begin) * inch - 0.14:
+            label += more
+            break
+    at = begin + 0.04, y + LANE / 2 - 0.04
+    style = {"va": "center_baseline", "fontsize": SMALL, "clip_on": True}
+    axes.text(*at, label, color=INK, **style)
+    if ink_on(look.filled) != INK:
+        for where in filled:
+            text = axes.text(*at, label, color=ink_on(look.filled), **style)
+            text.set_clip_box(TransformedBbox(where, axes.transData))
 
 
-def _shape(begin: float, end: float, y: float, high: float, **looks: Any) -> Polygon:
-    """A bar with a point at its right end."""
-    tip = min(0.09, (end - begin) / 2)
-    right, low = end - tip, y + high
-    return Polygon(
-        [(begin, y), (right, y), (end, y + high / 2), (right, low), (begin, low)], **looks
-    )
-
-
-def _legend(scene: ScheduleScene, missing: bool) -> list[tuple[str, list[Any]]]:
-    """The entries of the legend: text and marks, in inches."""
-    colour, letter = of_rank(0, scene.size), scene.plan.side[0]
-    solid = {"facecolor": colour, "edgecolor": colour, "linewidth": 0.7}
-    light = solid | {"facecolor": mixed(colour, "#ffffff", 0.62)}
-    back = mixed(colour, "#ffffff", 0.74)
-    share = [
-        Rectangle((0, 0), 0.3, 0.2, facecolor=back),
-        Rectangle((0, 0.14), 0.2, 0.06, facecolor=colour),
-    ]
-    entries: list[tuple[str, list[Any]]] = [
-        ("visible pairs (full bar: busiest step)", share),
-        (f"hop of the chunk of rank 0 ({letter}0)", [_shape(0, 0.3, 0.04, 0.12, **solid)]),
-    ]
-    if scene.backward:
-        entries.append((f"hop of its gradient (d{letter}0)", [_shape(0, 0.3, 0.04, 0.12, **light)]))
-    if any(hop.land == hop.post for hop in scene.hops):
-        blocking = light | {"edgecolor": WARN, "linewidth": 1.3}
-        entries.append(("hop that blocks", [_shape(0, 0.3, 0.04, 0.12, **blocking)]))
-    if missing:
-        entries.append(("hop left out", [_shape(0, 0.3, 0.04, 0.12, **LEFT_OUT)]))
-    if scene.plan.kept:
-        entries.append(
-            ("kept from forward", [Rectangle((0, 0), 0.3, 0.2, facecolor=back, edgecolor=INK)])
-        )
-    return entries
-
-
-def _wide(label: str) -> float:
-    return 0.37 + inches(label, 8) + 0.28
-
-
-def _draw_legend(axes: Axes, entries: list[tuple[str, list[Any]]], wide: float) -> None:
-    axes.set_xlim(0, wide)
-    axes.set_ylim(0.2, 0)
-    axes.set_axis_off()
-    x = 0.0
-    for label, patches in entries:
-        for patch in patches:
-            patch.set_transform(Affine2D().translate(x, 0) + axes.transData)
-            axes.add_artist(patch)
-        axes.text(x + 0.37, 0.1, label, fontsize=8, color=GREY, va="center_baseline")
-        x += _wide(label)
+def _released(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
+    """What the rank has no more use for, where it lets it go."""
+    axes.text(-0.14, y + 0.04, "released", ha="right", va="center_baseline", fontsize=7, color=GREY)
+    for boundary, chunks in scene.released(rank).items():
+        axes.text(_x(boundary, scene.steps) + 0.04, y + 0.04, " ".join(map(name_of, chunks)),
+                  fontsize=SMALL, color=GREY, va="center_baseline")  # fmt: skip

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...schedule.tables import Chunk
 from ...units import byte_size
-from .scene import LayoutScene, MaskScene, ScheduleScene, Shards
+from .passes import KINDS, ScheduleScene
+from .scene import LayoutScene, MaskScene, Shards
 
 Scene = MaskScene | LayoutScene | ScheduleScene
 LONGEST = 60  # characters of a mask in a title
+COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
+STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
 FAMILIES = {
-    "kv": "keys and values (K, V)",
-    "query": "queries and their row statistics (Q, dO, delta, lse)",
+    "kv": "keys and values",
+    "query": "queries",
+    "dkv": "gradient of keys and values",
+    "dquery": "gradient of queries",
+    "out": "partial output with its lse",
 }
+LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 
 def title(scene: Scene) -> str:
@@ -22,8 +30,10 @@ def title(scene: Scene) -> str:
         where = (
             f"{grid.inter} nodes x {grid.intra} ranks" if grid.inter > 1 else f"{grid.size} ranks"
         )
-        way = f"backward, side {plan.side}" if scene.backward else "forward"
-        return f"{plan.algorithm}, {way}, {where}: {_pattern(scene.shards)}"
+        both = {"kv", "query"} <= {*scene.families}  # then no side is the travelling one
+        way = "backward" + f", side {plan.side}" * (not both) if scene.backward else "forward"
+        route = " with direct sends" * (plan.route == "direct")
+        return f"{plan.algorithm}{route}, {way}, {where}: {_pattern(scene.shards)}"
     if isinstance(scene, MaskScene):
         return _pattern(scene.shards)
     first = scene.rows[0]
@@ -43,12 +53,23 @@ def subtitle(scene: Scene) -> str:
             scene.rows[0].mask_text
         )
         return f"each position has the colour of the rank that holds it{bars}"
-    travels = FAMILIES[scene.plan.side]
-    gradients = ", their gradients follow" if scene.backward else ""
-    route = " directly from owner to reader" if scene.plan.route == "direct" else ""
     every = "all" if scene.plan.kept == scene.size - 1 else "some"
     kept = f", {every} travelling chunks kept from forward" if scene.plan.kept else ""
-    return f"{scene.shards.seq_len} positions; {travels} travel{route}{gradients}{kept}"
+    return f"{scene.shards.seq_len} positions; {_travels(scene)}{kept}"
+
+
+def _travels(scene: ScheduleScene) -> str:
+    names = COPIES | {"query": STATISTICS} if scene.backward else COPIES
+    copies = " and ".join(name for family, name in names.items() if family in scene.families)
+    back = ", their gradients follow" * any(KINDS[f] == "gradient" for f in scene.families)
+    return f"{copies} travel{back}" + ", partial outputs (O, lse) return" * (
+        "out" in scene.families
+    )
+
+
+def name_of(chunk: Chunk) -> str:
+    """A chunk in short: its family's letter and its owner."""
+    return f"{LETTERS[chunk.family]}{chunk.owner}"
 
 
 def caption(scene: Scene) -> list[str]:
@@ -83,16 +104,22 @@ def _balance(work: Sequence[int], imbalance: float) -> str:
 
 
 def _totals(scene: ScheduleScene) -> list[str]:
-    lines = []
-    for (link, gradient), total in scene.totals.items():
-        line = f"{link}{' gradient' * gradient} hops of all ranks: {_sent(total.hops, total.bytes)}"
-        if total.hops < total.hops_of_all:
-            line += f", instead of {_sent(total.hops_of_all, total.bytes_of_all)}"
-        lines.append(line)
+    lines: dict[str, list[str]] = {}
+    for (link, what), total in scene.totals.items():
+        part = f"{link} {_sent(total.hops, total.bytes)}"
+        if (total.hops, total.bytes) != (total.hops_of_all, total.bytes_of_all):
+            part += f" instead of {_sent(total.hops_of_all, total.bytes_of_all)}"
+        lines.setdefault(what, []).append(part)
+    told = [f"{what} hops".lstrip() + f": {', '.join(parts)}" for what, parts in lines.items()]
+    if scene.plan.grid.inter > 1 and not scene.plan.kept:
+        back = ", and its gradient back" * scene.backward
+        once = byte_size(scene.once_per_node)
+        told.append(f"each row once to every node that wants it{back}: {once} between nodes")
+    told.append(f"received copies on a rank at once: at most {byte_size(scene.held)}")
     sizes = scene.sizes
     heads = f"{sizes.heads} query heads and {sizes.kv_heads} key heads of width {sizes.width}"
     wire = ", gradients in fp32" * scene.backward
-    return [*lines, f"({heads} in bf16{wire}, batch 1)"]
+    return [*told, f"({heads} in bf16{wire}, batch 1)"]
 
 
 def _sent(hops: int, bytes_: int) -> str:
