@@ -30,11 +30,14 @@ the same matrix with the positions of each rank together. A pair that attends ha
 rank that computes it, and the small numbers are the steps of a ring. Imbalance is the work of the
 busiest rank over the mean, step by step: at 1.00 no rank waits.
 
-How to read a **schedule**: time runs to the right. A box is a step of a rank, and the bar in it is
-the number of visible pairs; a full bar is the busiest step of the picture, and the rest of a box is
+How to read a **schedule**: time runs to the right. A box is a step of a rank with a line for each
+pair of chunks, such as q3 k1: the queries of rank 3 with the keys of rank 1. The bar in it is the
+number of visible pairs; a full bar is the busiest step of the picture, and the rest of a box is
 waiting. An arrow is a chunk that travels from the boundary at which it is posted to that at which
-it lands, in the colour of its owner. Dashed boxes are skipped, and dashed arrows are transfers that
-are left out because no rank needs the chunk.
+it lands, in the colour of its owner: filled for a copy (k0, q0), pale for a gradient (dk0, dq0),
+striped for a partial output (o0). It stands for all rows of its owner, the first row on the left,
+and is filled only where rows travel: `3/8` means three of the owner's eight. Dashed boxes are idle,
+and dashed arrows are transfers that are left out because no rank needs the chunk.
 """
 
 
@@ -51,6 +54,7 @@ class Section(NamedTuple):
     pictures: tuple[Picture, ...]
 
 
+PACKED = "documents([0, 3, 9, 21, 24, 40, 45, 51, 64]) & causal"
 SECTIONS = (
     Section("Causal", (
         Picture("layouts-causal", "layout --mask causal --ranks 8",
@@ -68,12 +72,13 @@ SECTIONS = (
     )),
     Section("Windows", (
         Picture("window-contiguous",
-                "schedule --ranks 8 --mask 'causal & window(7)' --layout contiguous",
-                "Contiguous: a window no longer than a shard needs only the keys of the neighbour, "
-                "one hop away. All other steps are skipped."),
+                "schedule --ranks 8 --mask 'causal & window(11)' --layout contiguous",
+                "Contiguous: a window of one and a half shards needs the whole chunk one hop away "
+                "and three of its eight rows two hops away. So the message shrinks on its way, and "
+                "then stops; all other steps are idle."),
         Picture("window-zigzag", "schedule --ranks 8 --mask 'causal & window(7)' --layout zigzag",
                 "Zigzag: the neighbours on both sides hold the pieces that a window needs, so the "
-                "owners send them directly instead of round the ring."),
+                "owners send their rows directly instead of round the ring."),
         Picture("window-striped", "mask --mask 'causal & window(15)' --layout striped --ranks 8",
                 "Striped: every rank needs the keys of every other, so nothing is skipped, and all "
                 "ranks have nearly the same work."),
@@ -108,26 +113,58 @@ SECTIONS = (
     Section("Algorithms", (
         Picture("ring-forward", "schedule --algorithm ring --nodes 2 --ranks-per-node 4",
                 "One ring over two nodes: at every step two chunks cross between nodes, and the "
-                "other ranks wait for them."),
+                "other ranks wait for them. Chunks shrink as they go: under zigzag the later half "
+                "of a chunk is seen by fewer ranks."),
         Picture("burst-forward", "schedule --algorithm burst --nodes 2 --ranks-per-node 4",
                 "Burst: a chunk crosses between nodes once, during the four steps in which the "
                 "node computes with its own chunks."),
         Picture("burst-backward-query",
-                "schedule --nodes 2 --ranks-per-node 4 --backward --side query --layout striped",
+                "schedule --nodes 2 --ranks-per-node 2 --backward --side query --layout striped",
                 "Backward with travelling queries: each gradient follows one step behind its "
                 "chunk, and crosses between nodes once, after its node has added all its parts."),
         Picture("burst-backward-kept",
-                "schedule --nodes 2 --ranks-per-node 4 --backward --side kv --kv-cache 1",
+                "schedule --nodes 2 --ranks-per-node 2 --backward --side kv --kv-cache 1",
                 "Backward with all travelling keys kept from forward: only gradients travel."),
         Picture("double-ring-backward",
                 "schedule --algorithm double_ring --nodes 2 --ranks-per-node 2 --backward "
                 "--side query --layout contiguous",
                 "LoongTrain's double ring blocks while its gradients travel (red). The layout is "
-                "contiguous, so that the picture has skipped steps and left-out hops."),
+                "contiguous, so that the picture has idle steps and left-out hops."),
         Picture("all-gather-forward",
                 "schedule --algorithm all_gather --nodes 2 --ranks-per-node 2 --mask "
                 "'documents([0, 10, 17, 32]) & causal' --layout contiguous",
-                "All-gather starts all sends at once, but only to ranks that need the keys."),
+                "All-gather starts all sends at once, but only to ranks that need the keys, and "
+                "only of the rows that they see."),
+    )),
+    Section("Packed documents on several nodes", (
+        Picture("documents-burst",
+                "schedule --algorithm burst --nodes 4 --ranks-per-node 2 --route ring "
+                f"--mask '{PACKED}'",
+                "Burst: what a node further along needs is carried through the nodes before it, so "
+                "rows cross between nodes more than once."),
+        Picture("documents-multicast",
+                f"schedule --algorithm multicast --nodes 4 --ranks-per-node 2 --mask '{PACKED}'",
+                "Multicast, the same batch: the rows that a node needs cross to it once, from "
+                "their owner, and are passed on within the node. The bytes between nodes are the "
+                "least that this layout allows."),
+    )),
+    Section("Tiles", (
+        Picture("tile-forward", "schedule --algorithm tile --nodes 2 --ranks-per-node 4",
+                "Two query chunks meet four key chunks on every rank. Where both come from others, "
+                "the box has the colours of both, and the output goes back to the rank of the "
+                "queries (striped), which merges it with its own."),
+        Picture("tile-backward",
+                "schedule --algorithm tile --nodes 2 --ranks-per-node 2 --backward --mask full",
+                "Backward may take another tile than forward: both sides travel, and so do the "
+                "gradients of both."),
+    )),
+    Section("Two ways round", (
+        Picture("two-way-forward", "schedule --algorithm two_way --ranks 4 --mask full",
+                "Each chunk in two halves, which go round the ring in opposite directions: a rank "
+                "computes with two halves per step."),
+        Picture("token-ring-forward", "schedule --algorithm token_ring --ranks 4 --mask full",
+                "TokenRing: queries go round, and each partial output goes straight back to the "
+                "rank of its queries, in the opposite direction."),
     )),
 )  # fmt: skip
 

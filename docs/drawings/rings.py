@@ -12,7 +12,7 @@ from megatron_burst.cli.show.colours import GREY, INK, PAPER, RULE, WARN, ink_on
 from megatron_burst.schedule import rings as schedules
 from megatron_burst.schedule.program import pairs_of
 from megatron_burst.schedule.rings import Schedule
-from megatron_burst.schedule.tables import Chunk, Grid
+from megatron_burst.schedule.tables import Grid
 
 GRID = Grid(2, 4)
 NAMES = {"ring": "one ring", "burst": "two-level ring"}
@@ -100,8 +100,8 @@ def draw_visits() -> Figure:
         axes = box(made, 0.8 + 4.45 * i, 0.55, 3.9, 2.6)
         axes.set_title(NAMES[name], loc="left", fontsize=10, fontweight="bold", color=INK)
         for rank in range(GRID.size):
-            landed = {(h.chunk, h.land) for h in plan.receives(rank) if h.link == "inter"}
-            for pair, step in pairs_of(plan.tables, rank).items():
+            landed = {(*h.chunk[:2], h.land) for h in plan.receives(rank) if h.link == "inter"}
+            for pair, step in sorted(pairs_of(plan.tables, rank).items(), key=lambda item: item[1]):
                 _visit(axes, rank, step, pair.key, landed)
         axes.set_xlim(0, GRID.size)
         axes.set_ylim(GRID.size + 0.35, 0)
@@ -119,7 +119,7 @@ def _visit(axes: Axes, rank: int, step: int, owner: int, landed: set) -> None:
     colour = of_rank(owner, GRID.size)
     y = rank + 0.35 * (rank >= GRID.intra)
     axes.add_patch(Rectangle((step + 0.04, y + 0.06), 0.92, 0.88, facecolor=colour))
-    if (Chunk("kv", owner), step) in landed:
+    if ("kv", owner, step) in landed:
         axes.add_patch(Rectangle((step + 0.06, y + 0.08), 0.88, 0.84, facecolor="none",
                                  edgecolor=WARN, linewidth=2.2))  # fmt: skip
     axes.text(step + 0.5, y + 0.5, str(owner), ha="center", va="center_baseline", fontsize=8.5,

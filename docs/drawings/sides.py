@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from drawings.paper import box, figure
 from megatron_burst.cli.show.colours import INK, ink_on, mixed, of_rank
 from megatron_burst.schedule import cost
-from megatron_burst.schedule.tables import Chunk, Grid
+from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.tables import Grid
 
 GRID = Grid(2, 4)
 HEADS = ((32, 32, 4), (32, 32, 2), (32, 8, 4))  # query heads, key heads, bytes of a gradient
@@ -22,13 +22,12 @@ def sizes(heads: int, kv_heads: int, wire: int) -> cost.Sizes:
 
 def side_bytes(side: str, of: cost.Sizes) -> tuple[int, int]:
     """Bytes per token of the chunk that travels, and of its gradient."""
-    return of.chunk_bytes(Chunk(side, 0)), of.chunk_bytes(Chunk("d" + side, 0))
+    return getattr(of.backward, side), getattr(of.backward, "d" + side)
 
 
 def taken(of: cost.Sizes) -> str:
     """The side that "auto" takes."""
-    visible = np.ones((GRID.size, GRID.size), dtype=bool)
-    return cost.backward_schedule("burst", GRID, visible, of).side
+    return cost.backward_schedule("burst", GRID, everything(GRID.size), of).side
 
 
 def side_label(heads: int, kv_heads: int, wire: int) -> str:

@@ -11,6 +11,7 @@ import megatron_burst as mb
 from drawings.paper import box, figure
 from megatron_burst.cli.show.colours import GREY, INK, RULE, mixed, of_rank
 from megatron_burst.layout import Span
+from megatron_burst.masks.seen import rows_seen
 from megatron_burst.recompute import selection as store
 from megatron_burst.schedule import cost
 
@@ -21,10 +22,15 @@ KEPT = (0.0, 0.5, 1.0)
 def again(keep: float, length: int = 1024) -> tuple[float, float, float]:
     """Of a causal mask, as fractions: rows kept, pairs computed again, keys sent again."""
     mask, whole = mb.masks.Causal(), (Span(0, 1, length),)
-    kept, rest, keys = store.split(mask, length, keep, RANKS)
-    counts = [sum(stop - start for start, stop in part) / length for part in (kept, keys)]
-    pairs = sum(cost.visible_pairs(mask, (Span(a, 1, b - a),), whole) for a, b in rest)
-    return counts[0], pairs / cost.visible_pairs(mask, whole, whole), counts[1]
+    kept, rest = store.split(mask, length, keep, RANKS)
+    queries = [Span(a, 1, b - a) for a, b in rest]
+    needed = np.zeros(length, dtype=bool)
+    _, keys = rows_seen(mask, [queries], [whole])
+    for first, stop in zip(keys.first, keys.stop, strict=True):
+        needed[first:stop] = True
+    pairs = sum(cost.visible_pairs(mask, (span,), whole) for span in queries)
+    rows = sum(stop - start for start, stop in kept)
+    return rows / length, pairs / cost.visible_pairs(mask, whole, whole), needed.mean()
 
 
 def store_caption(keep: float) -> str:
@@ -38,7 +44,7 @@ def draw_store() -> Figure:
     done, redo = mixed(of_rank(2, 4), "#ffffff", 0.55), of_rank(0, 4)
     for i, keep in enumerate(KEPT):
         axes = box(made, 0.45 + 2.0 * i, 0.75, 1.8, 1.8)
-        _, rest, _ = store.split(mb.masks.Causal(), POSITIONS, keep, RANKS)
+        _, rest = store.split(mb.masks.Causal(), POSITIONS, keep, RANKS)
         rows = np.zeros(POSITIONS, dtype=bool)
         for start, stop in rest:
             rows[start:stop] = True
