@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .cells import HEADS, REGIMES, RIVALS, Cell, cells
 from .enclosure import Unavailable, enclosed
-from .network import Rates
+from .network import WIRINGS, Rates
 
 ROOT = Path(__file__).parents[2]
 FULL = {
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="can this machine emulate a cluster?")
     check.set_defaults(run=_check)
+    check.add_argument("--wiring", default="nic", choices=(*WIRINGS,), help="default: nic")
     bench = commands.add_parser("bench", help="measure; --doc writes a page, tables and a figure")
     bench.set_defaults(run=_bench)
     _add_cells(bench, "MHA", "communication,balanced,compute")
@@ -81,10 +82,10 @@ def _add_cells(parser: argparse.ArgumentParser, heads: str, regimes: str) -> Non
     parser.add_argument("--tokens", type=int, default=512, help="per rank (default: 512)")
 
 
-def _check(_: argparse.Namespace) -> int:
+def _check(arguments: argparse.Namespace) -> int:
     from . import trial
 
-    return enclosed(trial.main)
+    return enclosed(lambda: trial.main(arguments.wiring))
 
 
 def _bench(arguments: argparse.Namespace) -> int:

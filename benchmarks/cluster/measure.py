@@ -23,7 +23,6 @@ from megatron_burst.cli.trace.record import Event, traced
 from . import emulated
 from .cells import Problem, Rival
 from .emulated import BACKWARD, EmulatedKernel, Memory, visible
-from .network import INTERFACES
 
 TOLERANCE = 2e-5  # of the largest entry; fp32, the order of sums differs
 State = dict[str, Any]
@@ -130,7 +129,8 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
     counters = plan.groups.counters
     counters.reset()
     dist.barrier()
-    before = sent_bytes()
+    network, me = state["network"], state["rank"]
+    before = network.sent_from_here(me)
     begin = time.perf_counter()
     out = mb.attention(*leaves, plan=plan)
     forward = begin, time.perf_counter()
@@ -139,7 +139,7 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
     grads = torch.autograd.grad(out, leaves, dout)
     backward = begin, time.perf_counter()
     dist.barrier()
-    sent = {link: n - before[link] for link, n in sent_bytes().items()}
+    sent = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
     error = worst_error((out, *grads), state["truth"])
     counted = {"intra": counters.intra, "inter": counters.inter}
     return Run({"forward": forward, "backward": backward}, sent, counted, error)
@@ -181,13 +181,6 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
             work.wait()
         clock[link] = begin, time.perf_counter()
     return clock
-
-
-def sent_bytes() -> dict[str, int]:
-    """Bytes that left each interface of this rank: the kernel's own counters."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    sent = {line.split(":")[0].strip(): int(line.split()[9]) for line in lines[2:]}
-    return {link: sent[name] for link, name in INTERFACES.items()}
 
 
 def _pairs(plan: mb.Plan, which: int) -> list[Any]:

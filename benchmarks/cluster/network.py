@@ -4,18 +4,29 @@ Every rank is a network namespace "r<rank>" with two interfaces: `ib` goes to th
 all ranks, `nv` to the switch of its node. Both ends of each are shaped to the rate of their class,
 so a NIC is full duplex and its receiving side is as narrow as its sending side. Host routes send
 what is for a peer of the same node over `nv`, everything else over `ib`, so one ordinary gloo
-group over `ib` addresses gets the topology. To be used inside an `enclosure`.
+group over `ib` addresses gets the topology. Other wirings give pairs of ranks links of their own,
+which carry what the two send each other. To be used inside an `enclosure`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from .enclosure import run
 
 INTERFACES = {"inter": "ib", "intra": "nv"}  # link class -> interface of a rank
+# Which pairs of ranks have a link of their own, besides the NICs; a link is as fast as its class.
+WIRINGS = {
+    "nic": "one NIC per rank and link class",
+    "node": "a direct link for every pair of ranks of a node, NICs between nodes",
+    "mesh": "a direct link for every pair of ranks",
+}
 PACKET = 65536  # bytes handed from hop to hop at once: smaller ones cost more CPU than 2 cores have
 AHEAD = 1e-3  # seconds of a link that a socket takes at once
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -46,11 +57,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Network:
-    """`nodes` nodes of `per_node` ranks with links of `rates`; `build` makes it."""
+    """`nodes` nodes of `per_node` ranks with links of `rates`; `build` makes it.
+
+    wiring: one of `WIRINGS`.
+    """
 
     nodes: int
     per_node: int
     rates: Rates
+    wiring: str = "nic"
 
     @property
     def size(self) -> int:
@@ -59,6 +74,33 @@ class Network:
     def address(self, rank: int) -> str:
         """Of the rank's `ib` interface: the one address peers know."""
         return f"10.0.0.{rank + 1}"
+
+    def link(self, one: int, other: int) -> str:
+        """The link class between two ranks."""
+        return "intra" if one // self.per_node == other // self.per_node else "inter"
+
+    def direct(self, one: int, other: int) -> bool:
+        """Have these two ranks a link of their own?"""
+        of_node = self.wiring == "node" and self.link(one, other) == "intra"
+        return one != other and (self.wiring == "mesh" or of_node)
+
+    def peers(self, rank: int) -> Iterator[int]:
+        """The ranks with which it has a link of its own."""
+        return (other for other in range(self.size) if self.direct(rank, other))
+
+    def interfaces(self, rank: int) -> dict[str, str]:
+        """Interface of the rank -> link class that it is part of."""
+        pairs = {f"p{other}": self.link(rank, other) for other in self.peers(rank)}
+        return {name: link for link, name in INTERFACES.items()} | pairs
+
+    def loads(self, sent: np.ndarray, link: str) -> np.ndarray:
+        """Bytes that every interface of a class has to carry, one way, if ranks send each other
+        `sent` [src, dst] bytes: a NIC sends and receives all of its rank's, a pair's its own."""
+        ranks = range(self.size)
+        of_class = np.array([[i != j and self.link(i, j) == link for j in ranks] for i in ranks])
+        pairs = np.array([[self.direct(i, j) for j in ranks] for i in ranks])
+        shared = np.where(of_class & ~pairs, sent, 0)
+        return np.concatenate([shared.sum(axis=0), shared.sum(axis=1), sent[of_class & pairs]])
 
     def build(self) -> None:
         bridges = ["spine", *(f"node{node}" for node in range(self.nodes))]
@@ -72,6 +114,10 @@ class Network:
                     f"link set {name}{rank} master {bridge}",
                     f"link set {name}{rank} up",
                 ]
+        for one in range(self.size):
+            for other in (peer for peer in self.peers(one) if peer > one):
+                ends = f"name p{other} netns r{one} type veth peer name p{one} netns r{other}"
+                lines.append(f"link add {ends}")
         run("ip", "-batch", "-", given="\n".join(lines) + "\n")
         for rank in range(self.size):
             self._furnish(rank)
@@ -81,6 +127,9 @@ class Network:
     def destroy(self) -> None:
         """Remove all of it; for another network in the same enclosure."""
         # Links first: those of a deleted namespace live on until the kernel comes round to it.
+        for rank in range(self.size):
+            pairs = [f"link del p{other}" for other in self.peers(rank) if other > rank]
+            run("ip", "-n", f"r{rank}", "-force", "-batch", "-", given="\n".join(pairs) + "\n")
         names = [f"{name}{rank}" for name in INTERFACES.values() for rank in range(self.size)]
         names += ["spine", *(f"node{node}" for node in range(self.nodes))]
         lines = [f"link del {name}" for name in names]
@@ -88,13 +137,18 @@ class Network:
         run("ip", "-force", "-batch", "-", given="\n".join(lines) + "\n")
 
     def shape(self, link: str, ranks: range | list[int], rate: int) -> None:
-        """Give the links of one class of these ranks another rate, at both ends."""
-        name = INTERFACES[link]
+        """Give the links of one class of these ranks another rate: of a NIC at both ends, of a
+        direct link what these ranks send."""
         shaper = f"root tbf rate {rate}bit burst {2 * PACKET} limit 4mb"
-        outside = [f"qdisc replace dev {name}{rank} {shaper}" for rank in ranks]
+        outside = [f"qdisc replace dev {INTERFACES[link]}{rank} {shaper}" for rank in ranks]
         run("tc", "-batch", "-", given="\n".join(outside) + "\n")
         for rank in ranks:
-            run("tc", "-n", f"r{rank}", "qdisc", "replace", "dev", name, *shaper.split())
+            inside = [
+                f"qdisc replace dev {name} {shaper}"
+                for name, of in self.interfaces(rank).items()
+                if of == link
+            ]
+            run("tc", "-n", f"r{rank}", "-batch", "-", given="\n".join(inside) + "\n")
 
     def cut(self, link: str, rank: int) -> None:
         """Take the switch's end of a link down, as a pulled cable would."""
@@ -107,7 +161,19 @@ class Network:
         """Bytes that left each interface of a rank, by link class: the kernel's own counters."""
         links = json.loads(run("ip", "-n", f"r{rank}", "-s", "-j", "link", "show"))
         sent = {entry["ifname"]: entry["stats64"]["tx"]["bytes"] for entry in links}
-        return {link: sent[name] for link, name in INTERFACES.items()}
+        return self._by_class(rank, sent)
+
+    def sent_from_here(self, rank: int) -> dict[str, int]:
+        """The same, read inside the namespace of `rank` itself."""
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+        sent = {line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines[2:]}
+        return self._by_class(rank, sent)
+
+    def _by_class(self, rank: int, sent: dict[str, int]) -> dict[str, int]:
+        total = dict.fromkeys(INTERFACES, 0)
+        for name, link in self.interfaces(rank).items():
+            total[link] += sent[name]
+        return total
 
     def _furnish(self, rank: int) -> None:
         """Addresses, routes and TCP settings of one rank's namespace."""
@@ -117,10 +183,11 @@ class Network:
             f"addr add {mine}/24 dev ib",
             f"addr add 10.1.0.{rank + 1}/24 dev nv",
         ]
-        lines += [f"link set {name} up gso_max_size {PACKET}" for name in INTERFACES.values()]
-        node = rank // self.per_node
-        for peer in range(node * self.per_node, (node + 1) * self.per_node):
-            if peer != rank:
+        lines += [f"link set {name} up gso_max_size {PACKET}" for name in self.interfaces(rank)]
+        for peer in range(self.size):
+            if self.direct(rank, peer):
+                lines.append(f"route add {self.address(peer)}/32 dev p{peer} src {mine}")
+            elif peer != rank and self.link(rank, peer) == "intra":
                 lines.append(f"route add {self.address(peer)}/32 dev nv src {mine}")
         run("ip", "-n", f"r{rank}", "-batch", "-", given="\n".join(lines) + "\n")
         # BBR paces two-level rings badly; Reno is in every kernel. An idle link stays ready. What a

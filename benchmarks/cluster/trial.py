@@ -1,6 +1,7 @@
 """The smallest cluster there is, to see whether this machine can emulate one: 2 nodes of 2 ranks.
 
-Prints what its links carry, beside what they were shaped to; run by `check` and by the tests.
+Prints what its links carry, beside what they were shaped to; run by `check` and by the tests. With
+a wiring of direct links it does the same for these.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from .network import Network, Rates
 SIZE = 2**24  # many times what the shapers let through at once
 
 
-def main() -> int:
+def main(wiring: str = "nic") -> int:
     from . import measure
     from .ranks import Ranks
 
-    network = Network(2, 2, Rates.parse("50M/200M"))
+    network = Network(2, 2, Rates.parse("50M/200M"), wiring)
     with built(network), Ranks(network) as ranks:
         print("namespace", os.readlink("/proc/self/ns/net"), flush=True)
         for _ in range(2):  # the first one makes the connections
