@@ -103,9 +103,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     _check_page(arguments, arguments.out)
 
     def inside() -> int:
-        from . import screen
+        from . import bench, screen
 
-        return screen.show(todo, rivals, arguments.repeats, arguments.out)
+        return screen.show(todo, rivals, bench.How(arguments.repeats), arguments.out)
 
     code = enclosed(inside)
     if code == 0 and arguments.doc:

@@ -1,7 +1,7 @@
 """Runs the cells: every rival in turn, again and again, and between them the plain links.
 
 Decides the order (rivals interleaved, so that whatever else the machine does hits all alike) and
-what is written down. What a time means is `table`'s.
+what goes on after the first round. What is written down is `record`'s, what a time means `table`'s.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.trace.files import Trace
 
-from . import measure, predict
+from . import measure, predict, record
 from .cells import REGIMES, Cell, Rival
+from .mail import LINKS, PASSES
 from .measure import Run, Work
 from .network import Network
 from .ranks import RankError, Ranks
+from .record import Record
 
 TRANSFER = 0.2  # seconds that a plain transfer takes at the nominal rate
-PASSES = ("forward", "backward")
-LINKS = ("intra", "inter")
-BYTES_WITHIN = 0.03  # of the formula: the kernel also counts headers and acknowledgements
-Record = dict[str, Any]
+TIMEOUT = 240.0  # seconds for which a rank waits for others: a busy machine computes unevenly
+CLEARLY = 1.1  # times as slow as another one of its algorithm
 Say = Callable[[str], None]
 
 
+class How(NamedTuple):
+    """repeats: runs of each rival. best: after a first round of all, go on only with the fastest
+    rivals of each algorithm. forecast: measure rates as `auto` does, and say what it predicts."""
+
+    repeats: int
+    best: bool = False
+    forecast: bool = True
+
+
 def run_cells(
-    cells: Iterable[Cell], rivals: Sequence[Rival], repeats: int, say: Say
+    cells: Iterable[Cell], rivals: Sequence[Rival], how: How, say: Say
 ) -> Iterator[Record]:
     """One record per cell; `say` is told before each run what it will be."""
-    for (nodes, per_node, rates), some in groupby(cells, lambda c: (c.nodes, c.per_node, c.rates)):
-        network = Network(nodes, per_node, rates)
-        with built(network), Ranks(network) as ranks:
-            for _, group in groupby(some, lambda c: (c.heads, c.tokens)):
-                yield from _one_problem(ranks, list(group), rivals, repeats, say)
+    for network, some in groupby(cells, lambda c: c.network):
+        with built(network), Ranks(network, TIMEOUT) as ranks:
+            for _, group in groupby(some, lambda c: c.problem()):
+                yield from _one_problem(ranks, list(group), rivals, how, say)
 
 
 @contextmanager
@@ -54,7 +62,7 @@ def built(network: Network) -> Iterator[Network]:
 
 def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
     """The events of one run of a rival, the second after the warm-up."""
-    network = Network(cell.nodes, cell.per_node, cell.rates)
+    network = cell.network
     with built(network), Ranks(network) as ranks:
         works = _prepared(ranks, cell, [rival], say)
         speed = _speed(cell, works)
@@ -62,7 +70,7 @@ def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
         say(f"{rival.name}: traced")
         answers = ranks.run(measure.trace, rival.name, speed)
     runs = [run for _, run in answers]
-    _check(rival, _formula(works[rival]), works[rival], runs)
+    record.check(rival, works[rival], runs)
     marks = [
         (p, min(run.clock[p][0] for run in runs), max(run.clock[p][1] for run in runs))
         for p in PASSES
@@ -95,7 +103,7 @@ def _prepared(
 
 
 def _one_problem(
-    ranks: Ranks, cells: list[Cell], rivals: Sequence[Rival], repeats: int, say: Say
+    ranks: Ranks, cells: list[Cell], rivals: Sequence[Rival], how: How, say: Say
 ) -> Iterator[Record]:
     """All regimes of one problem: the plans are made once."""
     refused: list[str] = []
@@ -109,7 +117,9 @@ def _one_problem(
     works = {rival: some for rival, some in works.items() if some}
     autos = [rival for rival in rivals if rival.algorithm == "auto"]
     for cell in cells:
-        yield _one_cell(ranks, cell, works, autos, repeats, say) | {"left out": refused}
+        left_out: list[str] = []
+        found = _one_cell(ranks, cell, works, autos, how, say, left_out)
+        yield found | {"left out": refused + left_out}
 
 
 def _one_cell(
@@ -117,30 +127,38 @@ def _one_cell(
     cell: Cell,
     works: dict[Rival, list[Work]],
     autos: Sequence[Rival],
-    repeats: int,
+    how: How,
     say: Say,
+    left_out: list[str],
 ) -> Record:
-    speed = _speed(cell, works)
-    found = ranks.run(measure.rates, speed)  # all but the oversleeping is the same on all ranks
-    rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
+    where = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
+    speed, rates = _speed(cell, works), None
+    if how.forecast or autos:
+        found = ranks.run(measure.rates, speed)  # all but the oversleeping is alike on all ranks
+        rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
     for rival in autos:
-        say(f"{cell.grid} {cell.heads} {cell.regime}: {rival.name}, choosing")
+        say(f"{where}: {rival.name}, choosing")
         works = works | {rival: ranks.run(measure.prepare, rival, rates)}
     plain: dict[str, list[float]] = {link: [] for link in LINKS}
     runs: dict[Rival, list[list[Run]]] = {rival: [] for rival in works}
-    for repeat in range(repeats):
+    for repeat in range(how.repeats):
         for link, rate in _transfer(ranks).items():
             plain[link].append(rate)
         for rival, done in runs.items():
-            say(f"{cell.grid} {cell.heads} {cell.regime}: {rival.name} ({repeat + 1}/{repeats})")
+            say(f"{where}: {rival.name} ({repeat + 1}/{how.repeats})")
             done.append(ranks.run(measure.timed, rival.name, speed))
+        if how.best and repeat == 0:
+            slow = record.slower(runs, CLEARLY)
+            left_out += [f"{r.name}: {x:.2f} times {o.name}, once" for r, (x, o) in slow.items()]
+            runs = {rival: done for rival, done in runs.items() if rival not in slow}
     return {
         "cell": cell._asdict() | {"rates": str(cell.rates)},
         "speed": speed,
         "plain": plain,
-        "rates": dataclasses.asdict(rates),
+        "rates": rates and dataclasses.asdict(rates),
         "rivals": [
-            _rival_record(rival, works[rival], done) | {"predicted": _predicted(cell, rival, rates)}
+            record.of(ranks.network, rival, works[rival], done)
+            | {"predicted": rates and _predicted(cell, rival, rates)}
             for rival, done in runs.items()
         ],
     }
@@ -160,55 +178,9 @@ def _transfer(ranks: Ranks) -> dict[str, float]:
     for _ in range(3):
         clocks = ranks.run(measure.transfer, sizes)
         for link in clocks[0]:
-            rate = 8 * sizes[link] / _span([clock[link] for clock in clocks])
+            rate = 8 * sizes[link] / record.span([clock[link] for clock in clocks])
             best[link] = max(best.get(link, 0.0), rate)
     return best
-
-
-def _rival_record(rival: Rival, works: list[Work], done: list[list[Run]]) -> Record:
-    """Times of every run, and by pass and link what the busiest rank must send and compute."""
-    wanted = _formula(works)
-    for runs in done:
-        _check(rival, wanted, works, runs)
-    sent = {link: sum(run.sent[link] for run in done[-1]) for link in LINKS}
-    return {
-        "name": rival.name,
-        "seconds": [
-            {name: _span([run.clock[name] for run in runs]) for name in PASSES} for runs in done
-        ],
-        "busiest": {
-            name: {link: max(work.bytes[name][link] for work in works) for link in LINKS}
-            for name in PASSES
-        },
-        "flops": {name: max(work.flops[name] for work in works) for name in PASSES},
-        "bytes": {link: {"formula": wanted[link], "kernel": sent[link]} for link in LINKS},
-        "chosen": works[0].chosen,
-        "error": max(run.error for runs in done for run in runs),
-    }
-
-
-def _formula(works: list[Work]) -> dict[str, int]:
-    """Payload bytes of all ranks, by link class."""
-    return {link: sum(work.bytes[p][link] for work in works for p in PASSES) for link in LINKS}
-
-
-def _check(rival: Rival, wanted: dict[str, int], works: list[Work], runs: list[Run]) -> None:
-    """No run counts unless its result is right and its bytes are those of the formula."""
-    for rank, (run, work) in enumerate(zip(runs, works, strict=True)):
-        if not run.error <= measure.TOLERANCE:
-            raise RankError(f"{rival.name}: rank {rank} is off by {run.error:.3g}")
-        mine = {link: sum(work.bytes[p][link] for p in PASSES) for link in LINKS}
-        if run.counted != mine:
-            raise RankError(
-                f"{rival.name}: rank {rank} sent {run.counted}, the formula says {mine}"
-            )
-    for link, formula in wanted.items():
-        sent = sum(run.sent[link] for run in runs)
-        # what barriers and the making of connections cost is a few KB, whatever is measured
-        if abs(sent - formula) > BYTES_WITHIN * formula + 20_000 * len(runs):
-            raise RankError(
-                f"{rival.name}: the kernel counted {sent} {link} bytes, the formula says {formula}"
-            )
 
 
 def _speed(cell: Cell, works: dict[Rival, list[Work]]) -> float | None:
@@ -221,11 +193,6 @@ def _speed(cell: Cell, works: dict[Rival, list[Work]]) -> float | None:
         return 0.0
     flops = max(sum(work.flops.values()) for work in next(iter(works.values())))  # of any rival
     return flops / (share * predict.busy(cell))
-
-
-def _span(clocks: list[tuple[float, float]]) -> float:
-    """Seconds from the first rank's start to the last one's end; all ranks share one clock."""
-    return max(end for _, end in clocks) - min(begin for begin, _ in clocks)
 
 
 def _reason(report: str) -> str:

@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .network import Rates
+from .network import Network, Rates
 
 # Emulated compute over the time that burst's links are busy; "hidden": the flat ring's hops, too.
 REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
-# Query and key/value heads. Four kv heads go in four groups at most, eight in eight.
-HEADS = {"MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8)}
+# Query and key/value heads. Four kv heads go in four groups at most, eight in eight. Two heads are
+# for long sequences, whose attention a CPU has to compute once.
+HEADS = {
+    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 2": (2, 2),
+}  # fmt: skip
+WIRES = {"fp32": 4, "bf16": 2}  # dtype of travelling partial results -> bytes
 
 
 class Problem(NamedTuple):
-    """One causal attention, fp32, batch 1, zigzag: `tokens` per rank."""
+    """One attention, fp32, batch 1, zigzag: `tokens` per rank.
+
+    mask: its name (`problems`). wire: a key of `WIRES`.
+    """
 
     tokens: int
     heads: int
     kv_heads: int
     width: int
+    mask: str = "causal"
+    wire: str = "fp32"
 
     @property
     def flops_per_pair(self) -> int:
@@ -63,7 +72,10 @@ RIVALS = (
 
 
 class Cell(NamedTuple):
-    """One block of the table: all rivals in one setting."""
+    """One block of the table: all rivals in one setting.
+
+    wiring: a key of `network.WIRINGS`. mask, wire: as of `Problem`.
+    """
 
     nodes: int
     per_node: int
@@ -71,13 +83,20 @@ class Cell(NamedTuple):
     heads: str  # a key of HEADS
     regime: str  # a key of REGIMES (emulated compute), or "real"
     tokens: int
+    wiring: str = "nic"
+    mask: str = "causal"
+    wire: str = "fp32"
+
+    @property
+    def network(self) -> Network:
+        return Network(self.nodes, self.per_node, self.rates, self.wiring)
 
     @property
     def grid(self) -> str:
         return f"{self.nodes}x{self.per_node}"
 
     def problem(self, width: int = 64) -> Problem:
-        return Problem(self.tokens, *HEADS[self.heads], width)
+        return Problem(self.tokens, *HEADS[self.heads], width, self.mask, self.wire)
 
 
 def cells(

@@ -112,7 +112,7 @@ def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
     if answer.kind == "done":
         if not fault.survives:
             yield f"rank {rank} noticed nothing"
-        if answer.value["error"] > measure.TOLERANCE:
+        if answer.value["error"] > measure.TOLERANCE[PROBLEM.wire]:
             yield f"rank {rank} returned a result that is off by {answer.value['error']:.2g}"
         return
     if answer.kind != "failed":

@@ -166,7 +166,9 @@ class Network:
     def sent_from_here(self, rank: int) -> dict[str, int]:
         """The same, read inside the namespace of `rank` itself."""
         lines = Path("/proc/self/net/dev").read_text().splitlines()
-        sent = {line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines[2:]}
+        sent = {
+            line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines[2:]
+        }
         return self._by_class(rank, sent)
 
     def _by_class(self, rank: int, sent: dict[str, int]) -> dict[str, int]:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.layout import make
-from megatron_burst.masks import Causal
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
 
-from .cells import REGIMES, Cell, Rival
+from .cells import REGIMES, WIRES, Cell, Rival
+from .problems import mask_of
 
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
 REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
@@ -28,10 +28,11 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
     topology = Topology(size, cell.per_node, ulysses, rival.placement)
     sizes = Sizes(
-        problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4, 4,
-        (True, True, True),
+        problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4,
+        WIRES[problem.wire], (True, True, True),
     )  # fmt: skip
-    workload = Workload(sizes, Causal(), make("zigzag", cp_size=size))
+    mask = mask_of(problem.mask, problem.tokens * size)
+    workload = Workload(sizes, mask, make("zigzag", cp_size=size))
     fixed = Fixed(
         RINGS.get(rival.algorithm, rival.algorithm),
         None if rival.side == "auto" else rival.side,

@@ -21,13 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import table
-from .bench import run_cells
+from .bench import How, run_cells
 from .cells import Cell, Rival
 from .predict import estimate
 from .ranks import RankError
 
 
-def show(todo: Sequence[Cell], rivals: Sequence[Rival], repeats: int, out: Path) -> int:
+def show(todo: Sequence[Cell], rivals: Sequence[Rival], how: How, out: Path) -> int:
     """Run the cells and print their tables; exit code 1 if a run was wrong."""
     console = Console() if sys.stdout.isatty() else Console(width=170)
     columns = (
@@ -38,18 +38,18 @@ def show(todo: Sequence[Cell], rivals: Sequence[Rival], repeats: int, out: Path)
     )
     records = []
     begun = {"command": shlex.join(sys.argv[1:]), "machine": machine()}
-    hours = estimate(todo, rivals, repeats) / 3600
+    hours = estimate(todo, rivals, how.repeats) / 3600
     console.print(f"{len(todo)} cells; about {hours:.1f} h" if hours > 1 else
                   f"{len(todo)} cells; about {60 * hours:.0f} min")  # fmt: skip
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
-        steps = len(todo) * len(rivals) * repeats
+        steps = len(todo) * len(rivals) * how.repeats
         task = progress.add_task("starting the ranks", total=steps)
 
         def say(text: str) -> None:
             progress.update(task, description=text, advance=float("/" in text.split("(")[-1]))
 
         try:
-            for record in run_cells(todo, rivals, repeats, say):
+            for record in run_cells(todo, rivals, how, say):
                 records.append(record)
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(begun | {"cells": records}, indent=1))

@@ -1,0 +1,100 @@
+"""Masks of the benchmark by name, the documents of a packed batch, and what attention gives in one
+process. The names are what tables print and what the command line takes.
+
+A batch of documents is drawn from a log-normal distribution of lengths, capped, until the sequence
+is full; the last document is cut. The same seed gives the same documents on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron_burst.masks import Causal, Documents, Full, Mask, Window
+
+
+class Lengths(NamedTuple):
+    """Document lengths in tokens: log-normal, at most `cap`."""
+
+    median: int
+    sigma: float
+    cap: int
+
+
+DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024)}
+MASKS = "causal, full, window N, documents 500 seed N, documents 1K seed N"
+
+
+def bounds(name: str, seed: int, length: int) -> list[int]:
+    """Cumulative lengths of the documents of one batch of `length` tokens."""
+    median, sigma, cap = DOCUMENTS[name]
+    generator = np.random.default_rng(seed)
+    found = [0]
+    while found[-1] < length:
+        drawn = int(np.clip(round(generator.lognormal(np.log(median), sigma)), 1, cap))
+        found.append(min(found[-1] + drawn, length))
+    return found
+
+
+def mask_of(text: str, length: int) -> Mask:
+    """The mask of this name over a sequence of `length` tokens; ValueError if there is none."""
+    if text in ("causal", "full"):
+        return Causal() if text == "causal" else Full()
+    if window := re.fullmatch(r"window (\d+)", text):
+        return Window(int(window[1]) - 1, 0)
+    if documents := re.fullmatch(r"documents (500|1K) seed (\d+)", text):
+        return Documents(bounds(documents[1], int(documents[2]), length)) & Causal()
+    raise ValueError(f"--masks: there is {MASKS}, got {text!r}")
+
+
+class _Piece(NamedTuple):
+    """Some consecutive queries and all keys that they see; first and stop of both."""
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    kind: str  # "full", "causal", or "window": only a table says which
+
+
+def _pieces(text: str, length: int) -> Iterator[_Piece]:
+    whole = (0, length)
+    if text in ("causal", "full"):
+        yield _Piece(whole, whole, text)
+    elif text.startswith("window"):
+        width = int(text.split()[1])
+        for first in range(0, length, width):
+            stop = min(first + width, length)
+            yield _Piece((first, stop), (max(0, first - width + 1), stop), "window")
+    else:
+        _, name, _, seed = text.split()
+        found = bounds(name, int(seed), length)
+        for first, stop in pairwise(found):
+            yield _Piece((first, stop), (first, stop), "causal")
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str) -> torch.Tensor:
+    """Attention of a whole sequence under the mask of this name, by torch's own operator.
+
+    q [s, 1, h, d]; k, v [s, 1, k, d]; returns [s, 1, h, d].
+    """
+    group = q.shape[2] // k.shape[2]
+    first = [x.permute(1, 2, 0, 3) for x in (q, *(y.repeat_interleave(group, 2) for y in (k, v)))]
+    parts = []
+    for piece in _pieces(text, q.shape[0]):
+        rows, keys = slice(*piece.rows), slice(*piece.keys)
+        table = None
+        if piece.kind == "window":
+            mask = mask_of(text, q.shape[0])
+            table = torch.from_numpy(mask.visible(np.r_[rows][:, None], np.r_[keys][None, :]))
+        parts.append(
+            F.scaled_dot_product_attention(
+                first[0][:, :, rows], first[1][:, :, keys], first[2][:, :, keys],
+                attn_mask=table, is_causal=piece.kind == "causal",
+            )
+        )  # fmt: skip
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)

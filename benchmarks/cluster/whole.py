@@ -1,0 +1,34 @@
+"""Burst with whole chunks: the rival that every comparison with rows is made against.
+
+This is how chunks travelled before schedules carried rows: a rank that sees anything of a chunk
+gets all of it, by the ring or from its owner, whichever sends fewer bytes between nodes.
+"""
+
+from __future__ import annotations
+
+from megatron_burst.schedule.algorithms import ALGORITHMS, burst, direct
+from megatron_burst.schedule.cost import rows_sent
+from megatron_burst.schedule.demand import Demand
+from megatron_burst.schedule.tables import Tables
+
+NAME = "burst_whole"
+
+
+def register() -> None:
+    """Enter it among the algorithms of this process."""
+    ALGORITHMS.setdefault(NAME, tables)
+
+
+def tables(demand: Demand) -> Tables:
+    """Burst's ring, or chunks sent directly, of whole chunks."""
+    whole = demand.whole()
+
+    def bytes_sent(found: Tables) -> tuple[int, int]:
+        moved = found.transfers
+        each = rows_sent(found, moved)
+        for index, row in enumerate(demand.row_bytes):
+            each[moved.family == index] *= row
+        between = moved.between(demand.grid)
+        return int(each[between].sum()), int(each.sum())
+
+    return min((burst.tables(whole), direct.tables(whole)), key=bytes_sent)
