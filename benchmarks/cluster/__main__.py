@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from . import compare
 from .cells import HEADS, REGIMES, RIVALS, Cell, cells
 from .enclosure import Unavailable, enclosed
 from .network import WIRINGS, Rates
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     write.add_argument("--doc", type=Path, required=True, metavar="X.md")
     write.add_argument("--records", type=Path, help="what `bench --out` wrote, instead of X.json")
     write.add_argument("--append", action="store_true", help="the records, and what X.json has")
+    compare.add(commands, RESULTS)
     trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
     trace.set_defaults(run=_trace)
     _add_cells(trace, "MHA", "balanced")

@@ -34,8 +34,8 @@ State = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass; of "auto",
-    what was chosen and why; its messages."""
+    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass; what
+    "auto" chose, and why; and its messages."""
 
     bytes: dict[str, dict[str, int]]
     flops: dict[str, float]

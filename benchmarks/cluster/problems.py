@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_burst.masks import Causal, Documents, Full, Mask, Window
+from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
 
 
 class Lengths(NamedTuple):
@@ -28,7 +28,9 @@ class Lengths(NamedTuple):
 
 
 DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024)}
-MASKS = "causal, full, window N, documents 500 seed N, documents 1K seed N"
+MASKS = "causal, full, window N, blocks N, documents 500 seed N, documents 1K seed N"
+ROWS = 512  # of queries at once where a mask has to be given as a table
+SHOWN = 0.2  # of the pairs of blocks of a block-sparse mask, besides the diagonal
 
 
 def bounds(name: str, seed: int, length: int) -> list[int]:
@@ -48,6 +50,10 @@ def mask_of(text: str, length: int) -> Mask:
         return Causal() if text == "causal" else Full()
     if window := re.fullmatch(r"window (\d+)", text):
         return Window(int(window[1]) - 1, 0)
+    if blocks := re.fullmatch(r"blocks (\d+)", text):
+        count = length // int(blocks[1])
+        table = np.random.default_rng(0).random((count, count)) < SHOWN
+        return BlockSparse(table | np.eye(count, dtype=bool), int(blocks[1])) & Causal()
     if documents := re.fullmatch(r"documents (500|1K) seed (\d+)", text):
         return Documents(bounds(documents[1], int(documents[2]), length)) & Causal()
     raise ValueError(f"--masks: there is {MASKS}, got {text!r}")
@@ -58,7 +64,7 @@ class _Piece(NamedTuple):
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    kind: str  # "full", "causal", or "window": only a table says which
+    kind: str  # "full", "causal", or "table": only the mask says which
 
 
 def _pieces(text: str, length: int) -> Iterator[_Piece]:
@@ -69,7 +75,10 @@ def _pieces(text: str, length: int) -> Iterator[_Piece]:
         width = int(text.split()[1])
         for first in range(0, length, width):
             stop = min(first + width, length)
-            yield _Piece((first, stop), (max(0, first - width + 1), stop), "window")
+            yield _Piece((first, stop), (max(0, first - width + 1), stop), "table")
+    elif text.startswith("blocks"):
+        for first in range(0, length, ROWS):
+            yield _Piece((first, min(first + ROWS, length)), whole, "table")
     else:
         _, name, _, seed = text.split()
         found = bounds(name, int(seed), length)
@@ -84,12 +93,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str) -> torc
     """
     group = q.shape[2] // k.shape[2]
     first = [x.permute(1, 2, 0, 3) for x in (q, *(y.repeat_interleave(group, 2) for y in (k, v)))]
-    parts = []
+    parts, mask = [], mask_of(text, q.shape[0])
     for piece in _pieces(text, q.shape[0]):
         rows, keys = slice(*piece.rows), slice(*piece.keys)
         table = None
-        if piece.kind == "window":
-            mask = mask_of(text, q.shape[0])
+        if piece.kind == "table":
             table = torch.from_numpy(mask.visible(np.r_[rows][:, None], np.r_[keys][None, :]))
         parts.append(
             F.scaled_dot_product_attention(
