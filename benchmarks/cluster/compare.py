@@ -10,8 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from .cells import Cell
@@ -56,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--append: {arguments.out} does not exist")
     code = enclosed(inside)
     if code == 0 and arguments.doc:
-        from . import comparison
+        from . import comparison, comparison_page
 
-        comparison.write(comparison.load(arguments.out), arguments.doc)
+        comparison_page.write(comparison.load(arguments.out), arguments.doc)
     return code
 
 
@@ -86,34 +85,29 @@ def _measure(jobs: Sequence[tuple[str, Suite, list[Cell]]], arguments: argparse.
     from . import comparison
     from .bench import How, run_cells
     from .ranks import RankError
+    from .results import Run
     from .screen import machine
 
     kept = comparison.load(arguments.out) if arguments.append else comparison.EMPTY
-    command = shlex.join(sys.argv[1:])
+    now = Run(shlex.join(sys.argv[1:]), machine())
+    kept = kept._replace(runs=(*kept.runs, now))
     for name, suite, todo in jobs:
         how = How(arguments.repeats, best=suite.best, forecast=arguments.forecast)
         started = time.time()
         try:
-            with _load() as load:
-                for record in run_cells(todo, suite.rivals, how, _say):
-                    found = comparison.compared(name, record, suite.base)
-                    found = found._replace(run=len(kept.runs), load=round(max(load()), 1))
-                    print(comparison.lines(found), flush=True)
-                    kept = kept._replace(cells=(*kept.cells, found))
-                    run_now = comparison.Run(command, machine())
-                    comparison.save(kept._replace(runs=(*kept.runs, run_now)), arguments.out)
+            for record in run_cells(todo, suite.rivals, how, _say):
+                found = comparison.compared(name, record, suite.base)
+                load = round(os.getloadavg()[0], 1)
+                found = found._replace(run=len(kept.runs) - 1, load=load)
+                print(comparison.lines(found), flush=True)
+                kept = kept._replace(cells=(*kept.cells, found))
+                comparison.save(kept, arguments.out)
         except RankError as error:
             print(f"a run was wrong: {error}", file=sys.stderr)
             return 1
         print(f"{name}: {len(todo)} settings in {time.time() - started:.0f} s", flush=True)
     print(f"records: {arguments.out}")
     return 0
-
-
-@contextmanager
-def _load() -> Iterator[object]:
-    """The machine's load average, now."""
-    yield lambda: os.getloadavg()[:1]
 
 
 def _say(text: str) -> None:

@@ -49,11 +49,16 @@ def with_block(text: str | None, body: str, page: Path) -> str:
     """The page with its measured block replaced."""
     if text is None:
         text = f"# Measured on an emulated cluster\n\n{BEGIN}{END}\n"
-    before, found, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
+    return replaced(text, BEGIN, END, body, f"--doc: {page}")
+
+
+def replaced(text: str, begin: str, end: str, body: str, where: str = "--doc") -> str:
+    """`text` with `body` between two markers; ValueError, which says where, if it lacks them."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise ValueError(f"--doc: {page} has text but not the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{body}{END}{after}"
+        raise ValueError(f"{where} has text but not the markers {begin} and {end}")
+    return f"{before}{begin}\n{body}{end}{after}"
 
 
 def block(found: Results, page: Path) -> str:

@@ -1,0 +1,159 @@
+"""Comparisons to be read: a summary between markers of a page, and every number beside it.
+
+A row of the summary is a setting; batches of packed documents that differ by their seed alone are
+one row, whose numbers are medians over the batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median, quantiles
+
+from .comparison import Compared, Comparisons, Entry, headline
+from .document import replaced
+from .suites import SUITES
+
+BEGIN, END = "<!-- compared: begin -->", "<!-- compared: end -->"
+READING = """\
+*Gain* is the time of the base over that of the rival, run by run: the median, and the smallest and
+largest of the runs (of documents: of the batches). *Permitted* is what the bytes permit: the base's
+limit over the rival's. *Over the limit* is the time over max(compute, links), at the bytes of the
+busiest interface and the highest rate that a plain transfer or any rival reached."""
+NUMBERS = """\
+*Seconds*: forward and backward, the median and the quartiles of the runs. *Between nodes*: MiB that
+a rank sends to other nodes, the mean, the busiest rank, and the mean if every row crossed once to
+each node that wants it and its gradient once from there (of one travelling side). *Message*: the
+average size by link class. *Kernel*: bytes that the kernel counted over the formula's; where
+messages are smaller than 64 KiB, headers weigh more. *Load*: of the machine, meanwhile."""
+
+
+def appendix(page: Path) -> Path:
+    """The file with every number."""
+    return page.with_name(f"{page.stem}-comparisons.md")
+
+
+def write(found: Comparisons, page: Path) -> None:
+    """The page's block, and the appendix."""
+    page.write_text(with_block(page.read_text(), block(found)))
+    appendix(page).write_text(everything(found, page))
+
+
+def with_block(text: str, body: str) -> str:
+    """The page with its block of comparisons replaced."""
+    return replaced(text, BEGIN, END, body)
+
+
+def block(found: Comparisons) -> str:
+    """A table per suite."""
+    parts = [READING]
+    for name, cells in _by_suite(found):
+        parts += [f"**{SUITES[name].what[0].upper()}{SUITES[name].what[1:]}** (`{name}`)"]
+        parts += [_summary(cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def everything(found: Comparisons, page: Path) -> str:
+    """All settings, and the commands that measured them."""
+    commands = [
+        f"- Run {n}: `python -m benchmarks.cluster {run.command}`, on {run.machine}."
+        + f" {run.note}" * bool(run.note)
+        for n, run in enumerate(found.runs, 1)
+    ]
+    parts = [
+        "# Comparisons on the emulated cluster",
+        f"What the numbers say is in [{page.name}]({page.name}).",
+        READING,
+        NUMBERS,
+        "## Commands",
+        "\n".join(commands),
+    ]
+    for name, cells in _by_suite(found):
+        parts += [f"## {SUITES[name].what[0].upper()}{SUITES[name].what[1:]}"]
+        parts += [_numbers(cell) for cell in cells]
+    return "\n\n".join(parts) + "\n"
+
+
+def _by_suite(found: Comparisons) -> Iterator[tuple[str, list[Compared]]]:
+    for name in SUITES:
+        cells = [cell for cell in found.cells if cell.suite == name]
+        if cells:
+            yield name, cells
+
+
+def group(cell: Compared) -> str:
+    """The setting, without the seed of its documents."""
+    return headline(cell).partition(" seed ")[0] if " seed " in headline(cell) else headline(cell)
+
+
+def summarized(cells: Sequence[Compared], rival: str) -> dict[str, tuple[float, ...]] | None:
+    """Of a rival over settings that differ by their seed: gain (median, smallest, largest),
+    permitted (the same) and the median and largest time over the limit; None if it did not run."""
+    entries = [e for cell in cells for e in cell.entries if e.name == rival]
+    if not entries:
+        return None
+    alone = len(entries) == 1
+    gains = list(entries[0].ratio) if alone else [e.ratio.middle for e in entries]
+    permitted, over = [e.permitted for e in entries], [e.over_limit for e in entries]
+    middle = gains[0] if alone else median(gains)
+    return {
+        "gain": (middle, min(gains), max(gains)),
+        "permitted": (median(permitted), min(permitted), max(permitted)),
+        "over": (median(over), max(over)),
+    }
+
+
+def _summary(cells: Sequence[Compared]) -> str:
+    lines = [
+        "| setting | base | rival | gain | permitted | over the limit |",
+        "|-|-|-|-|-|-|",
+    ]
+    ordered = sorted(cells, key=group)
+    for setting, some in groupby(ordered, key=group):
+        batch = list(some)
+        names = dict.fromkeys(e.name for cell in batch for e in cell.entries)
+        first = batch[0].base
+        for name in names:
+            found = summarized(batch, name)
+            assert found is not None
+            gain, permitted, over = found["gain"], found["permitted"], found["over"]
+            count = f" ({len(batch)} batches)" * (len(batch) > 1)
+            lines.append(
+                f"| {setting}{count} | {first} | {name} | {_three(gain)} | "
+                f"{_three(permitted) if len(batch) > 1 else f'{permitted[0]:.2f}'} | "
+                f"{over[0]:.2f}{f', at most {over[1]:.2f}' if len(batch) > 1 else ''} |"
+            )
+    return "\n".join(lines)
+
+
+def _three(values: Sequence[float]) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*values)
+
+
+def _numbers(cell: Compared) -> str:
+    lines = [
+        f"**{headline(cell)}** (run {cell.run + 1}, load {cell.load:g}, links reached "
+        f"{', '.join(f'{link} {rate:g}' for link, rate in cell.reached.items())} Mbit/s)",
+        "",
+        "| | seconds | forward + backward | gain | permitted | limit | over the limit | "
+        "MiB between nodes: mean, busiest, least | MiB within: mean, busiest | message | kernel | "
+        "predicted |",
+        "|-|-|-|-|-|-|-|-|-|-|-|-|",
+        *map(_row, cell.entries),
+    ]
+    return "\n".join([*lines, *(f"\n{text}" for text in cell.left_out)])
+
+
+def _row(e: Entry) -> str:
+    times = sorted(e.seconds)
+    low, middle, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    sizes = ", ".join(f"{link} {size:g} KiB" for link, size in e.messages.items())
+    extra = ", ".join(f"{link} {x:+.1f}%" for link, x in e.extra.items())
+    return (
+        f"| {e.name} | {middle:.3f} ({low:.3f} to {high:.3f}) | {e.forward:.3f} + {e.backward:.3f} "
+        f"| {e.ratio} | {e.permitted:.2f} | {e.limit:.3f} | {e.over_limit:.2f} | "
+        f"{e.between[0]:.2f}, {e.between[1]:.2f}, {e.least:.2f} | "
+        f"{e.within[0]:.2f}, {e.within[1]:.2f} | {sizes} | {extra} | "
+        f"{'' if e.predicted is None else f'{e.predicted:.3f}'} |"
+    )
