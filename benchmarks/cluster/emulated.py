@@ -9,8 +9,11 @@ Times so made are labelled "emulated". Everything but the local attention runs a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -99,6 +102,24 @@ class EmulatedKernel:
             return
         flops = factor * self.flops_per_head * heads * visible(work)
         time.sleep(max(0.0, begin + flops / self.speed - time.perf_counter()))
+
+
+@contextmanager
+def urgent(emulated: bool) -> Iterator[None]:
+    """Run all threads of this process before those of other programs, where that is allowed and
+    compute is emulated: what then needs a core is as little as on a host beside a GPU."""
+    threads = [int(name) for name in os.listdir("/proc/self/task")] if emulated else []
+    _schedule(threads, os.SCHED_FIFO, 1)
+    try:
+        yield
+    finally:
+        _schedule(threads, os.SCHED_OTHER, 0)
+
+
+def _schedule(threads: Sequence[int], policy: int, priority: int) -> None:
+    for thread in threads:
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.sched_setscheduler(thread, policy, os.sched_param(priority))
 
 
 def oversleep() -> float:
