@@ -9,10 +9,10 @@ from .network import Network, Rates
 
 # Emulated compute over the time that burst's links are busy; "hidden": the flat ring's hops, too.
 REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
-# Query and key/value heads. Four kv heads go in four groups at most, eight in eight. Two heads are
+# Query and key/value heads. Four kv heads go in four groups at most, eight in eight. One head is
 # for long sequences, whose attention a CPU has to compute once.
 HEADS = {
-    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 2": (2, 2),
+    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 1": (1, 1),
 }  # fmt: skip
 WIRES = {"fp32": 4, "bf16": 2}  # dtype of travelling partial results -> bytes
 

@@ -157,7 +157,7 @@ def lines(found: Compared) -> str:
             f"  {e.name:24} {median(e.seconds):7.3f} s ({e.forward:.3f} + {e.backward:.3f}), "
             f"gain {e.ratio}, permitted {e.permitted:.2f}, over limit {e.over_limit:.2f}, between "
             f"{e.between[0]:.2f} mean {e.between[1]:.2f} most {e.least:.2f} least MiB, messages "
-            f"{e.messages} KiB, extra {e.extra} %"
+            f"{e.messages} KiB, extra {e.extra} %, predicted {e.predicted}"
         )
     return "\n".join([*rows, *(f"  {text}" for text in found.left_out)])
 

@@ -49,15 +49,15 @@ SUITES = {
         "packed documents: rows only where they are seen",
         (*_chunked(WHOLE, whole.NAME, (1,)), *_chunked("burst", "burst", (1,)),
          *_chunked("multicast", "multicast", (1,))),
-        (WHOLE,), "2x4,4x2", "50M/200M", "MHA 2", 4096,
+        (WHOLE,), "2x4,4x2", "50M/200M", "MHA 1", 4096,
         tuple(f"documents {name}" for name in DOCUMENTS),
     ),
     "multicast": Suite(
         "rows that several ranks of a node want cross to it once",
         (*_chunked(WHOLE, whole.NAME, (1,)), *_chunked("burst", "burst", (1,)),
          *_chunked("multicast", "multicast", (1,))),
-        (WHOLE,), "2x4,4x2", "50M/200M", "MHA 2", 2048,
-        ("causal", "window 2048", "blocks 512"),
+        (WHOLE,), "2x4,4x2", "50M/200M", "MHA 1", 4096,
+        ("causal", "window 4096", "blocks 512"),
     ),
     "tiles": Suite(
         "tiles beside burst, each with its best head chunks",
@@ -69,7 +69,7 @@ SUITES = {
         "both ways round a ring, on direct links and on one NIC",
         (*_chunked("ring", "ring", (1,)), *_chunked("burst", "burst", (1,)),
          *_chunked("two_way", "two_way", (1,)), *_chunked("token_ring", "token_ring", (1,))),
-        ("ring", "burst"), "1x4,1x8,2x4", "50M/200M", "MHA 8", 512,
+        ("ring", "burst"), "1x4,2x4", "50M/200M", "MHA 8", 512,
         ("full", "causal"), wirings=("nic", "node", "mesh"),
     ),
 }  # fmt: skip
