@@ -82,12 +82,13 @@ def _wanted(name: str, given: str | None) -> bool:
 
 
 def _measure(jobs: Sequence[tuple[str, Suite, list[Cell]]], arguments: argparse.Namespace) -> int:
-    from . import comparison
+    from . import comparison, whole
     from .bench import How, run_cells
     from .ranks import RankError
     from .results import Run
     from .screen import machine
 
+    whole.register()  # for what is predicted
     kept = comparison.load(arguments.out) if arguments.append else comparison.EMPTY
     now = Run(shlex.join(sys.argv[1:]), machine())
     kept = kept._replace(runs=(*kept.runs, now))
