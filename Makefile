@@ -112,8 +112,8 @@ bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.m
 bench-gpu: $(VENV)/.ready-test ## tests and speed on one GPU, into docs/performance.md (says so where there is none)
 	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)
 
-bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links, into docs/cluster-here.md; ARGS=--help, ARGS=--full
-	@$(PY) -m benchmarks.cluster bench --doc docs/cluster-here.md $(ARGS)
+bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links, into docs/cluster-here.md; ARGS=--help, ARGS=--full; SUITES=all or "documents tiles": rivals side by side
+	@$(PY) -m benchmarks.cluster $(if $(SUITES),compare $(SUITES),bench) --doc docs/cluster-here.md $(ARGS)
 
 # Megatron-Bridge names packages that need a GPU to install; without them, what its recipes import.
 BARE = megatron-core==0.16.1 megatron-bridge==0.3.1 nvidia-resiliency-ext triton

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster import bench, cells, document, faults, measure, results, table
+from benchmarks.cluster import cells, document, faults, mail, measure, record, results, table
 from benchmarks.cluster.network import Rates
 from benchmarks.cluster.ranks import Answer, RankError
 
@@ -40,6 +40,12 @@ def cluster():
     return done.stdout
 
 
+def links_of(output):
+    """Link class, interfaces of rank 0 that carried it, reached, shaped to, counted, payload."""
+    words = r"(\w+) by ([\w ]*): ([\d.]+) of (\d+) Mbit/s, (\d+) bytes .* for (\d+)"
+    return re.findall(words, output)
+
+
 def inhabitants(namespace):
     """Processes whose network namespace is this one."""
     found = []
@@ -55,12 +61,27 @@ def inhabitants(namespace):
 def test_links_carry_what_they_were_shaped_to(cluster):
     """Payload is less than the rate (headers), if not much less, for a busy machine is slow; the
     kernel's counters are within 3 % of it."""
-    lines = re.findall(r"(\w+): ([\d.]+) of (\d+) Mbit/s, (\d+) bytes .* for (\d+)", cluster)
-    assert [line[0] for line in lines] == ["inter", "intra"]
-    for _, reached, rate, counted, payload in lines:
+    lines = links_of(cluster)
+    assert [line[:2] for line in lines] == [("inter", "ib"), ("intra", "nv")]
+    for *_, reached, rate, counted, payload in lines:
         assert 0.05 * int(rate) < float(reached) < int(rate)
         assert 1.0 < int(counted) / int(payload) < 1.03
     assert not inhabitants(re.search(r"namespace (\S+)", cluster)[1])
+
+
+@pytest.mark.parametrize(
+    ("wiring", "interfaces"),
+    [("node", ["ib", "p1"]), pytest.param("mesh", ["p2", "p1"], marks=SLOW)],
+)
+def test_direct_links_carry_what_two_ranks_send_each_other(cluster, wiring, interfaces):
+    """In a node of two, and between ranks 0 and 2; nothing of it goes by the NICs."""
+    done = run("check", "--wiring", wiring)
+    assert done.returncode == 0, done.stderr
+    lines = links_of(done.stdout)
+    assert [line[1] for line in lines] == interfaces
+    for *_, reached, rate, counted, payload in lines:
+        assert 0.05 * int(rate) < float(reached) < int(rate)
+        assert 1.0 < int(counted) / int(payload) < 1.03
 
 
 @pytest.mark.parametrize(
@@ -203,10 +224,11 @@ def test_the_summary_counts_and_names_what_misses():
 
 def test_a_wrong_result_or_other_bytes_end_the_benchmark():
     rival = cells.Rival("burst", "burst")
-    works = [measure.Work({p: {"intra": 50, "inter": 0} for p in table.PASSES}, {}, "")] * 2
+    sizes = {p: {"intra": 50, "inter": 0} for p in table.PASSES}
+    none = mail.Mail({}, {p: {"intra": 0, "inter": 0} for p in table.PASSES}, {})
+    works = [measure.Work(sizes, {}, "", none)] * 2
     right = measure.Run({}, {"intra": 100, "inter": 0}, {"intra": 100, "inter": 0}, 1e-7)
-    wanted = {"intra": 200, "inter": 0}
-    bench._check(rival, wanted, works, [right, right])
+    record.check(rival, works, [right, right])
     for odd, words in (
         (right._replace(error=float("nan")), "rank 1 is off by nan"),
         (right._replace(error=1.0), "rank 1 is off by 1"),
@@ -214,7 +236,7 @@ def test_a_wrong_result_or_other_bytes_end_the_benchmark():
         (right._replace(sent={"intra": 10**6, "inter": 0}), "the kernel counted 1000100 intra"),
     ):
         with pytest.raises(RankError, match=words):
-            bench._check(rival, wanted, works, [right, odd])
+            record.check(rival, works, [right, odd])
 
 
 def gathered(*cells, command="bench --here"):

@@ -41,9 +41,27 @@ def add(commands: argparse._SubParsersAction, out: Path) -> None:
     parser.add_argument("--doc", type=Path, metavar="X.md", help="also write tables between the "
                         "markers of X.md, and all numbers beside it")  # fmt: skip
 
+    written = commands.add_parser("compared", help="write the tables of comparisons again")
+    written.set_defaults(run=_write)
+    written.add_argument(
+        "records", nargs="*", type=Path, help="of `compare --out`, joined; default: the page's own"
+    )
+    written.add_argument("--doc", type=Path, required=True, metavar="X.md")
+
+
+def _write(arguments: argparse.Namespace) -> int:
+    from . import comparison, comparison_page
+
+    records = arguments.records or [comparison_page.data(arguments.doc)]
+    found = comparison.joined(*(comparison.load(path) for path in records))
+    comparison_page.write(found, arguments.doc)
+    return 0
+
 
 def run(arguments: argparse.Namespace) -> int:
-    names = arguments.suites or list(SUITES)
+    from . import comparison_page
+
+    names = list(SUITES) if arguments.suites in ([], ["all"]) else arguments.suites
     if unknown := [name for name in names if name not in SUITES]:
         raise ValueError(f"compare: there is {', '.join(SUITES)}, got {', '.join(unknown)}")
     jobs = [(name, *_job(SUITES[name], arguments)) for name in names]
@@ -53,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.append and not arguments.out.exists():
         raise ValueError(f"--append: {arguments.out} does not exist")
+    if arguments.doc and arguments.doc.exists():  # before hours are spent on what cannot be written
+        comparison_page.with_block(arguments.doc.read_text(), "", arguments.doc)
     code = enclosed(inside)
     if code == 0 and arguments.doc:
-        from . import comparison, comparison_page
-
-        comparison_page.write(comparison.load(arguments.out), arguments.doc)
+        _write(argparse.Namespace(records=[arguments.out], doc=arguments.doc))
     return code
 
 

@@ -65,6 +65,15 @@ class Comparisons(NamedTuple):
 EMPTY = Comparisons((), ())
 
 
+def joined(*parts: Comparisons) -> Comparisons:
+    """The settings of all parts; each keeps its own run."""
+    runs, cells = (), ()
+    for part in parts:
+        cells += tuple(cell._replace(run=cell.run + len(runs)) for cell in part.cells)
+        runs += part.runs
+    return Comparisons(runs, cells)
+
+
 def compared(suite: str, record: Record, base: tuple[str, ...]) -> Compared:
     """What is kept of the record of a setting, rounded; its base is the fastest of those named."""
     totals = {r["name"]: [sum(run.values()) for run in r["seconds"]] for r in record["rivals"]}

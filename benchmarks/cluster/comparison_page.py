@@ -11,11 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median, quantiles
 
+from . import comparison
 from .comparison import Compared, Comparisons, Entry, headline
-from .document import replaced
+from .document import COMPARED, replaced
 from .suites import SUITES
 
-BEGIN, END = "<!-- compared: begin -->", "<!-- compared: end -->"
 READING = """\
 *Gain* is the time of the base over that of the rival, run by run: the median, and the smallest and
 largest of the runs (of documents: of the batches). *Permitted* is what the bytes permit: the base's
@@ -34,15 +34,22 @@ def appendix(page: Path) -> Path:
     return page.with_name(f"{page.stem}-comparisons.md")
 
 
+def data(page: Path) -> Path:
+    """The file that both are made from."""
+    return page.with_name(f"{page.stem}-comparisons.json")
+
+
 def write(found: Comparisons, page: Path) -> None:
-    """The page's block, and the appendix."""
-    page.write_text(with_block(page.read_text(), block(found)))
+    """The page's block, the appendix and the data; refuses a page that lacks the markers."""
+    text = with_block(page.read_text() if page.exists() else None, block(found), page)
+    comparison.save(found, data(page))
     appendix(page).write_text(everything(found, page))
+    page.write_text(text)
 
 
-def with_block(text: str, body: str) -> str:
+def with_block(text: str | None, body: str, page: Path) -> str:
     """The page with its block of comparisons replaced."""
-    return replaced(text, BEGIN, END, body)
+    return replaced(text, COMPARED, body, page)
 
 
 def block(found: Comparisons) -> str:
@@ -63,7 +70,8 @@ def everything(found: Comparisons, page: Path) -> str:
     ]
     parts = [
         "# Comparisons on the emulated cluster",
-        f"What the numbers say is in [{page.name}]({page.name}).",
+        f"`python -m benchmarks.cluster compared --doc {page.name}` writes this page from "
+        f"`{data(page).name}`; what the numbers say is in [{page.name}]({page.name}).",
         READING,
         NUMBERS,
         "## Commands",

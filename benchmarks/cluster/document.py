@@ -13,6 +13,8 @@ from . import heatmap, results, table
 from .results import Results, Run
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+COMPARED = "<!-- compared: begin -->", "<!-- compared: end -->"  # `comparison_page`'s
+EMPTY = f"# Measured on an emulated cluster\n\n{BEGIN}{END}\n\n{''.join(COMPARED)}\n"
 FIGURE = (
     "Heat map: a row per setting, a column per algorithm, coloured by the time over that of the "
     "fastest algorithm"
@@ -47,18 +49,16 @@ def write(found: Results, page: Path) -> None:
 
 def with_block(text: str | None, body: str, page: Path) -> str:
     """The page with its measured block replaced."""
-    if text is None:
-        text = f"# Measured on an emulated cluster\n\n{BEGIN}{END}\n"
-    return replaced(text, BEGIN, END, body, f"--doc: {page}")
+    return replaced(text, (BEGIN, END), body, page)
 
 
-def replaced(text: str, begin: str, end: str, body: str, where: str = "--doc") -> str:
-    """`text` with `body` between two markers; ValueError, which says where, if it lacks them."""
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
+def replaced(text: str | None, markers: tuple[str, str], body: str, page: Path) -> str:
+    """The page with `body` between two markers; ValueError if it lacks them."""
+    before, found, rest = (EMPTY if text is None else text).partition(markers[0])
+    _, closed, after = rest.partition(markers[1])
     if not (found and closed):
-        raise ValueError(f"{where} has text but not the markers {begin} and {end}")
-    return f"{before}{begin}\n{body}{end}{after}"
+        raise ValueError(f"--doc: {page} has text but not the markers {' and '.join(markers)}")
+    return f"{before}{markers[0]}\n{body}{markers[1]}{after}"
 
 
 def block(found: Results, page: Path) -> str:

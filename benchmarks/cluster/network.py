@@ -157,14 +157,17 @@ class Network:
     def mend(self, link: str, rank: int) -> None:
         run("ip", "link", "set", f"{INTERFACES[link]}{rank}", "up")
 
-    def sent_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes that left each interface of a rank, by link class: the kernel's own counters."""
+    def counted(self, rank: int) -> dict[str, int]:
+        """Bytes that left each interface of a rank: the kernel's own counters."""
         links = json.loads(run("ip", "-n", f"r{rank}", "-s", "-j", "link", "show"))
-        sent = {entry["ifname"]: entry["stats64"]["tx"]["bytes"] for entry in links}
-        return self._by_class(rank, sent)
+        return {entry["ifname"]: entry["stats64"]["tx"]["bytes"] for entry in links}
+
+    def sent_bytes(self, rank: int) -> dict[str, int]:
+        """The same by link class."""
+        return self._by_class(rank, self.counted(rank))
 
     def sent_from_here(self, rank: int) -> dict[str, int]:
-        """The same, read inside the namespace of `rank` itself."""
+        """`sent_bytes`, read inside the namespace of `rank` itself."""
         lines = Path("/proc/self/net/dev").read_text().splitlines()
         sent = {
             line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines[2:]

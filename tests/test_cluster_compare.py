@@ -1,0 +1,326 @@
+"""Comparisons on the emulated cluster: their problems, bytes and statistics, by hand; and one run.
+
+What needs namespaces is in test_cluster.py but for one slow run, which is skipped where the machine
+refuses them.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster import (
+    cells,
+    compare,
+    comparison,
+    comparison_page,
+    document,
+    mail,
+    measure,
+    problems,
+    record,
+    suites,
+    whole,
+)  # fmt: skip
+from benchmarks.cluster.network import Network, Rates
+from benchmarks.cluster.ranks import RankError
+from megatron_burst.layout import make
+from megatron_burst.schedule.algorithms import ALGORITHMS, burst
+from megatron_burst.schedule.cost import Sizes
+from megatron_burst.schedule.demand import BACKWARD, Demand, wanted
+from megatron_burst.schedule.rings import forward
+from megatron_burst.schedule.tables import Grid
+
+ROOT = Path(__file__).parents[1]
+RATES = Rates(10**6, 4 * 10**6)
+
+
+# --- problems ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["500", "1K"])
+def test_documents_fill_the_sequence_and_a_seed_says_which(name):
+    found = problems.bounds(name, 3, 32768)
+    assert found == problems.bounds(name, 3, 32768) != problems.bounds(name, 4, 32768)
+    assert (found[0], found[-1]) == (0, 32768)
+    lengths = np.diff(np.concatenate([problems.bounds(name, s, 1 << 20) for s in range(4)]))
+    lengths = lengths[lengths > 0]
+    median, _, cap = problems.DOCUMENTS[name]
+    assert 0.8 < np.median(lengths) / median < 1.25
+    assert lengths.max() <= cap
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "full", "window 24", "blocks 16", "documents 500 seed 1"]
+)
+def test_the_truth_is_that_of_a_dense_mask(name, monkeypatch):
+    monkeypatch.setattr(problems, "ROWS", 20)
+    monkeypatch.setitem(problems.DOCUMENTS, "500", problems.Lengths(10, 1.0, 40))
+    length = 96
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(length, 1, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, length, 1, 2, 8, generator=generator, dtype=torch.float64)
+    i, j = np.ogrid[:length, :length]
+    if name.startswith("documents"):
+        which = np.searchsorted(problems.bounds("500", 1, length), np.arange(length), "right")
+        assert len(set(which)) > 3
+        seen = (which[:, None] == which[None, :]) & (j <= i)
+    elif name.startswith("blocks"):
+        table = np.random.default_rng(0).random((6, 6)) < problems.SHOWN
+        seen = (table | np.eye(6, dtype=bool)).repeat(16, 0).repeat(16, 1) & (j <= i)
+    else:
+        near = i - j < (24 if name.startswith("window") else length)
+        seen = np.ones((length, length), dtype=bool) if name == "full" else (j <= i) & near
+    k2, v2 = (x.repeat_interleave(2, 2)[:, 0].permute(1, 0, 2) for x in (k, v))
+    scores = q[:, 0].permute(1, 0, 2) @ k2.transpose(1, 2) * 8**-0.5
+    right = scores.masked_fill(~torch.from_numpy(np.array(seen)), -torch.inf).softmax(-1) @ v2
+    found = problems.attend(q, k, v, name)
+    assert (found[:, 0].permute(1, 0, 2) - right).abs().max() < 1e-10
+
+
+def test_a_mask_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"--masks: there is causal, .* got 'documents 500'"):
+        problems.mask_of("documents 500", 64)
+
+
+# --- what links carry ----------------------------------------------------------------------
+
+
+def test_a_nic_is_as_busy_as_its_busier_direction_and_a_direct_link_alone():
+    """Rank 3 receives from all: 2 of the other node, 1 of its own."""
+    sent = np.zeros((4, 4), dtype=int)
+    sent[:3, 3] = 10
+    sent[0, 1] = 7
+    loads = {w: Network(2, 2, RATES, w).loads for w in ("nic", "node", "mesh")}
+    assert max(loads["nic"](sent, "inter")) == 20  # of ranks 0 and 1 into one NIC
+    assert sorted(loads["nic"](sent, "intra"))[-4:] == [7, 7, 10, 10]  # sent and received
+    assert max(loads["node"](sent, "inter")) == 20
+    assert max(loads["mesh"](sent, "inter")) == 10
+    assert sorted(x for x in loads["mesh"](sent, "intra") if x) == [7, 10]
+
+
+def demand(name, grid, tokens):
+    layout = make("zigzag", cp_size=grid.size)
+    spans = [layout.spans(rank, tokens * grid.size) for rank in range(grid.size)]
+    return wanted(problems.mask_of(name, tokens * grid.size), spans, spans)
+
+
+def test_whole_chunks_travel_to_whoever_sees_a_row_of_them():
+    grid = Grid(2, 2)
+    each = Demand(grid, "kv", demand("window 16", grid, 64), BACKWARD)
+    found, rows = whole.tables(each), burst.tables(each)
+    carried = {
+        name: t.keys.rows_of(t.transfers.owner, t.transfers.rows)
+        for name, t in (("whole", found), ("rows", rows))
+    }
+    assert set(carried["whole"].tolist()) == {64}
+    assert carried["rows"].max() < 64
+
+
+def test_whole_chunks_go_the_way_that_crosses_nodes_less_often():
+    """Rank 0 of four nodes is wanted by the last node alone: round the ring it crosses thrice, if
+    rings went that way, and directly once."""
+    grid = Grid(4, 1)
+    seen = demand("causal", grid, 8)
+    only = seen.visible & False
+    only[3, 0] = only[2, 3] = only[1, 2] = True  # 3 wants 0, 2 wants 3, 1 wants 2: all the one way
+    only[0, 2] = True
+    whole_chunks = seen.keys.whole()
+    keys = type(whole_chunks)(
+        whole_chunks.owner, whole_chunks.number, only.T[whole_chunks.owner], whole_chunks.runs
+    )
+    each = Demand(grid, "kv", type(seen)(only, keys, keys), BACKWARD)
+    sent = whole.tables(each).transfers
+    copies = sent.where(~sent.accumulated)
+    assert len(copies.owner) == only.sum()
+
+
+def test_whole_chunks_are_an_algorithm_only_where_they_are_registered():
+    before = dict(ALGORITHMS)
+    try:
+        whole.register()
+        assert set(ALGORITHMS) - set(before) <= {whole.NAME}
+        assert ALGORITHMS[whole.NAME] is whole.tables
+    finally:
+        ALGORITHMS.clear()
+        ALGORITHMS.update(before)
+
+
+def test_the_least_bytes_between_nodes_count_a_row_once_per_node():
+    """2 x 2 causal zigzag of 4 rows per rank: the rank with rows r, 7 - r in pieces of 2. Every key
+    row that a later query of the other node sees crosses once: of ranks 0 and 1 all but none, of
+    ranks 2 and 3 the first pieces."""
+    grid, tokens = Grid(2, 2), 4
+    sizes = Sizes(tokens, 1, 1, 1, 1, 1, 4, 4, 4, (True, True, True))
+    schedule = forward("burst", grid, wanted=demand("causal", grid, tokens),
+                       row_bytes=sizes.forward)  # fmt: skip
+    layout = make("zigzag", cp_size=4)
+    positions = [layout.positions(rank, 16) for rank in range(4)]
+    rows = sum(
+        any(q >= key for peer in peers for q in positions[peer])
+        for owner, peers in ((0, (2, 3)), (1, (2, 3)), (2, (0, 1)), (3, (0, 1)))
+        for key in positions[owner]
+    )
+    assert mail.least_between(schedule, sizes) == rows * 8
+
+
+# --- what is written down ------------------------------------------------------------------
+
+
+def work(sizes, messages):
+    counts = {p: {"intra": messages, "inter": 0} for p in mail.PASSES}
+    sent = {p: [0, sizes] for p in mail.PASSES}
+    each = {p: {"intra": sizes, "inter": 0} for p in mail.PASSES}
+    return measure.Work(each, dict.fromkeys(mail.PASSES, 1.0), "", mail.Mail(sent, counts, {}))
+
+
+def test_kernel_bytes_of_small_messages_are_told_and_not_judged():
+    """A message of 64 KiB is held to 3 %, one of half that is not."""
+    rival = cells.Rival("burst", "burst")
+    size = 100 << 20
+    sent = {"intra": int(2 * size * 1.05), "inter": 0}
+    run = measure.Run({}, sent, {"intra": 2 * size, "inter": 0}, 0.0)
+    record.check(rival, [work(size, size >> 15)], [run])
+    with pytest.raises(RankError, match="the kernel counted"):
+        record.check(rival, [work(size, size >> 16)], [run])
+
+
+def test_of_one_algorithm_the_clearly_slower_rivals_are_dropped():
+    def runs(seconds):
+        clock = {"forward": (0.0, seconds), "backward": (0.0, 0.0)}
+        return [[measure.Run(clock, {}, {}, 0.0)]]
+
+    one, two, other = (cells.Rival(*x) for x in (("a", "a"), ("a2", "a"), ("b", "b")))
+    found = record.slower({one: runs(1.2), two: runs(1.0), other: runs(5.0)}, 1.1)
+    assert found == {one: (1.2, two)}
+    assert record.slower({one: runs(1.09), two: runs(1.0)}, 1.1) == {}
+
+
+def rival(name, seconds, inter, **more):
+    mean = {p: {"intra": 0, "inter": inter} for p in mail.PASSES}
+    return {
+        "name": name,
+        "seconds": [{"forward": s, "backward": s} for s in seconds],
+        "busiest": mean, "sender": mean, "mean": mean,
+        "messages": {p: {"intra": 0, "inter": 2} for p in mail.PASSES},
+        "least": dict.fromkeys(mail.PASSES, 1 << 20),
+        "flops": dict.fromkeys(mail.PASSES, 0.0),
+        "bytes": {"intra": {"formula": 0, "kernel": 0},
+                  "inter": {"formula": 4 << 20, "kernel": 4 << 20}},
+        "predicted": None, "chosen": "", "error": 0.0,
+    } | more  # fmt: skip
+
+
+def recorded(seed=0, whole_seconds=(4.0, 5.0, 6.0)):
+    cell = cells.Cell(2, 2, RATES, "MHA 1", "communication", 64, mask=f"documents 500 seed {seed}")
+    return {
+        "cell": cell._asdict() | {"rates": str(cell.rates)},
+        "speed": 0.0,
+        "plain": {"intra": [4e6], "inter": [1e6]},
+        "left out": [],
+        "rivals": [
+            rival(suites.WHOLE, whole_seconds, 500_000),
+            rival("burst", (2.0, 2.0, 2.0), 125_000),
+        ],
+    }
+
+
+def test_a_comparison_by_hand():
+    """The base's busiest link carries 4 Mbit per pass at 1 Mbit/s: 8 s, though it took 10, so the
+    link is as fast as stated; ours 1 s per pass."""
+    found = comparison.compared("documents", recorded(), (suites.WHOLE,))
+    base, ours = found.entries
+    assert (found.base, base.ratio) == (suites.WHOLE, (1.0, 1.0, 1.0))
+    assert ours.ratio == (2.5, 2.0, 3.0)
+    assert (ours.limit, ours.over_limit, ours.permitted) == (2.0, 2.0, 4.0)
+    assert ours.between == (round(250_000 / 2**20, 3),) * 2
+    assert ours.least == 0.5  # MiB: 2 of both passes over 4 ranks
+    assert ours.messages == {"inter": 1024.0}
+
+
+def test_the_base_is_the_fastest_of_those_named():
+    found = comparison.compared("documents", recorded(), (suites.WHOLE, "burst"))
+    assert found.base == "burst"
+    assert found.entries[0].ratio.middle == 0.4
+
+
+def several():
+    parts = []
+    for seed, first in enumerate((4.0, 8.0, 6.0)):
+        cell = comparison.compared("documents", recorded(seed, (first,) * 3), (suites.WHOLE,))
+        parts.append(comparison.Comparisons((comparison.Run(f"run {seed}", "here"),), (cell,)))
+    return comparison.joined(*parts)
+
+
+def test_batches_are_summed_up_by_their_medians():
+    found = several()
+    assert [cell.run for cell in found.cells] == [0, 1, 2]
+    summary = comparison_page.summarized(found.cells, "burst")
+    assert summary == {"gain": (3.0, 2.0, 4.0), "permitted": (4.0, 4.0, 4.0), "over": (2.0, 2.0)}
+    assert comparison_page.summarized(found.cells, "multicast") is None
+    text = comparison_page.block(found)
+    assert "(3 batches) | burst, whole chunks | burst | 3.00 (2.00 to 4.00) | 4.00" in text
+
+
+def test_comparisons_are_kept_and_written_again(tmp_path):
+    found, page = several(), tmp_path / "x.md"
+    page.write_text(f"before\n{''.join(document.COMPARED)}\nafter\n")
+    comparison_page.write(found, page)
+    first = page.read_text(), comparison_page.appendix(page).read_text()
+    assert comparison.load(comparison_page.data(page)) == found
+    assert first[0].startswith("before\n")
+    assert "- Run 2: `python -m benchmarks.cluster run 1`, on here." in first[1]
+    parsed = command._parser().parse_args(["compared", "--doc", str(page)])
+    assert parsed.run(parsed) == 0
+    assert (page.read_text(), comparison_page.appendix(page).read_text()) == first
+
+
+def test_a_page_without_markers_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "enclosed", lambda inside: pytest.fail("it ran"))
+    page = tmp_path / "bare.md"
+    page.write_text("no markers")
+    parsed = command._parser().parse_args(["compare", "tiles", "--doc", str(page)])
+    with pytest.raises(ValueError, match=r"bare.md has text but not the markers <!-- compared"):
+        parsed.run(parsed)
+    parsed = command._parser().parse_args(["compare", "tile"])
+    with pytest.raises(ValueError, match="there is documents, multicast, tiles, two_ways"):
+        parsed.run(parsed)
+
+
+def test_a_suite_runs_every_batch_on_every_grid():
+    def settings(*words):
+        parsed = command._parser().parse_args(["compare", *words])
+        return compare._job(suites.SUITES[words[0]], parsed)
+
+    _, found = settings("documents")
+    assert len(found) == len(set(found)) == 2 * 2 * 12
+    assert {cell.tokens for cell in found} == {4096}
+    suite, found = settings("documents", "--seeds", "3", "--masks", "1K", "--rivals", "burst")
+    assert [cell.mask for cell in found] == ["documents 1K seed 3"] * 2
+    assert [r.name for r in suite.rivals] == [suites.WHOLE, "burst"]
+    _, found = settings("tiles")
+    assert {(c.grid, c.mask, c.wire) for c in found} == {
+        (g, m, w) for g in ("4x2", "4x4") for m in ("full", "causal") for w in ("fp32", "bf16")
+    }
+
+
+@pytest.mark.slow
+def test_a_small_comparison_runs(tmp_path):
+    """Results and bytes are checked by the run itself."""
+    out, page = tmp_path / "x.json", tmp_path / "x.md"
+    words = ["compare", "documents", "--grids", "2x2", "--tokens", "256", "--seeds", "1-2",
+             "--repeats", "2", "--masks", "500", "--out", str(out), "--doc", str(page)]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(out.read_text())["cells"]) == 2
+    assert "(2 batches)" in page.read_text()
