@@ -4,7 +4,6 @@ A case is small on purpose; the grid is large. Every rank of a case solves the w
 with the oracle, once per problem, and judges its own shard, so no tensors travel to pytest.
 """
 
-import math
 import random
 from collections import Counter
 from functools import cache, lru_cache

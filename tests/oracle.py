@@ -103,8 +103,8 @@ def row_hops(algorithm, nodes, per_node, users, ways=(1, 1)):
     seen.
 
     users: for each owner {ranks that have to do with a row: how many such rows it has}. Each row
-    walks the same way as a chunk in `hops`, but no further than its last user, and its gradient sets
-    out from the first. ways: of the rings between and within nodes, -1 the other way round.
+    walks the same way as a chunk in `hops`, but no further than its last user, and its gradient
+    sets out from the first. ways: of the rings between and within nodes, -1 the other way round.
     "direct": from the owner to each user, and back.
     """
     size = nodes * per_node
@@ -127,7 +127,7 @@ def row_hops(algorithm, nodes, per_node, users, ways=(1, 1)):
 
 
 def _walk(owner, users, height, width, ways, send):
-    """One row on its way over `height` rings of `width` ranks: send(gradient, src, dst) each hop."""
+    """One row on its way over `height` rings of `width` ranks: send(gradient, src, dst)."""
     node, index = divmod(owner, width)
     path = [
         [(node + ways[0] * s) % height * width + (index + ways[1] * i) % width

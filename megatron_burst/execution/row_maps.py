@@ -43,14 +43,14 @@ class RowMaps:
         """`count` of the chunk, and `where` these rows of it lie, will be asked for."""
         have = self.numbers(chunk)
         self._counts[_key(chunk)] = len(have)
-        if rows is None or (*_key(chunk), rows) in self._found:
+        if rows is None or (chunk_rows := (*_key(chunk), rows)) in self._found:
             return
         want = self.numbers(chunk._replace(rows=rows))
         order = np.argsort(have, kind="stable")
         at = order[np.searchsorted(have, want, sorter=order)]
         first = int(at[0]) if len(at) else 0
         consecutive = np.array_equal(at, np.arange(first, first + len(at)))
-        self._found[*_key(chunk), rows] = slice(first, first + len(at)) if consecutive else at
+        self._found[chunk_rows] = slice(first, first + len(at)) if consecutive else at
 
     def finish(self, device: torch.device) -> None:
         """Bring the indices to the device; nothing more can be learnt."""
@@ -67,7 +67,7 @@ class RowMaps:
 
     def where(self, chunk: Chunk, rows: int) -> Where:
         """Where these rows lie in a buffer of the chunk."""
-        return self._found[*_key(chunk), rows]
+        return self._found[(*_key(chunk), rows)]
 
 
 def _key(chunk: Chunk) -> tuple[bool, int, int]:

@@ -38,8 +38,8 @@ class Plan:
     groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
     the objects that these name. signature: shapes, dtypes and device of q, k, v. sizes: this rank's
     share in its ring. schedules: of forward and backward.
-    identity: digest of what all ranks agreed on, the same on each; digest: of the schedules' tables.
-    job: what this rank executes.
+    identity: digest of what all ranks agreed on, the same on each; digest: of the tables of the
+    schedules. job: what this rank executes.
     recompute: if calls may run again, and keep something between. choice: why, where the algorithm
     was left open.
     """

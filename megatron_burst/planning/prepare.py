@@ -105,8 +105,10 @@ def _prepare(
     if isinstance(request, Request) and not isinstance(choice, ValueError):
         plan = attempt(partial(_plan, request, groups, choice))
     # Nothing else would tell ranks whose tables differ where messages bear no envelope.
-    _agree(replace(request, facts=_facts(request, plan.digest)) if isinstance(plan, Plan) else plan,
-           groups)
+    _agree(
+        replace(request, facts=_facts(request, plan.digest)) if isinstance(plan, Plan) else plan,
+        groups,
+    )
     assert isinstance(plan, Plan)
     groups.connect(plan.channels, torch.device(plan.signature[0][2]))
     groups.expect(plan.longest_message)

@@ -7,7 +7,7 @@ which it computes again, and a pass for which only the keys travel that these ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""What a pass asks of an algorithm: which pairs are to be computed, and which rows have to travel."""
+"""What a pass asks of an algorithm: which pairs to compute, and which rows have to travel."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Demand:
     grid: Grid
     side: Side
     wanted: Wanted = field(repr=False)
-    row_bytes: RowBytes = RowBytes()
+    row_bytes: RowBytes = BACKWARD
     kept: int = 0
 
     @property

@@ -13,9 +13,7 @@ import numpy as np
 from .tables import Boundary, Chunk, Grid, Hop, Pair, Tables
 
 
-def program(
-    tables: Tables, grid: Grid, rank: int, own_last: bool = False
-) -> tuple[Boundary, ...]:
+def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
     """The boundaries of `rank` in order, of the steps and of the draining after them.
 
     own_last: compute the pair of the rank's own chunks, which depends on no hop, not at step 0 but
@@ -74,7 +72,7 @@ def _last_use(
 ) -> dict[Chunk, int]:
     """The boundary at which each chunk of others that this rank holds can be released."""
     arrives = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
-    last_use = {chunk: 0 for chunk in kept_by(tables, rank)} | arrives
+    last_use = dict.fromkeys(kept_by(tables, rank), 0) | arrives
     by_owner: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in last_use:
         by_owner.setdefault(chunk[:2], []).append(chunk)
@@ -86,7 +84,7 @@ def _last_use(
     for hop in hops:
         # A buffer stays in use while it is sent from, also after the last pair that reads it.
         if hop.src == rank and not hop.chunk.accumulated:
-            use(*hop.chunk, hop.land)
+            use(*hop.chunk, max(hop.land, hop.post + 1))
     for pair, step in pairs.items():
         use("query", pair.query, pair.query_rows, step + 1)
         use("kv", pair.key, pair.key_rows, step + 1)

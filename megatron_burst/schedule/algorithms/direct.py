@@ -43,6 +43,4 @@ def tables(demand: Demand, *, ahead: int = 1) -> Tables:
     transfers = [moves(rows * ~from_forward, False)]
     if demand.gradients:
         transfers += [moves(rows, True)]
-    return Tables(
-        size, pairs, joined(*transfers), kept, demand.wanted.queries, demand.wanted.keys
-    )
+    return Tables(size, pairs, joined(*transfers), kept, demand.wanted.queries, demand.wanted.keys)
