@@ -277,8 +277,8 @@ def test_nothing_counts_as_left_out_where_the_ring_turns_the_other_way():
 @pytest.mark.parametrize("grid", [Grid(1, 4), Grid(2, 2)])
 def test_the_rows_of_the_pairs_hold_every_visible_position_pair_once(algorithm, mask, grid):
     parts = shards(mask)
-    for backward in (False, True):
-        scene = schedule_scene(parts, grid, SIZES, Choices(algorithm, backward))
+    for choices in (Choices(algorithm), Choices(algorithm, True, "query")):
+        scene = schedule_scene(parts, grid, SIZES, choices)
         cells = [scene.cells(rank, step) for rank in range(4) for step in range(scene.steps)]
         assert sum(scene.work) == parts.pairs.sum() == sum(parts.work)
         assert sum(map(len, cells)) == len(scene.plan.tables.pairs.rank)
@@ -311,6 +311,8 @@ def test_what_is_held_and_what_crosses_at_least_by_hand():
     assert scene.ranges(chunk) == [(3, 8)]
     assert scene.released(1) == {2: [chunk]}
     back = schedule_scene(parts, Grid(2, 1), SIZES, Choices("burst", True, "kv"))
+    ring = schedule_scene(shards("full"), Grid(1, 4), SIZES, Choices("ring"))
+    assert ring.held == 2 * 8 * SIZES.forward.kv  # one to compute with, one on its way
     assert back.once_per_node == 5 * (SIZES.backward.kv + SIZES.backward.dkv)
 
 
