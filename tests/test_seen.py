@@ -34,6 +34,9 @@ DOCUMENTS = Documents([0, 5, 5, 6, 40, 41, 70, S])
 class Parity(Mask):
     """A user's own: even queries see even keys; `cover` knows it of single positions only."""
 
+    def __repr__(self):
+        return "Parity()"
+
     def visible(self, q, k):
         return (q % 2 == 0) & (k % 2 == 0)
 
