@@ -15,6 +15,7 @@ from ..kernels.base import Kernel
 from ..layout import Span
 from ..masks import Mask
 from ..schedule.bundles import spans_of
+from ..schedule.held import held_bytes
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule
 from ..schedule.tables import ALL, Boundary, Chunk, Pair
@@ -79,7 +80,8 @@ def make_pass(
         longest[chunk.family] = max(longest[chunk.family], maps.count(chunk))
     maps.finish(device)
     deferred = schedule.program(rank, own_last=True)
-    return Pass(name, program, calls, maps, held.partials, dict(longest), kept, deferred)
+    most = held_bytes(schedule.tables, program, rank, schedule.row_bytes)
+    return Pass(name, program, calls, maps, held.partials, dict(longest), kept, deferred, most)
 
 
 def _arriving(program: Sequence[Boundary], rank: int) -> Iterator[Any]:

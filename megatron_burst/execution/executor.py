@@ -50,7 +50,8 @@ class Pass:
     partials: (family, owner) -> the chunk with all rows of which this rank holds partial results.
     longest: of each family, the most rows of a chunk of others. kept: chunks of others that forward
     leaves behind and backward finds. deferred: the program of head chunks that compute the pair of
-    their own chunks last. call: which call this is; every message bears it.
+    their own chunks last. held_bytes: the most that this rank holds of chunks of others. call:
+    which call this is; every message bears it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Pass:
     longest: dict[str, int]
     kept: Sequence[Chunk] = ()
     deferred: Sequence[Boundary] = ()
+    held_bytes: int = 0
     call: CallTag = NO_CALL
 
     def envelope(self, content: object) -> Envelope:

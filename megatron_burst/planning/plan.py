@@ -179,6 +179,11 @@ class Plan:
         return sum(map(forward.maps.count, forward.kept)) * self.sizes.forward.kv
 
     @property
+    def held_bytes(self) -> int:
+        """Memory that chunks of other ranks, and partial results of them, take at most at a time."""
+        return max(run.held_bytes for run in (self.job.forward, self.job.backward))
+
+    @property
     def longest_message(self) -> int:
         """Bytes, envelope and alignment included, of the longest message that any rank sends."""
         shared = self.sizes.scattered_bytes(self.groups.topology.ulysses)
@@ -206,6 +211,7 @@ class Plan:
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
                 f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
+                f"chunks of other ranks at most {byte_size(self.held_bytes)}",
                 *filter(None, [self.groups.communicators]),
             ]
         )  # fmt: skip
