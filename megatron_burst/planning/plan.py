@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that chunks of other ranks, and partial results of them, take at most at a time."""
+        """Most memory at a time of chunks of other ranks and partial results of them."""
         return max(run.held_bytes for run in (self.job.forward, self.job.backward))
 
     @property
