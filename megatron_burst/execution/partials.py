@@ -1,7 +1,7 @@
 """Partial results of one rank during a pass: gradients, which add up, and outputs, which merge.
 
-Decides what happens when one arrives, and what is left when one leaves. A rank's results for its own
-rows stay on it; those for rows of others are sent away, some rows at a time.
+Decides what happens when one arrives, and what is left when one leaves. A rank's results for its
+own rows stay on it; those for rows of others are sent away, some rows at a time.
 """
 
 from __future__ import annotations
