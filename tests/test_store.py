@@ -333,3 +333,12 @@ def on_real_ranks(keep):
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
 def test_on_real_ranks(ranks, keep):
     assert max(ranks(4).run(on_real_ranks, keep)) < 1e-10
+
+
+def test_a_plan_that_told_its_bytes_keeps_no_tables_of_all_ranks():
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    shards = [[torch.randn(8, 1, 2, 4) for _ in range(4)] for _ in "qkv"]
+    plan = mb.prepare(*shards, groups=groups, algorithm="multicast", store=0.5).ranks[0]
+    assert plan.describe()
+    schedules = *plan.schedules, plan.recompute.schedule
+    assert not any("tables" in vars(schedule) for schedule in schedules)

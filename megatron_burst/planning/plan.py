@@ -144,7 +144,8 @@ class Plan:
         groups = self.groups
         heads = cost.head_traffic(groups.ulysses_links, groups.ulysses.rank, self.sizes)
         there_bytes, back_bytes = (
-            cost.traffic(s, groups.ring.rank, self.sizes) + h
+            # Of copies: the tables of all ranks are not kept.
+            cost.traffic(replace(s), groups.ring.rank, self.sizes) + h
             for s, h in zip((there, back), heads, strict=True)
         )
         return there_bytes, back_bytes

@@ -7,7 +7,7 @@ which it computes again, and a pass for which only the keys travel that these ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,7 +46,8 @@ class Recompute:
 
     def traffic(self, rank: int, sizes: cost.Sizes) -> cost.Traffic:
         """Bytes that a rank of the ring sends per recompute, without those of ulysses groups."""
-        return cost.traffic(self.schedule, rank, sizes)
+        # Of a copy: the tables of all ranks are not kept.
+        return cost.traffic(replace(self.schedule), rank, sizes)
 
 
 def plan(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import megatron_burst as mb
+from megatron_burst.schedule.algorithms import ALGORITHMS, KEEP_NONE
 
 from . import rules
 
@@ -19,7 +20,7 @@ GRIDS = {
     1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4), (4, 1)],
     6: [(2, 3), (3, 2), (1, 6), (6, 1)], 8: [(2, 4), (4, 2), (1, 8), (8, 1)],
 }  # fmt: skip
-RINGS = ("burst", "double_ring", "ring", "all_gather")
+RINGS = tuple(ALGORITHMS)
 STRIDES = ("plain", "plain", "batch first", "sliced", "fused")
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -151,7 +152,7 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         "head_chunks": rng.choice([None, None, *[n for n in range(1, mine + 1) if mine % n == 0]]),
         "grad_wire_dtype": rng.choice([None] * 5 + [torch.float64, torch.float32, torch.bfloat16]),
     }
-    if side != "query" and not keep:
+    if side != "query" and not keep and algorithm not in KEEP_NONE:
         choices["kv_cache"] = rng.choice([0.0, 0.3, 0.5, 1.0])
     if algorithm == "auto":
         speeds = (rng.choice([1e-3, 1.0, 1e3]) for _ in range(4))
@@ -224,6 +225,8 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
     ]  # fmt: skip
     if not auto:
         options.append(("rates", {"rates": mb.Rates(1.0, 1.0)}))
+    if call.choices["algorithm"] in KEEP_NONE:
+        options.append(("kv_cache", {"kv_cache": 0.5, "side": "auto"}))
     if grid.ulysses != grid.size:
         options.append(("ulysses", {"algorithm": "ulysses", "rates": None}))
     if grid.ulysses == 1 < grid.size:
