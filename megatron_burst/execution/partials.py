@@ -72,7 +72,7 @@ class Partials:
         self.buffers.give(part.family, apart)
 
     def receive(self, chunk: Chunk, message: Message) -> None:
-        """What arrived becomes the sum where there is none and it has all rows; else it is added."""
+        """What arrived becomes the sum if there is none and it has all rows; else it is added."""
         whole, kind = self.chunks[chunk[:2]], self.wire(chunk.family)
         if whole == chunk and whole not in self._held and kind == chunk.family:
             self._held[whole] = _Partial(message, chunk.rows)

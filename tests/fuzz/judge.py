@@ -186,7 +186,7 @@ class Run:
             error = oracle.worst(total, self.truths[index].dsink)
             # Of every row, its output: what that is off, all rows' together.
             rows = math.prod(call.shape[:2]) * call.shape[5]
-            if not error <= max(EXACT, rows * self.truths[index].limits[0]):
+            if not error <= EXACT + rows * (self.truths[index].limits[0] - EXACT):
                 self.faults.append(f"call {index}: the sink's gradient is off by {error:.3g}")
 
     def _judge(self, index: int, call: Call, name: str, which: int, parts):
