@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, Spans
 from ..masks import Cover, Mask
 
 SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing better is known
@@ -21,7 +21,7 @@ def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
     owners = np.repeat(np.arange(len(shards)), [len(each) for each in shards])
     spans = [span for each in shards for span in each]
     fields = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    q, k = Span(*fields[:, :, None]), Span(*fields[:, None, :])
+    q, k = Spans(*fields[:, :, None]), Spans(*fields[:, None, :])
     rows, columns = fields[2][:, None], fields[2][None, :]
     covers, bands = mask.covers(q, k), mask.bands(q, k)
     count = _below(bands.right, rows, columns) - _below(-bands.left - 1, rows, columns)

@@ -11,7 +11,7 @@ every wait by name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -56,7 +56,7 @@ class Pass:
 
     name: str
     program: Sequence[Boundary]
-    calls: dict[Pair, Sequence[Call]]
+    calls: Mapping[Pair, Sequence[Call]]
     maps: RowMaps
     partials: dict[tuple[str, int], Chunk]
     longest: dict[str, int]

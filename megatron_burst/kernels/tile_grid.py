@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, Spans
 from ..masks import Cover, Mask
 
 WORD = 32  # columns in one entry of a table
@@ -68,7 +68,7 @@ def tile_grid(
 ) -> TileGrid:
     """The tiles of `rows` x `columns` (a multiple of 32) of a pair of shards."""
     q, k = _cut(q_spans, rows), _cut(k_spans, columns)
-    covers = mask.covers(Span(*(x[:, None] for x in q.spans)), Span(*(x[None] for x in k.spans)))
+    covers = mask.covers(Spans(*(x[:, None] for x in q.spans)), Spans(*(x[None] for x in k.spans)))
     some, all_ = covers != Cover.EMPTY, covers == Cover.FULL
     for axis, cut in enumerate((q, k)):
         some = np.logical_or.reduceat(some, cut.first, axis=axis)
@@ -92,13 +92,13 @@ def tile_grid(
 class _Cut(NamedTuple):
     """Spans cut at every multiple of a block, so that no part lies in two blocks."""
 
-    spans: Any  # a Span of arrays [parts]
+    spans: Spans  # [parts]
     first: np.ndarray  # [blocks]: the first part of each block
     positions: np.ndarray  # int64 [length]
     length: int
 
-    def parts(self, index: np.ndarray) -> Span:
-        return Span(*(field[index] for field in self.spans))
+    def parts(self, index: np.ndarray) -> Spans:
+        return self.spans.at(index)
 
     def counts(self) -> np.ndarray:
         """[blocks]: how many parts each has."""
@@ -125,7 +125,7 @@ def _cut(spans: Sequence[Span], size: int, mask: Mask | None = None) -> _Cut:
     which = np.searchsorted(ends, begins, side="right")
     start, stride, _ = np.array(spans, dtype=np.int64).T
     first = start[which] + (begins - (ends - lengths)[which]) * stride[which]
-    parts = Span(*[first, stride[which], np.diff([*begins, length])])
+    parts = Spans(first, stride[which], np.diff([*begins, length]))
     positions = np.concatenate([span.positions() for span in spans])
     return _Cut(parts, np.searchsorted(begins, blocks), positions, length)
 

@@ -34,6 +34,23 @@ class Span(NamedTuple):
         return self.start + self.stride * np.arange(self.length, dtype=np.int64)
 
 
+class Spans(NamedTuple):
+    """Many spans at once: the fields of `Span` as integer arrays that broadcast together."""
+
+    start: np.ndarray
+    stride: np.ndarray
+    length: np.ndarray
+
+    @property
+    def last(self) -> np.ndarray:
+        """The largest position of each."""
+        return self.start + self.stride * (self.length - 1)
+
+    def at(self, index: np.ndarray) -> Spans:
+        """Those of these indices; the fields must have one shape."""
+        return Spans(self.start[index], self.stride[index], self.length[index])
+
+
 def integer(name: str, value: object) -> int:
     """`value` as an int; it may be a Python or numpy integer or a tensor with one.
 

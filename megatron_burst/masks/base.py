@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, Spans
 
 FAR = 1 << 60  # farther than any two positions are apart
 
@@ -89,7 +89,7 @@ class Mask:
         """How much of `q_span` x `k_span` is visible."""
         raise NotImplementedError
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         """`cover` of many pairs of spans at once.
 
         The fields of `q_spans` and `k_spans` are integer arrays, broadcast against each other;
@@ -102,7 +102,7 @@ class Mask:
         ]
         return np.array(found, dtype=np.int64).reshape(fields[0].shape)
 
-    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         """The visible part of each pair of q_spans and k_spans as a band, where it is known to be
         one."""
         covers = self.covers(q_spans, k_spans)
@@ -111,10 +111,10 @@ class Mask:
 
     def band(self, q_span: Span, k_span: Span) -> Band | None:
         """`bands` of q_span and k_span; None where these are not known to be a band."""
-        left, right, known = self.bands(q_span, k_span)
+        left, right, known = self.bands(_one(q_span), _one(k_span))
         return Band(int(left), int(right)) if known else None
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         """Which positions see keys of `k_spans`, whose fields are int64 arrays of one shape."""
         far = np.full(np.shape(k_spans.start), FAR)
         return Viewers(-far, far, far, far, np.zeros_like(far, dtype=bool))
@@ -152,15 +152,19 @@ class VectorMask(Mask):
     """Base of masks that answer `covers` for arrays, and `cover` with it."""
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
-        return Cover(int(self.covers(q_span, k_span)))
+        return Cover(int(self.covers(_one(q_span), _one(k_span))))
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         raise NotImplementedError
 
 
 def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
     """EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
     return np.where(empty, Cover.EMPTY, np.where(full, Cover.FULL, Cover.PARTIAL))
+
+
+def _one(span: Span) -> Spans:
+    return Spans(*map(np.asarray, span))
 
 
 class _Combined(VectorMask):
@@ -199,17 +203,22 @@ class _And(_Combined):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.a.visible(q, k) & self.b.visible(q, k)
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         return np.minimum(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
 
-    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
-        lower = (np.minimum(x, y) for x, y in zip(a[1:4], b[1:4], strict=True))
-        return Viewers(np.maximum(a.first, b.first), *lower, a.exact & b.exact)
+        return Viewers(
+            first=np.maximum(a.first, b.first),
+            last=np.minimum(a.last, b.last),
+            left=np.minimum(a.left, b.left),
+            right=np.minimum(a.right, b.right),
+            exact=a.exact & b.exact,
+        )
 
 
 class _Or(_Combined):
@@ -220,10 +229,10 @@ class _Or(_Combined):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.a.visible(q, k) | self.b.visible(q, k)
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         return np.maximum(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
 
-    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         a_empty, b_empty = a.left + a.right < 0, b.left + b.right < 0
         left = np.where(a_empty, b.left, np.where(b_empty, a.left, np.maximum(a.left, b.left)))
@@ -232,10 +241,15 @@ class _Or(_Combined):
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
-        higher = (np.maximum(x, y) for x, y in zip(a[1:4], b[1:4], strict=True))
-        return Viewers(np.minimum(a.first, b.first), *higher, a.holds(b) | b.holds(a))
+        return Viewers(
+            first=np.minimum(a.first, b.first),
+            last=np.maximum(a.last, b.last),
+            left=np.maximum(a.left, b.left),
+            right=np.maximum(a.right, b.right),
+            exact=a.holds(b) | b.holds(a),
+        )
 
 
 def shards_visible(
@@ -251,7 +265,7 @@ def shards_visible(
         owners.append(np.repeat(np.arange(len(shards)), [len(each) for each in shards]))
         spans = [span for each in shards for span in each]
         fields.append(np.array(spans, dtype=np.int64).reshape(-1, 3).T)
-    covers = mask.covers(Span(*fields[0][:, :, None]), Span(*fields[1][:, None, :]))
+    covers = mask.covers(Spans(*fields[0][:, :, None]), Spans(*fields[1][:, None, :]))
     visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
     i, j = np.nonzero(covers != Cover.EMPTY)
     visible[owners[0][i], owners[1][j]] = True

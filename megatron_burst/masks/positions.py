@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..layout import Span, integer
+from ..layout import Spans, integer
 from .base import FAR, Band, Bands, Cover, Mask, VectorMask, Viewers, cover_where
 
 
@@ -34,11 +34,11 @@ class Full(VectorMask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.ones(np.broadcast_shapes(np.shape(q), np.shape(k)), dtype=bool)
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
         return np.full(shape, Cover.FULL)
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         return super().viewers(k_spans)._replace(exact=np.ones(np.shape(k_spans.start), dtype=bool))
 
 
@@ -71,14 +71,14 @@ class Window(VectorMask):
         ahead = np.subtract(k, q)
         return (ahead >= -self.reach.left) & (ahead <= self.reach.right)
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         left, right = self.reach
         nearest = np.subtract(k_spans.start, q_spans.last)
         farthest = np.subtract(k_spans.last, q_spans.start)
         empty = (nearest > right) | (farthest < -left)
         return cover_where(empty, (nearest >= -left) & (farthest <= right))
 
-    def bands(self, q_spans: Span, k_spans: Span) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         # Local column n lies (n - m) strides ahead of row m, plus what the starts are apart.
         ahead = np.subtract(q_spans.start, k_spans.start)
         left, right = self.reach
@@ -90,7 +90,7 @@ class Window(VectorMask):
         others = super().bands(q_spans, k_spans)
         return Bands(*(np.where(known, *both) for both in zip(bands, others, strict=True)))
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         far, exact = np.full(np.shape(k_spans.start), FAR), np.ones(np.shape(k_spans.start), bool)
         left, right = (np.full_like(far, size) for size in self.reach)
         return Viewers(-far, far, left, right, exact)
@@ -126,7 +126,7 @@ class Dilated(VectorMask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.subtract(q, k) % self.stride == 0
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         # A distance is that of the starts plus multiples of both strides, so modulo `stride` it
         # differs from it by a multiple of their greatest common divisor.
         q_stride, k_stride = (np.multiply(x.stride, x.length > 1) for x in (q_spans, k_spans))
@@ -152,12 +152,12 @@ class Prefix(VectorMask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.broadcast_to(np.less(k, self.n), np.broadcast_shapes(np.shape(q), np.shape(k)))
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         found = cover_where(np.greater_equal(k_spans.start, self.n), np.less(k_spans.last, self.n))
         shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
         return np.broadcast_to(found, shape)
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         all_see, none_sees = np.less(k_spans.last, self.n), np.greater_equal(k_spans.start, self.n)
         far = np.where(none_sees, -FAR, FAR)
         return Viewers(-far, far, far, far, all_see | none_sees)

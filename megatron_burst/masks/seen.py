@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, Spans
 from .base import FAR, Cover, Mask, Viewers
 
 Shards = Sequence[Sequence[Span]]
+_Rows = tuple[np.ndarray, np.ndarray]  # first and stop of each
 PAIRS = 1 << 20  # so many pairs of pieces are looked at one by one, at most
 
 
@@ -59,10 +60,10 @@ class _Pieces(NamedTuple):
 
     owner: np.ndarray
     first: np.ndarray
-    span: Span
+    span: Spans
 
     def at(self, index: np.ndarray) -> _Pieces:
-        return _Pieces(self.owner[index], self.first[index], Span(*(x[index] for x in self.span)))
+        return _Pieces(self.owner[index], self.first[index], self.span.at(index))
 
 
 class _Ranges(NamedTuple):
@@ -117,7 +118,7 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
     )  # fmt: skip
 
 
-def _ranges(queries: Span, keys: Span, viewers: Viewers) -> _Ranges:
+def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
     """queries: by their first positions."""
     top = np.maximum.accumulate(queries.last)  # all up to here end at this position or before
     begin = np.searchsorted(top, np.maximum(viewers.first, keys.start - viewers.right))
@@ -132,7 +133,7 @@ def _ranges(queries: Span, keys: Span, viewers: Viewers) -> _Ranges:
     return _Ranges(begin, whole, part, end)
 
 
-def _inside(queries: Span, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
+def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
     """For which pieces of keys do all that may see some of it lie within first..last? At breaks
     pieces are cut, so that some may reach over an edge only where breaks were left out."""
     some = ranges.begin < ranges.end
@@ -145,7 +146,7 @@ def _inside(queries: Span, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
 
 def _bands(
     mask: Mask, queries: _Pieces, keys: _Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+) -> tuple[np.ndarray, np.ndarray, _Rows, _Rows]:
     """The pairs of pieces i, j of which something is seen, and of each the rows (first, stop) that
     see something and those that are seen."""
     # There may be a million pairs: numbers are as small as the positions allow.
@@ -155,7 +156,7 @@ def _bands(
     def of(column: np.ndarray, pair: np.ndarray) -> np.ndarray:
         return np.clip(column, -far, far).astype(number)[pair]
 
-    q, k = (Span(*(of(x, at) for x in y.span)) for y, at in ((queries, i), (keys, j)))
+    q, k = (Spans(*(of(x, at) for x in y.span)) for y, at in ((queries, i), (keys, j)))
     left, right = of(viewers.left + keys.span.start, j), of(viewers.right - keys.span.start, j)
     stride = keys.span.stride
     one = all((x.span.stride == stride[:1]).all() for x in (queries, keys)) and len(stride) > 0
@@ -164,29 +165,27 @@ def _bands(
     # A band in positions is one in rows where the strides are equal.
     if not one or not viewers.exact.all():
         rest = np.flatnonzero((q.stride != k.stride) | ~viewers.exact[j])
-        spans = (Span(*(x[rest].astype(np.int64) for x in span)) for span in (q, k))
+        spans = (Spans(*(x[rest].astype(np.int64) for x in span)) for span in (q, k))
         left[rest], right[rest] = (np.clip(x, -far, far) for x in _asked(mask, *spans))
     rows = np.maximum(-right, 0), np.minimum(q.length, k.length + left)
     columns = np.maximum(-left, 0), np.minimum(k.length, q.length + right)
     seen = (left + right >= 0) & (rows[0] < rows[1]) & (columns[0] < columns[1])
-    rows, columns = (
-        tuple(of(y.first, at) + x for x in z)
-        for y, at, z in ((queries, i, rows), (keys, j, columns))
-    )
     if not seen.all():
-        i, j, *rows, first, stop = (x[seen] for x in (i, j, *rows, *columns))
-        columns = first, stop
+        i, j = i[seen], j[seen]
+        rows, columns = (rows[0][seen], rows[1][seen]), (columns[0][seen], columns[1][seen])
+    above, before = of(queries.first, i), of(keys.first, j)
+    rows, columns = (above + rows[0], above + rows[1]), (before + columns[0], before + columns[1])
     return i, j, rows, columns
 
 
-def _asked(mask: Mask, q: Span, k: Span) -> tuple[np.ndarray, np.ndarray]:
+def _asked(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
     """The band of each pair as the mask itself tells it; far to both sides where it is none."""
     covers = mask.covers(q, k)
     reach = np.where(covers == Cover.EMPTY, -FAR, FAR)
     left, right = reach, reach.copy()
     partly = np.flatnonzero(covers == Cover.PARTIAL)
     if len(partly):
-        bands = mask.bands(*(Span(*(x[partly] for x in s)) for s in (q, k)))
+        bands = mask.bands(q.at(partly), k.at(partly))
         left[partly] = np.where(bands.known, bands.left, FAR)
         right[partly] = np.where(bands.known, bands.right, FAR)
     return left, right
@@ -196,7 +195,7 @@ def _spans(shards: Shards) -> _Pieces:
     """All spans of all shards."""
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
     numbers = chain.from_iterable(chain.from_iterable(shards))
-    span = Span(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
+    span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
     owner = np.repeat(np.arange(len(shards)), count)
     before = np.cumsum(span.length) - span.length
     base = before[np.minimum(np.cumsum(count) - count, len(before) - 1)] if len(before) else count
@@ -218,7 +217,7 @@ def _cut(spans: _Pieces, breaks: np.ndarray) -> _Pieces:
     of, local = of[fresh], local[fresh]
     last = np.append(of[1:] != of[:-1], True)
     stop = np.where(last, length[of], np.append(local[1:], 0))
-    piece = Span(start[of] + local * stride[of], stride[of], stop - local)
+    piece = Spans(start[of] + local * stride[of], stride[of], stop - local)
     return _Pieces(spans.owner[of], spans.first[of] + local, piece)
 
 

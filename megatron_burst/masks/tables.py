@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..layout import Span, document_bounds, integer
+from ..layout import Span, Spans, document_bounds, integer
 from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
@@ -36,13 +36,13 @@ class Documents(VectorMask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return np.equal(self.document(q), self.document(k))
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
         k_first, k_last = self.document(k_spans.start), self.document(k_spans.last)
         empty = (q_last < k_first) | (k_last < q_first)
         return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         after, end = self.document(k_spans.start), self.document(k_spans.last)
         edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # no document, the documents, none
         far = np.full(np.shape(after), FAR)
@@ -79,7 +79,7 @@ class BlockSparse(VectorMask):
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[np.floor_divide(q, self.block), np.floor_divide(k, self.block)]
 
-    def covers(self, q_spans: Span, k_spans: Span) -> np.ndarray:
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         (top, bottom), (first, stop) = (
             (np.floor_divide(x.start, self.block), np.floor_divide(x.last, self.block) + 1)
             for x in (q_spans, k_spans)
@@ -98,7 +98,7 @@ class BlockSparse(VectorMask):
         """[n + 1, n + 1]: how many of the blocks above and left of a corner are visible."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
-    def viewers(self, k_spans: Span) -> Viewers:
+    def viewers(self, k_spans: Spans) -> Viewers:
         first, last = (np.floor_divide(x, self.block) for x in (k_spans.start, k_spans.last))
         top, bottom = self._rows
         far, one = np.full(np.shape(first), FAR), first == last

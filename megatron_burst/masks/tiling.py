@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, Spans
 from .band_tiling import BandTile, band_tiles, left_edge
 from .base import Band, Cover, Mask
 
@@ -191,10 +191,10 @@ def _window(q: _ShardSlice, k: _ShardSlice, band: Band) -> Tile:
     return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
 
 
-def _arrays(parts: list[_ShardSlice], shape: tuple[int, int]) -> Span:
-    """The spans of many slices as one span of arrays, as `Mask.covers` takes them."""
+def _arrays(parts: list[_ShardSlice], shape: tuple[int, int]) -> Spans:
+    """The spans of many slices as arrays, as `Mask.covers` takes them."""
     fields = np.array([part.span for part in parts], dtype=np.int64).T
-    return Span(*(field.reshape(shape) for field in fields))
+    return Spans(*(field.reshape(shape) for field in fields))
 
 
 def _whole_spans(spans: Sequence[Span]) -> list[_ShardSlice]:

@@ -101,14 +101,15 @@ def _prepare(
             stated = _measured(request, groups, given["rates"])
         choice = attempt(partial(_choice, request, groups, stated))
         request = _resolved(request, choice)
-    plan = request
+    plan, found = None, request
     if isinstance(request, Request) and not isinstance(choice, ValueError):
         plan = attempt(partial(_plan, request, groups, choice))
-    # Nothing else would tell ranks whose tables differ where messages bear no envelope.
-    _agree(
-        replace(request, facts=_facts(request, plan.digest)) if isinstance(plan, Plan) else plan,
-        groups,
-    )
+        # Nothing else would tell ranks whose tables differ where messages bear no envelope.
+        if isinstance(plan, ValueError):
+            found = plan
+        else:
+            found = replace(request, facts=_facts(request, plan.digest))
+    _agree(found, groups)
     assert isinstance(plan, Plan)
     groups.connect(plan.channels, torch.device(plan.signature[0][2]))
     groups.expect(plan.longest_message)

@@ -37,8 +37,8 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
     computed: list[list[Pair]] = [[] for _ in range(end + 1)]
     for pair, boundary in pairs.items():
         computed[boundary].append(pair)
-    parts = zip(posts, release, computed, strict=True)
-    return tuple(Boundary(i, *map(tuple, each)) for i, each in enumerate(parts))
+    each = enumerate(zip(posts, release, computed, strict=True))
+    return tuple(Boundary(i, tuple(p), tuple(r), tuple(c)) for i, (p, r, c) in each)
 
 
 def hops_of(tables: Tables, grid: Grid, rank: int) -> list[Hop]:

@@ -40,11 +40,11 @@ class Routes(NamedTuple):
 
 
 class _Crossing(NamedTuple):
-    """Columns by bundle: its owner's node and index, its rows, which other nodes want it, bool [n,
+    """Columns by bundle: its owner's node and rail, its rows, which other nodes want it, bool [n,
     nodes], and to how many of them its own node sends it."""
 
     node: np.ndarray
-    index: np.ndarray
+    rail: np.ndarray
     rows: np.ndarray
     wanted: np.ndarray
     copies: np.ndarray
@@ -64,8 +64,8 @@ def routes(bundles: Bundles, grid: Grid) -> Routes:
     # Two trees for what nodes pass on: who passes on in one does not in the other.
     halves = np.where(crossing.relayed[:, None] & (shares >= 2 * least), shares // 2, 0)
     shares = np.concatenate([shares - halves, halves], axis=1)
-    _limit(shares, bundles.owner, crossing.index)
-    bundles, of, part = _cut(bundles, crossing.index, shares)
+    _limit(shares, bundles.owner, crossing.rail)
+    bundles, of, part = _cut(bundles, crossing.rail, shares)
     crossing = _Crossing(*(column[of] for column in crossing))._replace(rows=bundles.rows)
     second, carrier = np.divmod(part, grid.intra)
     turn = of + carrier * grid.inter // grid.intra
@@ -77,7 +77,7 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
     """What crosses, and how many rows a rail may send or receive."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
-    wanted = bundles.wanted.reshape(-1, nodes, width).any(axis=2)
+    wanted = np.logical_or.reduce(bundles.wanted.reshape(-1, nodes, width), axis=2)
     wanted[np.arange(len(node)), node] = False
     rows, count = bundles.rows, wanted.sum(axis=1)
     most = (rows @ wanted.astype(float)).max(initial=0) / width  # float: BLAS

@@ -184,7 +184,7 @@ class Tables(NamedTuple):
         """A number that tells other tables of transfers, or other bundles, from these."""
         found = 0
         for column in (*self.transfers, *self.queries.runs, *self.keys.runs):
-            found = crc32(np.ascontiguousarray(column, dtype=np.int64), found)
+            found = crc32(np.ascontiguousarray(column, dtype=np.int64).data, found)
         return found
 
 

@@ -87,8 +87,8 @@ class _Path:
         wanted = self.wanted
         sent = wanted & ~self.from_forward if self.demand.kept else wanted
         if axis == 1:
-            wanted = wanted.any(axis=2)
-            sent = sent.any(axis=2) if self.demand.kept else wanted
+            wanted = np.logical_or.reduce(wanted, axis=2)
+            sent = np.logical_or.reduce(sent, axis=2) if self.demand.kept else wanted
         return _farthest(sent), _farthest(_turned(wanted, axis))
 
     def _choose_way(self, axis: int) -> None:

@@ -213,8 +213,10 @@ class _Ways:
         takes = np.where(near, WITHIN, self.between).astype(np.int32)
         dst, from_owner = self.gate[way, node], src == self.owner[way]
         to_gates = way, above, through.reshape(-1)[gates], from_owner, src, dst, takes
-        columns = (np.concatenate(both) for both in zip(to_peers, to_gates, strict=True))
-        return _Edges(*columns, peers, gates, through)
+        way, above, rows, from_owner, src, dst, takes = (
+            np.concatenate(both) for both in zip(to_peers, to_gates, strict=True)
+        )
+        return _Edges(way, above, rows, from_owner, src, dst, takes, peers, gates, through)
 
     def _through(self, use: np.ndarray) -> np.ndarray:
         """[ways, nodes]: of these rows, those that the gate needs for itself or passes on."""
