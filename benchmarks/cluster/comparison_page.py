@@ -6,6 +6,7 @@ one row, whose numbers are medians over the batches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -112,31 +113,50 @@ def summarized(cells: Sequence[Compared], rival: str) -> dict[str, tuple[float, 
     }
 
 
+def family(name: str) -> str:
+    """A rival without its number of head chunks."""
+    return re.sub(r", \d+ head chunks", "", name)
+
+
 def _summary(cells: Sequence[Compared]) -> str:
+    """A row per setting, a column for each way beside the base; of head chunks the fastest."""
+    bases = {family(cell.base) for cell in cells}
+    ways = dict.fromkeys(family(e.name) for cell in cells for e in cell.entries)
+    ways = [way for way in ways if bases != {way}]
     lines = [
-        "| setting | base | rival | gain | permitted | over the limit |",
-        "|-|-|-|-|-|-|",
+        f"| setting | base (over the limit) | {' | '.join(ways)} |",
+        "|-|-|" + "-|" * len(ways),
     ]
-    ordered = sorted(cells, key=group)
-    for setting, some in groupby(ordered, key=group):
+    for setting, some in groupby(sorted(cells, key=group), key=group):
         batch = list(some)
-        names = dict.fromkeys(e.name for cell in batch for e in cell.entries)
-        first = batch[0].base
-        for name in names:
-            found = summarized(batch, name)
-            assert found is not None
-            gain, permitted, over = found["gain"], found["permitted"], found["over"]
-            count = f" ({len(batch)} batches)" * (len(batch) > 1)
-            lines.append(
-                f"| {setting}{count} | {first} | {name} | {_three(gain)} | "
-                f"{_three(permitted) if len(batch) > 1 else f'{permitted[0]:.2f}'} | "
-                f"{over[0]:.2f}{f', at most {over[1]:.2f}' if len(batch) > 1 else ''} |"
-            )
+        count = f", {len(batch)} batches" * (len(batch) > 1)
+        first = summarized(batch, batch[0].base)
+        assert first is not None
+        columns = [_column(batch, way) for way in ways]
+        lines.append(
+            f"| {setting}{count} | {batch[0].base} ({first['over'][0]:.2f}) | "
+            f"{' | '.join(columns)} |"
+        )
     return "\n".join(lines)
 
 
-def _three(values: Sequence[float]) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*values)
+def _column(batch: Sequence[Compared], way: str) -> str:
+    """ "2.00 (1.50 to 2.50), permitted 2.20 (1.10 over the limit)": of the fastest of this way."""
+    fastest = [
+        min(some, key=lambda e: median(e.seconds)).name
+        for cell in batch
+        if (some := [e for e in cell.entries if family(e.name) == way])
+    ]
+    if not fastest or family(batch[0].base) == way:
+        return ""
+    found = summarized(batch, fastest[0])
+    assert found is not None
+    chunks = fastest[0].removeprefix(way)
+    gain = "{:.2f} ({:.2f} to {:.2f})".format(*found["gain"])
+    return (
+        f"{gain}, permitted {found['permitted'][0]:.2f}, over the limit {found['over'][0]:.2f}"
+        f"{chunks}"
+    )
 
 
 def _numbers(cell: Compared) -> str:
