@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster import document, heatmap, results
+from benchmarks.cluster import compare, comparison, comparison_page, document, heatmap, results
 from benchmarks.cluster.cells import RIVALS
 
 PAGE = Path(__file__).parents[1] / "docs" / "cluster.md"
 FOUND = results.load(PAGE.with_suffix(".json"))
+COMPARED = comparison.load(comparison_page.data(PAGE))
 CHUNKS = {"kv": "double_ring, overlapped, 4 head chunks", "query": "burst query, 4 head chunks"}
 GRIDS = ("2x2", "2x4", "4x2")
 
@@ -91,7 +92,11 @@ def test_page_and_tables_are_what_the_generator_writes():
     text = PAGE.read_text()
     assert text == document.with_block(text, document.block(FOUND, PAGE), PAGE)
     assert document.tables(PAGE).read_text() == document.appendix(FOUND, PAGE)
-    assert len(text.splitlines()) <= 135
+    body = comparison_page.block(COMPARED)
+    assert text == comparison_page.with_block(text, body, PAGE)
+    everything = comparison_page.everything(COMPARED, PAGE)
+    assert comparison_page.appendix(PAGE).read_text() == everything
+    assert len(text.splitlines()) <= 240
 
 
 def test_the_figure_was_drawn_from_the_data():
