@@ -197,7 +197,9 @@ def _pairs(run: Pass) -> int:
 
 
 def _emulated(state: State, plan: mb.Plan, speed: float | None) -> EmulatedKernel:
-    return EmulatedKernel(plan.kernel, state["memory"], speed, 4 * state["problem"].width)
+    problem: Problem = state["problem"]
+    slack = 1e-2 if problem.wire == "fp32" else 0.5
+    return EmulatedKernel(plan.kernel, state["memory"], speed, 4 * problem.width, slack)
 
 
 def _plan(state: State, rival: Rival, rates: mb.Rates | None) -> mb.Plan:
