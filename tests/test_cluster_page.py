@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster import compare, comparison, comparison_page, document, heatmap, results
-from benchmarks.cluster.cells import RIVALS
+from benchmarks.cluster import comparison, comparison_page, document, heatmap, results
+from benchmarks.cluster.cells import RIVALS, Cell
 
 PAGE = Path(__file__).parents[1] / "docs" / "cluster.md"
 FOUND = results.load(PAGE.with_suffix(".json"))
@@ -82,7 +82,7 @@ def test_every_figure_of_a_finding_is_that_of_the_table():
 def test_the_commands_of_the_findings_measure_settings_of_the_tables():
     lines = re.findall(r"(?m)^    python -m benchmarks\.cluster (.*)$", section("Findings"))
     assert len(lines) >= 6
-    known = [found.cell for found in FOUND.cells]
+    known = [Cell._field_defaults | found.cell for found in FOUND.cells]
     for line in lines:
         cells = command._cells(command._parser().parse_args(shlex.split(line)))
         assert all(cell._asdict() | {"rates": str(cell.rates)} in known for cell in cells), line
@@ -125,3 +125,84 @@ def test_the_figure_shows_each_setting_once_and_what_was_not_run_as_nothing():
     }  # fmt: skip
     assert line.over_limit == 1.07
     assert all(line.over_limit is None for line in lines if line.regime == "real")
+
+
+# --- comparisons ---------------------------------------------------------------------------
+
+
+def settings(suite, grid, mask, **more):
+    """The settings of a suite on a grid whose mask begins so."""
+    found = [
+        c for c in COMPARED.cells
+        if c.suite == suite and f"{c.cell['nodes']}x{c.cell['per_node']}" == grid
+        and c.cell["mask"].startswith(mask) and more.items() <= c.cell.items()
+    ]  # fmt: skip
+    assert found, f"no {suite} {grid} {mask} {more}"
+    return found
+
+
+def fastest(cell, way):
+    """Of the entries of a setting: that of a way with its best head chunks."""
+    some = [e for e in cell.entries if comparison_page.family(e.name) == way]
+    return min(some, key=lambda e: sorted(e.seconds)[len(e.seconds) // 2])
+
+
+def figures():
+    """Those of the comparisons, in the order of the page."""
+    for name in ("500", "1K"):
+        for grid in GRIDS[1:]:
+            found = comparison_page.summarized(
+                settings("documents", grid, f"documents {name} "), "multicast"
+            )
+            yield from (*found["gain"], found["permitted"][0])
+    for name in ("500", "1K"):
+        for grid in GRIDS[1:]:
+            batch = settings("documents", grid, f"documents {name} ")
+            yield comparison_page.summarized(batch, "burst")["gain"][0]
+    over = [
+        comparison_page.summarized(settings("documents", grid, f"documents {name} "), "multicast")
+        for name in ("500", "1K")
+        for grid in GRIDS[1:]
+    ]
+    yield min(found["over"][0] for found in over)
+    yield max(found["over"][0] for found in over)
+    for grid, mask, wire in TILES:
+        (cell,) = settings("tiles", grid, mask, wire=wire)
+        yield 1 / fastest(cell, "tile").ratio.middle
+    for way in ("two_way", "token_ring"):
+        for mask in ("full", "causal"):
+            (cell,) = settings("two_ways", "1x4", mask, wiring="node")
+            yield 1 / fastest(cell, way).ratio.middle
+    for way in ("two_way", "token_ring"):
+        (cell,) = settings("two_ways", "1x4", "full", wiring="nic")
+        yield 1 / fastest(cell, way).ratio.middle
+    for wiring in ("nic", "node"):
+        (cell,) = settings("two_ways", "2x4", "full", wiring=wiring)
+        yield 1 / fastest(cell, "two_way").ratio.middle
+    for mask in ("causal", "window", "blocks"):
+        (cell,) = settings("multicast", "2x4", mask)
+        for way in ("multicast", "burst"):
+            yield fastest(cell, way).ratio.middle
+
+
+TILES = [
+    ("4x2", "full", "fp32"), ("4x4", "full", "fp32"), ("4x2", "causal", "fp32"),
+    ("4x2", "full", "bf16"), ("4x2", "causal", "bf16"),
+]  # fmt: skip
+
+
+def test_every_figure_of_the_comparisons_is_that_of_the_data():
+    """The sentences between the tables, the commands left out."""
+    before, _, rest = section("Comparisons").partition(document.COMPARED[0])
+    words = before + rest.partition(document.COMPARED[1])[2]
+    words = re.sub(r"(?m)^    .*$", "", words)
+    assert re.findall(r"\d+\.\d\d", words) == [f"{value:.2f}" for value in figures()]
+
+
+def test_multicast_sends_between_nodes_what_the_layout_needs_and_no_more():
+    found = [
+        e for cell in COMPARED.cells for e in cell.entries
+        if e.name == "multicast" and cell.suite in ("documents", "multicast")
+    ]  # fmt: skip
+    assert len(found) > 40
+    assert all(abs(e.between[0] - e.least) < 0.002 for e in found)
