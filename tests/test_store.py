@@ -184,29 +184,20 @@ def test_zigzag_is_unbalanced_and_says_so():
     assert "store 0.5" in striped.describe()
 
 
-@pytest.mark.parametrize(
-    ("name", "kept", "needed"),
-    [
-        ("causal", [Interval(24, 48)], [Interval(0, 24)]),
-        ("full", [Interval(24, 48)], [Interval(0, 48)]),
-        ("window", [Interval(24, 48)], [Interval(0, 24)]),
-    ],
-)
-def test_which_positions_are_kept(name, kept, needed):
-    found, rest, keys = selection.split(MASKS[name], LENGTH, 0.5, 4)
-    assert found == kept
+@pytest.mark.parametrize("name", ["causal", "full", "window"])
+def test_which_positions_are_kept(name):
+    kept, rest = selection.split(MASKS[name], LENGTH, 0.5, 4)
+    assert kept == [Interval(24, 48)]
     assert rest == [Interval(0, 24)]
-    assert keys == needed
 
 
-def test_in_documents_the_costliest_rows_are_kept_and_what_the_others_see_is_sent():
+def test_in_documents_the_costliest_rows_are_kept():
     mask, found = MASKS["documents"], selection.split(MASKS["documents"], LENGTH, 0.25, 4)
     seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
-    kept, rest, keys = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)
+    kept, rest = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)
     dear = sorted(range(LENGTH), key=lambda p: (seen[p].sum(), p))[-LENGTH // 4 :]
     assert kept == sorted(dear)
     assert sorted(kept + rest) == list(range(LENGTH))
-    assert set(np.nonzero(seen[rest].any(axis=0))[0]) <= set(keys)
 
 
 def test_rows_of_a_shard():

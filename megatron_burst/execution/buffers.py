@@ -36,6 +36,12 @@ class Buffers:
         room = self._free[kind].pop() if self._free[kind] else self._new(kind)
         return packing.carve(room, self._shapes(kind, rows))
 
+    def apart(self, kind: str, rows: int) -> Message:
+        """Tensors of their own, which never travel, of as many rows."""
+        shapes = self._shapes(kind, rows)
+        tensors = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+        return Message(None, tuple(tensors))
+
     def give(self, kind: str, message: Message) -> None:
         """Nobody reads this message again."""
         self.endpoint.released(message.tensors)

@@ -14,7 +14,7 @@ import torch
 
 from ..comm.packing import Message
 from ..kernels.online_softmax import merge_
-from ..schedule.tables import Chunk
+from ..schedule.tables import ALL, Chunk
 from .buffers import Buffers, RowShapes
 from .row_maps import RowMaps, taken
 
@@ -100,11 +100,16 @@ class Partials:
         return message
 
     def _blank(self, chunk: Chunk) -> Message:
-        message = self.buffers.take(chunk.family, self.maps.count(chunk))
-        if chunk.family == "out":
-            _clear(chunk.family, message.tensors, slice(None))
-        elif message.flat is not None:
+        rows = self.maps.count(chunk)
+        if chunk.family == "out" and chunk.rows == ALL:
+            # The output is no view: autograd refuses to let such a one be changed in place.
+            message = self.buffers.apart(chunk.family, rows)
+        else:
+            message = self.buffers.take(chunk.family, rows)
+        if chunk.family != "out" and message.flat is not None:
             message.flat.zero_()  # all of its tensors at once
+        else:
+            _clear(chunk.family, message.tensors, slice(None))
         return message
 
 
