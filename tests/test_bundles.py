@@ -100,10 +100,10 @@ def test_whole_chunks_are_one_bundle_that_all_want_who_want_some_of_it():
 
 
 def test_of_too_many_bundles_the_last_are_joined():
-    """Who wants some of them then wants all; but what nobody wants stays apart, if it can."""
+    """Which few ranks want: these then want all of them."""
     got = made(most=2)
-    assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0, 0, 0, 1, 0, 1], [], [0, 0, 0]]
-    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 0]]
+    assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0, 0, 1, 1, 0, 1], [], [0, 0, 1]]
+    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 1, 0]]
     one = made(most=1)
     assert [x.tolist() for x in table_of(one, (6, 0, 3))] == [[0] * 6, [], [0] * 3]
     assert one.wanted.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]

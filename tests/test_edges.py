@@ -371,7 +371,7 @@ def test_the_line_says_bytes_by_hand():
     other side Q, dO, lse, delta, dQ 2176 B. Two hops within the node, one between."""
     problem = cases.Problem("full", (4, 2), 1, (16, 16), 16, torch.bfloat16)
     c = call(HERE._replace(problem=problem))
-    line = mb.prepare(*c.tensors, groups=c.groups).describe()
+    line = mb.prepare(*c.tensors, groups=c.groups, mask=mb.masks.Full()).describe()
     assert "forward 1 KiB intra + 512 B inter" in line
     assert "backward 3 KiB intra + 1.5 KiB inter" in line
     assert "side query would send 4.25 KiB intra + 2.125 KiB inter" in line

@@ -240,7 +240,9 @@ def test_channels_are_what_hops_travel_on(algorithm, world, data):
         used = {(hop.ring, hop.chunk.accumulated) for hop in hops}
         channels = each.channels
         assert len(channels) == len(set(channels))
-        assert used == set(channels) if all_see else used <= set(channels)
+        # A tile's shape, and so its rings, follows the bytes of the families.
+        exact = all_see and algorithm != "tile"
+        assert used == set(channels) if exact else used <= set(channels)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -35,7 +35,8 @@ class Span(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Many spans at once: the fields of `Span` as integer arrays that broadcast together."""
+    """Many spans at once: start, stride and length as of `Span`, as integer arrays that broadcast
+    together."""
 
     start: np.ndarray
     stride: np.ndarray
@@ -47,7 +48,7 @@ class Spans(NamedTuple):
         return self.start + self.stride * (self.length - 1)
 
     def at(self, index: np.ndarray) -> Spans:
-        """Those of these indices; the fields must have one shape."""
+        """The spans at `index`; the fields must have one shape."""
         return Spans(self.start[index], self.stride[index], self.length[index])
 
 

@@ -34,7 +34,10 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
     rank of a column need not be one in backward, whose tile is another.
     """
     if demand.kept:
-        raise ValueError(f"kept: a tile keeps no keys from forward for backward, got {demand.kept}")
+        raise ValueError(
+            "kv_cache must be 0 with algorithm tile: the ranks that meet a key chunk in backward are "
+            "not those that met it in forward"
+        )
     shape = shape or chosen(demand, most)
     order = _order(shape, gathers_keys(demand.row_bytes))
     keys = _Family("kv", shape, demand.wanted.keys, order)
