@@ -24,7 +24,7 @@ import megatron_burst as mb
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.cli import main as cli
-from megatron_burst.schedule.algorithms import ALGORITHMS
+from megatron_burst.schedule.algorithms import ALGORITHMS, direct
 from megatron_burst.schedule.demand import RowBytes, wanted
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Kept, Pairs, Tables, Transfers
@@ -200,3 +200,22 @@ def test_show_draws_it(capsys):
     for sent in ("q1→0", "k1→2", "k1→3", "k1→0", "o2→2", "k0→2", "k0→3"):  # k0: as relay
         assert sent in of_rank_1
     assert "k2→" not in of_rank_1
+
+
+@pytest.mark.parametrize("head_chunks", [1, 2])
+def test_a_message_may_be_all_rows_of_a_shard(monkeypatch, head_chunks):
+    """The tensors of the owner themselves bear no envelope, and heads of them lie apart."""
+
+    def plain(demand):
+        tables = direct.tables(demand.whole())
+        everything = np.full_like(tables.transfers.rows, ALL)
+        pairs = tables.pairs._replace(key_rows=np.full_like(tables.pairs.key_rows, ALL))
+        return tables._replace(transfers=tables.transfers._replace(rows=everything), pairs=pairs)
+
+    monkeypatch.setitem(ALGORITHMS, "plain", plain)
+    asked = case((2, 2), "zigzag", "full")._replace(algorithm="plain", side="kv")
+    results, _ = cases.run_in_process(asked, head_chunks=head_chunks)
+    truth = cases.shards(asked, cases.solve(asked.problem)[1])
+    for got, right in zip(results, truth, strict=True):
+        for mine, its in zip(got, right, strict=True):
+            assert oracle.worst(mine, its) <= cases.TOLERANCE

@@ -189,7 +189,7 @@ class Executor:
             message = self.partials.send(chunk)
             packing.write_envelope_(message, self.run.envelope(chunk))
             return message
-        if chunk in self.held:
+        if chunk in self.held and self.held[chunk].flat is not None:
             return self.held[chunk]
         if chunk in self._packed:
             return self._packed[chunk]
