@@ -70,7 +70,8 @@ def attention(
     kernel: "auto", "aten", "aten_cudnn", "triton", "reference", or an installed FlashAttention
     package: "flash2", "flash3", "flash4".
     softmax_scale: default d ** -0.5. softcap: cap * tanh(score / cap).
-    grad_wire_dtype: of travelling gradients, None for the accumulation dtype.
+    grad_wire_dtype: of travelling gradients, and of partial outputs where these travel ("tile",
+    "token_ring"); None for the accumulation dtype.
     kv_cache: the fraction of travelling keys that forward keeps for backward.
     store: the fraction of results that a checkpoint around the call keeps (default: as it says).
     head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose

@@ -47,8 +47,8 @@ class AttentionOptions:
     side: which tensors travel in backward; "auto" takes the side with fewer bytes.
     kernel: the local attention on a device; "auto" takes the first that can serve the call.
     softmax_scale: default d ** -0.5. softcap: scores become cap * tanh(score / cap).
-    grad_wire_dtype: of travelling gradients, a torch dtype or "fp32" or "bf16"; None for the
-    accumulation dtype.
+    grad_wire_dtype: of travelling gradients, and of the partial outputs that forward sends with
+    "tile" and "token_ring"; a torch dtype or "fp32" or "bf16"; None for the accumulation dtype.
     kv_cache: fraction (0 to 1) of travelling keys and values that forward keeps for backward.
     store: fraction (0 to 1) of attention results that a checkpoint around the call keeps.
     head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
