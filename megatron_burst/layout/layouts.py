@@ -45,7 +45,7 @@ class Spans(NamedTuple):
     @property
     def last(self) -> np.ndarray:
         """The largest position of each."""
-        return self.start + self.stride * (self.length - 1)
+        return self.start + (self.length - 1) * self.stride
 
     def at(self, index: np.ndarray) -> Spans:
         """The spans at `index`; the fields must have one shape."""
