@@ -22,12 +22,18 @@ KernelName = Literal[
 ]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16"]
-WITH_SHARED_HEADS = "ulysses", "hybrid"  # all-to-alls of heads around a ring
+# All-to-alls of heads around a ring of this algorithm.
+WITH_SHARED_HEADS = {"ulysses": "ring", "hybrid": "burst"}
 
 
 def algorithms() -> tuple[str, ...]:
     """The names that `algorithm` may have: those of the registry of schedules, and others."""
     return (*RING_ALGORITHMS, *WITH_SHARED_HEADS, "auto")
+
+
+def ring_algorithm(algorithm: str) -> str:
+    """The algorithm of the ring that this one runs."""
+    return WITH_SHARED_HEADS.get(algorithm, algorithm)
 
 
 KERNELS: tuple[str, ...] = get_args(KernelName)

@@ -145,7 +145,7 @@ def test_whole_chunks_are_an_algorithm_only_where_they_are_registered():
     try:
         whole.register()
         assert set(ALGORITHMS) - set(before) <= {whole.NAME}
-        assert ALGORITHMS[whole.NAME] is whole.tables
+        assert ALGORITHMS[whole.NAME].tables is whole.tables
     finally:
         ALGORITHMS.clear()
         ALGORITHMS.update(before)

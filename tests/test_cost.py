@@ -11,7 +11,6 @@ from megatron_burst import layout, masks
 from megatron_burst.layout import Span
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS as EVERY
-from megatron_burst.schedule.algorithms import KEEP_NONE
 from megatron_burst.schedule.cost import (
     Sizes,
     Traffic,
@@ -183,7 +182,7 @@ def test_the_bytes_of_all_ranks_are_those_of_each_message(
     grid, have = Grid(*grid), sizes()
     visible = random.random((grid.size, grid.size)) < density
     want = wants.at_random(random, visible)
-    kept *= side == "kv" and algorithm not in KEEP_NONE
+    kept *= side == "kv" and EVERY[algorithm].keeps
     kept = min(kept, grid.size - 1)
     if side:
         plan = rings.backward(algorithm, grid, side, wanted=want, row_bytes=have.backward,

@@ -18,7 +18,7 @@ from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import PassTime, pass_time
 from megatron_burst.schedule import cost, rings
-from megatron_burst.schedule.algorithms import ALGORITHMS, NEVER_FASTEST, all_gather
+from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, all_gather
 from megatron_burst.schedule.cost import Sizes, Traffic, pair_shares, traffic, visible_pairs
 from megatron_burst.schedule.demand import everything
 from megatron_burst.schedule.program import pairs_of
@@ -571,8 +571,9 @@ def test_auto_tries_what_is_registered(monkeypatch):
 
     everywhere = {"ring", "burst", "all_gather", "tile"}
     assert tried() == dict.fromkeys({*everywhere, "multicast"}, 1)
-    monkeypatch.setitem(ALGORITHMS, "mine", all_gather.tables)
-    assert {*tried()} == {*everywhere, "multicast", "mine"} == {*ALGORITHMS} - {*NEVER_FASTEST}
+    monkeypatch.setitem(ALGORITHMS, "mine", Algorithm(all_gather.tables))
+    never = {"double_ring", "two_way", "token_ring"}
+    assert {*tried()} == {*everywhere, "multicast", "mine"} == {*ALGORITHMS} - never
     for grid in ((4, 4), (4, 1)):
         assert {*tried(*grid)} == {*everywhere, "mine"}
     # Of ranks that share heads, burst is called hybrid; two rings of one rank per node.
@@ -598,6 +599,7 @@ def test_of_equals_the_one_that_holds_least_is_taken(monkeypatch):
             for name, chunks, sent, slow in others
         ]  # fmt: skip
         monkeypatch.setattr(select, "on_grid", lambda *_: found)
+        monkeypatch.setitem(ALGORITHMS, "mine", Algorithm(all_gather.tables))
         work = Workload(sizes(), masks.Causal(), layout.make("zigzag", cp_size=4))
         return select.best(work, [Topology(4, 2)], SLOW).taken.algorithm
 

@@ -24,7 +24,7 @@ import megatron_burst as mb
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.cli import main as cli
-from megatron_burst.schedule.algorithms import ALGORITHMS, direct
+from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.demand import RowBytes, wanted
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Kept, Pairs, Tables, Transfers
@@ -75,7 +75,7 @@ def detour(demand):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "detour", detour)
+    monkeypatch.setitem(ALGORITHMS, "detour", Algorithm(detour))
 
 
 # --- by the rules ---------------------------------------------------------------------------

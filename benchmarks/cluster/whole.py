@@ -6,7 +6,7 @@ gets all of it, by the ring or from its owner, whichever sends fewer bytes betwe
 
 from __future__ import annotations
 
-from megatron_burst.schedule.algorithms import ALGORITHMS, burst, direct
+from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, burst, direct
 from megatron_burst.schedule.cost import rows_sent
 from megatron_burst.schedule.demand import Demand
 from megatron_burst.schedule.tables import Tables
@@ -16,7 +16,7 @@ NAME = "burst_whole"
 
 def register() -> None:
     """Enter it among the algorithms of this process."""
-    ALGORITHMS.setdefault(NAME, tables)
+    ALGORITHMS.setdefault(NAME, Algorithm(tables))
 
 
 def tables(demand: Demand) -> Tables:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..layout import Layout
 from ..masks import Mask
 from ..schedule import cost
-from ..schedule.algorithms import ALGORITHMS, KEEP_NONE, NEVER_FASTEST, SIDELESS
+from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, Traffic
 from ..schedule.demand import wanted
 from ..schedule.head_shares import Share, shareable
@@ -109,7 +109,7 @@ def on_grid(
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     for algorithm in _algorithms(workload, topology, fixed):
         there = cost.forward_schedule(algorithm, grid, want, sizes)
-        sides = ["kv"] if workload.kept or alone or algorithm in SIDELESS else SIDES
+        sides = ["kv"] if workload.kept or alone or not ALGORITHMS[algorithm].sided else SIDES
         backs = [
             cost.backward_schedule(algorithm, grid, want, sizes, side=side, kept=kept)
             for side in ([fixed.side] if fixed.side else sides)
@@ -133,12 +133,14 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
         return [fixed.algorithm]
     if topology.ring_size == 1:
         return ["ring"]
-    skipped: set[str] = {*NEVER_FASTEST, *KEEP_NONE * (workload.kept > 0)}
+    tried = {name for name, algorithm in ALGORITHMS.items() if algorithm.automatic}
+    if workload.kept:
+        tried &= {name for name, algorithm in ALGORITHMS.items() if algorithm.keeps}
     if topology.ulysses > 1:
-        skipped.add("all_gather")  # holds all chunks at once, of the rows of the whole group
+        tried.discard("all_gather")  # holds all chunks at once, of the rows of the whole group
     if min(topology.inter_size, topology.intra_size) == 1:
-        skipped.add("multicast")  # of ranks that share no node none has anything to pass on
-    return [name for name in ALGORITHMS if name not in skipped]
+        tried.discard("multicast")  # of ranks that share no node none has anything to pass on
+    return [name for name in ALGORITHMS if name in tried]
 
 
 def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:

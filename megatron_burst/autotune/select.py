@@ -13,7 +13,8 @@ from typing import Any
 
 from ..layout import Layout, make
 from ..masks import Causal, Mask
-from ..options import AttentionKeywords
+from ..options import AttentionKeywords, ring_algorithm
+from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
 from ..units import duration
@@ -23,10 +24,6 @@ from .rates import Rates, check_rates
 OPEN = Fixed()
 # Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
-# all_gather was measured at up to 1.17 times its prediction, and it holds all chunks at once.
-HANDICAP = {"all_gather": 1.15}
-# These hold chunks that they do not compute with yet, or several at once: memory for time.
-HOLD_MORE = ("multicast", "tile", "all_gather")
 # Of equals the first; what is not listed is last.
 SIMPLEST = ("ring", "burst", "ulysses", "hybrid", "multicast", "tile", "all_gather")
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
@@ -159,14 +156,14 @@ def best(
 
 
 def _weighed(candidate: Candidate) -> float:
-    return candidate.seconds * HANDICAP.get(candidate.algorithm, 1.0)
+    return candidate.seconds * ALGORITHMS[ring_algorithm(candidate.algorithm)].handicap
 
 
 def _simplicity(candidate: Candidate) -> tuple[Any, ...]:
     name, sent = (*SIMPLEST, candidate.algorithm).index(candidate.algorithm), candidate.sent
     return (
         candidate.ulysses > 1,
-        candidate.algorithm in HOLD_MORE,
+        ALGORITHMS[ring_algorithm(candidate.algorithm)].holds_more,
         candidate.head_chunks,
         sent.inter,
         sent.total,

@@ -26,7 +26,7 @@ from ..execution.build import Works, make_pass
 from ..execution.executor import Pass
 from ..execution.job import Job
 from ..layout import Span
-from ..options import AttentionKeywords, AttentionOptions
+from ..options import AttentionKeywords, AttentionOptions, ring_algorithm
 from ..recompute import partial_ring
 from ..schedule import cost
 from ..schedule.cost import Sizes
@@ -37,9 +37,6 @@ from .in_process import InProcessPlan, Shard, per_rank
 from .plan import Plan
 from .tensors import signature
 from .validate import NeedsGrad, Request, check
-
-# The ring that runs among ranks which share heads.
-INNER_RING = {"ulysses": "ring", "hybrid": "burst"}
 
 
 def prepare(
@@ -214,7 +211,7 @@ class _Ring(NamedTuple):
 def _ring(request: Request, spans: Sequence[Sequence[Span]], sizes: Sizes, groups: Groups) -> _Ring:
     options, topology, rank = request.options, groups.topology, groups.ring.rank
     grid = Grid(topology.inter_size, topology.intra_size)
-    algorithm = INNER_RING.get(options.algorithm, options.algorithm)
+    algorithm = ring_algorithm(options.algorithm)
     seen = wanted(request.mask, spans, spans)
     there = cost.forward_schedule(algorithm, grid, seen, sizes)
     kept = round(options.kv_cache * (grid.size - 1))

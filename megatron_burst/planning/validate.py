@@ -21,8 +21,8 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
-from ..options import SIDES, AttentionOptions, algorithms
-from ..schedule.algorithms import KEEP_NONE
+from ..options import SIDES, AttentionOptions, algorithms, ring_algorithm
+from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
@@ -207,7 +207,8 @@ def _check_numbers(options: AttentionOptions) -> None:
         raise ValueError(
             f"kv_cache keeps keys for side kv, got side='query' with kv_cache={options.kv_cache}"
         )
-    if options.kv_cache and options.algorithm in KEEP_NONE:
+    ring = ALGORITHMS.get(ring_algorithm(options.algorithm))  # none yet: "auto"
+    if options.kv_cache and ring is not None and not ring.keeps:
         raise ValueError(
             f"kv_cache={options.kv_cache} keeps keys that a rank needs again in backward, which "
             f"with algorithm={options.algorithm!r} are others; leave it 0, or take 'burst'"

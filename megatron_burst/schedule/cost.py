@@ -18,7 +18,7 @@ from ..layout import LAYOUTS, Layout, Span, make
 from ..masks import Mask
 from ..masks.tiling import Cutter
 from . import rings
-from .algorithms import ROUTED
+from .algorithms import ALGORITHMS
 from .demand import Wanted, wanted
 from .rings import Schedule
 from .sizes import Sizes
@@ -159,7 +159,7 @@ def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes
     # Where all want all, both routes carry every row to every rank, and the ring uses the fast
     # links for it; some algorithms have no route. Then there is nothing to count.
     ring = make_schedule("ring")
-    if ring.all_want_all or ring.algorithm not in ROUTED:
+    if ring.all_want_all or not ALGORITHMS[ring.algorithm].routed:
         return ring
     made = {"ring": ring, "direct": make_schedule("direct")}
     return made[cheaper_route(made.__getitem__, sizes)]

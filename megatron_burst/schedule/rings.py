@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .algorithms import ALGORITHMS, ROUTED, check_algorithm, direct
+from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
 from .program import hops_of, kept_by, program
 from .tables import RINGS, SIDES, Boundary, Chunk, Grid, Hop, Tables
@@ -31,9 +31,10 @@ class Schedule(Demand):
     @cached_property
     def tables(self) -> Tables:
         """Pairs and transfers of all ranks. Large for large grids; a plan does not keep them."""
-        if self.route == "direct" and self.algorithm in ROUTED:
+        algorithm = ALGORITHMS[self.algorithm]
+        if self.route == "direct" and algorithm.routed:
             return direct.tables(self)
-        return ALGORITHMS[self.algorithm](self)
+        return algorithm.tables(self)
 
     @property
     def channels(self) -> list[tuple[str, bool]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...schedule import cost
-from ...schedule.algorithms import KEEP_NONE
+from ...schedule.algorithms import ALGORITHMS
 from ...schedule.tables import Grid
 from .passes import ScheduleScene
 from .scene import Shards
@@ -35,11 +35,12 @@ def schedule_scene(
         raise ValueError(f"--kv-cache must be in 0..1, got {choices.kv_cache}")
     if choices.kv_cache and choices.side == "query":
         raise ValueError("--kv-cache: with side query no keys travel; use --side kv")
-    if choices.kv_cache and choices.algorithm in KEEP_NONE:
+    keep_none = [name for name, algorithm in ALGORITHMS.items() if not algorithm.keeps]
+    if choices.kv_cache and choices.algorithm in keep_none:
         raise ValueError(
             f"--kv-cache: {choices.algorithm} computes elsewhere in backward than in forward and "
             "keeps no keys; leave out --kv-cache or take another --algorithm than "
-            f"{', '.join(KEEP_NONE)}"
+            f"{', '.join(keep_none)}"
         )
     kept = round(choices.kv_cache * (grid.size - 1))
 
