@@ -212,7 +212,7 @@ def test_a_message_may_be_all_rows_of_a_shard(monkeypatch, head_chunks):
         pairs = tables.pairs._replace(key_rows=np.full_like(tables.pairs.key_rows, ALL))
         return tables._replace(transfers=tables.transfers._replace(rows=everything), pairs=pairs)
 
-    monkeypatch.setitem(ALGORITHMS, "plain", plain)
+    monkeypatch.setitem(ALGORITHMS, "plain", Algorithm(plain))
     asked = case((2, 2), "zigzag", "full")._replace(algorithm="plain", side="kv")
     results, _ = cases.run_in_process(asked, head_chunks=head_chunks)
     truth = cases.shards(asked, cases.solve(asked.problem)[1])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import megatron_burst as mb
-from megatron_burst.schedule.algorithms import ALGORITHMS, KEEP_NONE
+from megatron_burst.schedule.algorithms import ALGORITHMS
 
 from . import rules
 
@@ -152,7 +152,7 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         "head_chunks": rng.choice([None, None, *[n for n in range(1, mine + 1) if mine % n == 0]]),
         "grad_wire_dtype": rng.choice([None] * 5 + [torch.float64, torch.float32, torch.bfloat16]),
     }
-    if side != "query" and not keep and algorithm not in KEEP_NONE:
+    if side != "query" and not keep and _keeps(algorithm):
         choices["kv_cache"] = rng.choice([0.0, 0.3, 0.5, 1.0])
     if algorithm == "auto":
         speeds = (rng.choice([1e-3, 1.0, 1e3]) for _ in range(4))
@@ -225,7 +225,7 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
     ]  # fmt: skip
     if not auto:
         options.append(("rates", {"rates": mb.Rates(1.0, 1.0)}))
-    if call.choices["algorithm"] in KEEP_NONE:
+    if not _keeps(call.choices["algorithm"]):
         options.append(("kv_cache", {"kv_cache": 0.5, "side": "auto"}))
     if grid.ulysses != grid.size:
         options.append(("ulysses", {"algorithm": "ulysses", "rates": None}))
@@ -247,3 +247,8 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
         call, form="prepare", choices=call.choices | more, refused=words, tensors=kind or "",
         odd_rank=rng.choice([None, rng.randrange(grid.size)]), keep=None,
     )  # fmt: skip
+
+
+def _keeps(algorithm):
+    """May keys be kept from forward with this algorithm?"""
+    return algorithm not in ALGORITHMS or ALGORITHMS[algorithm].keeps

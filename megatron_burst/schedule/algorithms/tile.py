@@ -35,8 +35,8 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
     """
     if demand.kept:
         raise ValueError(
-            "kv_cache must be 0 with algorithm tile: the ranks that meet a key chunk in backward are "
-            "not those that met it in forward"
+            "kv_cache must be 0 with algorithm tile: the ranks that meet a key chunk in backward "
+            "are not those that met it in forward"
         )
     shape = shape or chosen(demand, most)
     order = _order(shape, gathers_keys(demand.row_bytes))
