@@ -186,14 +186,9 @@ def schedule_of(algorithm, world, asked):
     more |= {"row_bytes": asked.row_bytes, "route": asked.route}
     if not asked.side:
         return forward(algorithm, world.grid, **more)
-    schedule = backward(algorithm, world.grid, asked.side, kept=asked.kept, **more)
-    try:
-        schedule.tables  # noqa: B018  made here for the first time
-    except ValueError as error:
-        if asked.kept and "kv_cache must be 0" in str(error):
-            return None
-        raise
-    return schedule
+    if asked.kept and not ALGORITHMS[algorithm].keeps:
+        return None
+    return backward(algorithm, world.grid, asked.side, kept=asked.kept, **more)
 
 
 def check(algorithm, world, data):
