@@ -47,7 +47,8 @@ class BurstConfig:
     placement: "head_first" puts the ranks that share heads next to each other, "context_first"
     those of a ring.
     kv_cache: fraction of travelling keys and values that forward keeps for backward.
-    wire_dtype: of travelling gradients, "fp32" or "bf16"; None for the accumulation dtype.
+    wire_dtype: of travelling gradients, and of partial outputs with tile and token_ring, "fp32" or
+    "bf16"; None for the accumulation dtype.
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
@@ -106,7 +107,10 @@ class BurstConfig:
     ] = 0.0
     wire_dtype: Annotated[
         WireDtype | None,
-        Described("of travelling gradients, summed in fp32; default: fp32"),
+        Described(
+            "of travelling gradients, and of partial outputs with tile and token_ring; sums are fp32; "
+            "default: fp32"
+        ),
     ] = None
     store: Annotated[
         float | None,

@@ -149,10 +149,10 @@ class Executor:
 
     def kept(self, chunk: Chunk) -> Tensors:
         """The rows of `chunk`, from the messages in which they came."""
-        parts = parts_of(self.held, *chunk)
-        if len(parts) == 1:
-            return taken(self.held[parts[0]].tensors, self.run.maps.where(parts[0], chunk.rows))
-        whole = self.buffers.take(chunk.family, self.run.maps.count(chunk)).tensors
+        parts, rows = parts_of(self.held, *chunk), self.run.maps.count(chunk)
+        if chunk in self.held and rows == self.run.longest[chunk.family]:
+            return self.held[chunk].tensors
+        whole = self.buffers.apart(chunk.family, rows).tensors  # a buffer would keep its whole room
         for part in parts:
             rows = taken(self.held[part].tensors, self.run.maps.where(part, part.rows & chunk.rows))
             where = self.run.maps.where(chunk, part.rows & chunk.rows)
@@ -228,9 +228,8 @@ class Executor:
             self.buffers.give(chunk.family, self._packed.pop(chunk))
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
-        kept = {chunk[:2] for chunk in self.run.kept}
         for chunk in chunks:
-            if chunk[:2] in kept:
+            if parts_of(self.run.kept, *chunk):
                 continue
             message = self.held.pop(chunk)
             if message.room is not None:  # else these are the caller's own tensors

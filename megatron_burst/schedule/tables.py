@@ -183,7 +183,8 @@ class Tables(NamedTuple):
     def digest(self) -> int:
         """A number that tells other tables of transfers, or other bundles, from these."""
         found = 0
-        for column in (*self.transfers, *self.queries.runs, *self.keys.runs):
+        bundles = (x for each in (self.queries, self.keys) for x in (each.number, *each.runs))
+        for column in (*self.transfers, *bundles):
             found = crc32(np.ascontiguousarray(column, dtype=np.int64).data, found)
         return found
 
