@@ -108,8 +108,8 @@ class BurstConfig:
     wire_dtype: Annotated[
         WireDtype | None,
         Described(
-            "of travelling gradients, and of partial outputs with tile and token_ring; sums are fp32; "
-            "default: fp32"
+            "of travelling gradients, and of partial outputs with tile and token_ring; sums are "
+            "fp32; default: fp32"
         ),
     ] = None
     store: Annotated[
