@@ -5,7 +5,8 @@ long one in silence, and a message of the same size for any other. The envelope 
 how long the message is, whose plan and which call it belongs to, and what it holds; a rank that is
 out of step gets an error instead of a number. A receive buffer has room for the longest message of
 the grid: gloo ends the process when more arrives than fits. On devices other than the CPU there is
-no envelope: reading it would stop the device at every hop (`calls` compares there).
+no envelope: reading it would stop the device at every hop (`calls` compares there). There tensors
+travel one by one, in one batch, so that the first rows of each can be sent from where they lie.
 """
 
 from __future__ import annotations
