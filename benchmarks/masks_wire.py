@@ -2,22 +2,22 @@
 
 Part of `masks.py`, which calls `measure`. A full-size plan says which route is taken, ring or
 straight from owner to user, and what every rank sends. Then the same grid, mask and layout run
-in this process with every length divided by the same number, and narrower heads: hop for hop the
-same schedule, so what its counters counted must be the bytes of the plan divided by how much
-smaller a shard is, rank by rank.
+in this process with every length divided by the same number, and narrower heads; what its counters
+counted must be the bytes of that run's own schedules, rank by rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 
 import torch
 from prepare import alone
 from report import human, markdown, progress
 
 import megatron_burst as mb
-from megatron_burst.schedule import cost, rings
+from megatron_burst.schedule import cost
 from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import ROUTES
 
@@ -29,24 +29,21 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 def measure(args: argparse.Namespace) -> str:
     """The table of layouts, and whether the counters agree."""
     window, shrunk = args.local_tokens // 4, args.local_tokens // args.small
-    factor = shrunk * KV_HEADS * WIDTH // (SMALL_HEADS * SMALL_WIDTH)
     rows, wrong = [], []
     with progress("bytes", 2 * len(LAYOUTS)) as step:
         for layout in LAYOUTS:
             step(f"plan of {layout}")
             plan = full_size(args, layout, window)
             step(f"run of {layout}")
-            counted = run(args, layout, window // shrunk)
-            for name, passes, sent in zip(("forward", "backward"), plan.schedules, counted,
-                                          strict=True):  # fmt: skip
+            agreed = run(args, layout, window // shrunk)
+            for name, passes, agree in zip(("forward", "backward"), plan.schedules, agreed,
+                                           strict=True):  # fmt: skip
                 planned = traffic(passes, plan.sizes)
-                agree = [a == (p.intra // factor, p.inter // factor)
-                         for a, p in zip(sent, planned, strict=True)]  # fmt: skip
                 other, = (r for r in ROUTES if r != passes.route)  # fmt: skip
                 rows.append([layout, name, passes.route, *cells(planned),
                              cells(traffic(routed(passes, other), plan.sizes))[0],
-                             "equal" if all(agree) else "DIFFERENT"])  # fmt: skip
-                wrong += [] if all(agree) else [f"{layout}, {name}"]
+                             "equal" if agree else "DIFFERENT"])  # fmt: skip
+                wrong += [] if agree else [f"{layout}, {name}"]
     if wrong:
         raise AssertionError(f"the counters differ from the schedule: {wrong}")
     columns = ["layout", "pass", "route", "MiB a rank sends: mean (most)", "between nodes",
@@ -56,8 +53,8 @@ def measure(args: argparse.Namespace) -> str:
         f"of {args.per_node}) x {human(args.local_tokens)} tokens, algorithm burst, bf16, "
         f"{KV_HEADS} key/value heads of width {WIDTH}, side kv, gradients travelling in fp32. "
         f"*Counters*: the same grid run in one process with every length divided by {shrunk} and "
-        f"{SMALL_HEADS} head of width {SMALL_WIDTH}; what each rank sent against its bytes in the "
-        f"schedule divided by {factor}."
+        f"{SMALL_HEADS} head of width {SMALL_WIDTH}; what each rank sent against the bytes of that "
+        "run's schedules."
     )
     return f"{head}\n\n{markdown(columns, rows)}"
 
@@ -73,17 +70,22 @@ def full_size(args: argparse.Namespace, layout: str, window: int) -> mb.Plan:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace, layout: str, window: int) -> list[list[tuple[int, int]]]:
-    """(intra, inter) bytes that each rank sent: forward, then backward."""
+def run(args: argparse.Namespace, layout: str, window: int) -> list[bool]:
+    """Did every rank send what its plan says, in forward and in backward?"""
     groups = mb.Groups.in_process(inter=args.ranks // args.per_node, intra=args.per_node)
     shape = (args.small, 1, SMALL_HEADS, SMALL_WIDTH)
     shards = [[torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
                for _ in range(args.ranks)] for _ in range(3)]  # fmt: skip
     mask = mb.masks.Window(window - 1, 0)
-    outs = mb.attention(*shards, groups=groups, mask=mask, layout=layout, side="kv", kernel="aten")
+    plan = mb.prepare(*shards, groups=groups, mask=mask, layout=layout, side="kv", kernel="aten")
+    planned = [
+        [(sent.intra, sent.inter) for sent in each]
+        for each in zip(*(one.traffic() for one in plan.ranks), strict=True)
+    ]
+    outs = mb.attention(*shards, plan=plan)
     sent = [drained(groups)]
     torch.autograd.backward(outs, [torch.zeros_like(out) for out in outs])
-    return [*sent, drained(groups)]
+    return [a == b for a, b in zip([*sent, drained(groups)], planned, strict=True)]
 
 
 def drained(groups: mb.Groups) -> list[tuple[int, int]]:
@@ -96,9 +98,7 @@ def drained(groups: mb.Groups) -> list[tuple[int, int]]:
 
 def routed(plan: Schedule, route: str) -> Schedule:
     """The same pass by another route."""
-    if not plan.gradients:
-        return rings.forward(plan.algorithm, plan.grid, visible=plan.visible, route=route)
-    return rings.backward(plan.algorithm, plan.grid, plan.side, visible=plan.visible, route=route)
+    return replace(plan, route=route)
 
 
 def traffic(plan: Schedule, sizes: cost.Sizes) -> list[cost.Traffic]:

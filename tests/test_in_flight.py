@@ -90,7 +90,7 @@ def test_a_buffer_given_back_while_it_is_read_is_seen(case, monkeypatch):
         arriving = [m for f in self.flights if f.land == index for m in f.arriving]
         land(self, index)
         for chunk, message in arriving:
-            if self.endpoint.rank == RANK and not chunk.gradient:
+            if self.endpoint.rank == RANK and not chunk.accumulated:
                 self.buffers.give(chunk.family, message)
 
     monkeypatch.setattr(Executor, "_land", early)
@@ -104,8 +104,9 @@ def test_a_gradient_given_back_before_it_left_is_seen(case, monkeypatch):
     def early(self, channel, hops, index):
         post(self, channel, hops, index)
         if self.endpoint.rank == RANK:
-            for kind, message in self.flights[-1].leaving:
-                self.buffers.give(kind, message)
+            for chunk, message in self.flights[-1].leaving:
+                if chunk.accumulated:
+                    self.buffers.give(self._kind(chunk), message)
 
     monkeypatch.setattr(Executor, "_post", early)
     assert "overwritten while in flight" in "".join(found(case, monkeypatch))
