@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
+from megatron_burst.execution import row_maps
 from megatron_burst.execution.function import InProcessAttention
 from megatron_burst.kernels import native
 
@@ -86,10 +87,7 @@ def _watched():
                 assert x.device.type == "cuda", f"{label}: {x.device}"
                 assert x.is_contiguous(), f"{label}: strides {x.stride()} of {tuple(x.shape)}"
         for send in sends:
-            if send.flat is not None:
-                payload = [x.numel() * x.element_size() for x in send.tensors]
-                aligned = sum(-(-size // 16) * 16 for size in payload)
-                assert send.flat.numel() == aligned, f"{label}: there are no envelopes on CUDA"
+            assert send.flat is None, f"{label}: on CUDA tensors travel one by one"
         return exchange(self, channel, sends, receives, label)
 
     return watched
@@ -129,10 +127,16 @@ class Call:
             self.q, self.k, self.v, self.dout = make(h, d), make(k, d), make(k, w), make(h, w)
             self.sink = torch.empty(h, device="cuda") if sink else None
         self.groups, self.size = groups, groups.size
-        self.plan = mb.prepare(
-            self.q, self.k, self.v, groups=groups, needs_grad=(True, True, True), sink=self.sink,
-            **options,
-        )  # fmt: skip
+
+        def to_device(*args, own=row_maps.to_device):
+            with running(mode):  # numbers of rows are made on the host
+                return own(*args)
+
+        with mock.patch.object(row_maps, "to_device", to_device):
+            self.plan = mb.prepare(
+                self.q, self.k, self.v, groups=groups, needs_grad=(True, True, True),
+                sink=self.sink, **options,
+            )  # fmt: skip
 
     def forward(self, kept=None):
         """(context, out of every rank)."""

@@ -137,16 +137,16 @@ class Keeper:
 # Launches of a pair of shards, (forward, backward): what a pass does once is shared out among the
 # four pairs of a rank. One tile a pair; the own pair of side query has its output.
 LAUNCHES = {
-    ("aten", "kv"): (3.25, 9.25),
-    ("aten", "query"): (3.25, 9.75),
-    ("aten_cudnn", "kv"): (3.25, 9.25),
-    ("aten_cudnn", "query"): (3.25, 9.75),
-    ("triton", "kv"): (2.25, 5.25),
-    ("triton", "query"): (2.25, 5.0),
+    ("aten", "kv"): (2.75, 8.75),
+    ("aten", "query"): (2.75, 8.75),
+    ("aten_cudnn", "kv"): (2.75, 8.75),
+    ("aten_cudnn", "query"): (2.75, 8.75),
+    ("triton", "kv"): (1.75, 4.75),
+    ("triton", "query"): (1.75, 4.0),
 }
 WITHOUT_TRITON = {
-    ("aten", "kv"): (8.25, 10.0),
-    ("aten", "query"): (8.25, 20.25),
+    ("aten", "kv"): (7.75, 9.5),
+    ("aten", "query"): (7.75, 19.25),
 }
 
 
