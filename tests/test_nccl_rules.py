@@ -17,6 +17,7 @@ import megatron_burst as mb
 from megatron_burst.comm.packing import NO_CALL, Envelope
 from megatron_burst.comm.transport import Channel
 from megatron_burst.execution import executor
+from megatron_burst.options import algorithms
 
 CONNECTIONS, QUEUE = Rules(True, False, False), Rules(False, True, False)
 NOTHING = Rules(False, False, False)
@@ -26,8 +27,7 @@ NOTHING = Rules(False, False, False)
 def test_many_random_calls_run_under_nccl_rules():
     tally = attention.search(range(1000, 1120))
     assert not tally.failures, tally
-    algorithms = "ring", "double_ring", "burst", "all_gather", "ulysses", "hybrid", "auto"
-    assert min(tally.kinds[f"algorithm {name}"] for name in algorithms) >= 10
+    assert min(tally.kinds[f"algorithm {name}"] for name in algorithms()) >= 4
     assert min(tally.kinds[name] for name in ("checkpoint", "kv_cache", "head_chunks")) >= 20
 
 

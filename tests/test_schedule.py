@@ -215,7 +215,7 @@ def test_rows_are_there_and_results_come_home(algorithm, world, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(worlds([*GRIDS, Grid(5, 3), Grid(3, 5), Grid(2, 8), Grid(8, 2)]), st.data())
 def test_rows_are_there_and_results_come_home_at_length(algorithm, world, data):
     check(algorithm, world, data)
