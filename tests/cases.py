@@ -164,7 +164,7 @@ def cheapest(algorithm, grid, users, row):
 def users_of_rows(size, layout, mask, length, side):
     """For each owner {ranks that have to do with a row: how many such rows it has}."""
     seen = oracle.visible(mask, length)
-    seen = seen if side == "kv" else seen.T  # [whoever stays, whoever travels]
+    seen = seen if side == "kv" else seen.T  # [what stays, what travels]
     positions = oracle.permutation(layout, size, length)
     return [
         Counter(

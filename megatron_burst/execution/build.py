@@ -6,8 +6,8 @@ Decides how the pair of two chunks is computed when these came in parts: part by
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from ..schedule.bundles import spans_of
 from ..schedule.held import held_bytes
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule
-from ..schedule.tables import ALL, Boundary, Chunk, Pair
+from ..schedule.tables import ALL, Chunk, Hop, Pair
 from .executor import Call, Pass
 from .row_maps import RowMaps
 
@@ -50,13 +50,6 @@ class Works:
         return tuple(spans_of(ranges, shard))
 
 
-class _Held(NamedTuple):
-    """The chunks that a rank ever holds in a pass."""
-
-    copies: list[Chunk]
-    partials: dict[tuple[str, int], Chunk]
-
-
 def make_pass(
     name: str,
     schedule: Schedule,
@@ -67,25 +60,22 @@ def make_pass(
 ) -> Pass:
     """What `rank` runs of a schedule. kept: what it leaves behind or finds."""
     program = schedule.program(rank)
+    hops = [hop for boundary in program for hop in boundary.posts]
     copies = [*(Chunk(family, rank) for family in OWN), *schedule.kept_chunks(rank)]
-    copies += [hop.chunk for hop in _arriving(program, rank) if not hop.chunk.accumulated]
+    copies += [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
     calls = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
-    held = _Held(copies, _partials(schedule, rank, program, calls))
+    every = [call for each in calls.values() for call in each]
+    partials = _partials(schedule, rank, hops, every)
     maps = RowMaps(schedule.tables)
-    _learn(maps, held, rank, program, calls, kept)
+    _learn(maps, copies, partials, rank, hops, every, kept)
     longest: dict[str, int] = defaultdict(int)
-    sent = [hop.chunk for boundary in program for hop in boundary.posts]
-    for chunk in (*sent, *held.partials.values(), *kept):
+    for chunk in (*(hop.chunk for hop in hops), *partials.values(), *kept):
         maps.learn(chunk)
         longest[chunk.family] = max(longest[chunk.family], maps.count(chunk))
     maps.finish(device)
     deferred = schedule.program(rank, own_last=True)
     most = held_bytes(schedule.tables, program, rank, schedule.row_bytes)
-    return Pass(name, program, calls, maps, held.partials, dict(longest), kept, deferred, most)
-
-
-def _arriving(program: Sequence[Boundary], rank: int) -> Iterator[Any]:
-    return (hop for boundary in program for hop in boundary.posts if hop.dst == rank)
+    return Pass(name, program, calls, maps, partials, dict(longest), kept, deferred, most)
 
 
 def _calls(
@@ -102,23 +92,18 @@ def _calls(
 
 
 def _partials(
-    schedule: Schedule,
-    rank: int,
-    program: Sequence[Boundary],
-    calls: dict[Pair, tuple[Call, ...]],
+    schedule: Schedule, rank: int, hops: Sequence[Hop], calls: Sequence[Call]
 ) -> dict[tuple[str, int], Chunk]:
     """For every chunk of which this rank holds partial results: all rows that it ever holds."""
     families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
     rows: dict[tuple[str, int], int] = defaultdict(int)
-    for each in calls.values():
-        for call in each:
-            for family in families:
-                part = call.keys if family == "dkv" else call.queries
-                rows[family, part.owner] |= part.rows
-    for boundary in program:
-        for hop in boundary.posts:
-            if hop.chunk.accumulated:
-                rows[hop.chunk[:2]] |= hop.chunk.rows
+    for call in calls:
+        for family in families:
+            part = call.keys if family == "dkv" else call.queries
+            rows[family, part.owner] |= part.rows
+    for hop in hops:
+        if hop.chunk.accumulated:
+            rows[hop.chunk[:2]] |= hop.chunk.rows
     for family in families:
         rows[family, rank] = ALL
     return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
@@ -126,27 +111,27 @@ def _partials(
 
 def _learn(
     maps: RowMaps,
-    held: _Held,
+    copies: Sequence[Chunk],
+    partials: dict[tuple[str, int], Chunk],
     rank: int,
-    program: Sequence[Boundary],
-    calls: dict[Pair, tuple[Call, ...]],
+    hops: Sequence[Hop],
+    calls: Sequence[Call],
     kept: Sequence[Chunk],
 ) -> None:
     """Everything that the executor will ask."""
-    for boundary in program:
-        for hop in boundary.posts:
-            if hop.chunk.accumulated:
-                maps.learn(held.partials[hop.chunk[:2]], hop.chunk.rows)
-            elif hop.src == rank:
-                (source,) = parts_of(held.copies, *hop.chunk)
-                maps.learn(source, hop.chunk.rows)
-    for call in (call for each in calls.values() for call in each):
+    for hop in hops:
+        if hop.chunk.accumulated:
+            maps.learn(partials[hop.chunk[:2]], hop.chunk.rows)
+        elif hop.src == rank:
+            (source,) = parts_of(copies, *hop.chunk)
+            maps.learn(source, hop.chunk.rows)
+    for call in calls:
         for part, families in ((call.queries, ("out", "dquery")), (call.keys, ("dkv",))):
             for family in families:
-                if (family, part.owner) in held.partials:
+                if (family, part.owner) in partials:
                     maps.learn(part._replace(family=family))
-                    maps.learn(held.partials[family, part.owner], part.rows)
+                    maps.learn(partials[family, part.owner], part.rows)
     for chunk in kept:
-        for part in parts_of(held.copies, *chunk):
+        for part in parts_of(copies, *chunk):
             for buffer in (part, chunk):
                 maps.learn(buffer, part.rows & chunk.rows)

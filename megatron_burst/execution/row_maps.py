@@ -25,32 +25,25 @@ class RowMaps:
 
     def __init__(self, tables: Tables):
         self._tables: Tables | None = tables
-        self._numbers: dict[Any, np.ndarray] = {}
         self._counts: dict[Any, int] = {}
         self._found: dict[Any, Any] = {}
 
-    def numbers(self, chunk: Chunk) -> np.ndarray:
-        """The rows of a chunk as numbers in its owner's shard, in the order of its buffer."""
-        assert self._tables is not None
-        key = _key(chunk)
-        if key not in self._numbers:
-            ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
-            parts = [np.arange(first, stop) for first, stop in ranges]
-            self._numbers[key] = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-        return self._numbers[key]
-
     def learn(self, chunk: Chunk, rows: int | None = None) -> None:
         """`count` of the chunk, and `where` these rows of it lie, will be asked for."""
-        have = self.numbers(chunk)
-        self._counts[_key(chunk)] = len(have)
-        if rows is None or (chunk_rows := (*_key(chunk), rows)) in self._found:
+        key = _key(chunk)
+        if key not in self._counts:
+            self._counts[key] = sum(stop - first for first, stop in self._ranges(chunk))
+        if rows is None or (*key, rows) in self._found:
             return
-        want = self.numbers(chunk._replace(rows=rows))
+        if rows == chunk.rows:  # most: nothing to look for
+            self._found[(*key, rows)] = slice(0, self._counts[key])
+            return
+        have, want = self._row_numbers(chunk), self._row_numbers(chunk._replace(rows=rows))
         order = np.argsort(have, kind="stable")
         at = order[np.searchsorted(have, want, sorter=order)]
         first = int(at[0]) if len(at) else 0
         consecutive = np.array_equal(at, np.arange(first, first + len(at)))
-        self._found[chunk_rows] = slice(first, first + len(at)) if consecutive else at
+        self._found[(*key, rows)] = slice(first, first + len(at)) if consecutive else at
 
     def finish(self, device: torch.device) -> None:
         """Bring the indices to the device; nothing more can be learnt."""
@@ -59,7 +52,7 @@ class RowMaps:
             indices = [self._found[key] for key in keys]
             parts = to_device(np.concatenate(indices), device).split([len(x) for x in indices])
             self._found.update(zip(keys, parts, strict=True))
-        self._tables, self._numbers = None, {}
+        self._tables = None
 
     def count(self, chunk: Chunk) -> int:
         """How many rows the chunk has."""
@@ -68,6 +61,16 @@ class RowMaps:
     def where(self, chunk: Chunk, rows: int) -> Where:
         """Where these rows lie in a buffer of the chunk."""
         return self._found[(*_key(chunk), rows)]
+
+    def _ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """The rows of a chunk in its owner's shard, in the order of its buffer."""
+        assert self._tables is not None
+        return self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
+
+    def _row_numbers(self, chunk: Chunk) -> np.ndarray:
+        """The same one by one."""
+        parts = [np.arange(first, stop) for first, stop in self._ranges(chunk)]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def _key(chunk: Chunk) -> tuple[bool, int, int]:

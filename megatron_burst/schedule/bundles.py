@@ -51,7 +51,7 @@ class Bundles:
     @cached_property
     def rows(self) -> np.ndarray:
         """int64 [n]: how many rows each has."""
-        return _sums(self.runs.bundle, self.runs.rows, len(self.owner))
+        return np.bincount(self.runs.bundle, self.runs.rows, len(self.owner)).astype(np.int64)
 
     def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
         """How many rows of its owner each bit set has; int64 arrays of one shape."""
@@ -89,16 +89,17 @@ class Bundles:
         if bits < 0:
             rows = int(self.rows[low:high].sum())
             return [(0, rows)] * (rows > 0)
-        taken = np.right_shift(bits, self.number[self.runs.bundle]) & 1
-        taken = taken.astype(bool) & (self.owner[self.runs.bundle] == owner)
+        own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
+        bundle, *columns = (column[own] for column in self.runs)
+        taken = (np.right_shift(bits, self.number[bundle]) & 1).astype(bool)
         found: list[tuple[int, int]] = []
-        for first, rows in zip(self.runs.first[taken], self.runs.rows[taken], strict=True):
-            begin = found.pop()[0] if found and found[-1][1] == first else int(first)
-            found.append((begin, int(first + rows)))
+        for first, rows in zip(*(column[taken].tolist() for column in columns), strict=True):
+            begin = found.pop()[0] if found and found[-1][1] == first else first
+            found.append((begin, first + rows))
         return found
 
     def whole(self) -> Bundles:
-        """One bundle for each owner: whole chunks travel to whoever wants some row of them."""
+        """One bundle for each owner: whole chunks travel to all who want some of their rows."""
         wanted = np.zeros((self.size, self.size), dtype=bool)
         there, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
         wanted[there] = united(self.wanted, begin, count)
@@ -213,10 +214,6 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
     start = start[place]
     _, first, count = np.unique(owner[start], return_index=True, return_counts=True)
     return bundle, np.arange(len(start)) - np.repeat(first, count), start
-
-
-def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    return np.bincount(index, values, size).astype(np.int64)
 
 
 def spans_of(ranges: Sequence[tuple[int, int]], shard: Sequence[Span]) -> list[Span]:

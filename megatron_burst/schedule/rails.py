@@ -154,7 +154,7 @@ def _turns(which: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
     """How many of `move` rows [i] each rail takes, [i, rails]: in proportion to its room, so that
-    room is left on every rail for whoever can use only that one."""
+    room is left on every rail for rows that can use only that one."""
     # Equal room: the next rail first, so that nodes with the same needs differ.
     width = room.shape[1]
     turned = (np.arange(width) - own[:, None]) % width
