@@ -83,7 +83,7 @@ def test_a_rank_outside_the_layout_is_refused(rank):
 
 
 def test_an_unknown_layout_and_no_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"one of contiguous, .*block_striped, got 'zig'"):
+    with pytest.raises(ValueError, match=r"one of contiguous, .*balanced, got 'zig'"):
         mb.layout.make("zig", cp_size=2)
     with pytest.raises(ValueError, match="cp_size must be at least 1, got 0"):
         mb.layout.make("zigzag", cp_size=0)

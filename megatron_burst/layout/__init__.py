@@ -1,10 +1,11 @@
 """Layouts: which positions of the sequence each rank holds, and in which order.
 
-`layouts` is arithmetic on positions and needs no torch; `sharding` cuts and joins tensors.
+`layouts`, `balanced` (with its solver, `mixture`) and `registry` are arithmetic on positions and
+need no torch; `sharding` cuts and joins tensors.
 """
 
+from .balanced import Balanced
 from .layouts import (
-    LAYOUTS,
     NAMES,
     BlockStriped,
     Contiguous,
@@ -18,12 +19,13 @@ from .layouts import (
     check_fraction,
     document_bounds,
     integer,
-    make,
 )
+from .registry import LAYOUTS, make
 
 __all__ = [
     "LAYOUTS",
     "NAMES",
+    "Balanced",
     "BlockStriped",
     "Contiguous",
     "DocumentZigzag",

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-LayoutName = Literal["contiguous", "striped", "zigzag", "block_striped"]
+LayoutName = Literal["contiguous", "striped", "zigzag", "block_striped", "balanced"]
 NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
@@ -243,32 +243,3 @@ class DocumentZigzag(Layout):
                 spans.append(Span(start + rank * length, 1, length))
                 spans.append(Span(start + back * length, 1, length))
         return tuple(spans)
-
-
-LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
-
-
-def make(
-    name: str,
-    *,
-    cp_size: int,
-    block: int | None = None,
-    cu_seqlens: Sequence[int] | np.ndarray | None = None,
-) -> Layout:
-    """The layout called `name` over `cp_size` ranks; ValueError if there is none.
-
-    block: only for "block_striped". cu_seqlens: only for "zigzag", then within each document.
-    """
-    if name not in NAMES:
-        raise ValueError(f"layout must be one of {', '.join(NAMES)}, got {name!r}")
-    if block is None and name == "block_striped":
-        raise ValueError("block: layout block_striped needs one, the block of the mask, got None")
-    if block is not None and name != "block_striped":
-        raise ValueError(f"block goes with layout block_striped, got {name} with block={block}")
-    if cu_seqlens is not None and name != "zigzag":
-        raise ValueError(f"cu_seqlens goes with layout zigzag, got {name}")
-    if block is not None:
-        return BlockStriped(cp_size, block)
-    if cu_seqlens is not None:
-        return DocumentZigzag(cp_size, cu_seqlens)
-    return LAYOUTS[name](cp_size)

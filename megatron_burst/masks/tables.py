@@ -16,14 +16,24 @@ class Documents(VectorMask):
     """Positions see each other within a document; documents are packed one after the other.
 
     cu_seqlens: cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
+    padding: indices of documents that are padding: their rows see nothing, and nothing sees them.
     Causal packed documents are Documents(cu_seqlens) & Causal(). ValueError for other numbers.
     """
 
     flash_compatible = True
 
-    def __init__(self, cu_seqlens: Sequence[int] | np.ndarray):
+    def __init__(self, cu_seqlens: Sequence[int] | np.ndarray, padding: Sequence[int] = ()):
         self.bounds = document_bounds(cu_seqlens)
         self.bounds.flags.writeable = False
+        self.padding = tuple(sorted({integer("padding", index) for index in padding}))
+        documents = len(self.bounds) - 1
+        if self.padding and not 0 <= self.padding[0] <= self.padding[-1] < documents:
+            raise ValueError(
+                f"padding must hold indices of the {documents} documents, got {list(self.padding)}"
+            )
+        # By what `document` returns: 0 is before the first, so document i is i + 1.
+        self._hidden = np.zeros(documents + 2, dtype=bool)
+        self._hidden[[index + 1 for index in self.padding]] = True
 
     @property
     def cacheable(self) -> bool:
@@ -34,19 +44,30 @@ class Documents(VectorMask):
         return np.searchsorted(self.bounds, positions, side="right")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        return np.equal(self.document(q), self.document(k))
+        document = self.document(q)
+        return np.equal(document, self.document(k)) & ~self._hidden[document]
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
         k_first, k_last = self.document(k_spans.start), self.document(k_spans.last)
         empty = (q_last < k_first) | (k_last < q_first)
+        empty |= self._all_hidden(q_first, q_last) | self._all_hidden(k_first, k_last)
         return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         after, end = self.document(k_spans.start), self.document(k_spans.last)
         edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # no document, the documents, none
-        far = np.full(np.shape(after), FAR)
-        return Viewers(edges[after], edges[end + 1] - 1, far, far, after == end)
+        far, hidden = np.full(np.shape(after), FAR), self._all_hidden(after, end)
+        first, last = (
+            np.where(hidden, FAR, edges[after]),
+            np.where(hidden, -FAR, edges[end + 1] - 1),
+        )
+        return Viewers(first, last, far, far, after == end)
+
+    def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Are all documents from `first` to `last` padding?"""
+        before = np.concatenate([[0], np.cumsum(self._hidden)])
+        return before[last + 1] - before[first] == last + 1 - first
 
     @property
     def breaks(self) -> np.ndarray:
@@ -60,7 +81,8 @@ class Documents(VectorMask):
             )
 
     def __repr__(self) -> str:
-        return f"Documents({self.bounds.tolist()})"
+        padding = f", padding={self.padding}" if self.padding else ""
+        return f"Documents({self.bounds.tolist()}{padding})"
 
 
 class BlockSparse(VectorMask):

@@ -1,0 +1,202 @@
+"""Documents of a pack as a mixture: which part of which document every rank takes, so that all have
+equally many tokens and nearly equally many visible pairs.
+
+Owns the solver of layout `balanced`. In *mirror order* a document's tokens are taken from both ends
+in turn: 0, l - 1, 1, l - 2, ... A run of a causal document in mirror order has half the
+document's length of visible keys per token, wherever it lies: a liquid of that density, and a
+rank has to be filled to the batch's mean density. Documents are sorted by density; every
+rank takes a run from the dense end and a run from the sparse end. How long the two are follows
+from one equation in one unknown, so ranks come out even; only where a run ends is a document cut.
+Nodes are filled first, then the ranks of each node.
+
+All in integers, so that every process finds the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Window = tuple[int | None, int | None]
+# A bin may miss its share of the pairs by so much, one part in SLACK, to leave a document whole.
+SLACK = 64
+
+
+class Share(NamedTuple):
+    """Tokens first..stop (exclusive) of a document in mirror order."""
+
+    document: int
+    first: int
+    stop: int
+
+
+class Costs:
+    """Visible pairs of documents: of all their tokens, and of those before a place in mirror order.
+
+    lengths: of the documents; windows: (left, right) of each kind of layer, None for no limit;
+    padding: of these documents no pair is visible.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[Window], padding: Sequence[int] = ()
+    ):
+        self.lengths = list(lengths)
+        self.windows = tuple(windows)
+        self.padding = frozenset(padding)
+        sizes = np.array(self.lengths, dtype=np.int64)
+        found = np.zeros_like(sizes)
+        for left, right in windows:
+            for reach in (left, right):
+                found += _reached_all(sizes, reach)
+            found += sizes
+        found[list(self.padding)] = 0
+        self.whole = found.tolist()
+
+    def before(self, document: int, place: int) -> int:
+        """Pairs of the first `place` tokens of a document in mirror order."""
+        length = self.lengths[document]
+        if place >= length:
+            return self.whole[document]
+        if document in self.padding:
+            return 0
+        front, back = (place + 1) // 2, place // 2
+        pairs = 0
+        for left, right in self.windows:
+            left = length if left is None else left
+            right = length if right is None else right
+            pairs += place + _reached(front, left) + _reached(back, right)
+            pairs += _reached(length, right) - _reached(length - front, right)
+            pairs += _reached(length, left) - _reached(length - back, left)
+        return pairs
+
+    def of(self, share: Share) -> int:
+        """Pairs of a share."""
+        return self.before(share.document, share.stop) - self.before(share.document, share.first)
+
+
+def _reached(n: int, reach: int) -> int:
+    """min(0, reach) + min(1, reach) + ... + min(n - 1, reach)."""
+    m = min(n, reach + 1)
+    return m * (m - 1) // 2 + (n - m) * reach
+
+
+def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
+    m = n if reach is None else np.minimum(n, reach + 1)
+    return m * (m - 1) // 2 + (n - m) * (reach or 0)
+
+
+def mix(shares: Sequence[Share], bins: int, costs: Costs) -> list[list[Share]]:
+    """The shares cut into `bins` with equally many tokens each, and nearly as many pairs.
+
+    The tokens of all shares must be a multiple of `bins`.
+    """
+    pool = _Pool(shares, costs)
+    room = pool.left // bins
+    return [pool.take(room, pool.pairs // (bins - index)) for index in range(bins)]
+
+
+class _Pool:
+    """Shares sorted by density, of which runs at both ends have been taken.
+
+    A place counts tokens in that order. Taken are those before `low` and those from `high` on.
+    """
+
+    def __init__(self, shares: Sequence[Share], costs: Costs):
+        pairs = [costs.of(share) for share in shares]
+        sizes = [share.stop - share.first for share in shares]
+        density = np.array(pairs, dtype=np.float64) / np.maximum(sizes, 1)
+        order = np.lexsort((np.arange(len(sizes)), density)).tolist()
+        self.shares = [shares[i] for i in order]
+        self.costs = costs
+        self.starts = [0, *np.cumsum([sizes[i] for i in order]).tolist()]
+        self.sums = [0, *np.cumsum([pairs[i] for i in order], dtype=np.int64).tolist()]
+        self.low, self.high = 0, self.starts[-1]
+
+    @property
+    def left(self) -> int:
+        return self.high - self.low
+
+    @property
+    def pairs(self) -> int:
+        """Those not taken."""
+        return self._before(self.high) - self._before(self.low)
+
+    def take(self, room: int, need: int) -> list[Share]:
+        """Take `room` tokens with about `need` pairs."""
+        dense = self._snapped(room, need, self._dense(room, need))
+        low, high = self.low + room - dense, self.high - dense
+        taken = [*self._between(self.low, low), *self._between(high, self.high)]
+        self.low, self.high = low, high
+        return taken
+
+    def _before(self, place: int) -> int:
+        """Pairs of all tokens before a place."""
+        index = bisect_right(self.starts, place) - 1
+        if index == len(self.shares):
+            return self.sums[-1]
+        document, first, _ = self.shares[index]
+        inside = place - self.starts[index]
+        if not inside:
+            return self.sums[index]
+        costs = self.costs
+        return (
+            self.sums[index]
+            + costs.before(document, first + inside)
+            - costs.before(document, first)
+        )
+
+    def _excess(self, room: int, need: int, dense: int) -> int:
+        """Pairs beyond `need` of `room` tokens, `dense` of which from the dense end."""
+        sparse = self._before(self.low + room - dense) - self._before(self.low)
+        return sparse + self._before(self.high) - self._before(self.high - dense) - need
+
+    def _dense(self, room: int, need: int) -> int:
+        """How many of `room` tokens have to come from the dense end: by false position, which the
+        pieces of straight lines meet after a few steps, and by halves where it is slow."""
+        low, high = 0, room
+        below, above = self._excess(room, need, low), self._excess(room, need, high)
+        if below >= 0 or above <= 0:
+            return low if abs(below) <= abs(above) else high
+        halve = False
+        while high - low > 1:
+            guess = (low + high) // 2 if halve else low + (high - low) * -below // (above - below)
+            guess = min(max(guess, low + 1), high - 1)
+            found, before = self._excess(room, need, guess), high - low
+            if found <= 0:
+                low, below = guess, found
+            else:
+                high, above = guess, found
+            if not found:
+                return guess
+            halve = (high - low) * 2 > before
+        return low if -below <= above else high
+
+    def _snapped(self, room: int, need: int, dense: int) -> int:
+        """Near `dense`, a number with which a document stays whole, the denser one first."""
+        index = bisect_left(self.starts, self.high - dense)
+        ends = [self.high - self.starts[i] for i in (index, index - 1) if 0 <= i < len(self.starts)]
+        index = bisect_left(self.starts, self.low + room - dense)
+        ends += [
+            self.low + room - self.starts[i]
+            for i in (index, index - 1)
+            if 0 <= i < len(self.starts)
+        ]
+        for each in ends:
+            fits = 0 <= each <= room and self.low + room - each <= self.high - each
+            if fits and abs(self._excess(room, need, each)) * SLACK <= need:
+                return each
+        return dense
+
+    def _between(self, first: int, stop: int) -> list[Share]:
+        """The shares of the tokens from one place to another."""
+        found, index = [], bisect_right(self.starts, first) - 1
+        while first < stop:
+            document, begin, _ = self.shares[index]
+            end, start = min(stop, self.starts[index + 1]), self.starts[index]
+            if end > first:
+                found.append(Share(document, begin + first - start, begin + end - start))
+            first, index = end, index + 1
+        return found
