@@ -16,6 +16,7 @@ from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import kernel_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
+from megatron_burst.megatron.data.cut import cut_for, settle_cut
 from megatron_burst.megatron.patching import patched, registry
 from megatron_burst.megatron.patching.compatibility import check_version
 
@@ -123,5 +124,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     refuse(configuration_problems(config, burst, seq_length))
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _fix_layout(patches, burst.layout)
+    if burst.algorithm != "megatron":
+        settle_cut(patches, cut_for(config, burst))
     config.burst = burst
     return config

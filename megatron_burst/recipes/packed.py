@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_burst.megatron.data.cut import cut_of_run
 from megatron_burst.megatron.install import installed_layout
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import require_function
@@ -52,8 +53,8 @@ def _cutting(original: Callable) -> Callable:
         group = context_group()
         rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
         documents = _trimmed(batch["cu_seqlens"]), None  # where documents start, padding included
-        cut = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
-        return batch | take(cut, documents, layout, group.size(), group.rank())
+        rows_of_all = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
+        return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
 
     return partition_packed_batch_for_cp
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
-from megatron_burst.megatron.attention.core_attention import layer_window
+from megatron_burst.megatron.data.cut import layer_window
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import require_parameters
 

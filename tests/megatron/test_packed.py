@@ -15,6 +15,7 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.data import slicing
+from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.data.packed import Packs, pack_of
 
 
@@ -90,9 +91,9 @@ def test_lengths_that_mean_nothing_are_refused(cu_seqlens, padded, message):
 )
 def test_documents_are_laid_out_one_by_one_only_as_megatron_does(name, bounds, each_document):
     pack = pack_of(24, ends(*bounds))
-    found = pack.layout(name, 2)
+    found = pack.layout(Cut(name), 2)
     assert isinstance(found, mb.layout.DocumentZigzag) == each_document
-    parts = [pack.places(name, 2, rank) for rank in range(2)]
+    parts = [pack.places(Cut(name), 2, rank) for rank in range(2)]
     in_pack = np.concatenate([part[0] for part in parts])
     assert sorted(in_pack) == list(range(24))
     by_hand = [p - max(b for b in bounds if b <= p) for p in in_pack]
@@ -101,13 +102,13 @@ def test_documents_are_laid_out_one_by_one_only_as_megatron_does(name, bounds, e
 
 def test_megatrons_packed_layout_by_hand():
     pack = pack_of(12, ends(0, 4, 12))
-    assert pack.places("zigzag", 2, 0)[0].tolist() == [0, 3, 4, 5, 10, 11]
-    assert pack.places("zigzag", 2, 1)[0].tolist() == [1, 2, 6, 7, 8, 9]
+    assert pack.places(Cut("zigzag"), 2, 0)[0].tolist() == [0, 3, 4, 5, 10, 11]
+    assert pack.places(Cut("zigzag"), 2, 1)[0].tolist() == [1, 2, 6, 7, 8, 9]
 
 
 def test_a_pack_that_does_not_divide_says_what_to_pad():
     with pytest.raises(ValueError, match="pad the end of the pack"):
-        pack_of(22, ends(0, 5, 22)).layout("striped", 2)
+        pack_of(22, ends(0, 5, 22)).layout(Cut("striped"), 2)
 
 
 @pytest.mark.parametrize("bounds", [(0, 8, 24), (0, 5, 24), (0, 5, 20)])
@@ -115,7 +116,7 @@ def test_both_slicing_functions_take_the_same_tokens(layout, bounds):
     tokens = torch.arange(24)[None]
     expected = []
     for rank in range(2):
-        places, _ = pack_of(24, ends(*bounds)).places(layout, 2, rank)
+        places, _ = pack_of(24, ends(*bounds)).places(Cut(layout), 2, rank)
         batch = {"tokens": tokens, "labels": tokens + 1, "cu_seqlens": ends(*bounds)[None]}
         found = cut(batch, Group(rank, 2))
         assert found["tokens"].tolist() == [places.tolist()]
@@ -150,7 +151,7 @@ def test_rotary_angles_follow_the_tokens(layout, bounds, angles):
     freqs = torch.outer(torch.arange(rows), torch.tensor([1.0, 0.1, 1.0, 0.1])).double()
     freqs = freqs[:, None, None, :]
     for rank in range(2):
-        in_pack, in_document = pack_of(24, ends(*bounds)).places(layout, 2, rank)
+        in_pack, in_document = pack_of(24, ends(*bounds)).places(Cut(layout), 2, rank)
         places = in_pack if rows == 24 else in_document
         found = rope_utils._apply_rotary_pos_emb_thd(
             heads[in_pack], ends(*bounds), freqs, cp_group=Group(rank, 2)
@@ -189,7 +190,7 @@ def test_batches_are_freed_with_what_is_known_of_them():
             assert pack == pack_of(24, lengths, padded)
             assert known.of(24, lengths, padded) is pack
             assert known.of(24, one) is alone
-            sent.append(weakref.ref(pack.index("zigzag", 2, 0, torch.device("cpu"))))
+            sent.append(weakref.ref(pack.index(Cut("zigzag"), 2, 0, torch.device("cpu"))))
             alive.append(weakref.ref(padded))
     del lengths, padded, pack
     gc.collect()

@@ -12,6 +12,7 @@ from megatron_burst.flags import FLAGS
 from megatron_burst.megatron import specs
 from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.data import slicing
+from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.recipes.apply import apply_burst
 from megatron_burst.recipes.kinds import translated
@@ -25,11 +26,11 @@ def wrong_length():
 
 
 def masked_pack():
-    slicing.take({"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), "striped", 2, 0)
+    slicing.take({"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), Cut("striped"), 2, 0)
 
 
 def two_packs():
-    slicing.take({"tokens": torch.zeros(2, 8)}, (None, None), "striped", 2, 0)
+    slicing.take({"tokens": torch.zeros(2, 8)}, (None, None), Cut("striped"), 2, 0)
 
 
 def not_a_gpt():

@@ -16,10 +16,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
@@ -29,6 +26,7 @@ from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
 from megatron_burst.megatron.checks.problem import refuse
+from megatron_burst.megatron.data.cut import cut_of_run, layer_window
 from megatron_burst.megatron.data.loader_masks import documents_expected
 from megatron_burst.megatron.data.packed import Pack
 
@@ -75,6 +73,7 @@ class BurstCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self._burst: mb.BurstConfig = config.burst
+        self._cut = cut_of_run(self._burst.layout)
         burst = self._burst
         check_config(config, burst)
         if attention_dropout:
@@ -184,7 +183,7 @@ class BurstCoreAttention(MegatronModule):
         if getattr(config, "virtual_pipeline_model_parallel_size", None):
             raise ValueError("packed sequences in an interleaved pipeline are not supported")
         pack = self.book.pack(query.shape[0] * size, params)
-        layout = pack.layout(self._burst.layout, size)
+        layout = pack.layout(self._cut, size)
         documents_apart = isinstance(layout, mb.layout.DocumentZigzag)
         if getattr(config, "apply_rope_fusion", False) and not documents_apart:
             raise ValueError(
@@ -208,6 +207,7 @@ class BurstCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
+            cut=self._cut,
         )
 
     def _fail(self, error: ValueError) -> None:
@@ -253,16 +253,3 @@ def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> 
             "packed_seq_params.local_cp_size: one context-parallel size per run; remove "
             "--hybrid-context-parallel"
         )
-
-
-def layer_window(config: Any, layer_number: int) -> tuple[int | None, int | None] | None:
-    """(left, right) of a layer with a sliding window, None for no limit; None without a window.
-
-    A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
-    """
-    size = getattr(config, "window_size", None)
-    skip: Any = getattr(config, "window_attn_skip_freq", None)
-    if not size or not is_layer_window_attention(size, skip, layer_number):
-        return None
-    left, right = (None if limit == -1 else limit for limit in size)
-    return left, right

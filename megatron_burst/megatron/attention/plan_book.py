@@ -29,6 +29,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels.online_softmax import accumulation_dtype
+from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.data.packed import Pack, Packs, packs
 from megatron_burst.megatron.patching import registry
 from megatron_burst.options import AttentionKeywords
@@ -46,6 +47,11 @@ class LayerKind:
     softmax_scale: float | None
     head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
     max_logits: bool = False  # record the largest logit of each head
+    cut: Cut | None = None  # of packed batches; None for that of a layout which needs only a name
+
+    def layout(self, pack: Pack, cp_size: int) -> mb.layout.Layout:
+        """Which positions of a pack each rank holds."""
+        return pack.layout(self.cut or Cut(self.burst.layout), cp_size)
 
     def mask(self, pack: Pack | None) -> mb.masks.Mask:
         """The mask of such a layer, for one sequence or for the documents of a pack."""
@@ -123,7 +129,7 @@ class PlanBook:
         keywords |= self._chosen.get(known, {})
         keywords["mask"], keywords["softmax_scale"] = kind.mask(pack), kind.softmax_scale
         if pack is not None:
-            keywords["layout"] = pack.layout(kind.burst.layout, self.groups.size)
+            keywords["layout"] = kind.layout(pack, self.groups.size)
         plan = mb.prepare(
             q,
             k,

@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 import megatron_burst as mb
 from megatron_burst.layout.sharding import to_device
+from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.patching import registry
 
 
@@ -39,24 +40,29 @@ class Pack:
         """A token sees its own document."""
         return mb.masks.Documents(self.documents)
 
-    def layout(self, name: str, cp_size: int) -> mb.layout.Layout:
-        """Which positions of the pack each rank holds, in a run whose layout is ``name``."""
-        if name == "zigzag" and not (np.diff(self.bounds) % (2 * cp_size)).any():
-            return mb.layout.make(name, cp_size=cp_size, cu_seqlens=self.bounds)
+    def layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+        """Which positions of the pack each rank holds, in a run that cuts by ``cut``; made once."""
+        if (cut, cp_size) not in self._laid:
+            self._laid[cut, cp_size] = self._layout(cut, cp_size)
+        return self._laid[cut, cp_size]
+
+    def _layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+        if cut.name == "zigzag" and not (np.diff(self.bounds) % (2 * cp_size)).any():
+            return mb.layout.make(cut.name, cp_size=cp_size, cu_seqlens=self.bounds)
         if self.total % (2 * cp_size):
             raise ValueError(
                 f"packed sequence of {self.total} tokens: not divisible by 2 x "
                 f"--context-parallel-size ({2 * cp_size}); pad the end of the pack"
             )
-        return mb.layout.make(name, cp_size=cp_size)
+        return mb.layout.make(cut.name, cp_size=cp_size)
 
-    def places(self, name: str, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, cut: Cut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [total / cp_size] each: positions in the pack, and in their documents."""
-        positions = self.layout(name, cp_size).positions(rank, self.total)
+        positions = self.layout(cut, cp_size).positions(rank, self.total)
         return positions, positions - self._starts[positions]
 
     def index(
-        self, name: str, cp_size: int, rank: int, device: torch.device, angles: int | None = None
+        self, cut: Cut, cp_size: int, rank: int, device: torch.device, angles: int | None = None
     ) -> torch.Tensor:
         """int64 [total / cp_size] on ``device``, sent there once: which tokens the rank holds.
 
@@ -64,13 +70,17 @@ class Pack:
         for positions in the pack, fewer for positions in documents; what pads the end takes the
         last.
         """
-        key = name, cp_size, rank, device, angles
+        key = cut, cp_size, rank, device, angles
         if key not in self._sent:
-            rows, in_document = self.places(name, cp_size, rank)
+            rows, in_document = self.places(cut, cp_size, rank)
             if angles is not None:
                 rows = np.minimum(rows if angles == self.total else in_document, angles - 1)
             self._sent[key] = to_device(rows, device)
         return self._sent[key]
+
+    @cached_property
+    def _laid(self) -> dict[tuple[Cut, int], mb.layout.Layout]:
+        return {}
 
     @cached_property
     def _sent(self) -> dict[tuple, torch.Tensor]:

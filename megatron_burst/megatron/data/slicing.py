@@ -21,6 +21,7 @@ from megatron.core.models.common.embeddings import (  # noqa: F401  two from-imp
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import translation
+from megatron_burst.megatron.data.cut import Cut, cut_of_run
 from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
@@ -69,7 +70,7 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
             return original(*args, **kwargs)
         if packed:
             documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
-            return take(batch, documents, layout, group.size(), group.rank())
+            return take(batch, documents, cut_of_run(layout), group.size(), group.rank())
         for key, value in _sequences(batch):
             # An attention mask is [batch, 1, queries, keys], of which ranks divide the queries.
             batch[key] = _shard(value, layout, group, 2 if key == "attention_mask" else 1)
@@ -92,7 +93,9 @@ def packed_batch_slicer(original: Callable, layout: str) -> Callable:
         rank = context_group(None).rank() if rank is None else rank
         batch, params = original(**asked, cp_size=1, cp_rank=0)
         documents = asked["cu_seqlens"], asked["cu_seqlens_padded"]
-        return (batch if size == 1 else take(batch, documents, layout, size, rank)), params
+        if size > 1:
+            batch = take(batch, documents, cut_of_run(layout), size, rank)
+        return batch, params
 
     return get_thd_batch_on_this_cp_rank
 
@@ -102,7 +105,7 @@ def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def take(
-    batch: dict[str, Any], documents: tuple[Any, Any], layout: str, size: int, rank: int
+    batch: dict[str, Any], documents: tuple[Any, Any], cut: Cut, size: int, rank: int
 ) -> dict[str, Any]:
     """The part of a packed batch [1, tokens] that ``rank`` of ``size`` ranks holds."""
     sequences = _sequences(batch)
@@ -120,7 +123,7 @@ def take(
     if sequences:
         pack = packs().of(sequences[0][1].shape[1], *documents)
         for key, value in sequences:
-            batch[key] = value.index_select(1, pack.index(layout, size, rank, value.device))
+            batch[key] = value.index_select(1, pack.index(cut, size, rank, value.device))
     return batch
 
 
@@ -144,10 +147,10 @@ def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
         )
         if group is None or group.size() == 1:
             return original(*args, **kwargs)
-        pack = packs().of(t.shape[0] * group.size(), cu_seqlens)
-        if isinstance(pack.layout(layout, group.size()), mb.layout.DocumentZigzag):
+        pack, cut = packs().of(t.shape[0] * group.size(), cu_seqlens), cut_of_run(layout)
+        if isinstance(pack.layout(cut, group.size()), mb.layout.DocumentZigzag):
             return original(*args, **kwargs)
-        index = pack.index(layout, group.size(), group.rank(), freqs.device, freqs.shape[0])
+        index = pack.index(cut, group.size(), group.rank(), freqs.device, freqs.shape[0])
         # Newer versions also take max_seqlen, which only their own slicing needs.
         named = {k: x for k, x in bound.arguments.items() if k in of_rotate}
         return rotate(t.unsqueeze(1), freqs[index], **named).squeeze(1)

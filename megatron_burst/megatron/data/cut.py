@@ -1,0 +1,92 @@
+"""How a run cuts packed batches: its layout, and what a layout that is solved per pack goes by.
+
+A run fixes its `Cut` once, from the first configuration that chooses BurstAttention, because data
+path, rotary embedding and attention must cut alike, on every pipeline stage and every rank. What
+costs a token therefore comes from the whole model, and never from the layers of one stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.patching import registry
+
+Window = tuple[int | None, int | None]  # tokens back and ahead, None for no limit
+_CAUSAL: Window = (None, 0)
+_NOTE = "cut"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How packed batches are cut: the same for every batch, model and rank of a run.
+
+    name: the layout. For "balanced" also per_node: ranks per node, None if nobody said; windows:
+    what a token sees in each kind of layer, each as often as its share of the layers says.
+    """
+
+    name: str
+    per_node: int | None = None
+    windows: tuple[Window, ...] = (_CAUSAL,)
+
+
+def cut_for(config: Any, burst: BurstConfig) -> Cut:
+    """The cut of a run with this ``TransformerConfig``.
+
+    Layers count as causal. Without windows that is also the balance of models without causality,
+    whose tokens see twice as much in every document alike.
+    """
+    if burst.layout != "balanced":
+        return Cut(burst.layout)
+    sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+    return Cut(burst.layout, sizes[0] if sizes else burst.intra_size, layer_windows(config))
+
+
+def layer_windows(config: Any) -> tuple[Window, ...]:
+    """What a token sees in the kinds of layers of a model, in the smallest whole numbers of each.
+
+    One windowed layer in three is ((None, 0), (None, 0), (left, 0)).
+    """
+    layers = range(1, getattr(config, "num_layers", 1) + 1)
+    count = Counter(layer_window(config, layer) or _CAUSAL for layer in layers)
+    common = math.gcd(*count.values())
+    return tuple(window for window, n in count.items() for _ in range(n // common))
+
+
+def layer_window(config: Any, layer_number: int) -> Window | None:
+    """(left, right) of a layer with a sliding window, None for no limit; None without a window.
+
+    A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
+    """
+    # Late: this module is imported where there may be no Megatron-Core.
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    size = getattr(config, "window_size", None)
+    skip: Any = getattr(config, "window_attn_skip_freq", None)
+    if not size or not is_layer_window_attention(size, skip, layer_number):
+        return None
+    left, right = (None if limit == -1 else limit for limit in size)
+    return left, right
+
+
+def settle_cut(patches: registry.PatchSet, cut: Cut) -> None:
+    """Fix the cut of the run, unless an earlier configuration has."""
+    patches.notes.setdefault(_NOTE, cut)
+
+
+def cut_of_run(layout: str) -> Cut:
+    """The cut of the run, whose layout is ``layout``.
+
+    Raises ``ValueError`` for layout balanced before a configuration says what its tokens cost.
+    """
+    patches = registry.installed("burst")
+    found = patches.notes.get(_NOTE) if patches else None
+    if found is None and layout == "balanced":
+        raise ValueError(
+            "layout balanced before configure(): batches are cut by what a token of this model "
+            "costs; configure the model first"
+        )
+    return found or Cut(layout)
