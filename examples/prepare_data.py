@@ -5,6 +5,7 @@ Used by `make quickstart`, and alone:
     python examples/prepare_data.py                          # source files of the standard library
     python examples/prepare_data.py --data ~/notes           # your own text: a folder or one file
     python examples/prepare_data.py --data corpus/my_prefix  # an existing .bin/.idx, linked
+    python examples/prepare_data.py --definitions            # every function and class by itself
 
 Owns the decision what a token is: one byte (0 to 255), and 256 at the end of each document. Beside
 the dataset it writes PREFIX.json (documents, tokens, vocabulary size, unigram entropy in nats per
@@ -18,11 +19,13 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +35,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 EOD = 256  # end of document; bytes are 0 to 255
 FORMAT = 1  # part of the fingerprint: a change in how datasets are written builds them anew
+# Where a definition at the top level of a Python file begins, with its decorators.
+DEFINITION = re.compile(rb"^(?:(?:@.*\n)*(?:async def|def|class)\b)", re.MULTILINE)
 STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -147,11 +152,19 @@ def unigram_entropy(counts: np.ndarray) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def documents(files: tuple[Path, ...]) -> Iterator[np.ndarray]:
-    """The tokens of each file: its bytes, then EOD; int32 [bytes + 1]."""
+def documents(files: tuple[Path, ...], definitions: bool = False) -> Iterator[np.ndarray]:
+    """The tokens of each document: its bytes, then EOD; int32 [bytes + 1].
+
+    A document is a file; with `definitions` each function or class at the top level of a file, and
+    what stands before the first: many short ones and some long ones.
+    """
     for path in files:
-        text = np.frombuffer(path.read_bytes(), dtype=np.uint8)
-        yield np.append(text.astype(np.int32), np.int32(EOD))
+        text = path.read_bytes()
+        starts = [match.start() for match in DEFINITION.finditer(text)] if definitions else []
+        edges = sorted({0, *starts, len(text)})
+        for first, stop in pairwise(edges):
+            tokens = np.frombuffer(text[first:stop], dtype=np.uint8)
+            yield np.append(tokens.astype(np.int32), np.int32(EOD))
 
 
 def import_indexed_dataset() -> ModuleType:
@@ -162,7 +175,7 @@ def import_indexed_dataset() -> ModuleType:
     return indexed_dataset
 
 
-def build(source: Source, prefix: Path, console: Console) -> None:
+def build(source: Source, prefix: Path, console: Console, definitions: bool = False) -> None:
     """Write `source.files` as PREFIX.bin and PREFIX.idx; a half-written pair is never left."""
     import torch
 
@@ -174,7 +187,7 @@ def build(source: Source, prefix: Path, console: Console) -> None:
         shown = console.is_terminal
         with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
             bar = progress.add_task("", total=sum(p.stat().st_size for p in source.files))
-            for tokens in documents(source.files):
+            for tokens in documents(source.files, definitions):
                 builder.add_document(torch.from_numpy(tokens), [len(tokens)])
                 progress.advance(bar, len(tokens) - 1)
         builder.finalize(f"{partial}.idx")
@@ -212,21 +225,32 @@ def measure(source: Source, prefix: Path) -> Dataset:
     )
 
 
-def prepare(data: str | None, folder: Path, seq_length: int, console: Console) -> Dataset:
+def prepare(
+    data: str | None,
+    folder: Path,
+    seq_length: int,
+    console: Console,
+    definitions: bool = False,
+) -> Dataset:
     """Build or reuse the dataset of `data` in `folder` and return it.
 
+    definitions: see `documents`; an existing Megatron dataset keeps its own documents.
     Raises ValueError when `data` names no text, or too little for one sequence of `seq_length`
     tokens (which needs seq_length + 1: the last token is only predicted).
     """
     source = find_source(data)
-    prefix = folder.resolve() / f"{source.name}-{source.fingerprint()}"
+    kind = "-definitions" if definitions and source.files else ""
+    prefix = folder.resolve() / f"{source.name}{kind}-{source.fingerprint()}"
     summary = Path(f"{prefix}.json")
     if summary.is_file() and Path(f"{prefix}.idx").is_file():
         dataset = Dataset(**(json.loads(summary.read_text()) | {"prefix": str(prefix)}))
     else:
         console.print(f"  reading {source.title}", markup=False)
         folder.mkdir(parents=True, exist_ok=True)
-        build(source, prefix, console) if source.files else link(source, prefix)
+        if source.files:
+            build(source, prefix, console, definitions)
+        else:
+            link(source, prefix)
         dataset = measure(source, prefix)
         summary.write_text(json.dumps(asdict(dataset), indent=1) + "\n")
     if source.skipped:
@@ -245,10 +269,13 @@ def main() -> None:
     parser.add_argument("--data", help="folder, file or .bin/.idx prefix (default: Python's own)")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/data"))
     parser.add_argument("--seq-length", type=int, default=4096, help="refuse less text than this")
+    parser.add_argument(
+        "--definitions", action="store_true", help="documents are functions and classes, not files"
+    )
     args = parser.parse_args()
     console = Console(highlight=False)
     try:
-        dataset = prepare(args.data, args.output_dir, args.seq_length, console)
+        dataset = prepare(args.data, args.output_dir, args.seq_length, console, args.definitions)
     except ValueError as error:
         sys.exit(f"prepare_data: {error}")
     console.print(

@@ -1,6 +1,7 @@
 """Train a small GPT on four ranks, show that one rank learns the same, leave a picture of it.
 
     make quickstart                 # or: python examples/quickstart.py --data FOLDER
+    make quickstart ARGS=--packed   # many documents per sequence, none sees another
 
 Drives `pretrain_gpt.py` three times (4 ranks with BurstAttention; the first steps on 1 rank with
 Megatron's own attention; the last steps again on 2 ranks from the checkpoint) and compares what
@@ -56,6 +57,7 @@ class Results:
     """Everything the summary, the picture and metrics.json are made from."""
 
     data: prepare_data.Dataset
+    packed: bool = False
     runs: dict[str, Run] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
 
@@ -110,16 +112,19 @@ def run_all(args: argparse.Namespace, console: Console) -> Results:
     folder, saved = args.out.resolve(), args.steps - args.resume_steps
     clear(folder)
     headline(console, "1/4  text to a Megatron dataset")
-    data = prepare_data.prepare(args.data, folder.parent / "data", args.seq_length, console)
+    data = prepare_data.prepare(
+        args.data, folder.parent / "data", args.seq_length, console, definitions=args.packed
+    )
     console.print(
         f"  {data.documents:,} documents, {data.tokens:,} tokens of {data.source}; "
         f"unigram entropy {data.unigram_entropy_nats:.3f} nats per token",
         markup=False,
         soft_wrap=True,
     )
-    results = Results(data)
+    results = Results(data, args.packed)
     common = [*MODEL.split(), "--data-path", data.prefix, "--seq-length", str(args.seq_length)]
-    common += ["--train-iters", str(args.steps)]
+    common += ["--train-iters", str(args.steps), *["--packed"] * args.packed]
+    layout = " --burst-layout balanced" if args.packed else ""
 
     def train(name: str, ranks: int, title: str, flags: str, *more: str) -> Run:
         headline(console, title)
@@ -133,7 +138,7 @@ def run_all(args: argparse.Namespace, console: Console) -> Results:
         "burst",
         4,
         f"2/4  {args.steps} steps on 4 ranks with BurstAttention, 2 nodes x 2 ranks",
-        "--context-parallel-algo burst --context-parallel-size 4 "
+        f"--context-parallel-algo burst --context-parallel-size 4{layout} "
         f"--hierarchical-context-parallel-sizes 2 2 --save-interval {saved} --save",
         checkpoint,
     )
@@ -187,8 +192,8 @@ def write_picture(path: Path, results: Results, seq_length: int) -> None:
         title="BurstAttention on four ranks learns what one rank learns"
         if same
         else "Not all checks passed: see metrics.json",
-        subtitle=f"A small Llama-style GPT in Megatron-Core, {seq_length:,} tokens per sequence, "
-        f"on {results.data.source}",
+        subtitle=f"A small Llama-style GPT in Megatron-Core, {seq_length:,} tokens per "
+        f"{'pack' if results.packed else 'sequence'}, on {results.data.source}",
         caption=runs["burst"].startup,
     )
 
@@ -245,6 +250,11 @@ def parse_args() -> argparse.Namespace:
     add("--data", help="folder, file or .bin/.idx prefix (default: Python's own source files)")
     add("--out", type=Path, default=Path("runs/quickstart"), help="folder for the results")
     add("--seq-length", type=int, default=4096)
+    add(
+        "--packed",
+        action="store_true",
+        help="functions and classes as documents that do not see each other, layout balanced",
+    )
     add("--steps", type=int, default=120, help="optimizer steps of the run on 4 ranks")
     add("--compare-steps", type=int, default=6, help="of these, repeated on 1 rank")
     add("--resume-steps", type=int, default=5, help="the last so many, repeated from a checkpoint")

@@ -117,7 +117,7 @@ def test_no_half_written_dataset_is_taken_for_a_whole_one(tmp_path, console, mon
     text = tmp_path / "t.txt"
     text.write_text("some text")
 
-    def broken(files):
+    def broken(files, definitions):
         yield np.zeros(2, np.int32)
         raise KeyboardInterrupt
 
@@ -127,3 +127,27 @@ def test_no_half_written_dataset_is_taken_for_a_whole_one(tmp_path, console, mon
             prepare_data.prepare(str(text), tmp_path / "out", 4, console)
     assert list((tmp_path / "out").iterdir()) == []
     assert prepare_data.prepare(str(text), tmp_path / "out", 4, console).tokens == 10
+
+
+def test_definitions_are_documents_of_their_own_with_their_decorators(tmp_path):
+    """By hand: what stands before the first definition, then each up to the next."""
+    pieces = ["import os\n", "@cache\n@slow\ndef f():\n    def inner(): ...\n", "x = 1\n",
+              "class A:\n    def g(self): ...\n", "async def h(): ..."]  # fmt: skip
+    (tmp_path / "m.py").write_text("".join(pieces))
+    found = prepare_data.documents((tmp_path / "m.py",), definitions=True)
+    texts = [bytes(tokens[:-1].astype("uint8")).decode() for tokens in found]
+    assert texts == [pieces[0], pieces[1] + pieces[2], *pieces[3:]]  # x = 1 follows f
+    (whole,) = prepare_data.documents((tmp_path / "m.py",))
+    assert len(whole) == len("".join(pieces)) + 1
+    (tmp_path / "n.py").write_text("def f(): ...")
+    assert len(list(prepare_data.documents((tmp_path / "n.py",), definitions=True))) == 1
+
+
+def test_definitions_and_files_are_datasets_of_different_names(tmp_path, console):
+    (tmp_path / "m.py").write_text("def f(): ...\ndef g(): ...\n")
+    made = [
+        prepare_data.prepare(str(tmp_path / "m.py"), tmp_path / "out", 8, console, definitions)
+        for definitions in (False, True)
+    ]
+    assert [dataset.documents for dataset in made] == [1, 2]
+    assert made[0].prefix != made[1].prefix

@@ -119,6 +119,16 @@ def test_the_three_runs_are_launched_as_promised(quick):
 
 
 @pytest.mark.megatron
+def test_packed_runs_are_packed_and_the_first_is_balanced(quick):
+    quick("--packed")
+    flags = {name: flags for name, (_, flags) in quick.launched.items()}
+    assert all("--packed" in each for each in flags.values())
+    layouts = {name: each[each.index("--burst-layout") + 1] for name, each in flags.items()
+               if "--burst-layout" in each}  # fmt: skip
+    assert layouts == {"burst": "balanced", "resumed": "striped"}
+
+
+@pytest.mark.megatron
 def test_runs_that_differ_fail(quick, capsys):
     quick.runs["one_rank"] = run_of([5.0, 4.001])
     assert quick() == 1
