@@ -78,6 +78,10 @@ class Balanced(Layout):
             f"per_node={self.per_node}, windows={self.windows}, padding={self.padding})"
         )
 
+    def describe(self) -> str:
+        """Its name, and the pairs of the busiest rank over the mean."""
+        return f"{self.name} (busiest rank {self.balance:.2f} x the mean)"
+
     def check(self, seq_len: int) -> None:
         if seq_len != self.bounds[-1]:
             raise ValueError(f"seq_len: the documents end at {self.bounds[-1]}, got {seq_len}")

@@ -111,6 +111,10 @@ class Layout:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cp_size={self.cp_size})"
 
+    def describe(self) -> str:
+        """Its name, and what a person should know of it."""
+        return self.name
+
     def check(self, seq_len: int) -> None:
         """Raise ValueError unless a sequence of `seq_len` positions can be laid out."""
         multiple = self.pieces_per_rank * self.cp_size

@@ -207,7 +207,7 @@ class Plan:
                   self.schedules, strict=True) if s.route == "direct"),
                 f"side {self.side}",
                 *[f"{self.head_chunks} head chunks"] * (self.head_chunks > 1),
-                f"layout {self.layout.name}",
+                f"layout {self.layout.describe()}",
                 f"kernel {self.kernel.name}" + " with csrc" * native.serves(self._device_type),
                 f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
                 f"(side {other} would send {_bytes(self.traffic(other)[1])})",
