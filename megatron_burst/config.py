@@ -18,7 +18,7 @@ from .schedule.topology import Placement
 OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 Loss = Literal["off", "single_pass", "recompute"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
-NAMED_LAYOUTS = ("contiguous", "striped", "zigzag")
+NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
 
 class Described(NamedTuple):
@@ -37,7 +37,8 @@ class BurstConfig:
     algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
     takes the ring, side and head chunks that are predicted to be fastest on the groups there are
     (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
-    layout: which positions each rank holds.
+    layout: which positions each rank holds; "balanced" is for packed batches, whose documents it
+    spreads so that ranks have equal tokens and nearly equal work.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
     "flash3" and "flash4" are the installed FlashAttention packages.
@@ -70,8 +71,9 @@ class BurstConfig:
     layout: Annotated[
         LayoutName,
         Described(
-            "which positions each rank holds; default: zigzag, or striped with part of attention "
-            "in the store, where it alone balances the recompute",
+            "which positions each rank holds; balanced is for packed documents of mixed lengths; "
+            "default: zigzag, or striped with part of attention in the store, where it alone "
+            "balances the recompute",
             names=NAMED_LAYOUTS,
         ),
     ] = "zigzag"

@@ -22,6 +22,7 @@ refused; ``patching/`` replacing functions of Megatron and restoring them.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_burst.megatron import cpu
@@ -32,14 +33,23 @@ from megatron_burst.megatron.training import available as training_available
 
 if TYPE_CHECKING:
     from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
+    from megatron_burst.megatron.data.sequences import gather_sequence, shard_sequence
+
+_LATE = {  # these import Megatron-Core
+    "BurstCoreAttention": "attention.core_attention",
+    "gather_sequence": "data.sequences",
+    "shard_sequence": "data.sequences",
+}
 
 __all__ = [
     "BurstCoreAttention",
     "configure",
     "cpu",
+    "gather_sequence",
     "install",
     "installed_layout",
     "lm_head_line",
+    "shard_sequence",
     "startup_line",
     "training_available",
     "uninstall",
@@ -47,8 +57,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "BurstCoreAttention":
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
-
-    return BurstCoreAttention
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

@@ -10,12 +10,13 @@ import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.data import slicing
-from megatron_burst.megatron.data.cut import Cut
+from megatron_burst.megatron.data.cut import Cut, cut_for, cut_of_run, layer_windows
 from megatron_burst.megatron.data.packed import Packs, pack_of
 
 
@@ -26,10 +27,25 @@ class Group:
         self.rank, self.size = (lambda: rank), (lambda: size)
 
 
-@pytest.fixture(params=["zigzag", "striped"])
+def config(**changes):
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    settings |= {"context_parallel_size": 2, "attention_dropout": 0.0}
+    return TransformerConfig(**settings | {"calculate_per_token_loss": True} | changes)
+
+
+@pytest.fixture(params=["zigzag", "striped", "balanced"])
 def layout(request):
     burst.install(request.param)
+    burst.configure(config(), mb.BurstConfig(layout=request.param))
     yield request.param
+    burst.uninstall()
+
+
+@pytest.fixture
+def balanced():
+    burst.install("balanced")
+    burst.configure(config(), mb.BurstConfig(layout="balanced"))
+    yield Cut("balanced")
     burst.uninstall()
 
 
@@ -50,15 +66,25 @@ def ends(*values):
 def test_documents_and_padding():
     pack = pack_of(24, ends(0, 5, 5, 12, 12))
     assert pack.bounds == pack.documents == (0, 5, 12, 24)
+    assert pack.padding == (2,)
     pack = pack_of(24, ends(0, 5, 12), ends(0, 8, 16))
     assert pack.bounds == (0, 8, 16, 24)
     assert pack.documents == (0, 5, 8, 15, 16, 24)
+    assert pack.padding == (1, 3, 4)
     assert pack_of(24, ends(0, 5, 12, -1, -1), ends(0, 8, 16, -1)) == pack  # as NeMo fills up
     visible = pack.mask.visible(np.arange(24)[:, None], np.arange(24)[None, :])
     assert visible[:5, :5].all()
     assert visible[8:15, 8:15].all()
     assert not visible[:5, 5:].any()  # padding is not seen
     assert not visible[8:15, 15].any()
+    assert visible.sum() == 5 * 5 + 7 * 7  # nothing else is seen, and padding sees nothing
+
+
+def test_an_empty_document_leaves_only_its_padding():
+    pack = pack_of(24, ends(0, 5, 5, 12), ends(0, 8, 10, 20))
+    assert pack.documents == (0, 5, 8, 10, 17, 20, 24)
+    assert pack.padding == (1, 2, 4, 5)
+    assert pack_of(16, ends(0, 8, 16)).padding == ()
 
 
 @pytest.mark.parametrize(
@@ -195,11 +221,12 @@ def test_batches_are_freed_with_what_is_known_of_them():
     del lengths, padded, pack
     gc.collect()
     assert [ref() for ref in alive] == [None] * 6
-    # What `one` had last is kept, until it has another or is freed.
-    assert [ref() is not None for ref in sent] == [False, False, True, False, False, False]
-    del one
+    # All of them are cut alike: what was sent was sent once, and is kept as long as one of them.
+    assert len({id(ref()) for ref in sent}) == 1
+    assert sent[0]() is not None
+    del one, alone
     gc.collect()
-    assert sent[2]() is None
+    assert [ref() for ref in sent] == [None] * 6
 
 
 def test_cross_attention_is_refused():
@@ -234,3 +261,91 @@ def test_rope_of_newer_versions_is_told_the_longest_document_besides():
     ends = torch.tensor([0, 3, 8])
     turned = rope(torch.ones(4, 1, 1), ends, freqs, max_seqlen=5, cp_group=Group(1, 2))
     assert turned.flatten().tolist() == [2, 3, 4, 5]  # the zigzag share of rank 1 of 2
+
+
+# --- layout balanced ------------------------------------------------------------------------
+
+
+def test_a_run_is_cut_by_its_nodes_and_by_what_all_its_layers_see():
+    every = {"window_size": (8, 0), "window_attn_skip_freq": 3, "num_layers": 12}
+    windows = ((8, 0), (8, 0), (None, 0))
+    assert layer_windows(config(**every)) == windows
+    assert layer_windows(config(num_layers=3, **{"window_size": (4, 0)})) == ((4, 0),)
+    choice = mb.BurstConfig(layout="balanced", intra_size=2)
+    two = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert cut_for(config(**every, **two), choice) == Cut("balanced", 2, windows, 2)
+    assert cut_for(config(), mb.BurstConfig(layout="balanced")) == Cut("balanced")
+    nodes = config(hierarchical_context_parallel_sizes=[1, 2])
+    assert cut_for(nodes, mb.BurstConfig(layout="balanced")).per_node == 1
+    assert cut_for(config(**every), mb.BurstConfig(layout="striped")) == Cut("striped")
+
+
+def test_the_first_configuration_decides_how_a_run_is_cut():
+    burst.install("balanced")
+    try:
+        with pytest.raises(ValueError, match=r"before configure\(\)"):
+            cut({"tokens": torch.zeros(1, 24), "cu_seqlens": ends(0, 24)[None]}, Group(0, 2))
+        for window in ((8, 0), (4, 0)):
+            burst.configure(config(window_size=window), mb.BurstConfig(layout="balanced"))
+        assert cut_of_run("balanced") == Cut("balanced", None, ((8, 0),))
+    finally:
+        burst.uninstall()
+
+
+def test_what_pads_the_end_of_a_pack_has_no_weight(balanced):
+    # Two ranks, one document of 8 tokens and 8 of padding: as many of either on each.
+    layout = pack_of(16, ends(0, 8)).layout(balanced, 2)
+    assert [(layout.positions(rank, 16) < 8).sum() for rank in range(2)] == [4, 4]
+    whole = pack_of(16, ends(0, 8, 16)).layout(balanced, 2)  # a second document instead
+    assert [(whole.positions(rank, 16) < 8).sum() for rank in range(2)] != [4, 4]
+
+
+def test_slicing_rope_and_attention_cut_alike_whatever_they_know_of_the_padding(balanced):
+    known, lengths, padded = Packs(), ends(0, 5, 12), ends(0, 8, 16)
+    attention, rope = known.of(24, lengths, padded), known.of(24, padded)
+    slicing = known.of(24, ends(0, 8, 16)[None])
+    assert attention.padding != rope.padding
+    assert attention.layout(balanced, 2) is rope.layout(balanced, 2)
+    assert slicing.layout(balanced, 2) is rope.layout(balanced, 2)
+
+
+def test_nodes_of_a_smaller_group_are_what_divides_it():
+    pack = pack_of(24, ends(0, 24))
+    assert pack.layout(Cut("balanced", 4), 6).per_node == 2  # pyright: ignore
+    assert pack.layout(Cut("balanced", 4), 2).per_node == 2  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("cut_by", "message"),
+    [
+        (Cut("balanced"), r"25 tokens: not divisible by --context-parallel-size \(2\);"),
+        (Cut("balanced", multiple=5), r"\(2\) x --tensor-model-parallel-size \(5\); pad"),
+    ],
+)
+def test_a_pack_that_does_not_fill_the_ranks_is_refused(cut_by, message):
+    with pytest.raises(ValueError, match=message):
+        pack_of(25, ends(0, 25)).layout(cut_by, 2)
+    assert pack_of(26, ends(0, 26)).layout(Cut("balanced"), 2)  # where zigzag needs 2 x 2
+
+
+def test_layout_balanced_refuses_batches_without_documents(balanced):
+    with pytest.raises(ValueError, match=r"cuts packed batches.*--burst-layout zigzag"):
+        cut({"tokens": torch.zeros(1, 24)}, Group(0, 2))
+    with pytest.raises(ValueError, match="cuts packed batches"):
+        rope_utils.get_pos_emb_on_this_cp_rank(torch.zeros(24, 1, 1, 4), 0, Group(0, 2))
+
+
+def test_whole_packs_are_cut_for_scripts_of_their_own(layout):
+    tokens, bounds = torch.arange(24)[None], ends(0, 5, 20)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    for rank in range(2):
+        found = burst.shard_sequence(tokens, params, group=Group(rank, 2))
+        assert torch.equal(
+            found, cut({"tokens": tokens, "cu_seqlens": bounds[None]}, Group(rank, 2))["tokens"]
+        )
+    if layout == "balanced":
+        with pytest.raises(ValueError, match="give packed_seq_params"):
+            burst.shard_sequence(tokens, group=Group(0, 2))
+    else:
+        expected = mb.shard(tokens, mb.layout.make(layout, cp_size=2), 1, dim=1)
+        assert torch.equal(burst.shard_sequence(tokens, group=Group(1, 2)), expected)

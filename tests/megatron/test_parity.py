@@ -99,6 +99,38 @@ CASES = {
         f"{TWO_BY_TWO} --recompute-granularity selective",
     ),
     "packed-pp2": (f"--packed {PP}", "--context-parallel-size 2"),
+    "balanced": ("--packed", f"{TWO_BY_TWO} --burst-layout balanced"),
+    "balanced-cp2": ("--packed", "--context-parallel-size 2 --burst-layout balanced"),
+    "balanced-sequence-parallel": (
+        f"--packed {GQA}",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
+        "--burst-layout balanced --use-distributed-optimizer",
+    ),
+    "balanced-pp2": (f"--packed {PP}", "--context-parallel-size 2 --burst-layout balanced"),
+    "balanced-latent": (f"--packed {LATENT}", "--context-parallel-size 2 --burst-layout balanced"),
+    "balanced-query": ("--packed", f"{TWO_BY_TWO} --burst-layout balanced --burst-side query"),
+    "balanced-multicast": (
+        "--packed",
+        f"{TWO_BY_TWO} --burst-layout balanced --context-parallel-algo multicast",
+    ),
+    "balanced-ulysses": (
+        "--packed",
+        "--context-parallel-size 4 --burst-layout balanced --context-parallel-algo ulysses",
+    ),
+    "balanced-hybrid": (
+        "--packed",
+        f"{TWO_BY_TWO} --burst-layout balanced --context-parallel-algo hybrid "
+        "--burst-ulysses-size 2",
+    ),
+    "balanced-store": (
+        f"--packed {DEEP}",
+        f"{TWO_BY_TWO} --burst-layout balanced --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 --burst-attention-store 0.5",
+    ),
+    "balanced-sinks": (
+        "--packed --softmax-type learnable",
+        f"{TWO_BY_TWO} --burst-layout balanced --burst-lm-head-loss single_pass",
+    ),
     "all-gather": ("", f"{TWO_BY_TWO} --context-parallel-algo all_gather"),
     "ulysses": ("", "--context-parallel-size 4 --context-parallel-algo ulysses"),
     "hybrid": ("", f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2"),
@@ -173,8 +205,8 @@ CASES = {
 QUICK = (
     "cp2", "cp2x2", "cp2x2-kv-striped", "cp2-contiguous", "ring-striped", "double-ring",
     "micro-batch-2", "tp2-mqa", "sequence-parallel", "recompute-block", "window", "sink-learnable",
-    "sink-off-by-one", "latent", "mtp", "packed", "packed-gqa-tp2", "all-gather", "ulysses",
-    "hybrid-context-first", "store-half-uniform", "store-vpp2", "auto", "kv-cache", "pp2",
+    "sink-off-by-one", "latent", "mtp", "packed", "packed-gqa-tp2", "balanced",
+    "balanced-sequence-parallel", "balanced-pp2", "all-gather", "ulysses", "hybrid-context-first", "store-half-uniform", "store-vpp2", "auto", "kv-cache", "pp2",
 )  # fmt: skip
 
 
@@ -195,7 +227,7 @@ def test_split_run_equals_one_rank(train, case):
     assert worst(train(f"{one_rank} {split}"), train(one_rank)) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", [slow("zigzag"), "striped"])
+@pytest.mark.parametrize("layout", [slow("zigzag"), "striped", "balanced"])
 def test_packed_documents_with_a_window(four, common, train, layout):
     # Megatron's local attention drops one of the two masks: the reference has both in a table.
     reference = four(session.train_windowed_by_mask, [*common, "--packed"], 12)[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -26,9 +27,9 @@ from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
 from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.data.cut import cut_of_run, layer_window
+from megatron_burst.megatron.data.cut import Cut, cut_of_run, layer_window, unpacked
 from megatron_burst.megatron.data.loader_masks import documents_expected
-from megatron_burst.megatron.data.packed import Pack
+from megatron_burst.megatron.data.packed import Pack, packs
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # Megatron's names for the same masks when documents are packed.
@@ -93,6 +94,9 @@ class BurstCoreAttention(MegatronModule):
             lambda: context_groups(pg_collection, sizes, burst),
         )  # fmt: skip
         self.tp_group = pg_collection.tp
+        # Other ranks of a tensor-parallel group may get what the first one has cut, and later
+        # stages get activations.
+        self._gets_batches = pg_collection.tp.rank() == 0 and _first_stage(config)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self._head_sizes = (
@@ -142,7 +146,7 @@ class BurstCoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
         try:
-            _check_call(mask_type, asked, packed_seq_params)
+            _check_call(mask_type, asked, packed_seq_params, self._cut)
             pack = None
             if packed_seq_params is not None:
                 query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -184,6 +188,15 @@ class BurstCoreAttention(MegatronModule):
             raise ValueError("packed sequences in an interleaved pipeline are not supported")
         pack = self.book.pack(query.shape[0] * size, params)
         layout = pack.layout(self._cut, size)
+        if self._cut.name == "balanced" and self._gets_batches and not packs().was_cut(pack):
+            raise ValueError(
+                f"layout balanced: nothing here cut the {pack.total} tokens of this pack by it. "
+                "Whoever cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
+                "for another model) gave this rank other tokens: let "
+                "utils.get_batch_on_this_cp_rank of Megatron-Core or "
+                "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "
+                "trains, or take --burst-layout zigzag"
+            )
         documents_apart = isinstance(layout, mb.layout.DocumentZigzag)
         if getattr(config, "apply_rope_fusion", False) and not documents_apart:
             raise ValueError(
@@ -216,18 +229,27 @@ class BurstCoreAttention(MegatronModule):
             agree(error, self.book.groups.gather)
 
 
+def _first_stage(config: Any) -> bool:
+    """Whether this rank is in the pipeline stage that gets tokens."""
+    if getattr(config, "pipeline_model_parallel_size", 1) == 1:
+        return True
+    return parallel_state.get_pipeline_model_parallel_rank() == 0
+
+
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Transformer Engine's attention saves its fp8 state beside its parameters: there is none."""
     state_dict.pop(f"{prefix}_extra_state", None)
 
 
-def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any) -> None:
+def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any, cut: Cut) -> None:
     known = _CAUSAL if packed is None else _CAUSAL_PACKED
     if packed is None and documents_expected():
         raise ValueError(
             f"{RESET}, and the script handed no documents to the model: pass packed_seq_params "
             f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {RESET}"
         )
+    if packed is None and cut.name == "balanced":
+        raise unpacked()
     if mask_type not in known:
         raise ValueError(
             f"attention mask type {mask_type} is not supported: only causal and no_mask are"

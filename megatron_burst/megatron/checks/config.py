@@ -65,6 +65,8 @@ def config_problems(
         yield from _placement_problems(cp, sizes[0] if sizes else burst.intra_size, burst)
     if seq_length is not None:
         yield from length_problems(seq_length, cp)
+        if burst.layout == "balanced":
+            yield from _tensor_problems(config, seq_length)
     if burst.store:
         yield from _store_problems(config, burst.store)
     yield from graph_problems(config, burst.store)
@@ -80,6 +82,16 @@ def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
         yield Problem(
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
             f"({2 * cp}); pad the sequences or change one of the two"
+        )
+
+
+def _tensor_problems(config: Any, seq_length: int) -> Iterator[Problem]:
+    """Unless tensor-parallel ranks can share the tokens of a context-parallel one."""
+    cp, tp = config.context_parallel_size, getattr(config, "tensor_model_parallel_size", 1)
+    if getattr(config, "sequence_parallel", False) and seq_length % (cp * tp):
+        yield Problem(
+            f"--seq-length {seq_length} is not divisible by --context-parallel-size ({cp}) x "
+            f"--tensor-model-parallel-size ({tp}), which --sequence-parallel needs"
         )
 
 

@@ -131,6 +131,35 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
     if get("multi_latent_attention") and get("apply_rope_fusion"):
         yield Problem("fused MLA rope works only with --burst-layout zigzag",
                       add=("--no-rope-fusion",))  # fmt: skip
+    if layout == "balanced":
+        yield from _balanced_problems(config)
+
+
+def _balanced_problems(config: Any) -> Iterator[Problem]:
+    """What packs of mixed documents, and ranks that hold unequally many counted tokens, exclude."""
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    if not get("calculate_per_token_loss"):
+        yield Problem(
+            "--burst-layout balanced gives ranks unequally many tokens that count, and Megatron "
+            "divides the loss of each rank by the rank's own count, so that gradients depend on "
+            "the layout",
+            add=("--calculate-per-token-loss",),
+        )
+    rotary = get("position_embedding_type") in ("rope", "yarn", "mrope")
+    if rotary and get("apply_rope_fusion") and not get("multi_latent_attention"):
+        yield Problem(
+            "fused rope lays every document out by itself, and --burst-layout balanced does not",
+            add=("--no-rope-fusion",),
+        )
+    if get("linear_attention_freq") and not get("experimental_attention_variant"):
+        yield Problem(
+            "--linear-attention-freq: layers of linear attention assume an order of tokens, and "
+            "work only with --burst-layout zigzag, not balanced",
+            add=("--burst-layout zigzag",),
+        )
 
 
 def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.patching import registry
 
 Window = tuple[int | None, int | None]  # tokens back and ahead, None for no limit
@@ -25,12 +26,14 @@ class Cut:
     """How packed batches are cut: the same for every batch, model and rank of a run.
 
     name: the layout. For "balanced" also per_node: ranks per node, None if nobody said; windows:
-    what a token sees in each kind of layer, each as often as its share of the layers says.
+    what a token sees in each kind of layer, each as often as its share of the layers says;
+    multiple: what has to divide the tokens of a rank.
     """
 
     name: str
     per_node: int | None = None
     windows: tuple[Window, ...] = (_CAUSAL,)
+    multiple: int = 1
 
 
 def cut_for(config: Any, burst: BurstConfig) -> Cut:
@@ -42,7 +45,13 @@ def cut_for(config: Any, burst: BurstConfig) -> Cut:
     if burst.layout != "balanced":
         return Cut(burst.layout)
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-    return Cut(burst.layout, sizes[0] if sizes else burst.intra_size, layer_windows(config))
+    split = getattr(config, "sequence_parallel", False)
+    return Cut(
+        burst.layout,
+        per_node=sizes[0] if sizes else burst.intra_size,
+        windows=layer_windows(config),
+        multiple=config.tensor_model_parallel_size if split else 1,
+    )
 
 
 def layer_windows(config: Any) -> tuple[Window, ...]:
@@ -90,3 +99,13 @@ def cut_of_run(layout: str) -> Cut:
             "costs; configure the model first"
         )
     return found or Cut(layout)
+
+
+def unpacked() -> ValueError:
+    """The error for a batch without documents in a run with layout balanced."""
+    return translation.user_error(
+        "--burst-layout balanced cuts packed batches, and this batch names no documents: pass "
+        "packed_seq_params, as --dataloader-inter-document-masking, --reset-attention-mask and "
+        "--sft make them; for one document per sequence take --burst-layout zigzag, which is "
+        "balanced for it"
+    )

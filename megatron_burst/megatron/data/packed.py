@@ -1,17 +1,25 @@
 """Packed batches: which documents a `PackedSeqParams` holds, and where their tokens are.
 
 Data path, rotary embedding and attention all ask this module for the layout of a packed batch, so
-that they cannot disagree; what a tensor on a device says is read once, and what goes there is sent
-once. The rule: under layout zigzag, if every document can be cut into 2 x CP
-equal pieces, each document is laid out by itself, as Megatron and Transformer Engine do it.
-Otherwise the layout of the run applies to the whole pack, whose documents may have any length.
+that they cannot disagree; what a tensor on a device says is read once, a layout is made once, and
+what goes to a device is sent once. The rule: under layout zigzag, if every document can be cut into
+2 x CP equal pieces, each document is laid out by itself, as Megatron and Transformer Engine do it.
+Layout balanced is made of the documents. Otherwise the layout of the run applies to the whole pack,
+whose documents may have any length.
+
+A layout goes only by what data path, rotary embedding and attention all know: where documents
+start, with the padding behind each, and what pads the end of the pack. The mask, which attention
+alone needs, also hides the padding between documents.
 """
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -22,31 +30,48 @@ from megatron_burst.layout.sharding import to_device
 from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.patching import registry
 
+CUTS_KEPT = 4096  # more than packed micro-batches between their slicing and their backward
+
+
+class _Cuts(dict):
+    """What was made for packs that are cut alike: layouts, and numbers of tokens on devices."""
+
 
 @dataclass(frozen=True)
 class Pack:
     """The documents of one packed sequence of ``total`` tokens over all context-parallel ranks.
 
-    bounds: boundaries of the documents in the pack, each with the padding behind it.
-    documents: boundaries for the mask, for which padding is a document of its own.
+    bounds: boundaries of the documents in the pack, each with the padding behind it; what pads the
+    end of the pack is one more. end: where that begins.
+    documents: boundaries for the mask, for which padding is a document of its own. padding: which
+    of these documents are padding: they see nothing, and nothing sees them.
     """
 
     total: int
     bounds: tuple[int, ...]
+    end: int
     documents: tuple[int, ...]
+    padding: tuple[int, ...] = ()
 
     @property
     def mask(self) -> mb.masks.Mask:
         """A token sees its own document."""
-        return mb.masks.Documents(self.documents)
+        return mb.masks.Documents(self.documents, padding=self.padding)
+
+    @property
+    def cut_key(self) -> tuple:
+        """All that the layout of the pack depends on, besides the run's `Cut`."""
+        return self.total, self.bounds, self.end
 
     def layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
         """Which positions of the pack each rank holds, in a run that cuts by ``cut``; made once."""
-        if (cut, cp_size) not in self._laid:
-            self._laid[cut, cp_size] = self._layout(cut, cp_size)
-        return self._laid[cut, cp_size]
+        if (cut, cp_size) not in self._made:
+            self._made[cut, cp_size] = self._layout(cut, cp_size)
+        return self._made[cut, cp_size]
 
     def _layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+        if cut.name == "balanced":
+            return self._balanced(cut, cp_size)
         if cut.name == "zigzag" and not (np.diff(self.bounds) % (2 * cp_size)).any():
             return mb.layout.make(cut.name, cp_size=cp_size, cu_seqlens=self.bounds)
         if self.total % (2 * cp_size):
@@ -55,6 +80,22 @@ class Pack:
                 f"--context-parallel-size ({2 * cp_size}); pad the end of the pack"
             )
         return mb.layout.make(cut.name, cp_size=cp_size)
+
+    def _balanced(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+        if self.total % (cp_size * cut.multiple):
+            tensor = f" x --tensor-model-parallel-size ({cut.multiple})" * (cut.multiple > 1)
+            raise ValueError(
+                f"packed sequence of {self.total} tokens: not divisible by "
+                f"--context-parallel-size ({cp_size}){tensor}; pad the end of the pack"
+            )
+        return mb.layout.make(
+            cut.name,
+            cp_size=cp_size,
+            cu_seqlens=self.bounds,
+            per_node=None if cut.per_node is None else math.gcd(cut.per_node, cp_size),
+            windows=cut.windows,
+            padding=[len(self.bounds) - 2] * (self.end < self.total),
+        )
 
     def places(self, cut: Cut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [total / cp_size] each: positions in the pack, and in their documents."""
@@ -71,20 +112,16 @@ class Pack:
         last.
         """
         key = cut, cp_size, rank, device, angles
-        if key not in self._sent:
+        if key not in self._made:
             rows, in_document = self.places(cut, cp_size, rank)
             if angles is not None:
                 rows = np.minimum(rows if angles == self.total else in_document, angles - 1)
-            self._sent[key] = to_device(rows, device)
-        return self._sent[key]
+            self._made[key] = to_device(rows, device)
+        return self._made[key]
 
     @cached_property
-    def _laid(self) -> dict[tuple[Cut, int], mb.layout.Layout]:
-        return {}
-
-    @cached_property
-    def _sent(self) -> dict[tuple, torch.Tensor]:
-        return {}
+    def _made(self) -> _Cuts:
+        return _Cuts()
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -96,6 +133,8 @@ class Packs:
 
     def __init__(self) -> None:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
+        self._cut: OrderedDict[tuple, None] = OrderedDict()
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
@@ -106,8 +145,22 @@ class Packs:
         # Held weakly: it may be `cu_seqlens` itself, whose entry would then never end.
         if known is None or known[1] != state or (with_padding and known[0]() is not padded):
             held = TensorWeakRef(padded) if with_padding else None
-            known = entries[with_padding] = held, state, pack_of(total, cu_seqlens, padded)
+            pack = pack_of(total, cu_seqlens, padded)
+            # Tensors of slicing, rotary embedding and attention differ, and say the same.
+            vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
+            known = entries[with_padding] = held, state, pack
         return known[2]
+
+    def note_cut(self, pack: Pack) -> None:
+        """Remember that this process cut a batch of such documents."""
+        self._cut[pack.cut_key] = None
+        self._cut.move_to_end(pack.cut_key)
+        if len(self._cut) > CUTS_KEPT:
+            self._cut.popitem(last=False)
+
+    def was_cut(self, pack: Pack) -> bool:
+        """Whether one of the last `CUTS_KEPT` batches that this process cut had such documents."""
+        return pack.cut_key in self._cut
 
 
 def packs() -> Packs:
@@ -125,14 +178,22 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
     """
     ends = _increasing("cu_seqlens", cu_seqlens, total)
     if padded is None:
-        return Pack(total, _closed(ends, total), _closed(ends, total))
+        return _pack(total, ends, ends[:-1], np.diff(ends))
     bounds = _increasing("cu_seqlens_padded", padded, total)
     lengths, room = np.diff(ends), np.diff(bounds)
     if len(lengths) != len(room) or (lengths > room).any():
         raise ValueError(
             f"cu_seqlens_padded {bounds.tolist()} leaves no room for cu_seqlens {ends.tolist()}"
         )
-    return Pack(total, _closed(bounds, total), _closed([*bounds, *(bounds[:-1] + lengths)], total))
+    return _pack(total, bounds, bounds[:-1], lengths)
+
+
+def _pack(total: int, bounds: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pack:
+    """The pack whose documents have these starts and lengths; the rest is padding."""
+    documents = _closed([*bounds, *(starts + lengths)], total)
+    real = np.isin(documents[:-1], starts[lengths > 0])
+    padding = tuple(np.flatnonzero(~real).tolist())
+    return Pack(total, _closed(bounds, total), int(bounds[-1]), documents, padding)
 
 
 def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from megatron.core.models.common.embeddings import (  # noqa: F401  two from-imp
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.data.cut import Cut, cut_of_run
+from megatron_burst.megatron.data.cut import Cut, cut_of_run, unpacked
 from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
@@ -122,6 +122,7 @@ def take(
             )
     if sequences:
         pack = packs().of(sequences[0][1].shape[1], *documents)
+        packs().note_cut(pack)
         for key, value in sequences:
             batch[key] = value.index_select(1, pack.index(cut, size, rank, value.device))
     return batch
@@ -177,6 +178,8 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
     size = group.size()
     if size == 1:
         return x
+    if layout == "balanced":
+        raise unpacked()
     if x.size(dim) % (2 * size):
         raise translation.user_error(
             f"--seq-length {x.size(dim)} is not divisible by 2 x --context-parallel-size "
