@@ -19,6 +19,7 @@ from .layouts import (
     check_fraction,
     document_bounds,
     integer,
+    padding_documents,
 )
 from .registry import LAYOUTS, make
 
@@ -39,4 +40,5 @@ __all__ = [
     "document_bounds",
     "integer",
     "make",
+    "padding_documents",
 ]

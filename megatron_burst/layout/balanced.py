@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .layouts import Layout, Span, document_bounds, integer
+from .layouts import Layout, Span, document_bounds, integer, padding_documents
 from .mixture import Costs, Share, Window, mix
 
 CAUSAL: Window = (None, 0)
@@ -54,15 +54,10 @@ class Balanced(Layout):
                 f"{cp_size} tokens, got {total}; pad the pack to {wanted}"
             )
         self.per_node = self._per_node(per_node)
+        if not isinstance(windows, Sequence) or not windows:
+            raise ValueError(f"windows: name at least one kind of layer, got {windows!r}")
         self.windows = tuple(_window(each) for each in windows)
-        if not self.windows:
-            raise ValueError("windows: name at least one kind of layer, got none")
-        self.padding = tuple(sorted({integer("padding", index) for index in padding}))
-        documents = len(self.bounds) - 1
-        if self.padding and not 0 <= self.padding[0] <= self.padding[-1] < documents:
-            raise ValueError(
-                f"padding must hold indices of the {documents} documents, got {list(self.padding)}"
-            )
+        self.padding = padding_documents(padding, len(self.bounds) - 1)
 
     def _per_node(self, given: int | None) -> int:
         if given is None:

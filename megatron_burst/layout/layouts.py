@@ -8,7 +8,7 @@ G shards of S / G positions (BurstEngine section 3.3).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -86,6 +86,17 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
             f"of the documents), got {cu_seqlens}"
         )
     return bounds
+
+
+def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]:
+    """The sorted indices of those of `documents` documents that are padding; ValueError for
+    others."""
+    if not isinstance(padding, Iterable):
+        raise ValueError(f"padding must hold indices of documents, got {padding!r}")
+    found = tuple(sorted({integer("padding", index) for index in padding}))
+    if found and not 0 <= found[0] <= found[-1] < documents:
+        raise ValueError(f"padding must hold indices of the {documents} documents, got {[*found]}")
+    return found
 
 
 class Layout:

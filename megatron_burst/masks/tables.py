@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..layout import Span, Spans, document_bounds, integer
+from ..layout import Span, Spans, document_bounds, integer, padding_documents
 from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
@@ -25,12 +25,8 @@ class Documents(VectorMask):
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray, padding: Sequence[int] = ()):
         self.bounds = document_bounds(cu_seqlens)
         self.bounds.flags.writeable = False
-        self.padding = tuple(sorted({integer("padding", index) for index in padding}))
         documents = len(self.bounds) - 1
-        if self.padding and not 0 <= self.padding[0] <= self.padding[-1] < documents:
-            raise ValueError(
-                f"padding must hold indices of the {documents} documents, got {list(self.padding)}"
-            )
+        self.padding = padding_documents(padding, documents)
         # By what `document` returns: 0 is before the first, so document i is i + 1.
         self._hidden = np.zeros(documents + 2, dtype=bool)
         self._hidden[[index + 1 for index in self.padding]] = True

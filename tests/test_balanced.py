@@ -1,0 +1,391 @@
+"""Layout balanced: what it promises of any batch of documents, counted by hand.
+
+Nothing here asks the solver what a token costs: pairs are counted from positions, by a formula of
+one line per window, and that formula is compared with a dense table.
+"""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import megatron_burst as mb
+from megatron_burst.layout import Balanced
+
+CAUSAL, BOTH = (None, 0), (None, None)
+# One kind of layer after the other, and several summed; of those in EVEN a share of a document
+# costs nearly the same per token wherever it lies.
+EVEN = ((CAUSAL,), (BOTH,), (CAUSAL, BOTH), (CAUSAL, CAUSAL, (3, 0)))
+WINDOWS = (*EVEN, ((5, 0),), ((4, 2),), ((0, 0),), ((0, None), (17, 0)))
+
+
+def pairs_of_tokens(bounds, windows, padding=()):
+    """int64 [S]: how many tokens each token sees in its document, summed over windows."""
+    bounds = np.array(bounds)
+    token = np.arange(bounds[-1])
+    document = np.searchsorted(bounds, token, side="right") - 1
+    before, after = token - bounds[document], bounds[document + 1] - 1 - token
+    found = np.zeros(len(token), dtype=np.int64)
+    for left, right in windows:
+        found += 1 + (before if left is None else np.minimum(before, left))
+        found += after if right is None else np.minimum(after, right)
+    return np.where(np.isin(document, padding), 0, found)
+
+
+def positions(layout):
+    total = layout.bounds[-1]
+    return [layout.positions(rank, total) for rank in range(layout.cp_size)]
+
+
+def pairs_of_ranks(layout):
+    tokens = pairs_of_tokens(layout.bounds, layout.windows, layout.padding)
+    return [int(tokens[mine].sum()) for mine in positions(layout)]
+
+
+def lopsided(layout):
+    """Of every document and rank: (tokens without their mirror image there, spans there)."""
+    total, found = layout.bounds[-1], []
+    for mine in positions(layout):
+        holds = np.zeros(total, dtype=bool)
+        holds[mine] = True
+        for start, stop in pairwise(layout.bounds):
+            part = holds[start:stop]
+            runs = int(np.sum(part & ~np.concatenate([[False], part[:-1]])))
+            found.append((int((part & ~part[::-1]).sum()), runs))
+    return found
+
+
+@st.composite
+def packs(draw, windows=WINDOWS, least=1):
+    """Any batch: documents of 0 tokens too, more ranks than documents and the reverse."""
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16, 64]))
+    each = draw(st.integers(least, max(least, 1024 // ranks)))
+    total = ranks * each
+    if draw(st.booleans()):
+        inner = sorted(draw(st.lists(st.integers(0, total), max_size=12)))
+    else:  # many short documents and a few long ones, as they come
+        random = np.random.default_rng(draw(st.integers(0, 999)))
+        ends = np.cumsum(1 + random.lognormal(1.5, 1.5, 300).astype(int))
+        inner = ends[ends < total].tolist()
+    bounds = [0, *inner, total]
+    padding = draw(st.sampled_from([(), (), range(1), range(0, len(bounds) - 1, 4)]))
+    return Balanced(ranks, bounds, windows=draw(st.sampled_from(windows)), padding=tuple(padding))
+
+
+@pytest.mark.parametrize("windows", [*WINDOWS, ((None, 3),)])
+def test_pairs_by_formula_are_those_of_a_dense_table(windows):
+    bounds, padding = [0, 1, 1, 8, 20, 24], [3]
+    number = [sum(p >= b for b in bounds) for p in range(24)]
+    dense = np.zeros((24, 24), dtype=int)
+    for left, right in windows:
+        for q in range(24):
+            for k in range(24):
+                near = (left is None or q - k <= left) and (right is None or k - q <= right)
+                dense[q, k] += near and number[q] == number[k] != 4
+    assert pairs_of_tokens(bounds, windows, padding).tolist() == dense.sum(axis=1).tolist()
+
+
+# --- what is promised of any batch ----------------------------------------------------------
+
+
+@given(packs())
+@settings(max_examples=150)
+@example(Balanced(64, [0, 64]))
+@example(Balanced(8, range(9)))
+@example(Balanced(3, [0, 0, 0, 9, 9]))
+def test_every_token_has_one_rank_and_ranks_have_equally_many(layout):
+    found = positions(layout)
+    total = layout.bounds[-1]
+    assert {len(mine) for mine in found} == {total // layout.cp_size}
+    assert sorted(np.concatenate(found).tolist()) == list(range(total))
+
+
+@given(packs())
+def test_spans_are_in_order_and_joined(layout):
+    for rank in range(layout.cp_size):
+        spans = layout.spans(rank, layout.bounds[-1])
+        assert all(span.stride == 1 and span.length >= 1 for span in spans)
+        assert all(a.last + 1 < b.start for a, b in pairwise(spans))
+        assert all(type(number) is int for span in spans for number in span)
+
+
+@given(packs())
+def test_a_rank_has_as_much_of_the_front_of_a_document_as_of_its_end(layout):
+    """Token i with token l - 1 - i, but for one at each cut."""
+    assert all(alone <= spans for alone, spans in lopsided(layout))
+
+
+@given(packs())
+def test_the_layout_tells_its_pairs(layout):
+    pairs = pairs_of_ranks(layout)
+    assert list(layout.pairs) == pairs
+    mean = sum(pairs) / len(pairs)
+    assert layout.balance == pytest.approx(max(pairs) / mean if mean else 1.0)
+
+
+@given(packs(EVEN, least=8))
+@settings(max_examples=150)
+def test_no_rank_has_much_more_than_the_mean(layout):
+    """Within a twentieth, or one token where ranks hold few."""
+    pairs = pairs_of_ranks(layout)
+    token = int(pairs_of_tokens(layout.bounds, layout.windows, layout.padding).max())
+    assert max(pairs) <= 1.05 * sum(pairs) / len(pairs) + token
+
+
+@given(packs((((4, 0),), ((3, 3),)), least=64).filter(lambda layout: len(layout.bounds) > 30))
+def test_short_windows_are_balanced_too(layout):
+    """A window shorter than most documents: only their ends see less."""
+    test_no_rank_has_much_more_than_the_mean.hypothesis.inner_test(layout)
+
+
+@given(packs(), st.sampled_from([1, 2, 4, 8]))
+@settings(max_examples=30)
+def test_nodes_are_for_placement_only(layout, per_node):
+    """Every size of a node keeps what is promised; the default is what ranks and 8 share."""
+    if layout.cp_size % per_node:
+        return
+    made = Balanced(
+        layout.cp_size, layout.bounds, per_node=per_node, windows=layout.windows,
+        padding=layout.padding,
+    )  # fmt: skip
+    assert sorted(np.concatenate(positions(made)).tolist()) == list(range(made.bounds[-1]))
+    assert {len(mine) for mine in positions(made)} == {made.bounds[-1] // made.cp_size}
+    assert (made == layout) == (per_node == np.gcd(layout.cp_size, 8))
+
+
+def test_by_hand():
+    """Two documents of 4 and four of 2 on two ranks: 32 pairs, so 16 each."""
+    layout = mb.layout.make("balanced", cp_size=2, cu_seqlens=[0, 4, 8, 10, 12, 14, 16])
+    assert pairs_of_ranks(layout) == [16, 16]
+    assert {rank for alone, rank in lopsided(layout) if alone} == set()
+
+
+def test_one_long_document_is_spread_in_mirrored_shares():
+    """As many pairs as zigzag gives."""
+    layout = Balanced(4, [0, 4096])
+    pairs = pairs_of_ranks(layout)
+    assert max(pairs) <= 1.02 * min(pairs)
+    assert all(len(layout.spans(rank, 4096)) <= 2 for rank in range(4))
+
+
+def test_short_documents_stay_whole():
+    """64 documents of 16 over 8 ranks: nothing is cut."""
+    layout = Balanced(8, np.arange(0, 1025, 16))
+    for mine in positions(layout):
+        assert sorted(np.bincount(mine // 16).tolist())[-8:] == [16] * 8
+
+
+def test_a_document_of_the_size_of_a_node_lies_on_one():
+    """Two nodes of two ranks; the other node has the short ones, as one density allows."""
+    layout = Balanced(4, [0, 256, 512, 768, 1024], per_node=2)
+    nodes = [np.concatenate(positions(layout)[i : i + 2]) // 256 for i in (0, 2)]
+    assert sorted(len(set(node.tolist())) for node in nodes) == [2, 2]
+
+
+def test_padding_costs_nothing():
+    """Half of the pack is padding; every rank has as many pairs as the other."""
+    layout = Balanced(4, [0, 512, 1024], padding=[1])
+    pairs = pairs_of_ranks(layout)
+    assert max(pairs) <= 1.05 * sum(pairs) / 4
+    assert sum(pairs) == 512 * 513 // 2
+    assert pairs_of_ranks(Balanced(4, [0, 512, 1024], padding=[0, 1])) == [0] * 4
+    assert Balanced(4, [0, 512, 1024], padding=[0, 1]).balance == 1.0
+
+
+# --- the same everywhere --------------------------------------------------------------------
+
+SPANS = (
+    "import numpy as np; from megatron_burst.layout import Balanced;"
+    "cuts = np.random.RandomState(3).permutation(4095)[:60] + 1;"
+    "made = Balanced(16, [0, *sorted(cuts.tolist()), 4096], windows=((None, 0), (99, 0)));"
+    "print([made.spans(rank, 4096) for rank in range(16)])"
+)
+
+
+def test_every_process_finds_the_same():
+    """Another process, with another seed of hashes, and after random numbers were drawn."""
+    told = []
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", SPANS], capture_output=True, text=True, timeout=120, check=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+        )  # fmt: skip
+        told.append(done.stdout)
+    assert told[0] == told[1] != ""
+    cuts = np.random.RandomState(3).permutation(4095)[:60] + 1
+    np.random.seed(5)
+    made = Balanced(16, [0, *sorted(cuts.tolist()), 4096], windows=(CAUSAL, (99, 0)))
+    assert told[0] == f"{[made.spans(rank, 4096) for rank in range(16)]}\n"
+
+
+@pytest.mark.parametrize(
+    "of", [list, tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)]
+)
+def test_lengths_may_be_of_any_kind(of):
+    bounds = [0, 5, 5, 17, 24]
+    made = mb.layout.make("balanced", cp_size=4, cu_seqlens=of(bounds))
+    assert made == Balanced(4, bounds)
+    assert hash(made) == hash(Balanced(4, bounds))
+    assert made.name == "balanced"
+    assert [*map(list, positions(made))] == [*map(list, positions(Balanced(4, bounds)))]
+
+
+def test_what_was_given_makes_a_layout_another():
+    plain = Balanced(4, [0, 8, 16])
+    others = [
+        Balanced(2, [0, 8, 16]),
+        Balanced(4, [0, 9, 16]),
+        Balanced(4, [0, 8, 16], per_node=2),
+        Balanced(4, [0, 8, 16], windows=(BOTH,)),
+        Balanced(4, [0, 8, 16], padding=[1]),
+    ]
+    assert len({repr(each) for each in (plain, *others)}) == 6
+    assert plain == mb.layout.make("balanced", cp_size=4, cu_seqlens=[0, 8, 16], per_node=4)
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+REFUSED = [
+    ({}, "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"),
+    ({"cu_seqlens": [0, 10]}, "balanced over 4 ranks .* multiple of 4 tokens, got 10; pad .* 12"),
+    ({"cu_seqlens": [0, 0]}, "needs a positive multiple of 4 tokens, got 0; pad the pack to 4"),
+    ({"cu_seqlens": [1, 8]}, "cu_seqlens must be integers that start at 0 and never decrease"),
+    ({"cu_seqlens": [0, 8, 4]}, "cu_seqlens must be integers that start at 0 and never decrease"),
+    ({"cu_seqlens": [0, 4.5, 8]}, "cu_seqlens must be integers"),
+    ({"cu_seqlens": [0]}, "cu_seqlens must be integers"),
+    ({"cu_seqlens": [[0, 8]]}, "cu_seqlens must be integers"),
+    ({"cu_seqlens": torch.tensor([0, 8], device="meta")}, "cu_seqlens must be .* on the host"),
+    ({"per_node": 3}, "per_node must divide the 4 ranks, got 3"),
+    ({"per_node": 0}, "per_node must divide the 4 ranks, got 0"),
+    ({"per_node": -2}, "per_node must divide the 4 ranks, got -2"),
+    ({"per_node": 2.0}, "per_node must be an integer, got 2.0"),
+    ({"per_node": True}, "per_node must be an integer, got True"),
+    ({"windows": ()}, r"windows: name at least one kind of layer, got \(\)"),
+    ({"windows": 5}, "windows: name at least one kind of layer, got 5"),
+    ({"windows": [(-1, 0)]}, r"windows must hold \(left, right\) .*, got \(-1, 0\)"),
+    ({"windows": [(1.0, 0)]}, r"windows must hold .*, got \(1.0, 0\)"),
+    ({"windows": [(True, 0)]}, r"windows must hold .*, got \(True, 0\)"),
+    ({"windows": [(1, 2, 3)]}, r"windows must hold .*, got \(1, 2, 3\)"),
+    ({"windows": (None, 0)}, "windows must hold .*, got None"),
+    ({"windows": ["ab"]}, "windows must hold .*, got 'ab'"),
+    ({"padding": [1]}, r"padding must hold indices of the 1 documents, got \[1\]"),
+    ({"padding": [-1]}, r"padding must hold indices of the 1 documents, got \[-1\]"),
+    ({"padding": 1}, "padding must hold indices of documents, got 1"),
+    ({"padding": [0.5]}, "padding must be an integer, got 0.5"),
+    ({"padding": [False]}, "padding must be an integer, got False"),
+    ({"cp_size": 0}, "cp_size must be at least 1, got 0"),
+    ({"cp_size": "4"}, "cp_size must be an integer, got '4'"),
+    ({"block": 4}, "block goes with layout block_striped, got balanced with block=4"),
+]
+
+
+@pytest.mark.parametrize(("given_", "words"), REFUSED)
+def test_what_is_no_batch_is_refused(given_, words):
+    base = {"cp_size": 4} | ({"cu_seqlens": [0, 8]} if given_ else {})
+    with pytest.raises(ValueError, match=words):
+        mb.layout.make("balanced", **base | given_)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("key", ["per_node", "windows", "padding"])
+def test_other_layouts_take_none_of_it(name, key):
+    value = {"per_node": 2, "windows": (CAUSAL,), "padding": (0,)}[key]
+    with pytest.raises(ValueError, match=f"{key} goes with layout balanced, got {name} with {key}"):
+        mb.layout.make(name, cp_size=2, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("rank", "length", "words"),
+    [
+        (4, 8, "rank must be in 0..3, got 4"),
+        (-1, 8, "rank must be in 0..3, got -1"),
+        (0, 16, "seq_len: the documents end at 8, got 16"),
+        (0, 8.0, "seq_len must be an integer, got 8.0"),
+    ],
+)
+def test_shards_that_are_none_are_refused(rank, length, words):
+    with pytest.raises(ValueError, match=words):
+        Balanced(4, [0, 3, 8]).spans(rank, length)
+
+
+# --- batches as they come -------------------------------------------------------------------
+
+RANKS, PER_NODE, EACH = 64, 8, 16384
+# (median length, its spread, longest): the distributions of issue 20; median 0: all are the longest
+LENGTHS = {
+    "short": (1024, 1.0, 32768),
+    "long tail": (2048, 1.8, 524288),
+    "longer tail": (8192, 1.8, 1048576),
+    "equal": (0, 0, 65536),
+}
+
+
+def batch(name, seed, ranks=RANKS, each=EACH):
+    """Cumulative lengths; the last document is cut where the pack ends."""
+    median, spread, longest = LENGTHS[name]
+    total, random = ranks * each, np.random.default_rng(seed)
+    if not median:
+        return np.arange(0, total + 1, longest).tolist()
+    lengths = np.clip(random.lognormal(np.log(median), spread, 20000), 16, longest).astype(int)
+    ends = np.cumsum(lengths)
+    return [0, *ends[ends < total].tolist(), total]
+
+
+def rows_between_nodes(layout, per_node):
+    """Mean over ranks of the rows of other nodes that a rank's node has to get, each once, in
+    shards: of a causal document all rows up to the last one that the node holds."""
+    found, total, bounds = 0, layout.bounds[-1], np.array(layout.bounds)
+    every = positions(layout)
+    for first in range(0, layout.cp_size, per_node):
+        mine = np.concatenate(every[first : first + per_node])
+        last = np.full(len(bounds) - 1, -1)
+        document = np.searchsorted(bounds, mine, side="right") - 1
+        np.maximum.at(last, document, mine)
+        seen = np.maximum(last + 1 - bounds[:-1], 0)
+        found += int(seen[last >= 0].sum()) - len(mine)
+    return found / total
+
+
+def zigzag_per_document(ranks, bounds):
+    made = mb.layout.make("zigzag", cp_size=ranks, cu_seqlens=bounds)
+    made.windows, made.padding = (CAUSAL,), ()
+    return made
+
+
+def test_rows_between_nodes_by_hand():
+    """The two nodes of two ranks: one document in 8 pieces, 0 1 6 7 on the first node, of which
+    the second sees 0 and 1; the first sees all."""
+    made = zigzag_per_document(4, [0, 32])
+    assert rows_between_nodes(made, 2) == (4 + 2) / 8
+    assert rows_between_nodes(made, 4) == 0
+    assert rows_between_nodes(zigzag_per_document(64, [0, 2**16]), 8) == 5.25
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_batch_of_every_distribution_is_balanced(name):
+    layout = Balanced(RANKS, batch(name, 0), per_node=PER_NODE)
+    pairs = pairs_of_ranks(layout)
+    assert max(pairs) <= 1.05 * sum(pairs) / RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_hundred_batches_of_every_distribution(name):
+    """Balance of every batch at most 1.05; on average few rows between nodes and few pieces."""
+    most = {"short": 0.11, "long tail": 0.92, "longer tail": 2.4, "equal": 0.83}[name]
+    balances, rows, pieces = [], [], []
+    for seed in range(100 if LENGTHS[name][0] else 1):
+        layout = Balanced(RANKS, batch(name, seed), per_node=PER_NODE)
+        pairs = pairs_of_ranks(layout)
+        balances.append(max(pairs) * RANKS / sum(pairs))
+        rows.append(rows_between_nodes(layout, PER_NODE))
+        pieces += [len(layout.spans(rank, RANKS * EACH)) for rank in range(RANKS)]
+    print(f"{name}: balance {max(balances):.3f}, rows {np.mean(rows):.3f}, {np.mean(pieces):.1f}")
+    assert max(balances) <= 1.05
+    assert np.mean(rows) <= most
+    assert np.mean(pieces) <= 32
