@@ -47,6 +47,12 @@ RULES = {
     Documents(DOCUMENTS): lambda q, k: (
         sum(q >= c for c in DOCUMENTS) == sum(k >= c for c in DOCUMENTS)
     ),
+    Documents(DOCUMENTS, padding=(2,)): lambda q, k: (
+        q != 5 and sum(q >= c for c in DOCUMENTS) == sum(k >= c for c in DOCUMENTS)
+    ),
+    Documents(DOCUMENTS, padding=(3, 0)): lambda q, k: (
+        (q == k == 5) or (16 <= q < LENGTH and 16 <= k < LENGTH)
+    ),
     BlockSparse(np.array(BLOCKS), 8): lambda q, k: BLOCKS[q // 8][k // 8] == 1,
     Dense(RANDOM): lambda q, k: bool(RANDOM[q, k]),
 }
@@ -176,6 +182,8 @@ def test_masks_are_values_and_tables_count():
     assert Causal() == Causal() != Full()
     assert repr(Causal() & Window(3, 0)) == "(Causal() & Window(left=3, right=0))"
     assert Documents([0, 3]) == Documents([0, 3]) != Documents([0, 4])
+    assert Documents([0, 3], padding=[0]) == Documents([0, 3], padding=(0, 0))
+    assert Documents([0, 3]) == Documents([0, 3], padding=()) != Documents([0, 3], padding=[0])
     assert BlockSparse(np.eye(3), 8) != BlockSparse(np.ones((3, 3)), 8)
     other = RANDOM.copy()
     other[0, 0] ^= True
@@ -196,6 +204,10 @@ WRONG = [
     (lambda: Documents([0, float("nan"), 8]), "cu_seqlens must be integers"),
     (lambda: Documents(None), "cu_seqlens must be integers .*got None"),
     (lambda: Documents(["a"]), "cu_seqlens must be integers"),
+    (lambda: Documents([0, 4], padding=[1]), "padding must hold indices of the 1 doc.*got .1."),
+    (lambda: Documents([0, 4], padding=[-1]), "padding must hold indices of the 1 doc.*got .-1."),
+    (lambda: Documents([0, 4], padding=0), "padding must hold indices of documents, got 0"),
+    (lambda: Documents([0, 4], padding=[0.0]), "padding must be an integer, got 0.0"),
     (lambda: Documents([[0, 1], [2]]), "cu_seqlens must be integers"),
     (lambda: Window(1.5, 0), "left must be an integer, got 1.5"),
     (lambda: Window(0, "a"), "right must be an integer, got 'a'"),

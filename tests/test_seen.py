@@ -29,6 +29,7 @@ S = 96
 RNG = np.random.default_rng(5)
 BLOCKS = BlockSparse(RNG.random((8, 8)) < 0.3, 12)
 DOCUMENTS = Documents([0, 5, 5, 6, 40, 41, 70, S])
+PADDED = Documents([0, 5, 5, 6, 40, 41, 70, S], padding=[2, 3, 6])
 
 
 class Parity(Mask):
@@ -63,6 +64,9 @@ EXACT = [
     DOCUMENTS & Window(3, 1),
     DOCUMENTS & (Window(3, 0) | Prefix(50)),
     Documents([0, 30, 60, S]) & DOCUMENTS & Causal(),
+    PADDED,
+    PADDED & Causal(),
+    PADDED & Window(3, 1),
     BLOCKS,
 ]
 CONSERVATIVE = [
@@ -71,6 +75,7 @@ CONSERVATIVE = [
     BLOCKS & Causal(),
     BLOCKS | Window(4, 0),
     DOCUMENTS | Window(10, 0),
+    PADDED | Prefix(20),
     Causal() | (Window(None, 40) & Prefix(60)),
     Dense(RNG.random((S, S)) < 0.05),
     Parity(),
@@ -82,6 +87,8 @@ def shards(name, seed=0):
     """Four ranks' spans; "pieces" are many of any length, one rank has none."""
     if name == "documents":
         made = layout.DocumentZigzag(4, [0, 8, 8, 40, 64, S])
+    elif name == "balanced":
+        made = layout.Balanced(4, [0, 5, 5, 6, 40, 41, 70, S], per_node=2, padding=[6])
     elif name == "pieces":
         rng = np.random.default_rng(seed)
         cuts = [0, *np.sort(rng.choice(np.arange(1, S), 11, replace=False)).tolist(), S]
@@ -94,7 +101,7 @@ def shards(name, seed=0):
     return [made.spans(rank, S) for rank in range(4)]
 
 
-LAYOUTS = ["contiguous", "zigzag", "striped", "documents", "pieces"]
+LAYOUTS = ["contiguous", "zigzag", "striped", "documents", "balanced", "pieces"]
 
 
 def positions(shard):
@@ -164,11 +171,13 @@ def test_queries_may_lie_elsewhere_than_keys(mask):
     st.sampled_from([Full(), Causal(), Window(6, 0), Window(None, 3), Causal() | Prefix(5)]),
     st.sampled_from(LAYOUTS),
     st.integers(0, 1 << 20),
+    st.sets(st.integers(0, 8)),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_documents(bounds, mask, name, seed):
-    own = shards(name, seed)
-    check(Documents([0, *sorted(bounds), S]) & mask, own, own, exact=True)
+def test_any_documents(bounds, mask, name, seed, padding):
+    own, ends = shards(name, seed), [0, *sorted(bounds), S]
+    padding = [i for i in padding if i < len(ends) - 1]
+    check(Documents(ends, padding) & mask, own, own, exact=True)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

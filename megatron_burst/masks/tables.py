@@ -27,8 +27,10 @@ class Documents(VectorMask):
         self.bounds.flags.writeable = False
         documents = len(self.bounds) - 1
         self.padding = padding_documents(padding, documents)
-        # By what `document` returns: 0 is before the first, so document i is i + 1.
+        # By what `document` returns: 0 is before the first, so document i is i + 1. Documents
+        # without a position may pass for padding.
         self._hidden = np.zeros(documents + 2, dtype=bool)
+        self._hidden[1:-1] = np.diff(self.bounds) == 0
         self._hidden[[index + 1 for index in self.padding]] = True
 
     @property
@@ -46,8 +48,8 @@ class Documents(VectorMask):
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
         k_first, k_last = self.document(k_spans.start), self.document(k_spans.last)
-        empty = (q_last < k_first) | (k_last < q_first)
-        empty |= self._all_hidden(q_first, q_last) | self._all_hidden(k_first, k_last)
+        first, last = np.maximum(q_first, k_first), np.minimum(q_last, k_last)
+        empty = (last < first) | self._all_hidden(first, np.maximum(first, last))
         return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
     def viewers(self, k_spans: Spans) -> Viewers:
