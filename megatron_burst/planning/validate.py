@@ -241,6 +241,11 @@ def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     if not isinstance(layout, (str, Layout)):
         raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
     if isinstance(layout, str):
+        if layout == "balanced":
+            raise ValueError(
+                "layout balanced is made for every batch: mb.layout.make('balanced', cp_size="
+                f"{groups.size}, cu_seqlens=...), got its name"
+            )
         if layout not in LAYOUTS:
             raise ValueError(
                 f"layout must be one of {', '.join(sorted(LAYOUTS))}, or made, as mb.layout.make("

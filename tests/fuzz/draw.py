@@ -205,6 +205,7 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
         ("kernel", {"kernel": "flash9"}),
         ("layout", {"layout": mb.layout.make("zigzag", cp_size=grid.size + 1)}),
         ("layout", {"layout": "zig"}),
+        ("layout", {"layout": "balanced"}),
         ("seq_len", {"layout": mb.layout.make("zigzag", cp_size=grid.size,
                      cu_seqlens=[0, length + 2 * grid.size])}),
         ("cu_seqlens", {"mask": call.choices["mask"] & documents}),

@@ -13,6 +13,9 @@ import megatron_burst as mb
 from megatron_burst import masks
 
 KINDS = ("full", "causal", "window", "dilated", "documents", "blocks", "prefix", "dense")
+KINDS_OF_LAYOUTS = (
+    "zigzag", "zigzag", "striped", "contiguous", "blocks", "documents", "balanced",
+)  # fmt: skip
 
 
 def mask(rng: random.Random, length: int, depth: int = 0):
@@ -47,7 +50,9 @@ def _one(rng, kind, length, q, k):
     if kind == "documents":
         bounds = [0, *sorted(rng.randint(0, length) for _ in range(rng.randint(0, 5))), length]
         number = np.array([sum(p >= bound for bound in bounds) for p in range(length)])
-        return masks.Documents(bounds), number[:, None] == number[None, :]
+        padding = rng.sample(range(len(bounds) - 1), rng.choice([0, 0, 1]))
+        real = ~np.isin(number - 1, padding)
+        return masks.Documents(bounds, padding), (number[:, None] == number) & real[:, None]
     if kind == "prefix":
         n = rng.randint(0, length)
         return masks.Prefix(n), k < n + 0 * q
@@ -74,7 +79,9 @@ def _table(rng, n):
 def layout(rng: random.Random, size: int, rows: int):
     """(layout as `prepare` takes it, [positions of each rank], its name). `rows` per rank, even."""
     length = size * rows
-    kind = rng.choice(["zigzag", "zigzag", "striped", "contiguous", "blocks", "documents"])
+    kind = rng.choice(KINDS_OF_LAYOUTS)
+    if kind == "balanced":
+        return *_balanced(rng, size, length), kind
     if kind == "blocks":
         block = size * rng.choice([n for n in range(1, rows + 1) if rows % n == 0])
         made = mb.layout.make("block_striped", cp_size=size, block=block)
@@ -92,3 +99,18 @@ def layout(rng: random.Random, size: int, rows: int):
     shards = oracle.permutation(kind, size, length)
     as_object = rng.random() < 0.2
     return mb.layout.make(kind, cp_size=size) if as_object else kind, shards, kind
+
+
+def _balanced(rng, size, length):
+    """Of documents that need not be those of the mask; where they lie only the solver knows."""
+    bounds = [0, *sorted(rng.randint(0, length) for _ in range(rng.randint(0, 5))), length]
+    windows = rng.choice([((None, 0),), ((None, None),), ((None, 0), (3, 1))])
+    padding = rng.sample(range(len(bounds) - 1), rng.choice([0, 0, 1]))
+    per_node = rng.choice([None, *[n for n in range(1, size + 1) if size % n == 0]])
+    made = mb.layout.make(
+        "balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node, windows=windows,
+        padding=padding,
+    )  # fmt: skip
+    shards = [made.positions(rank, length).tolist() for rank in range(size)]
+    assert sorted(position for shard in shards for position in shard) == [*range(length)]
+    return made, shards
