@@ -352,6 +352,16 @@ def test_pairs_of_all_shards_are_those_of_each(mask, name, size):
     assert pairs_seen(mask, spans).tolist() == wanted
 
 
+@pytest.mark.parametrize("name", ["zigzag", "striped", "balanced"])
+def test_pairs_within_documents_are_exact_for_large_spans(name):
+    bounds = [0, 1, 130, 600, 601, 1024]  # spans of more positions than a sample has
+    mask = masks.Documents(bounds) & masks.Causal()
+    documents = {"cu_seqlens": bounds} if name == "balanced" else {}
+    spans = cost.ring_spans(layout.make(name, cp_size=4, **documents), Topology(4, 4), 1024)
+    wanted = [[visible_pairs(mask, q, k) for k in spans] for q in spans]
+    assert pairs_seen(mask, spans).tolist() == wanted
+
+
 def test_large_rectangles_that_only_a_table_describes_are_sampled():
     table = np.random.default_rng(0).random((8, 8)) < 0.5
     mask = masks.BlockSparse(table, 64)

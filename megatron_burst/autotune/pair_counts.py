@@ -1,7 +1,7 @@
 """Counts the visible pairs of all pairs of shards of a ring at once, for the simulator.
 
-Exact where the mask shows all, nothing or a band; elsewhere an estimate from a sample of positions,
-because this runs for large grids. `schedule.cost.visible_pairs` counts one pair of shards exactly.
+Exact where the mask shows all, nothing or a band, within documents too; elsewhere an estimate from
+a sample of positions, because this runs for large grids. `schedule.cost.visible_pairs` counts one pair of shards exactly.
 """
 
 from __future__ import annotations
@@ -12,27 +12,39 @@ import numpy as np
 
 from ..layout import Span, Spans
 from ..masks import Cover, Mask
+from ..masks.seen import meeting
 
+AT_ONCE = 1 << 18  # pairs of spans, so that memory stays small
 SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing better is known
 
 
 def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
-    """float [G, G]: visible (query, key) pairs of the queries of shard i and the keys of j."""
-    owners = np.repeat(np.arange(len(shards)), [len(each) for each in shards])
-    spans = [span for each in shards for span in each]
-    fields = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    q, k = Spans(*fields[:, :, None]), Spans(*fields[:, None, :])
-    rows, columns = fields[2][:, None], fields[2][None, :]
+    """float [G, G]: visible (query, key) pairs of the queries of shard i and the keys of j.
+
+    Only spans that may see each other are looked at: of packed documents those of one document.
+    """
+    queries, keys, i, j = meeting(mask, shards)
+    total = np.zeros(len(shards) ** 2)
+    for first in range(0, len(i), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        where = queries.owner[i[some]] * len(shards) + keys.owner[j[some]]
+        count = _counted(mask, queries.span.at(i[some]), keys.span.at(j[some]))
+        total += np.bincount(where, count, len(total))
+    return total.reshape(len(shards), -1)
+
+
+def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
+    """Visible pairs of each two spans."""
+    rows, columns = q.length, k.length
     covers, bands = mask.covers(q, k), mask.bands(q, k)
     count = _below(bands.right, rows, columns) - _below(-bands.left - 1, rows, columns)
     count = np.where(bands.known, np.maximum(count, 0), 0).astype(float)
     count = np.where(covers == Cover.FULL, rows * columns, count)
     count = np.where(covers == Cover.EMPTY, 0, count)
-    for i, j in np.argwhere((covers == Cover.PARTIAL) & ~bands.known).tolist():
-        count[i, j] = _sampled(mask, spans[i], spans[j])
-    total = np.zeros((len(shards), len(shards)))
-    np.add.at(total, (owners[:, None], owners[None, :]), count)
-    return total
+    for at in np.flatnonzero((covers == Cover.PARTIAL) & ~bands.known):
+        one = (Span(*(int(field[at]) for field in spans)) for spans in (q, k))
+        count[at] = _sampled(mask, *one)
+    return count
 
 
 def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

@@ -118,6 +118,23 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
     )  # fmt: skip
 
 
+def meeting(mask: Mask, shards: Shards) -> tuple[_Pieces, _Pieces, np.ndarray, np.ndarray]:
+    """Pieces of queries and of keys, and the pairs i, j of them that may see something.
+
+    Spans are cut where the mask's description changes, unless that makes too many pairs.
+    """
+    spans = _spans(shards)
+    for breaks in (mask.breaks, mask.breaks[:0]):
+        keys = _cut(spans, breaks)
+        queries = keys.at(np.argsort(keys.span.start, kind="stable"))
+        ranges = _ranges(queries.span, keys.span, mask.viewers(keys.span))
+        count = ranges.end - ranges.begin
+        if count.sum() <= max(PAIRS, len(spans.owner) ** 2):
+            break
+    i, j = counted(ranges.begin, count), np.repeat(np.arange(len(count)), count)
+    return queries, keys, i, j
+
+
 def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
     """queries: by their first positions."""
     top = np.maximum.accumulate(queries.last)  # all up to here end at this position or before
