@@ -1,7 +1,8 @@
 """Counts the visible pairs of all pairs of shards of a ring at once, for the simulator.
 
 Exact where the mask shows all, nothing or a band, within documents too; elsewhere an estimate from
-a sample of positions, because this runs for large grids. `schedule.cost.visible_pairs` counts one pair of shards exactly.
+a sample of positions, because this runs for large grids. `schedule.cost.visible_pairs` counts one
+pair of shards exactly.
 """
 
 from __future__ import annotations
