@@ -52,8 +52,8 @@ class Place(NamedTuple):
 class Communicators:
     """Those of one rank. `groups`: (channel, device type) -> the process group that carries it.
 
-    parent: a process group with the backends and the timeout of those that are made. given:
-    process groups that activations may travel on. max_ctas: of NCCL's kernels on those that are
+    parent: a process group with the backends and the timeout of those that are made. name: of the
+    control group, a new one. given: process groups that activations may travel on. max_ctas: of NCCL's kernels on those that are
     made; None for NCCL's own choice. Making it is collective over the grid.
 
     Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend;
@@ -64,6 +64,7 @@ class Communicators:
         self,
         place: Place,
         parent: dist.ProcessGroup,
+        name: str,
         given: Sequence[dist.ProcessGroup] = (),
         max_ctas: int | None = None,
     ):
@@ -81,7 +82,7 @@ class Communicators:
         }
         self._made: dict[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = {}
         self._taken: int | None = None  # bytes of device memory
-        self.control = new_group(place.ranks, "gloo", self._timeout)
+        self.control = new_group(place.ranks, "gloo", self._timeout, name)
 
     def _checked(self, max_ctas: int | None) -> int | None:
         if max_ctas is None:
@@ -107,23 +108,25 @@ class Communicators:
         ]  # fmt: skip
         if not missing:
             return
-        self._agree(missing, device)
+        name = self._agree(missing, device)
         before = memory_taken(device)
-        for channel in missing:
-            group = self._reused(channel, device) or self._own(channel, device)
+        for number, channel in enumerate(missing):
+            group = self._reused(channel, device)
+            group = group or self._own(channel, device, f"{name}-{number}")
             join(group, device)
             self.groups[channel, device.type] = group
         after = memory_taken(device)
         if before is not None and after is not None:
             self._taken = (self._taken or 0) + after - before
 
-    def _agree(self, missing: list[Channel], device: torch.device) -> None:
-        """Raise ValueError, on all ranks, unless all lack the same and were given the same."""
+    def _agree(self, missing: list[Channel], device: torch.device) -> str:
+        """A name for what will be made; ValueError, on all ranks, unless all lack the same and were
+        given the same."""
         reused = {channel: self._reused(channel, device) for channel in missing}
         given = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
         words = f"{_words(missing)}, given groups for {_words(c for c in missing if reused[c])}"
         said = introduce(self.control, words, tuple(given.items()))
-        agreed(said, f"the plan (mb.prepare) that first needs {_words(missing)}")
+        agreed(said)
         names: dict[tuple[int, ...], tuple[str, int]] = {}
         for one in said:
             for members, name in one.given:
@@ -133,6 +136,7 @@ class Communicators:
                         f"reuse: over the ranks {list(members)}, rank {one.rank} was given another "
                         f"process group than rank {rank}; give every rank the same"
                     )
+        return said[0].name
 
     @property
     def alive(self) -> bool:
@@ -160,13 +164,15 @@ class Communicators:
         group = self._given.get(_key(self.place.members(channel)))
         return group if group is not None and device.type in backends(group) else None
 
-    def _own(self, channel: Channel, device: torch.device) -> dist.ProcessGroup:
-        """The group made for rings over these ranks; two rings over the same ranks share it."""
+    def _own(self, channel: Channel, device: torch.device, name: str) -> dist.ProcessGroup:
+        """The group made for rings over these ranks; two rings over the same ranks share it. Rings
+        of the other ranks of the grid have the same name, and other first members."""
         members, backend = self.place.members(channel), self.moves[device.type]
         key = _key(members), channel.gradient, backend
         if key not in self._made:
             options = nccl_options(self._timeout, self._max_ctas) if backend == "nccl" else None
-            self._made[key] = new_group(members, backend, self._timeout, options)
+            name = f"{name}-{min(members)}"
+            self._made[key] = new_group(members, backend, self._timeout, name, options)
         return self._made[key]
 
 

@@ -46,8 +46,7 @@ class Groups(_Uncopied):
     Make it once, on every rank of the grid alike and before the first attention. It cannot be
     copied or pickled, so it must not be stored on a Megatron config. The process groups of its
     rings are made, collectively, when a plan first needs them: activations and gradients of a ring
-    never share one. They live as long as the process: torch names groups so that one made after
-    another was destroyed may find the dead one's addresses.
+    never share one. They live as long as the process.
 
     `mb.Groups(intra=pg, inter=pg)` takes the two process groups of this rank's node and of its
     index across nodes (index 0 and 1 of Megatron's hierarchical groups). `reuse`: process groups,
@@ -88,9 +87,10 @@ class Groups(_Uncopied):
         for name, group in (("intra", intra), ("inter", inter)):
             process_group(group, name)
         given = asked(ulysses, placement, reuse, nccl_max_ctas)
-        ranks = agreed(introduce_nodes(intra, inter, given))
+        said = introduce_nodes(intra, inter, given)
+        ranks = agreed(said)
         topology = Topology(len(ranks), intra.size(), ulysses, placement)
-        self._begin(ranks, topology, intra, reuse, nccl_max_ctas)
+        self._begin(ranks, said[0].name, topology, intra, reuse, nccl_max_ctas)
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup, *, ulysses: int = 1) -> Groups:
@@ -111,10 +111,11 @@ class Groups(_Uncopied):
         """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`, `reuse`,
         `nccl_max_ctas`: as in `Groups`."""
         given = f"{intra=}, {asked(ulysses, placement, reuse, nccl_max_ctas)}"
-        ranks = agreed(introduce(process_group(group), given))
+        said = introduce(process_group(group), given)
+        ranks = agreed(said)
         self = cls.__new__(cls)
         topology = Topology(len(ranks), intra, ulysses, placement)
-        self._begin(ranks, topology, group, reuse, nccl_max_ctas)
+        self._begin(ranks, said[0].name, topology, group, reuse, nccl_max_ctas)
         return self
 
     @classmethod
@@ -213,15 +214,17 @@ class Groups(_Uncopied):
     def _begin(
         self,
         ranks: list[int],
+        name: str,
         topology: Topology,
         parent: dist.ProcessGroup,
         reuse: Sequence[dist.ProcessGroup],
         max_ctas: int | None,
     ) -> None:
-        """Take this rank's place in the grid; `ranks` are the global ranks, node by node."""
+        """Take this rank's place in the grid; `ranks` are the global ranks, node by node; `name`:
+        for a process group of all of them."""
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, Calls(), Counters()
-        made = Communicators(Place(topology, self.rank, ranks), parent, reuse, max_ctas)
+        made = Communicators(Place(topology, self.rank, ranks), parent, name, reuse, max_ctas)
         self.backend, self.devices, self._communicators = made.backend, tuple(made.moves), made
 
         def end(members: list[int]) -> Endpoint:

@@ -3,13 +3,16 @@
 Making groups is collective: ranks that mean different grids would wait for each other until the
 timeout. So they first compare, over a group that they have, what they were asked for; a rank that
 differs is named on every rank. Decides that only its members make a group, whatever the other
-ranks of the job do.
+ranks of the job do, and under a name on which they agree: ranks may be in different numbers of
+groups, as where every micro-batch has context-parallel groups of its own.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ class Said(NamedTuple):
     """What a rank tells the others of its grid before groups are made."""
 
     rank: int  # global
-    name: str  # what torch would call its next group over the same ranks
+    name: str  # for the groups, if it is the first rank: no other groups have it
     asked: str  # its arguments
     given: tuple[tuple[tuple[int, ...], str], ...]  # the ranks and the name of groups it was given
 
@@ -53,7 +56,7 @@ def asked(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None
 def introduce(group: dist.ProcessGroup, asked: str, given: tuple = ()) -> list[Said]:
     """What each rank of `group` says; a collective. asked, given: as in `Said`."""
     size = group.size()
-    mine = Said(dist.get_rank(), dist.distributed_c10d._hash_ranks_to_str([]), asked, given)
+    mine = Said(dist.get_rank(), f"burst-{uuid.uuid4().hex}", asked, given)
     said = [mine] * size
     dist.all_gather_object(said, mine, group=group)
     return said
@@ -71,22 +74,8 @@ def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: s
     return [one for node in nodes for one in node]
 
 
-def agreed(said: list[Said], what: str = "mb.Groups") -> list[int]:
-    """The global ranks of a grid; ValueError, on all of them, if they do not mean the same one.
-
-    what: of which process groups are about to be made.
-
-    torch names a locally made group after a count of the groups a rank has made or is in (which of
-    these, depends on its version); ranks whose counts differ would wait for each other until the
-    timeout.
-    """
-    odd = [one.rank for one in said if one.name != said[0].name]
-    if odd:
-        raise ValueError(
-            f"the ranks of this grid are in different numbers of process groups (ranks {odd} in "
-            f"another than rank {said[0].rank}), and torch names a new one by that number; make "
-            f"{what} before making groups that only some of these ranks belong to"
-        )
+def agreed(said: list[Said]) -> list[int]:
+    """The global ranks of a grid; ValueError, on all of them, if they do not mean the same one."""
     for rank, one in enumerate(said):
         if one.asked != said[0].asked:
             raise ValueError(
@@ -142,27 +131,51 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def new_group(
-    ranks: Sequence[int], backend: str, timeout: timedelta | None, options: Any = None
+    ranks: Sequence[int],
+    backend: str,
+    timeout: timedelta | None,
+    name: str,
+    options: Any = None,
 ) -> dist.ProcessGroup:
     """A new process group of these global ranks, which are all that take part in making it.
 
     The grids of other model-parallel groups, and pipeline stages without attention, stay free.
     Where `init_process_group(device_id=...)` binds a device, torch would split the communicator off
     that of the world, which waits for every rank of the job: so the world has none meanwhile.
+    name: one that no other group of these ranks ever has, the same on all of them.
     """
     world = dist.distributed_c10d._get_default_group()
     device = world.bound_device_id
     world.bound_device_id = None
     try:
-        group = dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,
-            device_id=None if backend == "gloo" else device,
-        )
+        with _named(name):
+            group = dist.new_group(
+                list(ranks),
+                timeout=timeout,
+                backend=backend,
+                pg_options=options,
+                use_local_synchronization=True,
+                device_id=None if backend == "gloo" else device,
+            )
     finally:
         world.bound_device_id = device
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Call the group that is made meanwhile so.
+
+    torch names a locally made group after a count of the groups a rank has made or is in (which of
+    these, depends on its version). Members whose counts differ would wait for each other until the
+    timeout, and ranks that are no members would count one group less than the others when all of
+    them make the next one.
+    """
+    home = dist.distributed_c10d
+    stock = home._process_group_name
+    home._process_group_name = lambda *ranks, **ways: name
+    try:
+        yield
+    finally:
+        home._process_group_name = stock
