@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_burst as mb
-from megatron_burst.kernels.tile_grid import WORD, tile_grid
+from megatron_burst.kernels import tile_parts
+from megatron_burst.kernels.tile_grid import tile_grid, tile_grids
+from megatron_burst.kernels.tile_tables import WORD
 from megatron_burst.layout import Span
 
 CAUSAL = mb.masks.Causal()
@@ -59,6 +61,29 @@ def test_the_tiles_show_what_the_mask_shows(name, q, k, sizes):
     found = tile_grid(MASKS[name], q, k, *sizes)
     assert np.array_equal(shown(found, wanted.shape, *sizes), wanted)
     assert bool(found) == wanted.any()
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "dilated"])
+@given(pairs=st.lists(st.tuples(spans(), spans()), min_size=2, max_size=4))
+def test_many_pairs_have_the_grids_that_each_has_alone(name, pairs):
+    grids = tile_grids(MASKS[name], pairs, 32, 32)
+    for found, (q, k) in zip(grids, pairs, strict=True):
+        alone = tile_grid(MASKS[name], q, k, 32, 32)
+        for array in ("full", "partial", "bits"):
+            one, other = getattr(found, array), getattr(alone, array)
+            assert one.dtype == other.dtype == np.int32
+            assert np.array_equal(one, other)
+
+
+def test_more_pieces_than_are_compared_at_once(monkeypatch):
+    """Blocks of two positions: they are looked at in larger ones, and pairs one after another."""
+    monkeypatch.setattr(tile_parts, "FEW", 0)
+    monkeypatch.setattr(tile_parts, "PER_TILE", 1)
+    mask = mb.masks.BlockSparse(np.random.default_rng(0).random((90, 90)) < 0.3, 2)
+    pairs = [([Span(first, 2, 60)], [Span(first, 1, 60)]) for first in (0, 1)]
+    for found, (q, k) in zip(tile_grids(mask, pairs, 16, 32), pairs, strict=True):
+        wanted = mask.visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
+        assert np.array_equal(shown(found, wanted.shape, 16, 32), wanted)
 
 
 @given(q=spans(), k=spans())

@@ -3,8 +3,9 @@
 Lists, for every block of rows (or of columns), the blocks of the other side that it sees: wholly
 visible ones and partly visible ones apart, and for the latter a table of bits. Tiles that look
 alike share a table: the diagonal of a causal mask needs one, a window two. Bands, strides and
-documents therefore need no code on the device. This module decides which tiles are alike; it needs
-no torch.
+documents therefore need no code on the device. This module decides which tiles are alike;
+`tile_parts` and `tile_tables`
+say what they show. It needs no torch.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span, Spans
-from ..masks import Cover, Mask
-
-WORD = 32  # columns in one entry of a table
-PARTS = 64  # in a tile, at most: with more, looking at them takes longer than at its elements
-AT_ONCE = 1 << 20  # parts
+from ..layout import Span
+from ..masks import Mask
+from ..masks.seen import counted
+from .tile_parts import Frame, Pairs, Runs, candidates, tile_parts
+from .tile_tables import tables_of
 
 
 class Worklist(NamedTuple):
@@ -39,7 +40,8 @@ class Worklist(NamedTuple):
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Tiles that see something: (row block, column block), and of partly visible ones a table.
+    """Tiles that see something, by rows and then columns: (row block, column block), and of partly
+    visible ones a table.
 
     bits: int32 [tables, rows, columns / 32]; column c of a row is bit c % 32 of entry c // 32.
     Columns behind the shard's end are invisible; rows behind it may be anything.
@@ -67,143 +69,81 @@ def tile_grid(
     mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span], rows: int, columns: int
 ) -> TileGrid:
     """The tiles of `rows` x `columns` (a multiple of 32) of a pair of shards."""
-    q, k = _cut(q_spans, rows), _cut(k_spans, columns)
-    covers = mask.covers(Spans(*(x[:, None] for x in q.spans)), Spans(*(x[None] for x in k.spans)))
-    some, all_ = covers != Cover.EMPTY, covers == Cover.FULL
-    for axis, cut in enumerate((q, k)):
-        some = np.logical_or.reduceat(some, cut.first, axis=axis)
-        all_ = np.logical_and.reduceat(all_, cut.first, axis=axis)
-    if k.length % columns:
-        all_[:, -1] = False
-    tables = _Tables(mask, q, k, rows, columns)
-    full, partial = [], []
-    tiles = np.argwhere(some & ~all_)
-    alike = _alike(mask, _cut(q_spans, rows, mask), _cut(k_spans, columns, mask), tiles)
-    for (i, j), look in zip(tiles.tolist(), alike, strict=True):
-        found = tables.of(i, j, look)
-        if found == tables.everything:
-            full.append((i, j))
-        elif found is not None:
-            partial.append((i, j, found))
-    whole = np.concatenate([np.argwhere(all_), _array(full, 2)]).astype(np.int32)
-    return TileGrid(whole, _array(partial, 3), tables.bits())
+    (grid,) = tile_grids(mask, [(q_spans, k_spans)], rows, columns)
+    return grid
 
 
-class _Cut(NamedTuple):
-    """Spans cut at every multiple of a block, so that no part lies in two blocks."""
-
-    spans: Spans  # [parts]
-    first: np.ndarray  # [blocks]: the first part of each block
-    positions: np.ndarray  # int64 [length]
-    length: int
-
-    def parts(self, index: np.ndarray) -> Spans:
-        return self.spans.at(index)
-
-    def counts(self) -> np.ndarray:
-        """[blocks]: how many parts each has."""
-        return np.diff(self.first, append=len(self.spans.start))
-
-    def kinds(self) -> np.ndarray:
-        """[blocks]: a number, equal for blocks whose parts have equal lengths."""
-        seen: dict[bytes, int] = {}
-        ends = self.first + self.counts()
-        parts = [self.spans.length[a:b] for a, b in zip(self.first, ends, strict=True)]
-        return np.array([seen.setdefault(part.tobytes(), len(seen)) for part in parts])
-
-
-def _cut(spans: Sequence[Span], size: int, mask: Mask | None = None) -> _Cut:
-    """At every multiple of `size`, and where the description of the mask changes."""
-    lengths = np.array([span.length for span in spans], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    length = int(ends[-1])
-    blocks = np.arange(0, length, size)
-    begins = np.union1d(blocks, ends[:-1])
-    if mask is not None:
-        inner = [mask.cuts(span) + end - span.length for span, end in zip(spans, ends, strict=True)]
-        begins = np.union1d(begins, np.concatenate(inner))
-    which = np.searchsorted(ends, begins, side="right")
-    start, stride, _ = np.array(spans, dtype=np.int64).T
-    first = start[which] + (begins - (ends - lengths)[which]) * stride[which]
-    parts = Spans(first, stride[which], np.diff([*begins, length]))
-    positions = np.concatenate([span.positions() for span in spans])
-    return _Cut(parts, np.searchsorted(begins, blocks), positions, length)
+def tile_grids(mask: Mask, pairs: Pairs, rows: int, columns: int) -> list[TileGrid]:
+    """`tile_grid` of many pairs of shards in one go."""
+    if not pairs:
+        return []
+    frame = Frame(pairs, rows, columns)
+    found = candidates(mask, pairs, frame)
+    if found.many and len(pairs) > 1:
+        half = len(pairs) // 2
+        both = (tile_grids(mask, some, rows, columns) for some in (pairs[:half], pairs[half:]))
+        return [grid for grids in both for grid in grids]
+    runs, parts, asked = tile_parts(mask, found, frame)
+    tile, table, tables = tables_of(mask, pairs, frame, parts, asked)
+    pair, row, column = frame.place(tile)
+    visible = tables.visible[table]
+    whole = visible == frame.high(pair, row) * columns
+    full = _full(frame, runs, tile[whole])
+    (some,) = np.nonzero(~whole & (visible > 0))
+    pair = pair[some]
+    number, bits = _numbered(pair, table[some], tables.bits, len(pairs))
+    partial = np.stack([row[some], column[some], number], axis=1).astype(np.int32)
+    partial = np.split(partial, np.searchsorted(pair, np.arange(1, len(pairs))))
+    return [TileGrid(*each) for each in zip(full, partial, bits, strict=True)]
 
 
-def _alike(mask: Mask, q: _Cut, k: _Cut, tiles: np.ndarray) -> list[tuple[int, int, bytes] | None]:
-    """Of each tile (i, j) a key: tiles of equal keys look alike. None where that is not known.
-
-    A tile is what its parts are, each a band (wholly visible and hidden parts are bands too):
-    where they begin and how far they reach says all there is.
-    """
-    found: list[tuple[int, int, bytes] | None] = [None] * len(tiles)
-    (i, j), sides = tiles.T, (q, k)
-    counts = [cut.counts()[side] for cut, side in zip(sides, (i, j), strict=True)]
-    kinds = [cut.kinds()[side].tolist() for cut, side in zip(sides, (i, j), strict=True)]
-    far = max(int(cut.spans.length.max()) for cut in sides)  # than a part is long: no difference
-    for high, wide in np.unique(np.stack(counts, axis=1), axis=0).tolist():
-        if high * wide > PARTS:
-            continue
-        (which,) = np.nonzero((counts[0] == high) & (counts[1] == wide))
-        for some in np.array_split(which, -(-len(which) * high * wide // AT_ONCE)):
-            rows = q.first[i[some], None, None] + np.arange(high)[:, None]
-            columns = k.first[j[some], None, None] + np.arange(wide)
-            left, right, known = mask.bands(q.parts(rows), k.parts(columns))
-            reach = np.clip(np.stack([left, right], axis=-1), -2 * far, 2 * far).astype(np.int32)
-            sure = known.reshape(len(some), -1).all(axis=1)
-            for n in np.nonzero(sure)[0].tolist():
-                tile = some[n]
-                found[tile] = kinds[0][tile], kinds[1][tile], reach[n].tobytes()
-    return found
+def _full(frame: Frame, runs: Runs, tiles: np.ndarray) -> list[np.ndarray]:
+    """Of each pair the wholly visible tiles: those in runs, and others."""
+    first = np.concatenate([runs.first, tiles])
+    count = np.concatenate([runs.count, np.ones_like(tiles)])
+    order = np.argsort(first, kind="stable")
+    first, count = first[order], count[order]
+    pair, row, column = frame.place(first)
+    found = np.empty((int(count.sum()), 2), dtype=np.int32)
+    found[:, 0], found[:, 1] = np.repeat(row, count), counted(column, count)
+    before = np.concatenate([[0], np.cumsum(count)])
+    ends = before[np.searchsorted(pair, np.arange(1, len(frame.base) - 1))]
+    return np.split(found, ends)
 
 
-class _Tables:
-    """The different tables of a grid, each kept once."""
-
-    def __init__(self, mask: Mask, q: _Cut, k: _Cut, rows: int, columns: int):
-        self.mask, self.q, self.k, self.shape = mask, q, k, (rows, columns)
-        self.index: dict[bytes, int] = {}
-        self.alike: dict[tuple[int, int, bytes], int | None] = {}
-        self.everything = self._add(np.ones(self.shape, dtype=bool))
-
-    def of(self, i: int, j: int, look: tuple[int, int, bytes] | None) -> int | None:
-        """The table of the tile at (i, j), by its key in `_alike`; None if it is empty."""
-        if look is None:
-            return self._add(self._visible(i, j))
-        if look not in self.alike:
-            self.alike[look] = self._add(self._visible(i, j))
-        return self.alike[look]
-
-    def bits(self) -> np.ndarray:
-        packed = np.frombuffer(b"".join(self.index), dtype=np.int32)
-        return packed.reshape(-1, self.shape[0], self.shape[1] // WORD)
-
-    def _visible(self, i: int, j: int) -> np.ndarray:
-        (rows, columns), table = self.shape, np.zeros(self.shape, dtype=bool)
-        q = self.q.positions[i * rows : (i + 1) * rows]
-        k = self.k.positions[j * columns : (j + 1) * columns]
-        table[: len(q), : len(k)] = self.mask.visible(q[:, None], k[None, :])
-        if len(k) == columns:  # rows behind the end: whatever lets a tile be wholly visible
-            table[len(q) :] = table[: len(q)].all()
-        return table
-
-    def _add(self, table: np.ndarray) -> int | None:
-        if not table.any():
-            return None
-        packed = np.packbits(table, axis=1, bitorder="little").tobytes()
-        return self.index.setdefault(packed, len(self.index))
-
-
-def _array(tiles: list[tuple[int, ...]], width: int) -> np.ndarray:
-    return np.array(tiles, dtype=np.int32).reshape(-1, width)
+def _numbered(
+    pair: np.ndarray, table: np.ndarray, bits: np.ndarray, pairs: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Numbers of the tables within each pair, in the order in which its tiles have them, and the
+    bits of each pair. Number 0 shows everything."""
+    index: dict[bytes, int] = {}
+    equal = np.array([index.setdefault(x.tobytes(), len(index)) for x in bits], dtype=np.int64)
+    example = np.zeros(len(index), dtype=np.int64)
+    example[equal[::-1]] = np.arange(len(bits))[::-1]
+    key = pair * len(index) + equal[table]
+    keys, first, which = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # pairs one after another, as the tiles are
+    owner, bit = np.divmod(keys[order], max(len(index), 1))
+    ends = np.searchsorted(owner, np.arange(pairs + 1))
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order)) - ends[owner] + 1
+    everything = np.full((1, *bits.shape[1:]), -1, dtype=np.int32)
+    found = bits[example[bit]]
+    each = [np.concatenate([everything, found[a:b]]) for a, b in pairwise(ends.tolist())]
+    return number[which], each
 
 
 def _worklist(tiles: np.ndarray, side: int) -> Worklist:
     """Tiles grouped by their block on one side (0: rows, 1: columns)."""
-    tiles = tiles[np.lexsort((tiles[:, 1 - side], tiles[:, side]))]
-    blocks, first, count = np.unique(tiles[:, side], return_index=True, return_counts=True)
+    if side:  # they are in the order of rows: of columns, one stable sort of small numbers
+        key = tiles[:, 1].astype(np.uint16 if tiles[:, 1].max(initial=0) < 1 << 16 else np.int32)
+        tiles = tiles[np.argsort(key, kind="stable")]
+    count = np.bincount(tiles[:, side])
+    blocks = np.flatnonzero(count)
+    count = count[blocks]
+    stop = np.cumsum(count)
     order = np.argsort(-count, kind="stable")
-    programs = np.stack([blocks, first, first + count], axis=1)[order]
+    programs = np.stack([blocks, stop - count, stop], axis=1)[order]
     return Worklist(
         programs.astype(np.int32),
         np.ascontiguousarray(tiles[:, 1 - side]),

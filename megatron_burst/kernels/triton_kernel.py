@@ -23,10 +23,10 @@ from ..layout.sharding import to_device
 from ..masks import Mask
 from .base import Rows, Scoring
 from .blocks import WIDEST, Blocks, blocks
-from .tile_grid import TileGrid, tile_grid
+from .tile_grid import TileGrid, tile_grid, tile_grids
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COARSE = 128  # tiles by which a pair is first looked at
+COARSE = 128  # tiles by which it is found out whether a pair sees anything
 HEADS = 65535  # the second dimension of a launch
 ALIGNED = 16  # bytes: what a descriptor wants of every stride
 
@@ -42,23 +42,21 @@ class Pairs:
     def __init__(self, mask: Mask):
         self.mask = mask
         self.spans: list[tuple[Sequence[Span], Sequence[Span]]] = []
-        self.grids: dict[tuple[int, int, int], TileGrid] = {}
+        self.grids: dict[tuple[int, int], list[TileGrid]] = {}
         self.lists: dict[tuple, list[list[Launch]]] = {}
 
-    def grid(self, pair: int, rows: int, columns: int) -> TileGrid:
-        """A pair's tiles of `rows` x `columns`."""
-        key = pair, rows, columns
-        if key not in self.grids:
-            self.grids[key] = tile_grid(self.mask, *self.spans[pair], rows, columns)
-        return self.grids[key]
+    def tiles(self, rows: int, columns: int) -> list[TileGrid]:
+        """The tiles of `rows` x `columns` of every pair."""
+        there = self.grids.setdefault((rows, columns), [])
+        there += tile_grids(self.mask, self.spans[len(there) :], rows, columns)
+        return there
 
     def launches(self, pair: int, size: Blocks, by: str, device: torch.device) -> list[Launch]:
         """Of a pair, by "rows" or "columns"."""
         there = self.lists.setdefault((size.rows, size.columns, by, device), [])
         if pair >= len(there):
-            missing = range(len(there), len(self.spans))
-            grids = (self.grid(each, size.rows, size.columns) for each in missing)
-            there += _brought([_arrays(grid, by) for grid in grids], device)
+            missing = self.tiles(size.rows, size.columns)[len(there) :]
+            there += _brought([_arrays(grid, by) for grid in missing], device)
         return there[pair]
 
 
@@ -101,14 +99,12 @@ class TritonKernel:
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> PairWork | None:
-        coarse = tile_grid(mask, q_spans, k_spans, COARSE, COARSE)
-        if not coarse:
+        if not _some_seen(mask, q_spans, k_spans):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
             self._pairs = Pairs(mask)
         pairs, index = self._pairs, len(self._pairs.spans)
         pairs.spans.append((q_spans, k_spans))
-        pairs.grids[index, COARSE, COARSE] = coarse
         return PairWork(pairs, index)
 
     def forward(
@@ -214,6 +210,14 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def _some_seen(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> bool:
+    """Does any query see any key?"""
+    q, k = (np.array([(s.start, s.last) for s in spans]).ravel() for spans in (q_spans, k_spans))
+    if mask.visible(q[:, None], k[None, :]).any():  # most pairs: the ends of spans say so
+        return True
+    return bool(tile_grid(mask, q_spans, k_spans, COARSE, COARSE))
+
+
 def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
     """What each launch of a pair is given."""
     both = grid.by_rows if by == "rows" else grid.by_columns
@@ -226,9 +230,12 @@ def _brought(
     """The arrays of all launches of some pairs, on `device`, by one copy; all of them int32."""
     arrays = {id(x): x for launches in pairs for launch in launches for x in launch}
     unit = ALIGNED // np.dtype(np.int32).itemsize  # each begins where a tensor of its own would
-    padded = [np.pad(x.ravel(), (0, -x.size % unit)) for x in arrays.values()]
-    whole = to_device(np.concatenate([*padded, np.zeros(0, np.int32)]), device)
-    parts = zip(arrays.items(), whole.split([len(x) for x in padded]), strict=True)
+    sizes = [x.size + -x.size % unit for x in arrays.values()]
+    whole, at = np.zeros(sum(sizes), dtype=np.int32), 0
+    for size, x in zip(sizes, arrays.values(), strict=True):
+        whole[at : at + x.size] = x.ravel()
+        at += size
+    parts = zip(arrays.items(), to_device(whole, device).split(sizes), strict=True)
     there = {key: part[: x.size].view(x.shape) for (key, x), part in parts}
     return [[tuple(there[id(x)] for x in launch) for launch in launches] for launches in pairs]
 

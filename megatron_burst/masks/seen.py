@@ -55,15 +55,15 @@ class Seen(NamedTuple):
         return found
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """Columns: pieces of spans; `first` is the row of the shard at which a piece begins."""
 
     owner: np.ndarray
     first: np.ndarray
     span: Spans
 
-    def at(self, index: np.ndarray) -> _Pieces:
-        return _Pieces(self.owner[index], self.first[index], self.span.at(index))
+    def at(self, index: np.ndarray) -> Pieces:
+        return Pieces(self.owner[index], self.first[index], self.span.at(index))
 
 
 class _Ranges(NamedTuple):
@@ -89,11 +89,11 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
     A shard is the spans of a rank, possibly none. What is not listed sees and is seen by nothing; a
     row that is listed may still see nothing.
     """
-    shards = _spans(q_shards), None if k_shards is q_shards else _spans(k_shards)
+    shards = pieces_of(q_shards), None if k_shards is q_shards else pieces_of(k_shards)
     breaks = mask.breaks
     while True:
-        queries = _cut(shards[0], breaks)
-        keys = queries if shards[1] is None else _cut(shards[1], breaks)
+        queries = cut_at(shards[0], breaks)
+        keys = queries if shards[1] is None else cut_at(shards[1], breaks)
         queries = queries.at(np.argsort(queries.span.start, kind="stable"))
         viewers = mask.viewers(keys.span)
         ranges = _ranges(queries.span, keys.span, viewers)
@@ -162,7 +162,7 @@ def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
 
 
 def _bands(
-    mask: Mask, queries: _Pieces, keys: _Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
+    mask: Mask, queries: Pieces, keys: Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, _Rows, _Rows]:
     """The pairs of pieces i, j of which something is seen, and of each the rows (first, stop) that
     see something and those that are seen."""
@@ -208,7 +208,7 @@ def _asked(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
     return left, right
 
 
-def _spans(shards: Shards) -> _Pieces:
+def pieces_of(shards: Shards) -> Pieces:
     """All spans of all shards."""
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
     numbers = chain.from_iterable(chain.from_iterable(shards))
@@ -216,10 +216,10 @@ def _spans(shards: Shards) -> _Pieces:
     owner = np.repeat(np.arange(len(shards)), count)
     before = np.cumsum(span.length) - span.length
     base = before[np.minimum(np.cumsum(count) - count, len(before) - 1)] if len(before) else count
-    return _Pieces(owner, before - base[owner], span)
+    return Pieces(owner, before - base[owner], span)
 
 
-def _cut(spans: _Pieces, breaks: np.ndarray) -> _Pieces:
+def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
     """The spans cut at the breaks."""
     start, stride, length = spans.span
     low, high = np.searchsorted(breaks, (start + 1, spans.span.last + 1))
@@ -235,7 +235,7 @@ def _cut(spans: _Pieces, breaks: np.ndarray) -> _Pieces:
     last = np.append(of[1:] != of[:-1], True)
     stop = np.where(last, length[of], np.append(local[1:], 0))
     piece = Spans(start[of] + local * stride[of], stride[of], stop - local)
-    return _Pieces(spans.owner[of], spans.first[of] + local, piece)
+    return Pieces(spans.owner[of], spans.first[of] + local, piece)
 
 
 def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
