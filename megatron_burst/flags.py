@@ -77,17 +77,13 @@ def settle(args: Any) -> None:
         if not hasattr(args, flag.dest):
             setattr(args, flag.dest, OFF if flag.field == "algorithm" else default(flag.field))
     if args.burst_layout is None:
-        mtp = getattr(args, "mtp_num_layers", None)
-        args.burst_layout = layout_for(args.context_parallel_algo, args.burst_attention_store, mtp)
+        args.burst_layout = layout_for(args.context_parallel_algo, args.burst_attention_store)
 
 
-def layout_for(algorithm: Any, store: Any, mtp_num_layers: int | None) -> str:
-    """The layout that follows from other choices: striped where it alone balances the recompute.
-
-    Multi-token prediction (``mtp_num_layers``) needs zigzag.
-    """
+def layout_for(algorithm: Any, store: Any) -> str:
+    """The layout that follows from other choices: striped where it alone balances the recompute."""
     partial = isinstance(store, (int, float)) and 0 < store < 1
-    return "striped" if partial and algorithm != OFF and not mtp_num_layers else "zigzag"
+    return "striped" if partial and algorithm != OFF else "zigzag"
 
 
 def burst_config(args: Any) -> BurstConfig:

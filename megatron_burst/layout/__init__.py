@@ -1,7 +1,7 @@
 """Layouts: which positions of the sequence each rank holds, and in which order.
 
-`layouts`, `balanced` (with its solver, `mixture`) and `registry` are arithmetic on positions and
-need no torch; `sharding` cuts and joins tensors.
+`layouts`, `balanced` (with its solver, `mixture`), `successors` and `registry` are arithmetic on
+positions and need no torch; `sharding` cuts and joins tensors.
 """
 
 from .balanced import Balanced
@@ -22,6 +22,7 @@ from .layouts import (
     padding_documents,
 )
 from .registry import LAYOUTS, make
+from .successors import successors
 
 __all__ = [
     "LAYOUTS",
@@ -41,4 +42,5 @@ __all__ = [
     "integer",
     "make",
     "padding_documents",
+    "successors",
 ]

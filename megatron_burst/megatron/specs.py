@@ -39,7 +39,7 @@ def burst_layer_spec(
     transformer = transformer_of(config)
     chosen = None if choices else getattr(transformer, "burst", None)
     if chosen is None:
-        chosen = choices_with_layout(choices, transformer)
+        chosen = choices_with_layout(choices)
         install(chosen.layout)
     if chosen.algorithm == flags.OFF and not choices:  # only the flag's default
         chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
@@ -60,12 +60,12 @@ def transformer_of(config: Any) -> Any:
     return getattr(config, "transformer", config)
 
 
-def choices_with_layout(choices: dict[str, Any], transformer: Any) -> BurstConfig:
+def choices_with_layout(choices: dict[str, Any]) -> BurstConfig:
     """The choices of one configuration, with the layout that follows from the others."""
     config = BurstConfig(**choices)
     if "layout" in choices:
         return config
-    layout = flags.layout_for(config.algorithm, config.store, transformer.mtp_num_layers)
+    layout = flags.layout_for(config.algorithm, config.store)
     return dataclasses.replace(config, layout=layout)
 
 

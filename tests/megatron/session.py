@@ -105,6 +105,32 @@ def train_windowed_by_mask(flags, left):
         return train(flags)
 
 
+def train_with_heads_inside_documents(flags):
+    """A one-rank packed run whose further heads look no further than the end of a document."""
+    import arguments
+    import dataset
+    import torch
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    eod, last = arguments.parse_args(flags).eod, []
+    split = dataset._on_this_context_parallel_rank
+
+    def noting(batch):
+        last[:] = [batch["tokens"] == eod]
+        last[0][:, -1] = True
+        return split(batch)
+
+    def roll(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None):
+        moved = torch.roll(tensor, -1, -1).masked_fill(last[0], 0)
+        return moved, moved.sum()
+
+    with (
+        mock.patch.object(dataset, "_on_this_context_parallel_rank", noting),
+        mock.patch.object(mtp, "roll_tensor", roll),
+    ):
+        return train(flags)
+
+
 def train_misplaced(flags):
     """A run whose attention takes zigzag shards for striped ones: must be wrong."""
     import megatron_burst as mb
@@ -282,6 +308,40 @@ def further_losses(per_token, kept):
         return tuple(errors)
     finally:
         mtp.MTPLossLoggingHelper.tracker.clear()
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+def rolled(layout, bounds):
+    """What Megatron's roll_tensor gives this of four ranks, with its places in 32 tokens numbered
+    from 1: of numbers twice, as integers and floats, and of a mask; and the sum that comes with
+    them. ``bounds`` of documents, and with their padding, or None."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    import megatron_burst.megatron as burst
+    from megatron_burst.megatron.data.packed import pack_of
+
+    _meet_again()
+    burst.install(layout)
+    try:
+        parallel_state.initialize_model_parallel(context_parallel_size=4)
+        group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
+        ends, padded = (x and torch.tensor(x, dtype=torch.int32) for x in bounds or ([0, 32], None))
+        places = torch.from_numpy(pack_of(32, ends, padded).places(layout, 4, rank)[0])
+        packed = bounds and PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+        )  # fmt: skip
+        numbers = torch.stack([places + 1, places + 101])
+        kinds = numbers, numbers.float(), numbers % 3 == 0
+        found = [
+            mtp.roll_tensor(x, -1, -1, cp_group=group, packed_seq_params=packed) for x in kinds
+        ]
+        return places.tolist(), [(moved.tolist(), float(total)) for moved, total in found]
+    finally:
         burst.uninstall()
         parallel_state.destroy_model_parallel()
 

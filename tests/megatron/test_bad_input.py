@@ -25,8 +25,6 @@ BAD_FLAGS = {
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
     f"{CP4} --burst-kv-cache 2": "--burst-kv-cache",
     f"{CP4} --packed --micro-batch-size 2": "--packed takes one sequence at a time",
-    f"{CP4} --packed --mtp-num-layers 1": "packed sequences with --mtp-num-layers",
-    f"{CP4} --mtp-num-layers 1 --burst-layout striped": "--mtp-num-layers works only with",
     "--packed --window-size 8,0": "drops the documents of sliding-window layers",
     f"{CP4} --context-parallel-algo megatron": "--context-parallel-algo megatron",
     "--context-parallel-size 3": "does not divide the 4 processes",

@@ -1,8 +1,9 @@
-"""Further heads divide by the tokens of whole sequences: gradients and logged losses."""
+"""Further heads: shifts follow the layout and the documents, and losses are those of one rank."""
 
 import pytest
 import session
 from megatron.core.transformer import multi_token_prediction
+from test_parity import TOLERANCE, TWO_BY_TWO, VPP, slow, worst
 
 SEPARATE = hasattr(multi_token_prediction, "process_mtp_loss")  # not lines of GPTModel
 KEPT = {
@@ -29,3 +30,76 @@ def test_gpt_model_counts_an_equal_share_of_all_tokens(four):
     counts = four(session.counted_by_gpt_model, KEPT["middle"])
     assert [ours for ours, _ in counts] == [14 / 4] * 4
     assert [stock for _, stock in counts] == [2, 4, 4, 4]
+
+
+DOCUMENTS = {
+    "no documents": (None, (32,)),
+    "of any length": (([0, 5, 6, 20], None), (5, 6, 20, 32)),
+    "that divide": (([0, 8, 24, 32], None), (8, 24, 32)),
+    "that divide, padded": (([0, 6, 18, 25], [0, 8, 24, 32]), (6, 8, 20, 24, 31, 32)),
+}
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_every_place_gets_what_the_next_of_its_document_has(four, layout, documents):
+    bounds, ends = DOCUMENTS[documents]
+    ranks = four(session.rolled, layout, bounds)
+    assert sorted(place for places, _ in ranks for place in places) == list(range(32))
+    for places, (numbers, floats, mask) in ranks:
+        rows = [[0 if p + 1 in ends else p + 2 + more for p in places] for more in (0, 100)]
+        assert numbers == floats == (rows, sum(map(sum, rows)))
+        other = [[x % 3 == 0 and x > 0 for x in row] for row in rows]
+        assert mask == (other, sum(map(sum, other)))
+
+
+PACKED = {
+    "cp2": ("--mtp-num-layers 1", "--context-parallel-size 2"),
+    "cp2x2-striped": ("--mtp-num-layers 2", f"{TWO_BY_TWO} --burst-layout striped"),
+    "cp4-contiguous": (
+        "--mtp-num-layers 1", "--context-parallel-size 4 --burst-layout contiguous",
+    ),
+    "cp2x2-lm-head": ("--mtp-num-layers 2", f"{TWO_BY_TWO} --burst-lm-head-loss single_pass"),
+    "tp2-sp": (
+        "--mtp-num-layers 1",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel",
+    ),
+    "vpp2": (f"--mtp-num-layers 1 {VPP}", "--context-parallel-size 2"),
+    "vpp2-lm-head": (
+        f"--mtp-num-layers 1 {VPP}",
+        "--context-parallel-size 2 --burst-layout striped --burst-lm-head-loss recompute",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_rank(four, common):
+    """`one_rank(flags)` -> the run on one rank in which documents are apart, remembered."""
+    known = {}
+
+    def run(flags):
+        if flags not in known:
+            flagged = [*common, "--packed", *flags.split()]
+            known[flags] = four(session.train_with_heads_inside_documents, flagged)[0]
+        return known[flags]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case", [slow(x) if x in ("tp2-sp", "vpp2-lm-head") else x for x in PACKED]
+)
+def test_heads_look_no_further_than_their_document(train, one_rank, case):
+    model, split = PACKED[case]
+    assert worst(train(f"--packed {model} {split}"), one_rank(model)) < TOLERANCE
+
+
+@pytest.mark.parametrize("split", ["--context-parallel-size 2", slow(TWO_BY_TWO)])
+def test_heads_on_documents_that_are_laid_out_one_by_one(train, one_rank, even_data, split):
+    model = f"--mtp-num-layers 2 --data-path {even_data}"
+    assert worst(train(f"--packed {model} {split}"), one_rank(model)) < TOLERANCE
+
+
+def test_heads_that_looked_further_would_be_noticed(train, one_rank):
+    model = "--mtp-num-layers 1"
+    assert worst(train(f"--packed {model}"), one_rank(model)) > 100 * TOLERANCE

@@ -81,6 +81,11 @@ CASES = {
     "latent-striped": (LATENT, f"{TWO_BY_TWO} --burst-layout striped"),
     "latent-tp2": (LATENT, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
     "mtp": ("--mtp-num-layers 1", "--context-parallel-size 2"),
+    "mtp-striped": ("--mtp-num-layers 2", f"{TWO_BY_TWO} --burst-layout striped"),
+    "mtp-contiguous": (
+        "--mtp-num-layers 1",
+        "--context-parallel-size 4 --burst-layout contiguous",
+    ),
     "packed": ("--packed", TWO_BY_TWO),
     "packed-striped": ("--packed", f"{TWO_BY_TWO} --burst-layout striped"),
     "packed-contiguous": ("--packed", "--context-parallel-size 2 --burst-layout contiguous"),
@@ -130,6 +135,12 @@ CASES = {
     "balanced-sinks": (
         "--packed --softmax-type learnable",
         f"{TWO_BY_TWO} --burst-layout balanced --burst-lm-head-loss single_pass",
+    ),
+    "packed-vpp2": (f"--packed {VPP}", "--context-parallel-size 2"),
+    "packed-vpp2-store": (
+        f"--packed {VPP}",
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --burst-attention-store 0.5",
     ),
     "all-gather": ("", f"{TWO_BY_TWO} --context-parallel-algo all_gather"),
     "ulysses": ("", "--context-parallel-size 4 --context-parallel-algo ulysses"),
@@ -205,8 +216,9 @@ CASES = {
 QUICK = (
     "cp2", "cp2x2", "cp2x2-kv-striped", "cp2-contiguous", "ring-striped", "double-ring",
     "micro-batch-2", "tp2-mqa", "sequence-parallel", "recompute-block", "window", "sink-learnable",
-    "sink-off-by-one", "latent", "mtp", "packed", "packed-gqa-tp2", "balanced",
-    "balanced-sequence-parallel", "balanced-pp2", "all-gather", "ulysses", "hybrid-context-first", "store-half-uniform", "store-vpp2", "auto", "kv-cache", "pp2",
+    "sink-off-by-one", "latent", "mtp", "mtp-striped", "packed", "packed-gqa-tp2", "packed-vpp2",
+    "balanced", "balanced-sequence-parallel", "balanced-pp2", "all-gather", "ulysses",
+    "hybrid-context-first", "store-half-uniform", "store-vpp2", "auto", "kv-cache", "pp2",
 )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ NUMBERS: dict[str, int | None] = {
     "--micro-batch-size": None,
     "--num-attention-heads": None,
     "--num-query-groups": 1,
-    "--mtp-num-layers": None,
 }
 TEXTS: dict[str, str | None] = {
     "--transformer-impl": "transformer_engine",
@@ -68,7 +67,7 @@ SWITCHES = (
     "--batch-invariant-mode", "--log-max-attention-logit",
     "--use-rotary-position-embeddings", "--enable-cuda-graph", "--external-cuda-graph",
     "--dynamic-context-parallel", "--use-kitchen-attention", "--fp8-multi-head-attention",
-    "--fine-grained-activation-offloading", "--fp8-output-proj",
+    "--fine-grained-activation-offloading", "--fp8-output-proj", "--mtp-hsm",
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def refusals(command: Command, te: str | None) -> Iterator[Finding]:
         near = difflib.get_close_matches(name, FLAGS, 1)
         yield problem("flags", f"{name}: there is no such flag", *near or [f"remove {name}"])
     config = _config(command)
-    args = SimpleNamespace(mtp_num_layers=config.mtp_num_layers)
+    args = SimpleNamespace()
     refused = list(_read(command, asked, args))
     flags.settle(args)
     burst, wrong = flags.choices(args)

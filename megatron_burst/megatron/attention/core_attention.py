@@ -182,10 +182,6 @@ class BurstCoreAttention(MegatronModule):
 
     def _pack(self, params: Any, query: torch.Tensor) -> Pack:
         config, size = self.config, self.book.groups.size
-        if getattr(config, "mtp_num_layers", None):
-            raise ValueError("packed sequences with --mtp-num-layers are not supported")
-        if getattr(config, "virtual_pipeline_model_parallel_size", None):
-            raise ValueError("packed sequences in an interleaved pipeline are not supported")
         pack = self.book.pack(query.shape[0] * size, params)
         layout = pack.layout(self._cut, size)
         if self._cut.name == "balanced" and self._gets_batches and not packs().was_cut(pack):

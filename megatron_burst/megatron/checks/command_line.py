@@ -16,7 +16,7 @@ from megatron_burst import flags
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
-from megatron_burst.megatron.checks.model import kernel_problems
+from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
 from megatron_burst.megatron.checks.problem import Problem
 from megatron_burst.megatron.patching import registry
 
@@ -25,9 +25,6 @@ RESET = "--reset-attention-mask"
 PACKED = ("--sft", "--dataloader-inter-document-masking")
 # Which kernel computes the same attention; ordinary launch scripts contain these.
 _KERNELS = ("--attention-backend", "--flash-attention-version", "--use-flash-attn")
-_INTERLEAVED = (
-    "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
-)  # fmt: skip
 
 
 def settings_of(args: Any) -> SimpleNamespace:
@@ -162,13 +159,8 @@ def _packed(settings: Any) -> Iterator[Problem]:
     asked = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
     if not asked:
         return
-    for flag in ("--mtp-num-layers", *_INTERLEAVED):
-        if _asks(settings, flag):
-            yield Problem(
-                f"{asked[0]} with {flag} {_asks(settings, flag)}: packed batches do not work "
-                f"with it; leave {asked[0]} or {flag} out",
-                remove=(asked[0],),
-            )
+    if _asks(settings, "--mtp-hsm"):
+        yield Problem(f"--mtp-hsm with {asked[0]}: {HIDDEN_STATES}", remove=("--mtp-hsm",))
     rope = getattr(settings, "position_embedding_type", None) == "rope"
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
     if rope and getattr(settings, "apply_rope_fusion", False) and asked[0] != "--sft":

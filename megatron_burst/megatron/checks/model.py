@@ -14,6 +14,7 @@ from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.kernels import flash_packages
 from megatron_burst.megatron.checks.problem import Problem
 
+HIDDEN_STATES = "Megatron shifts hidden states too, and only zigzag shards of unpacked sequences"
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -117,9 +118,8 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
         return getattr(config, name, None)
 
     zigzag = ("--burst-layout zigzag",)
-    if get("mtp_num_layers"):
-        yield Problem(f"--mtp-num-layers works only with --burst-layout zigzag, not {layout}",
-                      add=zigzag)  # fmt: skip
+    if get("mtp_hsm"):
+        yield Problem(f"--mtp-hsm with --burst-layout {layout}: {HIDDEN_STATES}", add=zigzag)
     if get("is_hybrid_model"):
         yield Problem(f"Mamba layers work only with --burst-layout zigzag, not {layout}",
                       add=zigzag)  # fmt: skip

@@ -119,6 +119,17 @@ class Pack:
             self._made[key] = to_device(rows, device)
         return self._made[key]
 
+    def successors(
+        self, name: str, cp_size: int, rank: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `mb.layout.successors`, on ``device``, sent there once: where the rank's tokens find
+        the next ones of their documents."""
+        key = "successors", name, cp_size, rank, device
+        if key not in self._sent:
+            index = mb.layout.successors(self.layout(name, cp_size), self.documents[1:], rank)
+            self._sent[key] = tuple(to_device(rows, device) for rows in index)
+        return self._sent[key]
+
     @cached_property
     def _made(self) -> _Cuts:
         return _Cuts()

@@ -1,6 +1,7 @@
 """Slicing batches and rotary embeddings for layouts and packed batches that Megatron lacks.
 
-The functions here replace Megatron's own slicing functions. A run has one layout, because Megatron
+The functions here replace Megatron's own slicing functions (`shifting` has that of multi-token
+prediction). A run has one layout, because Megatron
 slices batches before it knows the model, and caches rotary embeddings.
 """
 
@@ -18,18 +19,21 @@ from megatron.core.models.common.embeddings import (  # noqa: F401  two from-imp
     rotary_pos_embedding,
     yarn_rotary_pos_embedding,
 )
+from megatron.core.transformer import multi_token_prediction as mtp
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.data.cut import Cut, cut_of_run, unpacked
 from megatron_burst.megatron.data.packed import packs
+from megatron_burst.megatron.data.shifting import roll
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
 _NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
 
 def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
-    """(module, name, replacement) of each function that slices sequences in a run of that layout.
+    """(module, name, replacement) of each function that depends on the order of tokens in a run of
+    that layout.
 
     Raises ``RuntimeError`` if one of Megatron's functions lacks an expected parameter.
     """
@@ -45,6 +49,8 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
     rope = rope_slicer(getattr(rope_utils, name), layout)
     if layout != "zigzag":  # Megatron's own
         found.append((rope_utils, name, rope))
+    name = "roll_tensor"
+    found.append((mtp, name, roll(getattr(mtp, name), layout)))
     return found
 
 
