@@ -1,4 +1,6 @@
-"""Where rows find the token after theirs: what `taken` picks, against shifting the whole sequence."""
+"""Where rows find the token after theirs: what `taken` picks, against a shifted sequence."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -82,7 +84,7 @@ def test_pieces_of_any_size_in_any_order(data, ranks, rows):
     """Shards of any pieces: also neighbours apart, and later ones first."""
     total = ranks * rows
     cuts = [0, *data.draw(documents(total))]
-    order = data.draw(st.permutations(list(zip(cuts[:-1], cuts[1:], strict=True))))
+    order = data.draw(st.permutations(list(pairwise(cuts))))
     tokens = [p for start, stop in order for p in range(start, stop)]
     shards = [
         [(p, p + 1) for p in tokens[rank * rows : (rank + 1) * rows]] for rank in range(ranks)

@@ -53,8 +53,8 @@ class Communicators:
     """Those of one rank. `groups`: (channel, device type) -> the process group that carries it.
 
     parent: a process group with the backends and the timeout of those that are made. name: of the
-    control group, a new one. given: process groups that activations may travel on. max_ctas: of NCCL's kernels on those that are
-    made; None for NCCL's own choice. Making it is collective over the grid.
+    control group, a new one. given: process groups that activations may travel on. max_ctas: of
+    NCCL's kernels on those that are made; None for NCCL's own choice. Making it is collective over the grid.
 
     Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend;
     `control`, a process group of all ranks of the grid on the host.

@@ -118,14 +118,14 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
     )  # fmt: skip
 
 
-def meeting(mask: Mask, shards: Shards) -> tuple[_Pieces, _Pieces, np.ndarray, np.ndarray]:
+def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
     """Pieces of queries and of keys, and the pairs i, j of them that may see something.
 
     Spans are cut where the mask's description changes, unless that makes too many pairs.
     """
-    spans = _spans(shards)
+    spans = pieces_of(shards)
     for breaks in (mask.breaks, mask.breaks[:0]):
-        keys = _cut(spans, breaks)
+        keys = cut_at(spans, breaks)
         queries = keys.at(np.argsort(keys.span.start, kind="stable"))
         ranges = _ranges(queries.span, keys.span, mask.viewers(keys.span))
         count = ranges.end - ranges.begin
