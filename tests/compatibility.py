@@ -37,6 +37,7 @@ from rows import ROWS  # noqa: E402
 
 PARITY = "tests/megatron/test_parity.py::test_split_run_equals_one_rank"
 HEAD = "tests/megatron/test_lm_head.py::test_the_fused_loss_changes_nothing"
+HEADS = "tests/megatron/test_mtp.py::test_heads_look_no_further_than_their_document"
 BAD = "tests/megatron/test_bad_input.py::test_a_bad_flag_is_named_on_every_rank"
 LOOP = "tests/megatron_lm/test_training.py::"
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -71,11 +72,14 @@ FEATURES = (
     _parity("MLA", "latent", "latent-striped"),
     _parity("MLA x TP", "latent-tp2"),
     _parity("MTP", "mtp"),
+    _parity("MTP x layouts other than zigzag", "mtp-striped", "mtp-contiguous"),
     _parity("sliding windows", "window", "window-striped-skip"),
     _parity("softmax sinks", "sink-learnable", "sink-learnable-tp2", "sink-off-by-one"),
     _parity("packed", "packed", "packed-striped", "packed-contiguous"),
     _parity("packed x TP x GQA", "packed-gqa-tp2"),
-    _parity("packed x PP", "packed-pp2"),
+    _parity("packed x PP, VPP", "packed-pp2", "packed-vpp2"),
+    Feature("packed x MTP", tuple(f"{HEADS}[{case}]" for case in (
+        "cp2", "cp2x2-striped", "cp4-contiguous", "cp2x2-lm-head", "vpp2"))),
     _parity("packed x MLA", "packed-latent"),
     _parity("recompute: uniform, block, selective", "recompute-uniform", "recompute-block",
             "recompute-selective"),
@@ -103,8 +107,6 @@ FEATURES = (
     Feature("PP x VPP x attention store, in Megatron-LM's loop",
             (f"{LOOP}test_interleaved_pipeline_with_attention_kept",)),
     Feature("`--spec`", (f"{LOOP}test_chosen_by_a_spec_alone",)),
-    _refused("packed x MTP", "--packed --mtp-num-layers 1"),
-    _refused("MTP x layouts other than zigzag", "--mtp-num-layers 1 --burst-layout striped"),
     _refused("attention dropout", "--attention-dropout 0.1"),
 )  # fmt: skip
 TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)

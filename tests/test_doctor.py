@@ -243,7 +243,8 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (GOOD + " --burst-kv-cache 2", "--burst-kv-cache"),
         (GOOD + " --burst-attention-store 0.5", "--recompute-granularity"),
         (GOOD.replace("algo burst", "algo brust"), "--context-parallel-algo"),
-        (GOOD + " --burst-layout striped --mtp-num-layers 1", "--mtp-num-layers"),
+        (GOOD + " --burst-layout striped --mtp-hsm", "--burst-layout zigzag"),
+        (GOOD + " --sft --mtp-hsm", "--mtp-hsm"),
         (GOOD + " --burst-lm-head-loss single_pass --fp16", "--fp16"),
         (GOOD + " --burst-kv-cache 0.5 --burst-side query", "--burst-side query"),
         (
@@ -328,7 +329,7 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
         with mock.patch.object(command_line, "settings_of", lambda args: args):
             list(command_line.problems(args, words))
         list(backend_problems(args, mb.BurstConfig()))
-    assert {"cuda_graph_impl", "fp8", "spec", "mtp_num_layers", "window_size"} < read
+    assert {"cuda_graph_impl", "fp8", "spec", "mtp_hsm", "window_size"} < read
     assert read - known - NO_FLAG == set()
 
 
@@ -367,8 +368,7 @@ def test_flags_that_nothing_follows():
 @pytest.mark.parametrize(
     "words",
     [
-        # part of attention in the store takes the striped layout, but not where MTP needs zigzag
-        " --recompute-granularity full --burst-attention-store 0.5 --mtp-num-layers 1",
+        " --recompute-granularity full --burst-attention-store 0.5",
         " --recompute-activations --burst-attention-store 0.5",
     ],
 )

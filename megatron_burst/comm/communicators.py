@@ -54,7 +54,8 @@ class Communicators:
 
     parent: a process group with the backends and the timeout of those that are made. name: of the
     control group, a new one. given: process groups that activations may travel on. max_ctas: of
-    NCCL's kernels on those that are made; None for NCCL's own choice. Making it is collective over the grid.
+    NCCL's kernels on those that are made; None for NCCL's own choice. Making it is collective over
+    the grid.
 
     Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend;
     `control`, a process group of all ranks of the grid on the host.

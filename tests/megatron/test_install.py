@@ -183,12 +183,14 @@ def test_which_layers_have_a_window():
     assert layer_window(config(), 1) is None
 
 
-def test_multi_token_prediction_needs_the_layout_of_megatron():
+def test_mixed_hidden_states_need_the_layout_of_megatron():
     burst.install("striped")
-    refused = config()
-    refused.mtp_num_layers = 1
-    with pytest.raises(ValueError, match="--mtp-num-layers"):
-        burst.configure(refused, mb.BurstConfig(layout="striped"))
+    mixed = config()
+    mixed.mtp_num_layers, mixed.mtp_hsm = 2, True
+    with pytest.raises(ValueError, match="--mtp-hsm with --burst-layout striped"):
+        burst.configure(mixed, mb.BurstConfig(layout="striped"))
+    mixed.mtp_hsm = False
+    burst.configure(mixed, mb.BurstConfig(layout="striped"))
 
 
 def test_a_sequence_that_does_not_divide_is_refused():

@@ -16,7 +16,6 @@ BAD = {
     f"{CP2} --burst-kv-cache 0.5 --burst-side query": "--burst-side query",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
 }
-DOCUMENTS = "--dataloader-inter-document-masking"
 # What one start is told of them, and what it is to add and to remove.
 BLOCKS = [
     (
@@ -28,19 +27,18 @@ BLOCKS = [
         "--cp-comm-type",
     ),
     (
-        f"{DOCUMENTS} --mtp-num-layers 1 --apply-query-key-layer-scaling",
-        [f"{DOCUMENTS} with --mtp-num-layers 1", "query-key layer scaling"],
+        "--reset-attention-mask --sft --apply-query-key-layer-scaling",
+        ["--reset-attention-mask with --sft", "query-key layer scaling"],
         "",
-        f"--apply-query-key-layer-scaling {DOCUMENTS}",
+        "--apply-query-key-layer-scaling --reset-attention-mask",
     ),
     (
         "--reset-attention-mask --micro-batch-size 2 --pipeline-model-parallel-size 3",
         ["--context-parallel-size 2 x --pipeline-model-parallel-size 3 does not divide the 2 ranks "
          "of this run: start a multiple of 6",
-         "--reset-attention-mask at --micro-batch-size 2",
-         "--reset-attention-mask with --pipeline-model-parallel-size 3"],
+         "--reset-attention-mask at --micro-batch-size 2"],
         "--micro-batch-size 1",
-        "--reset-attention-mask",
+        "",
     ),
 ]  # fmt: skip
 

@@ -15,10 +15,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
 
 VOCABULARY = 61
 
@@ -59,12 +61,12 @@ class Counting(torch.utils.data.Dataset):
 def datasets(sizes, vp_stage=None):
     args = get_args()
     if args.data_path:
-        return indexed(sizes, args)
+        return indexed(sizes, args, partial(is_first_or_last_pipeline_stage, vp_stage))
     return [Counting(size or 0, seed, args) if size else None for seed, size in enumerate(sizes)]
 
 
-def indexed(sizes, args):
-    """Megatron's own datasets, as pretrain_gpt.py makes them."""
+def indexed(sizes, args, used):
+    """Megatron's own datasets, as pretrain_gpt.py makes them: where tokens or labels are used."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -78,7 +80,7 @@ def indexed(sizes, args):
         create_attention_mask=args.create_attention_mask_in_dataloader,
         inter_document_masking=args.dataloader_inter_document_masking,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, used, config).build()
 
 
 datasets.is_distributed = True  # every rank reads for itself
@@ -102,15 +104,10 @@ def forward_step(data_iterator, model):
         document = torch.bucketize(places, lengths[0], right=True)
         hidden = (document[:, None] != document) | (places[:, None] < places)
         mask = hidden[None, None]
+        shift = multi_token_prediction._roll_tensor_packed_seq  # which does, in the further heads
+        multi_token_prediction.roll_tensor = partial(whole_roll, shift, packed(lengths[0]))
     elif lengths is not None:
-        ends, longest = lengths[0], int(lengths[0].diff().max())
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        params = packed(lengths[0])
     losses = model(
         batch["tokens"],
         batch["position_ids"],
@@ -120,6 +117,21 @@ def forward_step(data_iterator, model):
         packed_seq_params=params,
     )
     return losses, partial(loss_function, batch["loss_mask"])
+
+
+def packed(ends):
+    longest = int(ends.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def whole_roll(shift, params, tensor, shifts, dims, **unused):
+    return shift(tensor, shifts, dims, params)
 
 
 def add_own_flags(parser):

@@ -126,6 +126,8 @@ COMBINATIONS = (
     Combination("two mtp heads 2x2", MTP2, 4, NODES),
     Combination("mtp, lm head", MTP2, 2, f"{CP2} {SINGLE}"),
     Combination("mtp tp2 sp", MTP, 4, f"{TP} --sequence-parallel"),
+    Combination("two mtp heads 2x2 striped", MTP2, 4, f"{NODES} {STRIPED}"),
+    Combination("mtp contiguous, lm head", MTP, 2, f"{CP2} {SINGLE} --burst-layout contiguous"),
     Combination("mtp, store", MTP, 2, f"{CP2} {UNIFORM} --burst-attention-store 1.0"),
     # --- pipelines
     Combination("pp2", PP, 4, CP2, 2),
@@ -138,6 +140,11 @@ COMBINATIONS = (
     Combination("packed", "--packed", 2, CP2),
     Combination("packed 2x2 striped", "--packed", 4, f"{NODES} {STRIPED}"),
     Combination("packed contiguous gqa", f"--packed {GQA}", 2, f"{CP2} --burst-layout contiguous"),
+    Combination("packed mtp", f"--packed {MTP}", 2, CP2),
+    Combination("packed two mtp heads 2x2 striped, lm head", f"--packed {MTP2}", 4,
+                f"{NODES} {STRIPED} {SINGLE}"),
+    Combination("packed vpp2", f"--packed {VPP}", 4, CP2, 2),
+    Combination("packed vpp2 mtp striped", f"--packed {VPP} {MTP}", 4, f"{CP2} {STRIPED}", 2),
     # --- formats
     Combination("bf16", "", 2, CP2, rounding="--bf16"),
     Combination("bf16 on the wire", "", 4, f"{NODES} --burst-wire-dtype bf16", rounding="--bf16"),
@@ -146,4 +153,4 @@ COMBINATIONS = (
 
 # One of each kind that broke once, or could: what CI runs.
 SAMPLE = ("cp4 2x2 striped", "hybrid", "tp2 sp striped", "two mtp heads 2x2",
-          "window, lm head, store", "packed")  # fmt: skip
+          "window, lm head, store", "packed", "packed vpp2 mtp striped")  # fmt: skip

@@ -220,8 +220,6 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
          "^model.hierarchical_context_parallel_sizes must be two sizes, .* got 4"),
         ({}, ["model.context_parallel_size=null"],
          "^model.context_parallel_size must be an integer from 1 on, got None"),
-        ({"layout": "striped"}, ["model.mtp_num_layers=1"],
-         "^model.mtp_num_layers works only with layout zigzag, not striped"),
     ],
 )  # fmt: skip
 def test_bridges_own_validation_names_what_does_not_fit(llama, choices, overrides, message):

@@ -27,8 +27,6 @@ NUMBERS: dict[str, int | None] = {
     "--context-parallel-size": None,
     "--tensor-model-parallel-size": 1,
     "--pipeline-model-parallel-size": 1,
-    "--num-layers-per-virtual-pipeline-stage": None,
-    "--num-virtual-stages-per-pipeline-rank": None,
     "--seq-length": None,
     "--micro-batch-size": None,
     "--num-attention-heads": None,

@@ -192,13 +192,6 @@ def _documents(settings: Any) -> Iterator[Problem]:
     ):
         if _asks(settings, flag):
             yield Problem(f"{RESET} with {flag}, which {why}", remove=(RESET,))
-    stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
-    if stages > 2:
-        yield Problem(
-            f"{RESET} with --pipeline-model-parallel-size {stages}: Megatron reads no documents "
-            "on stages in the middle",
-            remove=(RESET,),
-        )
 
 
 def _backend(settings: Any, burst: BurstConfig) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from megatron_burst import flags
 from megatron_burst.comm.consensus import agree
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.data import loader_masks
+from megatron_burst.megatron.data import every_stage, loader_masks
 from megatron_burst.megatron.log import log, show_log
 from megatron_burst.megatron.patching.compatibility import require_function
 from megatron_burst.megatron.patching.registry import PatchSet
@@ -57,6 +57,7 @@ def patch(patches: PatchSet, configure: Configure) -> None:
         original = require_function(home, name, parameters)
         patches.replace_function(home, name, wrap(original, patches))
     loader_masks.patch(patches)
+    every_stage.patch(patches)
     sft_validation.patch(patches)
     name = "initialize_model_parallel"
     original = require_function(parallel_state, name, ["context_parallel_size"])
