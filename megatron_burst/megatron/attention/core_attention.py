@@ -21,8 +21,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
-from megatron_burst.megatron.attention.groups import context_groups
-from megatron_burst.megatron.attention.plan_book import LayerKind, nothing_seen, plan_book
+from megatron_burst.megatron.attention.groups import context_groups, micro_batch_groups
+from megatron_burst.megatron.attention.micro_batch import group_of, ranks_of
+from megatron_burst.megatron.attention.plan_book import (
+    LayerKind,
+    PlanBook,
+    nothing_seen,
+    plan_book,
+)
 from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
@@ -93,7 +99,8 @@ class BurstCoreAttention(MegatronModule):
              burst.nccl_max_ctas),
             lambda: context_groups(pg_collection, sizes, burst),
         )  # fmt: skip
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self._per_node = sizes[0] if sizes else burst.intra_size
         # Other ranks of a tensor-parallel group may get what the first one has cut, and later
         # stages get activations.
         self._gets_batches = pg_collection.tp.rank() == 0 and _first_stage(config)
@@ -139,24 +146,27 @@ class BurstCoreAttention(MegatronModule):
         """query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] of one dtype -> [s, b, h*w].
 
         s is this rank's share of the sequence, in the installed layout. With packed_seq_params
-        (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w].
+        (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w]; the ranks of
+        their cp_group, if they name one, hold this micro-batch, and all of these call: the first
+        time they make its communicators, which nobody else is waited for.
         attn_mask_type: causal or no mask, in place of the layer's. attention_mask, attention_bias
         and what is unknown must be None. Raises ``ValueError`` on all ranks alike.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
+        book = self._book(packed_seq_params)
         try:
             _check_call(mask_type, asked, packed_seq_params, self._cut)
             pack = None
             if packed_seq_params is not None:
                 query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-                pack = self._pack(packed_seq_params, query)
+                pack = self._pack(book, packed_seq_params, query)
         except ValueError as error:
-            self._fail(error)
+            self._fail(book, error)
             raise
         kind = self._layer_kind(mask_type)
         largest = self._largest(query) if kind.max_logits else None
-        plan = self.book.plan(kind, self.leads, query, key, value, pack)
+        plan = book.plan(kind, self.leads, query, key, value, pack)
         out = mb.attention(
             query, key, value, plan=plan, sink=self.softmax_offset, max_logits=largest,
             label=self._layer,
@@ -180,11 +190,26 @@ class BurstCoreAttention(MegatronModule):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
-    def _pack(self, params: Any, query: torch.Tensor) -> Pack:
-        config, size = self.config, self.book.groups.size
-        pack = self.book.pack(query.shape[0] * size, params)
+    def _book(self, params: Any) -> PlanBook:
+        """The plans of the ranks that hold a micro-batch; a collective of these, at their first."""
+        group = group_of(params, self.cp_group)
+        if group is self.cp_group:
+            return self.book
+        ranks = ranks_of(group)
+        if ranks == ranks_of(self.cp_group):
+            return self.book
+        return self.book.over(ranks, lambda: micro_batch_groups(group, self._per_node, self._burst))
+
+    def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> Pack:
+        config, size = self.config, book.groups.size
+        pack = book.pack(query.shape[0] * size, params)
         layout = pack.layout(self._cut, size)
-        if self._cut.name == "balanced" and self._gets_batches and not packs().was_cut(pack):
+        if (
+            self._cut.name == "balanced"
+            and size > 1
+            and self._gets_batches
+            and not packs().was_cut(pack)
+        ):
             raise ValueError(
                 f"layout balanced: nothing here cut the {pack.total} tokens of this pack by it. "
                 "Whoever cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
@@ -193,7 +218,7 @@ class BurstCoreAttention(MegatronModule):
                 "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "
                 "trains, or take --burst-layout zigzag"
             )
-        documents_apart = isinstance(layout, mb.layout.DocumentZigzag)
+        documents_apart = size == 1 or isinstance(layout, mb.layout.DocumentZigzag)
         if getattr(config, "apply_rope_fusion", False) and not documents_apart:
             raise ValueError(
                 "fused rope of packed sequences works only with --burst-layout zigzag and "
@@ -219,10 +244,10 @@ class BurstCoreAttention(MegatronModule):
             cut=self._cut,
         )
 
-    def _fail(self, error: ValueError) -> None:
+    def _fail(self, book: PlanBook, error: ValueError) -> None:
         """Make ranks whose call was right raise the error too, if this layer makes the plans."""
         if self.leads:
-            agree(error, self.book.groups.gather)
+            agree(error, book.groups.gather)
 
 
 def _first_stage(config: Any) -> bool:
@@ -266,8 +291,3 @@ def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any, cut
     form = getattr(packed, "qkv_format", None)
     if form != "thd":
         raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
-    if getattr(packed, "local_cp_size", None) is not None:
-        raise ValueError(
-            "packed_seq_params.local_cp_size: one context-parallel size per run; remove "
-            "--hybrid-context-parallel"
-        )

@@ -7,6 +7,7 @@ only rings that none of these is, and gradients, get communicators of their own.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core import parallel_state
 import megatron_burst as mb
 from megatron_burst.comm.process_groups import backends
 from megatron_burst.config import flag_of
+from megatron_burst.megatron.attention.micro_batch import ONE_RANK
 from megatron_burst.megatron.checks.config import check_topology, ulysses_size
 
 
@@ -26,6 +28,8 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
     ``burst.intra_size`` ranks, otherwise ranks that share a host name. Nodes of one rank are legal
     (tensor parallelism then takes all GPUs of a node), and the log says so.
     """
+    if pg_collection.cp.size() == 1:  # hybrid context parallelism
+        return micro_batch_groups(ONE_RANK, None, burst)
     groups = _grid(pg_collection, sizes, burst)
     if sizes or burst.intra_size is not None:
         _warn_of_spread_nodes(pg_collection.cp, groups.topology.per_node)
@@ -35,6 +39,27 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
             f"{groups.size} ranks; fewer --tensor-model-parallel-size would leave it faster links"
         )
     return groups
+
+
+def micro_batch_groups(group: Any, per_node: int | None, burst: mb.BurstConfig) -> mb.Groups:
+    """The grid of the ranks that hold a micro-batch; collective over them.
+
+    per_node: of the whole run, None for as many as share a host name. A group is a part of a node,
+    or several nodes, or nodes are parts of these: the largest that both sizes allow.
+    """
+    if group is ONE_RANK:
+        return mb.Groups.in_process(intra=1).ranks[0]
+    size = group.size()
+    shared = size if burst.algorithm == "ulysses" else math.gcd(burst.ulysses_size or 1, size)
+    options: dict[str, Any] = {
+        "ulysses": shared,
+        "placement": burst.placement,
+        "reuse": [group],
+        "nccl_max_ctas": burst.nccl_max_ctas,
+    }
+    if per_node is None:
+        return mb.Groups.by_host(group, **options)
+    return mb.Groups.from_topology(group, intra=math.gcd(per_node, size), **options)
 
 
 def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:

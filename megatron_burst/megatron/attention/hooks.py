@@ -15,6 +15,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
+from megatron_burst.megatron.attention.micro_batch import group_of
+from megatron_burst.megatron.checks.hybrid import splits
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import require_parameters
 from megatron_burst.recompute.checkpoint import framed
@@ -28,6 +30,9 @@ def patch_attention(patches: registry.PatchSet) -> None:
         symbol = f"{cls.__name__}.__init__"
         require_parameters(original, ["config", "submodules", "pg_collection"], symbol)
         patches.replace(cls, "__init__", _with_burst(original, stock))
+        forward = cls.forward
+        require_parameters(forward, ["packed_seq_params"], f"{cls.__name__}.forward")
+        patches.replace(cls, "forward", _in_group_of_batch(forward))
     for cls in stock:
         require_parameters(
             cls.__init__,
@@ -59,12 +64,37 @@ def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
         config, submodules = bound.arguments["config"], bound.arguments["submodules"]
         burst = getattr(config, "burst", None)
         ours = burst is not None and burst.algorithm != "megatron"
-        if ours and config.context_parallel_size > 1:
+        if ours and splits(config):
             core = _replaced(submodules.core_attention, stock)
             bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
         original(*bound.args, **bound.kwargs)
 
     return __init__
+
+
+def _in_group_of_batch(original: Callable) -> Callable:
+    """Wrap the forward of an attention layer: all of it uses the group that holds its micro-batch.
+
+    Up to 0.20 its rotary embedding takes the group that the layer was built with.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(getattr(self, "core_attention", None), BurstCoreAttention):
+            return original(self, *args, **kwargs)
+        params = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
+        static = self.pg_collection.cp
+        group = group_of(params, static)
+        if group is static:
+            return original(self, *args, **kwargs)
+        self.pg_collection.cp = group
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.pg_collection.cp = static
+
+    return forward
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:

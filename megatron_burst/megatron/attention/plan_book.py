@@ -12,6 +12,8 @@ about to do. Either all ranks make a plan or none does, by this rule:
   little: q, k and v mostly come from one projection and need gradients together.
 - Packed batches have one plan per pack. The last `PLANS_KEPT` plans are kept, in the order of use,
   which is the same on all ranks.
+- A micro-batch may have a context-parallel group of its own (hybrid context parallelism). Every set
+  of ranks has a book of its own, with groups and plans that its members make, and nobody else.
 - What algorithm "auto" chooses for the first plan of a kind of layer and its shapes holds for all
   later ones, whatever documents they have: the process groups, and whether ranks share heads, were
   decided before any shape was known.
@@ -63,10 +65,14 @@ class LayerKind:
 
 @dataclass
 class PlanBook:
-    """The grid of one context-parallel group and the plans made over it."""
+    """The grid of one context-parallel group and the plans made over it.
+
+    others: the books of groups that hold single micro-batches of the same layers, by their ranks.
+    """
 
     groups: mb.Groups
     startup: str | None = None
+    others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     _communicators: str = ""
     _lowest: dict[LayerKind, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
@@ -82,6 +88,12 @@ class PlanBook:
         lowest = min(layer_number, self._lowest.get(kind, layer_number))
         self._lowest[kind] = lowest
         return layer_number == lowest
+
+    def over(self, ranks: tuple[int, ...], make_groups: Callable[[], mb.Groups]) -> PlanBook:
+        """The book of a group that holds a micro-batch; a collective of that group, if made now."""
+        if ranks not in self.others:
+            self.others[ranks] = PlanBook(make_groups())
+        return self.others[ranks]
 
     def plan(self, kind: LayerKind, leads: bool, q, k, v, pack: Pack | None = None) -> mb.Plan:
         """The plan for these tensors; a collective if ``leads``, a look-up otherwise."""
@@ -167,9 +179,10 @@ def nothing_seen(query: torch.Tensor) -> torch.Tensor:
 def startup_line() -> str | None:
     """The start-up line of this process's first plan: algorithm, topology, side, layout, kernel,
     bytes per layer. None before the first forward, or when no model uses BurstAttention."""
-    for book in _books().values():
-        if book.startup:
-            return book.startup
+    for first in _books().values():
+        for book in (first, *first.others.values()):
+            if book.startup:
+                return book.startup
     return None
 
 

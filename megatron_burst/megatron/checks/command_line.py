@@ -15,6 +15,7 @@ from typing import Any
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.hybrid import script_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
 from megatron_burst.megatron.checks.problem import Problem
@@ -94,6 +95,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             "--transformer-impl transformer_engine, and Transformer Engine is not installed",
             add=("--transformer-impl local",),
         )
+    yield from script_problems(settings)
     if not takes_over(args):
         return
     yield from _world(settings)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
+from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -49,7 +50,7 @@ def config_problems(
             f"{SIZES} {list(sizes)} multiply to {math.prod(sizes)}, which is not "
             f"--context-parallel-size {cp}"
         )
-    if cp == 1:
+    if not splits(config):
         return
     if burst.algorithm == "megatron":
         if burst.layout != "zigzag":
@@ -69,6 +70,7 @@ def config_problems(
             yield from _tensor_problems(config, seq_length)
     if burst.store:
         yield from _store_problems(config, burst.store)
+    yield from hybrid_problems(config)
     yield from graph_problems(config, burst.store)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)

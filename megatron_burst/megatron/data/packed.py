@@ -70,6 +70,8 @@ class Pack:
         return self._made[cut, cp_size]
 
     def _layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+        if cp_size == 1:  # hybrid context parallelism: documents of any length
+            return mb.layout.make("contiguous", cp_size=1)
         if cut.name == "balanced":
             return self._balanced(cut, cp_size)
         if cut.name == "zigzag" and not (np.diff(self.bounds) % (2 * cp_size)).any():
@@ -120,13 +122,13 @@ class Pack:
         return self._made[key]
 
     def successors(
-        self, name: str, cp_size: int, rank: int, device: torch.device
+        self, cut: Cut, cp_size: int, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `mb.layout.successors`, on ``device``, sent there once: where the rank's tokens find
         the next ones of their documents."""
-        key = "successors", name, cp_size, rank, device
+        key = "successors", cut, cp_size, rank, device
         if key not in self._sent:
-            index = mb.layout.successors(self.layout(name, cp_size), self.documents[1:], rank)
+            index = mb.layout.successors(self.layout(cut, cp_size), self.documents[1:], rank)
             self._sent[key] = tuple(to_device(rows, device) for rows in index)
         return self._sent[key]
 

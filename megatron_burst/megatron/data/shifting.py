@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_burst.megatron.checks.model import HIDDEN_STATES
+from megatron_burst.megatron.data.cut import cut_of_run
 from megatron_burst.megatron.data.packed import Pack, packs
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
@@ -57,7 +58,7 @@ def roll(original: Callable, layout: str) -> Callable:
             pack = whole.setdefault(total, Pack(total, (0, total), (0, total)))
         else:
             pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
-        index = pack.successors(layout, group.size(), group.rank(), tensor.device)
+        index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
         moved = exchange(tensor, *index, group)
         return moved, moved.sum() if given.get("return_sum", True) else None
 

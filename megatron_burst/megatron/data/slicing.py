@@ -28,7 +28,9 @@ from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.data.shifting import roll
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
-_NOT_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
+_NOT_SEQUENCES = (
+    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
+)  # fmt: skip
 
 
 def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
@@ -66,13 +68,11 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
     def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
         bound = signature.bind(*args, **kwargs)
         batch, group = bound.arguments["batch"], bound.arguments.get("cp_group")
-        hybrid, packed = bound.arguments.get("is_hybrid_cp"), batch.get("cu_seqlens") is not None
-        if hybrid and layout != "zigzag":
-            raise ValueError(
-                f"hybrid context parallelism needs --burst-layout zigzag, this run has {layout}"
-            )
+        packed = batch.get("cu_seqlens") is not None
+        if packed and bound.arguments.get("is_hybrid_cp"):
+            return _of_own_group(batch, bound.arguments.get("hybrid_cp_group_func"), layout)
         group = context_group(group)
-        if group.size() == 1 or hybrid or (not packed and layout == "zigzag"):
+        if group.size() == 1 or (not packed and layout == "zigzag"):
             return original(*args, **kwargs)
         if packed:
             documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
@@ -83,6 +83,27 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
         return batch
 
     return get_batch_on_this_cp_rank
+
+
+def _of_own_group(
+    batch: dict[str, Any], group_of_size: Callable | None, layout: str
+) -> dict[str, Any]:
+    """The part of a micro-batch that has a group of its own, of ``local_cp_size`` ranks.
+
+    The original cuts the whole pack in zigzag order, attention every document.
+    """
+    size = batch.get("local_cp_size")
+    if size is None or group_of_size is None:
+        raise ValueError(
+            "is_hybrid_cp: the batch needs local_cp_size, and get_batch_on_this_cp_rank needs "
+            "hybrid_cp_group_func, which makes a group of it"
+        )
+    if int(size) == 1:
+        return batch
+    group = group_of_size(group_size=int(size))
+    documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
+    cut = cut_of_run(layout)
+    return take(batch, documents, cut, group.size(), group.rank()) | {"hybrid_cp_group": group}
 
 
 def packed_batch_slicer(original: Callable, layout: str) -> Callable:
