@@ -17,6 +17,7 @@ from .schedule.topology import Placement
 
 OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 Loss = Literal["off", "single_pass", "recompute"]
+Pack = Literal["off", "documents"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
@@ -55,6 +56,8 @@ class BurstConfig:
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
     nccl_max_ctas: multiprocessors that a kernel of a ring's own NCCL communicator takes at most;
     None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
+    pack: "documents" packs the documents of every global batch anew, into micro-batches of
+    `--seq-length` tokens that take equally long; "off" leaves those of the data loader.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -134,6 +137,13 @@ class BurstConfig:
             "default: NCCL's choice"
         ),
     ] = None
+    pack: Annotated[
+        Pack,
+        Described(
+            "documents packs those of every global batch anew, over the data-parallel ranks, into "
+            "micro-batches of --seq-length tokens that are predicted to take equally long"
+        ),
+    ] = "off"
 
     def __post_init__(self):
         for name in CHOICES:

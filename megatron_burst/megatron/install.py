@@ -15,6 +15,7 @@ from megatron_burst.megatron import training
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import kernel_problems
+from megatron_burst.megatron.checks.packing import packing_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.data.cut import cut_for, settle_cut
 from megatron_burst.megatron.patching import patched, registry
@@ -46,6 +47,7 @@ def install(layout: LayoutName | None = None) -> None:
         from megatron_burst.megatron.attention import hooks as attention_hooks
         from megatron_burst.megatron.data.slicing import slicing_patches
         from megatron_burst.megatron.lm_head import fused_loss, mtp
+        from megatron_burst.megatron.packing import step
         from megatron_burst.megatron.training import hooks as training_hooks
 
         if for_scripts:
@@ -56,6 +58,7 @@ def install(layout: LayoutName | None = None) -> None:
             attention_hooks.patch_recompute(patches)
             fused_loss.patch(patches)
             mtp.patch(patches)
+            step.patch(patches)
             patches.notes["scripts"] = for_scripts
             if for_scripts:
                 training_hooks.patch(patches, configure)
@@ -108,6 +111,7 @@ def configuration_problems(
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
     yield from kernel_problems(config, burst)
+    yield from packing_problems(config, burst)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
@@ -126,5 +130,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         _fix_layout(patches, burst.layout)
     if burst.algorithm != "megatron":
         settle_cut(patches, cut_for(config, burst))
+    if burst.pack != "off":
+        patches.notes["packing"] = True
     config.burst = burst
     return config

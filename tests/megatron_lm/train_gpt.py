@@ -2,10 +2,11 @@
 
 As short as one can be: a GPT from Megatron-LM's flags, trained by its `pretrain` on `--data-path`,
 or on counting sequences of documents with uneven lengths. `--packed` keeps the documents from
-seeing each other.
+seeing each other; with `--alone` besides, one rank runs the model on each document by itself.
 """
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -99,6 +100,8 @@ def forward_step(data_iterator, model):
     group = mpu.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
     mask, params = batch.get("attention_mask"), None
+    if args.alone:
+        return each_alone(model, batch)
     if lengths is not None and group.size() == 1:  # Megatron's local attention knows no packs
         places = torch.arange(args.seq_length)
         document = torch.bucketize(places, lengths[0], right=True)
@@ -134,8 +137,19 @@ def whole_roll(shift, params, tensor, shifts, dims, **unused):
     return shift(tensor, shifts, dims, params)
 
 
+def each_alone(model, batch):
+    """No packing of any kind: what the losses of packed documents have to equal."""
+    losses = [
+        model(*(batch[name][:, start:end] for name in ("tokens", "position_ids")), None,
+              labels=batch["labels"][:, start:end])
+        for start, end in pairwise(batch["cu_seqlens"][0].tolist())
+    ]  # fmt: skip
+    return torch.cat(losses, 1), partial(loss_function, batch["loss_mask"])
+
+
 def add_own_flags(parser):
     parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--alone", action="store_true")
     return parser
 
 

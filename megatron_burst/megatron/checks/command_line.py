@@ -18,6 +18,7 @@ from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.hybrid import script_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
+from megatron_burst.megatron.checks.packing import packing_problems
 from megatron_burst.megatron.checks.problem import Problem
 from megatron_burst.megatron.patching import registry
 
@@ -89,6 +90,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(settings, burst)
+    yield from packing_problems(settings, burst)
     engine = importlib.util.find_spec("transformer_engine") is not None
     if getattr(settings, "transformer_impl", None) == "transformer_engine" and not engine:
         yield Problem(

@@ -127,10 +127,10 @@ class Pack:
         """As `mb.layout.successors`, on ``device``, sent there once: where the rank's tokens find
         the next ones of their documents."""
         key = "successors", cut, cp_size, rank, device
-        if key not in self._sent:
+        if key not in self._made:
             index = mb.layout.successors(self.layout(cut, cp_size), self.documents[1:], rank)
-            self._sent[key] = tuple(to_device(rows, device) for rows in index)
-        return self._sent[key]
+            self._made[key] = tuple(to_device(rows, device) for rows in index)
+        return self._made[key]
 
     @cached_property
     def _made(self) -> _Cuts:

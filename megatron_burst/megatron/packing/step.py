@@ -1,0 +1,185 @@
+"""Packs the documents of each training step anew, between the data loader and the schedule.
+
+A step reads exactly the samples that it would have read without, so consumed samples, the sampler
+and checkpoints know nothing of it: nothing is carried from step to step. Only the number of
+micro-batches that Megatron's schedule runs is another. Evaluation keeps the batches of the data
+loader, because some of its losses are means per micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from megatron_burst.config import OFF, BurstConfig
+from megatron_burst.megatron.log import log
+from megatron_burst.megatron.packing import exchange
+from megatron_burst.megatron.packing.documents import documents_of, micro_batch, names_of
+from megatron_burst.megatron.packing.model_work import work_of
+from megatron_burst.megatron.patching.compatibility import require_function
+from megatron_burst.megatron.patching.registry import PatchSet
+from megatron_burst.packing import Packing, Work, pack
+
+ASKED = "packing"  # note: a configuration of this run asked for it
+_TOLD = "packing was logged"
+
+
+def asked(burst: BurstConfig) -> bool:
+    """Whether steps are packed with these choices."""
+    return burst.pack != "off" and burst.algorithm != OFF
+
+
+def patch(patches: PatchSet) -> None:
+    """Add to a set of patches what gives Megatron's schedules packed micro-batches."""
+    name = "get_forward_backward_func"
+    original = require_function(schedules, name, [])
+    patches.replace_function(schedules, name, _packing(original, patches))
+
+
+def _packing(original: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
+        run = original(*args, **kwargs)
+        return _packed(run, patches) if patches.notes.get(ASKED) else run
+
+    return get_forward_backward_func
+
+
+def _packed(run: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(run)
+    def forward_backward(**named: Any) -> Any:
+        chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
+        config = get_model_config(chunks[0])
+        burst = getattr(config, "burst", None)
+        if burst is None or not asked(burst) or named.get("forward_only"):
+            return run(**named)
+        iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
+        multiple = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+        packed, found = step(
+            iterators if several else [iterators],
+            named["num_microbatches"], named["seq_length"], work_of(config), multiple,
+        )  # fmt: skip
+        if found is not None and not patches.notes.setdefault(_TOLD, False):
+            patches.notes[_TOLD] = True
+            log(_summary(found, named["num_microbatches"]))
+        named["num_microbatches"] = _agreed(found.count if found else 0)
+        named["data_iterator"] = packed if several else packed[0]
+        return run(**named)
+
+    return forward_backward
+
+
+def _summary(found: Packing, count: int) -> str:
+    return (
+        f"--burst-pack documents: in the first step {found.count} micro-batches on each of "
+        f"{len(found.places)} data-parallel ranks, {count} as the data loader made them; the "
+        f"busiest {found.imbalance:.3f} of their mean"
+    )
+
+
+def step(
+    iterators: Sequence[Any], count: int, total: int, work: Work, multiple: int
+) -> tuple[list[Any], Packing | None]:
+    """Iterators over packed micro-batches for those over the batches of the data loader.
+
+    iterators: one per model chunk, all over the same batches; None where nothing is read. count:
+    batches of a step; total: tokens of a micro-batch. Also returns the packing, None on a rank
+    that reads nothing. Raises ValueError, on every rank that reads, for batches or documents that
+    cannot be packed.
+    """
+    read = [[next(one) for _ in range(count)] for one in iterators if one is not None]
+    if not read:
+        return list(iterators), None
+    try:
+        found, batches = _repacked(read[0], total, work, multiple)
+    except ValueError:
+        with contextlib.suppress(ValueError):
+            _agreed(_FAILED)  # ranks that read nothing wait for the number of micro-batches
+        raise
+    # Scripts change the batches that they are given, so every chunk has its own.
+    packed = [
+        None if one is None else iter([dict(batch) for batch in batches]) for one in iterators
+    ]
+    return packed, found
+
+
+def _repacked(
+    batches: Sequence[dict[str, Any]], total: int, work: Work, multiple: int
+) -> tuple[Packing, list[dict[str, Any]]]:
+    group, problem, samples = _data_group(), None, []
+    try:
+        samples = [documents_of(batch) for batch in batches]
+    except ValueError as error:
+        problem = error
+    try:
+        told = exchange.gather(None if problem else _numbers(samples), group)
+    except ValueError as error:
+        raise problem or error from None
+    lengths = [[number >> 1 for number in numbers] for numbers in told]
+    flat = [length for one in lengths for length in one]
+    found = pack(
+        flat, work, ranks=group.size(), capacity=total, multiple=multiple, given=_given(told)
+    )
+    homes = [[number for bin in places for number in bin] for places in found.places]
+    mine = [document for sample in samples for document in sample]
+    like = names_of(batches[0])
+    here = exchange.route(mine, homes, lengths, like, group)
+    return found, [
+        micro_batch([here[number] for number in bin], like, total)
+        for bin in found.places[group.rank()]
+    ]
+
+
+def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
+    """Lengths of documents, doubled, and one more for the first of a sample."""
+    return [
+        2 * len(document["tokens"]) + (index == 0)
+        for sample in samples
+        for index, document in enumerate(sample)
+    ]
+
+
+def _given(told: Iterable[Iterable[int]]) -> list[list[int]]:
+    """The documents of each sample, by their numbers in the batch."""
+    samples: list[list[int]] = []
+    for index, number in enumerate(number for numbers in told for number in numbers):
+        if number & 1:
+            samples.append([])
+        samples[-1].append(index)
+    return samples
+
+
+_FAILED = -1
+
+
+def _agreed(number: int) -> int:
+    """The number of micro-batches, from the tensor- and pipeline-parallel ranks that read data."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() == 1:
+        return number
+    # Nothing is known of 0: such a rank leaves both to the others.
+    bounds = torch.tensor([number, -number or -_MANY], device=exchange.device_of(group))
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, group=group)
+    if int(bounds[0]) == -int(bounds[1]):
+        return int(bounds[0])
+    raise ValueError(
+        "--burst-pack: ranks of one model found different micro-batches, or no way to pack: "
+        "another rank says why"
+    )
+
+
+_MANY = 2**40
+
+
+def _data_group() -> Any:
+    """Ranks with other data and the same part of each sequence, on the CPU if Megatron has it."""
+    with contextlib.suppress(AssertionError):
+        return parallel_state.get_data_parallel_group_gloo()
+    return parallel_state.get_data_parallel_group()

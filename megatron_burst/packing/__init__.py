@@ -1,0 +1,9 @@
+"""Packing: the documents of a global batch into micro-batches that take equally long.
+
+Above `autotune`, whose rates turn work into seconds, and below `megatron`, which moves the tokens.
+"""
+
+from .solver import Packing, pack
+from .work import Work, document_pairs
+
+__all__ = ["Packing", "Work", "document_pairs", "pack"]

@@ -1,0 +1,85 @@
+"""What a document costs: pairs of attention, and linear work for each token.
+
+The unit is one pair (query, key) that see each other in one layer, forward and backward. Counted in
+integers, so that every rank that packs the same documents finds the same; `Work.seconds` turns it
+into a forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..autotune.rates import BACKWARD, Rates, check_rates
+
+LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward over those of its forward
+Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
+CAUSAL: Window = (None, 0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a model.
+
+    token: all that is not attention, for each token, padding included, in pairs. windows: (left,
+    right, layers) of each kind of layer: how far its attention sees inside documents, None without
+    a limit. pair_flops: FLOPs of a pair in forward: 2 x (d + d_v) x heads.
+
+    Raises ValueError that names the value.
+    """
+
+    token: int = 0
+    windows: tuple[tuple[int | None, int | None, int], ...] = ((*CAUSAL, 1),)
+    pair_flops: int = 1
+
+    def __post_init__(self):
+        for name, least in (("token", 0), ("pair_flops", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"work: {name} must be an integer from {least} on, got {value!r}")
+        if not self.windows:
+            raise ValueError("work: windows must name at least one kind of layer")
+
+    @classmethod
+    def of(cls, *, token_flops: float, pair_flops: int, windows: Sequence[Window]) -> Work:
+        """From the FLOPs of a forward. windows: one per layer; token_flops: of all layers."""
+        kinds = dict.fromkeys(windows, 0)
+        for window in windows:
+            kinds[window] += 1
+        relative = (1 + LINEAR_BACKWARD) / (1 + BACKWARD)
+        token = round(relative * token_flops / pair_flops)
+        return cls(token, tuple((*kind, layers) for kind, layers in kinds.items()), pair_flops)
+
+    def attention(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Pairs of each document over all layers, int64 [documents]."""
+        lengths = np.asarray(lengths, np.int64)
+        found = np.zeros(len(lengths), np.int64)
+        for left, right, layers in self.windows:
+            found += layers * document_pairs(lengths, (left, right))
+        return found
+
+    def seconds(self, load: float, rates: Rates, *, ranks: int = 1, link: float = 0.0) -> float:
+        """Forecast of forward and backward of a load in pairs, on ``ranks`` ranks.
+
+        link: seconds of its transfers, which run beside the computation. Linear work is taken to
+        run at the rate of attention. Raises ValueError without a compute rate.
+        """
+        check_rates(rates)
+        if rates.compute is None:
+            raise ValueError("rates: compute is None, and a forecast of packing needs FLOP/s")
+        return max((1 + BACKWARD) * load * self.pair_flops / (ranks * rates.compute), link)
+
+
+def document_pairs(lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL) -> np.ndarray:
+    """Pairs (query, key) that see each other in documents of these lengths, int64 [documents]."""
+    lengths = np.asarray(lengths, np.int64)
+    return lengths + sum(_to_one_side(lengths, reach) for reach in window)
+
+
+def _to_one_side(lengths: np.ndarray, reach: int | None) -> np.ndarray:
+    """Pairs of a token and another that lies at most ``reach`` before it."""
+    furthest = np.maximum(lengths - 1, 0)
+    near = furthest if reach is None else np.minimum(reach, furthest)
+    return near * (near + 1) // 2 + near * (furthest - near)

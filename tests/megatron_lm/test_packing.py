@@ -1,0 +1,44 @@
+"""`--burst-pack documents`: as if every document had come alone, on one rank.
+
+Documents of 5 to 40 tokens, four sequences of 64 per step: two data-parallel ranks, two ranks for
+each sequence.
+"""
+
+import re
+
+import pytest
+from test_training import CP2, same
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+PACK = f"--packed {CP2} --burst-pack documents --global-batch-size 8"
+ALONE = "--packed --alone --global-batch-size 8"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, train):
+    folder = tmp_path_factory.mktemp("packed")
+    return train(4, f"{PACK} --save {folder} --save-interval 5"), folder
+
+
+def test_every_document_as_if_alone(saved, train):
+    same(saved[0], train(1, ALONE))
+    (line,) = saved[0].lines("--burst-pack documents: in the first step")
+    count, made = re.search(r"step (\d+) micro-batches on each of 2 .* (\d+) as", line).groups()
+    assert int(made) == 4
+    assert int(count) in (4, 5)
+
+
+def test_resuming(saved, train):
+    run = train(4, f"{PACK} --load {saved[1]} --ckpt-step 5")
+    assert min(run.steps) == 6
+    same(run, saved[0], [6, 8, 9, 10])
+
+
+def test_consumed_samples_are_those_of_the_data_loader(saved):
+    found = [
+        int(re.search(r"consumed samples: +(\d+)", line)[1])
+        for line in saved[0].lines("consumed samples:")
+    ]
+    assert found == list(range(8, 88, 8))
