@@ -86,7 +86,8 @@ def _prepared(
     problem, works = cell.problem(), {}
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
         say(f"{cell.grid} {cell.heads}: the truth, in one process")
-        measure.write_problem(problem, ranks.network.size, Path(folder))
+        layouts = tuple(dict.fromkeys(rival.layout for rival in rivals))
+        measure.write_problem(problem, ranks.network, Path(folder), layouts)
         ranks.run(measure.load, problem, Path(folder))
     for rival in rivals:
         if rival.algorithm == "auto":  # chosen in each cell
@@ -184,15 +185,16 @@ def _transfer(ranks: Ranks) -> dict[str, float]:
 
 
 def _speed(cell: Cell, works: dict[Rival, list[Work]]) -> float | None:
-    """FLOP/s at which burst's compute takes REGIMES[regime] times as long as its links are busy;
-    0.0 for compute that takes no time, None for real compute."""
+    """FLOP/s at which burst's compute, in the layout of the first rival, takes REGIMES[regime] times
+    as long as its links are busy; 0.0 for compute that takes no time, None for real compute."""
     if cell.regime == "real":
         return None
     share = REGIMES[cell.regime]
     if share == 0.0:
         return 0.0
-    flops = max(sum(work.flops.values()) for work in next(iter(works.values())))  # of any rival
-    return flops / (share * predict.busy(cell))
+    rival, some = next(iter(works.items()))  # of a layout, all rivals compute alike
+    flops = max(sum(work.flops.values()) for work in some)
+    return flops / (share * predict.busy(cell, rival.layout))
 
 
 def _reason(report: str) -> str:

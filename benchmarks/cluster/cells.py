@@ -12,13 +12,14 @@ REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
 # Query and key/value heads. Four kv heads go in four groups at most, eight in eight. One head is
 # for long sequences, whose attention a CPU has to compute once.
 HEADS = {
-    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 1": (1, 1),
+    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 4": (4, 4),
+    "MHA 1": (1, 1),
 }  # fmt: skip
 WIRES = {"fp32": 4, "bf16": 2}  # dtype of travelling partial results -> bytes
 
 
 class Problem(NamedTuple):
-    """One attention, fp32, batch 1, zigzag: `tokens` per rank.
+    """One attention, fp32, batch 1: `tokens` per rank.
 
     mask: its name (`problems`). wire: a key of `WIRES`.
     """
@@ -37,7 +38,10 @@ class Problem(NamedTuple):
 
 
 class Rival(NamedTuple):
-    """One way of running `mb.attention`. algorithm "auto": chosen in each cell, from its rates."""
+    """One way of running `mb.attention`. algorithm "auto": chosen in each cell, from its rates.
+
+    layout: a key of `cuts.LAYOUTS`.
+    """
 
     name: str
     algorithm: str
@@ -47,6 +51,7 @@ class Rival(NamedTuple):
     ulysses: str = "none"
     placement: str = "head_first"
     head_chunks: int = 1
+    layout: str = "zigzag"
 
     def ulysses_size(self, nodes: int, per_node: int) -> int:
         return {"none": 1, "all": nodes * per_node, "node": per_node, "nodes": nodes}[self.ulysses]
@@ -74,7 +79,7 @@ RIVALS = (
 class Cell(NamedTuple):
     """One block of the table: all rivals in one setting.
 
-    wiring: a key of `network.WIRINGS`. mask, wire: as of `Problem`.
+    wiring: a key of `network.WIRINGS`. mask, wire, width: as of `Problem`.
     """
 
     nodes: int
@@ -86,6 +91,7 @@ class Cell(NamedTuple):
     wiring: str = "nic"
     mask: str = "causal"
     wire: str = "fp32"
+    width: int = 64
 
     @property
     def network(self) -> Network:
@@ -95,8 +101,8 @@ class Cell(NamedTuple):
     def grid(self) -> str:
         return f"{self.nodes}x{self.per_node}"
 
-    def problem(self, width: int = 64) -> Problem:
-        return Problem(self.tokens, *HEADS[self.heads], width, self.mask, self.wire)
+    def problem(self) -> Problem:
+        return Problem(self.tokens, *HEADS[self.heads], self.width, self.mask, self.wire)
 
 
 def cells(

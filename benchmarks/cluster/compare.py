@@ -31,6 +31,7 @@ def add(commands: argparse._SubParsersAction, out: Path) -> None:
     parser.add_argument("--masks", help="only those whose name contains one of A,B,...")
     parser.add_argument("--wirings", help="only these, comma-separated")
     parser.add_argument("--wires", help="only these, comma-separated")
+    parser.add_argument("--regimes", help="only these, comma-separated")
     parser.add_argument("--rivals", default="", help="only those whose name contains A,B,...")
     parser.add_argument("--seeds", default="0-11", help="of packed documents (default: 0-11)")
     parser.add_argument("--tokens", type=int, help="per rank (default: the suite's)")
@@ -85,6 +86,7 @@ def _job(suite: Suite, arguments: argparse.Namespace) -> tuple[Suite, list[Cell]
         rivals=tuple(r for r in suite.rivals if _wanted(r.name, arguments.rivals)),
         wirings=tuple(x for x in suite.wirings if _wanted(x, arguments.wirings)),
         wires=tuple(x for x in suite.wires if _wanted(x, arguments.wires)),
+        regimes=tuple(x for x in suite.regimes if _wanted(x, arguments.regimes)),
         masks=tuple(x for x in suite.masks if _wanted(x, arguments.masks)),
         tokens=arguments.tokens or suite.tokens,
     )

@@ -26,7 +26,8 @@ class Entry(NamedTuple):
     """One rival in one setting. seconds: of every run; ratio: the base's time over its own, run by
     run; between, within: MiB that a rank sends, mean and busiest; least: the mean between nodes if
     every row crossed once to each node that wants it; messages: average KiB by link; extra: kernel
-    bytes over the formula's in per cent."""
+    bytes over the formula's in per cent; imbalance: visible pairs of the busiest rank over their
+    mean."""
 
     name: str
     seconds: tuple[float, ...]
@@ -42,6 +43,7 @@ class Entry(NamedTuple):
     messages: dict[str, float]
     extra: dict[str, float]
     predicted: float | None = None
+    imbalance: float | None = None
 
 
 class Compared(NamedTuple):
@@ -100,6 +102,7 @@ def compared(suite: str, record: Record, base: tuple[str, ...]) -> Compared:
                 {link: _message(rival, link) for link in LINKS if _messages(rival, link)},
                 {link: round(x, 1) for link, x in table._extra(rival["bytes"]).items()},
                 rival["predicted"] and round(rival["predicted"], 3),
+                round(rival["imbalance"], 3) if "imbalance" in rival else None,
             )
         )
     reached = {link: round(rate / 1e6) for link, rate in table.reached(record).items()}
@@ -166,7 +169,8 @@ def lines(found: Compared) -> str:
             f"  {e.name:24} {median(e.seconds):7.3f} s ({e.forward:.3f} + {e.backward:.3f}), "
             f"gain {e.ratio}, permitted {e.permitted:.2f}, over limit {e.over_limit:.2f}, between "
             f"{e.between[0]:.2f} mean {e.between[1]:.2f} most {e.least:.2f} least MiB, messages "
-            f"{e.messages} KiB, extra {e.extra} %, predicted {e.predicted}"
+            f"{e.messages} KiB, extra {e.extra} %, predicted {e.predicted}, "
+            f"imbalance {e.imbalance}"
         )
     return "\n".join([*rows, *(f"  {text}" for text in found.left_out)])
 
@@ -174,8 +178,9 @@ def lines(found: Compared) -> str:
 def headline(found: Compared) -> str:
     cell = found.cell
     wiring = "" if cell["wiring"] == "nic" else f", links per pair of ranks ({cell['wiring']})"
+    width = "" if cell.get("width", 64) == 64 else f" of width {cell['width']}"
     wire = "" if cell["wire"] == "fp32" else f", {cell['wire']} on the wire"
     return (
         f"{cell['nodes']} x {cell['per_node']}, {cell['mask']}, {cell['tokens']} tokens per rank, "
-        f"{cell['heads']}, {cell['rates']}{wiring}{wire}, {cell['regime']}"
+        f"{cell['heads']}{width}, {cell['rates']}{wiring}{wire}, {cell['regime']}"
     )

@@ -81,7 +81,7 @@ def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
     """What each survivor said, and what was wrong with it."""
     network = Network(2, 2, Rates.parse("20M/80M"))
     with tempfile.TemporaryDirectory() as folder:
-        measure.write_problem(PROBLEM, network.size, Path(folder))
+        measure.write_problem(PROBLEM, network, Path(folder))
         with built(network), Ranks(network, timeout=TIMEOUT) as ranks:
             ranks.run(measure.load, PROBLEM, Path(folder))
             ranks.run(measure.prepare, rival)
@@ -134,12 +134,13 @@ def _first(answer: Answer) -> str:
 
 def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
     """Call attention until `seconds` have passed; the worst error of a result, how many calls."""
-    plan, (q, k, v, dout) = state["plans"][rival.name], state["inputs"]
+    plan, share = state["plans"][rival.name]
+    q, k, v, dout = share.inputs
     begin, worst, calls = time.monotonic(), 0.0, 0
     while time.monotonic() - begin < seconds:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = mb.attention(*leaves, plan=plan)
         grads = torch.autograd.grad(out, leaves, dout)
-        worst = max(worst, measure.worst_error((out, *grads), state["truth"]))
+        worst = max(worst, measure.worst_error((out, *grads), share.truth))
         calls += 1
     return {"calls": calls, "error": worst}

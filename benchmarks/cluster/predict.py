@@ -4,16 +4,15 @@ know beforehand how long a benchmark takes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.layout import make
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
 
 from .cells import REGIMES, WIRES, Cell, Rival
-from .problems import mask_of
+from .cuts import cut
 
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
 REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
@@ -27,12 +26,12 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     problem, size = cell.problem(), cell.nodes * cell.per_node
     ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
     topology = Topology(size, cell.per_node, ulysses, rival.placement)
+    laid = cut(rival.layout, problem.mask, problem.tokens * size, cell.nodes, cell.per_node)
     sizes = Sizes(
-        problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4,
+        len(laid.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4,
         WIRES[problem.wire], (True, True, True),
     )  # fmt: skip
-    mask = mask_of(problem.mask, problem.tokens * size)
-    workload = Workload(sizes, mask, make("zigzag", cp_size=size))
+    workload = Workload(sizes, laid.mask, laid.layout)
     fixed = Fixed(
         RINGS.get(rival.algorithm, rival.algorithm),
         None if rival.side == "auto" else rival.side,
@@ -56,11 +55,12 @@ def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> fl
     return total
 
 
-def busy(cell: Cell) -> float:
+def busy(cell: Cell, layout: str = "zigzag") -> float:
     """Seconds for which the busier links of burst's busiest rank are in use at their nominal rates,
     in both passes, of the side that sends less."""
     links = Rates(*(cell.rates.of(link) / 8 for link in ("intra", "inter")), compute=math.inf)
-    sides = [predict(cell, Rival("burst", "burst", side), links) for side in ("kv", "query")]
+    sides = [predict(cell, Rival("burst", "burst", side, layout=layout), links)
+             for side in ("kv", "query")]  # fmt: skip
     return min(
         sum(max(p.intra, p.inter) for p in (found.forward, found.backward))
         for found in sides
@@ -68,12 +68,12 @@ def busy(cell: Cell) -> float:
     )
 
 
-def _seconds(cell: Cell, rivals: Iterable[Rival]) -> Iterable[float]:
+def _seconds(cell: Cell, rivals: Sequence[Rival]) -> Iterator[float]:
     """Of one run of each rival, at nominal rates."""
     links = Rates(*(REACHED * cell.rates.of(link) / 8 for link in ("intra", "inter")),
                   compute=math.inf)  # fmt: skip
     # overlapped or not, compute makes no run longer than both one after the other
-    compute = REGIMES.get(cell.regime, 1.0) * busy(cell) / REACHED
+    compute = REGIMES.get(cell.regime, 1.0) * busy(cell, rivals[0].layout) / REACHED
     for rival in rivals:
         if rival.algorithm == "auto":
             continue

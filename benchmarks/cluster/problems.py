@@ -44,6 +44,12 @@ def bounds(name: str, seed: int, length: int) -> list[int]:
     return found
 
 
+def bounds_of(text: str, length: int) -> list[int] | None:
+    """Cumulative lengths of the documents of the mask of this name; None if it has none."""
+    found = re.fullmatch(r"documents (500|1K) seed (\d+)", text)
+    return found and bounds(found[1], int(found[2]), length)
+
+
 def mask_of(text: str, length: int) -> Mask:
     """The mask of this name over a sequence of `length` tokens; ValueError if there is none."""
     if text in ("causal", "full"):
@@ -54,8 +60,8 @@ def mask_of(text: str, length: int) -> Mask:
         count = length // int(blocks[1])
         table = np.random.default_rng(0).random((count, count)) < SHOWN
         return BlockSparse(table | np.eye(count, dtype=bool), int(blocks[1])) & Causal()
-    if documents := re.fullmatch(r"documents (500|1K) seed (\d+)", text):
-        return Documents(bounds(documents[1], int(documents[2]), length)) & Causal()
+    if documents := bounds_of(text, length):
+        return Documents(documents) & Causal()
     raise ValueError(f"--masks: there is {MASKS}, got {text!r}")
 
 
@@ -80,9 +86,7 @@ def _pieces(text: str, length: int) -> Iterator[_Piece]:
         for first in range(0, length, ROWS):
             yield _Piece((first, min(first + ROWS, length)), whole, "table")
     else:
-        _, name, _, seed = text.split()
-        found = bounds(name, int(seed), length)
-        for first, stop in pairwise(found):
+        for first, stop in pairwise(bounds_of(text, length) or ()):
             yield _Piece((first, stop), (first, stop), "causal")
 
 

@@ -44,6 +44,7 @@ def of(network: Network, rival: Rival, works: list[Work], done: list[list[Run]])
         },
         "least": works[0].mail.least,
         "flops": {name: max(work.flops[name] for work in works) for name in PASSES},
+        "imbalance": _imbalance(works),
         "bytes": {link: {"formula": wanted[link], "kernel": sent[link]} for link in LINKS},
         "chosen": works[0].chosen,
         "error": max(run.error for runs in done for run in runs),
@@ -55,6 +56,12 @@ def _of_ranks(works: list[Work], found: Any) -> dict[str, dict[str, int]]:
         name: {link: int(found([work.bytes[name][link] for work in works])) for link in LINKS}
         for name in PASSES
     }
+
+
+def _imbalance(works: list[Work]) -> float:
+    """FLOPs of the busiest rank over their mean."""
+    flops = [sum(work.flops.values()) for work in works]
+    return max(flops) * len(flops) / sum(flops)
 
 
 def formula(works: list[Work]) -> dict[str, int]:
@@ -93,15 +100,16 @@ def span(clocks: list[tuple[float, float]]) -> float:
 def slower(
     runs: Mapping[Rival, list[list[Run]]], factor: float
 ) -> dict[Rival, tuple[float, Rival]]:
-    """Rivals that take clearly longer than another one of the same algorithm: how many times as
-    long, and as which."""
+    """Rivals that take clearly longer than another one of the same algorithm and layout: how many
+    times as long, and as which."""
     times = {
         rival: median(sum(span([run.clock[p] for run in one]) for p in PASSES) for one in done)
         for rival, done in runs.items()
     }
     found = {}
     for rival, seconds in times.items():
-        best = min((r for r in times if r.algorithm == rival.algorithm), key=times.__getitem__)
+        alike = (r for r in times if (r.algorithm, r.layout) == (rival.algorithm, rival.layout))
+        best = min(alike, key=times.__getitem__)
         if seconds > factor * times[best]:
             found[rival] = seconds / times[best], best
     return found

@@ -34,6 +34,7 @@ class Suite(NamedTuple):
     wires: tuple[str, ...] = ("fp32",)
     regimes: tuple[str, ...] = ("communication",)
     best: bool = False
+    width: int = 64
 
 
 def _chunked(name: str, algorithm: str, counts: Sequence[int]) -> tuple[Rival, ...]:
@@ -43,7 +44,17 @@ def _chunked(name: str, algorithm: str, counts: Sequence[int]) -> tuple[Rival, .
     )
 
 
+def _laid_out(layout: str, words: str, *algorithms: tuple[str, str]) -> tuple[Rival, ...]:
+    """(name, algorithm) after (name, algorithm), in one layout; in head chunks that hide hops."""
+    return tuple(
+        Rival(f"{words}, {name}", algorithm, "auto", head_chunks=4, layout=layout)
+        for name, algorithm in algorithms
+    )
+
+
 WHOLE = "burst, whole chunks"
+ROWS = ("burst", "burst"), ("multicast", "multicast")
+PACK, EACH, MIXED = "zigzag of the pack", "zigzag per document", "balanced"
 SUITES = {
     "documents": Suite(
         "packed documents: rows only where they are seen",
@@ -51,6 +62,14 @@ SUITES = {
          *_chunked("multicast", "multicast", (1,))),
         (WHOLE,), "2x4,4x2", "50M/200M", "MHA 1", 4096,
         tuple(f"documents {name}" for name in DOCUMENTS),
+    ),
+    "balanced": Suite(
+        "layouts of packed documents: equal tokens and equal pairs on all ranks, beside zigzag",
+        (*_laid_out("documents", EACH, ("whole chunks", whole.NAME), *ROWS),
+         *_laid_out("zigzag", PACK, *ROWS), *_laid_out("balanced", MIXED, *ROWS)),
+        (f"{EACH}, whole chunks",), "2x4,4x2", "50M/200M", "MHA 4", 4096,
+        tuple(f"documents {name}" for name in DOCUMENTS), regimes=("communication", "compute"),
+        width=16,
     ),
     "multicast": Suite(
         "rows that several ranks of a node want cross to it once",
@@ -88,7 +107,7 @@ def cells(
                 for mask in (m for name in suite.masks for m in _batches(name, seeds)):
                     found += [
                         Cell(nodes, per_node, rate, suite.heads, regime, suite.tokens, wiring, mask,
-                             wire)
+                             wire, suite.width)
                         for wire in suite.wires
                         for regime in suite.regimes
                     ]  # fmt: skip

@@ -1,0 +1,67 @@
+"""How the ranks share the tokens of a problem, by the layout that a rival asks for.
+
+All rivals compute the same attention of the same tokens; a rank holds other tokens in each layout.
+"documents" is Megatron's layout of packed documents. It needs lengths that are multiples of
+2 x ranks, so every document gets padding behind its last token, and the ranks hold a few rows more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import megatron_burst as mb
+from megatron_burst.layout import Layout, make
+from megatron_burst.masks import Causal, Documents, Mask
+
+from .problems import bounds_of, mask_of
+
+LAYOUTS = {
+    "zigzag": "zigzag of the whole sequence",
+    "documents": "zigzag of each document, padded to multiples of 2 x ranks",
+    "balanced": "tokens and visible pairs alike on all ranks",
+}
+UNKNOWN = float("nan")  # in a truth: nothing is known of this entry
+
+
+class Cut(NamedTuple):
+    """A layout, the mask over the rows that it lays out, and of each of these rows its token, -1
+    where it is padding. Padding lies behind the tokens of its document, which never see it."""
+
+    layout: Layout
+    mask: Mask
+    tokens: np.ndarray
+
+    def shard(self, x: torch.Tensor, rank: int, padding: torch.Tensor | float) -> torch.Tensor:
+        """The rows of `rank`, of `x`: tokens along dim 0. padding: what its rows hold."""
+        rows = x[torch.from_numpy(np.maximum(self.tokens, 0))]
+        empty = torch.from_numpy(self.tokens < 0)
+        if isinstance(padding, torch.Tensor):
+            rows[empty] = padding[: int(empty.sum())]
+        else:
+            rows[empty] = padding
+        return mb.shard(rows, self.layout, rank, dim=0).clone()
+
+
+def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
+    """`length` tokens under the mask of this name (`problems`), cut by the layout of that name.
+
+    Raises ValueError for a layout that there is not, or that the mask has no documents for.
+    """
+    size, bounds = nodes * per_node, bounds_of(mask, length)
+    if name not in LAYOUTS:
+        raise ValueError(f"layout: there is {', '.join(LAYOUTS)}, got {name!r}")
+    if name == "zigzag":
+        return Cut(make("zigzag", cp_size=size), mask_of(mask, length), np.arange(length))
+    if bounds is None:
+        raise ValueError(f"layout {name} needs packed documents, got the mask {mask!r}")
+    if name == "balanced":
+        layout = make("balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node)
+        return Cut(layout, mask_of(mask, length), np.arange(length))
+    lengths, multiple = np.diff(bounds), 2 * size
+    padded = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)])
+    tokens = np.full(padded[-1], -1)
+    tokens[np.arange(length) + np.repeat(padded[:-1] - bounds[:-1], lengths)] = np.arange(length)
+    return Cut(make("zigzag", cp_size=size, cu_seqlens=padded), Documents(padded) & Causal(), tokens)
