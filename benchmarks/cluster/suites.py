@@ -65,7 +65,7 @@ SUITES = {
     ),
     "balanced": Suite(
         "layouts of packed documents: equal tokens and equal pairs on all ranks, beside zigzag",
-        (*_laid_out("documents", EACH, ("whole chunks", whole.NAME), *ROWS),
+        (*_laid_out("documents", EACH, ("whole chunks", whole.NAME), ROWS[0]),
          *_laid_out("zigzag", PACK, *ROWS), *_laid_out("balanced", MIXED, *ROWS)),
         (f"{EACH}, whole chunks",), "2x4,4x2", "50M/200M", "MHA 4", 4096,
         tuple(f"documents {name}" for name in DOCUMENTS), regimes=("communication", "compute"),
