@@ -289,7 +289,7 @@ def test_a_page_without_markers_is_refused_before_anything_runs(tmp_path, monkey
     with pytest.raises(ValueError, match=r"bare.md has text but not the markers <!-- compared"):
         parsed.run(parsed)
     parsed = command._parser().parse_args(["compare", "tile"])
-    with pytest.raises(ValueError, match="there is documents, balanced, multicast, tiles, two_ways"):
+    with pytest.raises(ValueError, match="there is documents, balanced, multicast, tiles, two"):
         parsed.run(parsed)
 
 

@@ -185,8 +185,8 @@ def _transfer(ranks: Ranks) -> dict[str, float]:
 
 
 def _speed(cell: Cell, works: dict[Rival, list[Work]]) -> float | None:
-    """FLOP/s at which burst's compute, in the layout of the first rival, takes REGIMES[regime] times
-    as long as its links are busy; 0.0 for compute that takes no time, None for real compute."""
+    """FLOP/s at which burst's compute takes REGIMES[regime] times as long as its links are busy, in
+    the layout of the first rival; 0.0 for compute that takes no time, None for real compute."""
     if cell.regime == "real":
         return None
     share = REGIMES[cell.regime]

@@ -64,4 +64,5 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
     padded = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)])
     tokens = np.full(padded[-1], -1)
     tokens[np.arange(length) + np.repeat(padded[:-1] - bounds[:-1], lengths)] = np.arange(length)
-    return Cut(make("zigzag", cp_size=size, cu_seqlens=padded), Documents(padded) & Causal(), tokens)
+    layout = make("zigzag", cp_size=size, cu_seqlens=padded)
+    return Cut(layout, Documents(padded) & Causal(), tokens)

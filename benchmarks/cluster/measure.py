@@ -247,7 +247,7 @@ def _plan(state: State, rival: Rival, share: Share, rates: mb.Rates | None) -> m
         plan = mb.prepare(
             q, k, v, groups=groups, kernel="aten", mask=mask, layout=share.cut.layout,
             grad_wire_dtype=wire, **choice.call
-        )
+        )  # fmt: skip
         return dataclasses.replace(plan, choice=choice)
     ulysses = rival.ulysses_size(network.nodes, network.per_node)
     plan = mb.prepare(

@@ -28,8 +28,8 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     topology = Topology(size, cell.per_node, ulysses, rival.placement)
     laid = cut(rival.layout, problem.mask, problem.tokens * size, cell.nodes, cell.per_node)
     sizes = Sizes(
-        len(laid.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width, problem.width, 4, 4,
-        WIRES[problem.wire], (True, True, True),
+        len(laid.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width, problem.width,
+        4, 4, WIRES[problem.wire], (True, True, True),
     )  # fmt: skip
     workload = Workload(sizes, laid.mask, laid.layout)
     fixed = Fixed(
