@@ -1,0 +1,112 @@
+"""Whose groups Megatron would take: its scheduler of dynamic context parallelism, and fixed ones.
+
+Written from what they do: Megatron-LM's dev branch, `--sequence-packing-scheduler
+default_dynamic_cp` and `dp_balanced` (megatron/core/datasets/data_schedule_utils.py, 2026-08-21).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .plans import Group, MicroBatch
+
+SLACK = 1.05  # of the bound on a rank's work
+
+
+def needed(length: int, most: int) -> int:
+    """Ranks that a document needs where each holds at most so many tokens: a power of two."""
+    return 1 << max(0, math.ceil(math.log2(length / most)))
+
+
+@dataclass
+class _Open:
+    """A group that documents are added to; work: lengths squared over its ranks."""
+
+    size: int
+    lengths: list[int] = field(default_factory=list)
+    work: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, length: int) -> None:
+        self.lengths.append(length)
+        self.work += length * length / self.size
+        self.tokens += length / self.size
+
+
+def dynamic(lengths: Sequence[int], ranks: int, most: int) -> list[MicroBatch]:
+    """Micro-batches of groups by the default scheduler; most: tokens that a rank holds."""
+    left, plan = sorted(map(int, lengths), reverse=True), []
+    while left:
+        groups, left = _micro_batch(left, ranks, most)
+        plan.append(groups)
+    return plan
+
+
+def _micro_batch(lengths: list[int], ranks: int, most: int) -> tuple[list[Group], list[int]]:
+    """The groups of one micro-batch, and what is left. A document goes where the busiest rank's
+    work then is least: of equals to the fewest ranks, there to the oldest group, and to free ranks
+    last. No rank's work may exceed that of the longest document on as few ranks as can hold it."""
+    bound = SLACK * lengths[0] * most
+    groups: list[_Open] = []
+    by_size: dict[int, list[_Open]] = {}
+    left, free, busiest = [], ranks, 0.0
+    for length in lengths:
+        best, least, size = None, math.inf, needed(length, most)
+        most_ranks = ranks if groups else size  # the longest gets no more than it needs
+        while size <= most_ranks:
+            work = length * length / size
+            for group in by_size.get(size, ()):
+                if group.tokens + length / size <= most:
+                    then = max(busiest, group.work + work)
+                    if then <= bound and then < least:
+                        best, least = group, then
+                        if then == busiest:
+                            break
+            if free >= size and max(busiest, work) <= bound and max(busiest, work) < least:
+                best, least = _Open(size), max(busiest, work)
+            if best is not None and least == busiest:
+                break
+            size *= 2
+        if best is None:
+            left.append(length)
+            continue
+        if not best.lengths:
+            groups.append(best)
+            by_size.setdefault(best.size, []).append(best)
+            free -= best.size
+        best.add(length)
+        busiest = max(busiest, best.work)
+    _fill(groups, free, ranks)
+    return [Group(group.size, tuple(group.lengths)) for group in groups], left
+
+
+def _fill(groups: list[_Open], free: int, ranks: int) -> None:
+    """No rank stays idle: the oldest of the smallest groups gets twice the ranks, and so on."""
+    while free:
+        smallest = min(groups, key=lambda group: group.size)
+        free -= min(smallest.size, ranks - smallest.size)
+        smallest.size = min(2 * smallest.size, ranks)
+
+
+def fixed(lengths: Sequence[int], ranks: int, size: int, most: int) -> list[MicroBatch]:
+    """All groups of `size` ranks: packs in the order of the documents, dealt out in turn; where
+    some groups would get none in the last turn, the last packs give documents away."""
+    packs: list[list[int]] = [[]]
+    for length in map(int, lengths):
+        if packs[-1] and sum(packs[-1]) + length > size * most:
+            packs.append([])
+        packs[-1].append(length)
+    groups = ranks // size
+    at = len(packs) - 1
+    while len(packs) % groups and at >= 0:
+        if len(packs[at]) > 1:
+            packs.append([packs[at].pop()])
+        else:
+            at -= 1
+    packs += [[] for _ in range(-len(packs) % groups)]
+    return [
+        [Group(size, tuple(pack)) for pack in packs[i : i + groups]]
+        for i in range(0, len(packs), groups)
+    ]

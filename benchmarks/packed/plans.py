@@ -1,0 +1,75 @@
+"""Plans of a step: micro-batches, each of groups of ranks that run whole documents of their own.
+
+Rivals differ in who makes the plan; here is what it costs, alike for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .rings import Ring, Way
+from .setting import Setting
+
+
+class Group(NamedTuple):
+    """So many neighbouring ranks, and the lengths of the documents that they run."""
+
+    size: int
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> float:
+        """On each rank."""
+        return sum(self.lengths) / self.size
+
+    @property
+    def squares(self) -> float:
+        """The sum of the squares of the lengths."""
+        return float(sum(length * length for length in self.lengths))
+
+
+MicroBatch = Sequence[Group]
+
+
+class Rings:
+    """Groups of all sizes that exchange in one way; what they cost is simulated once each."""
+
+    def __init__(self, setting: Setting, way: Way):
+        self.setting, self.way = setting, way
+        self._rings: dict[int, Ring] = {}
+
+    def of(self, size: int) -> Ring:
+        """The groups of this size."""
+        if size not in self._rings:
+            self._rings[size] = Ring(self.setting, size, self.way)
+        return self._rings[size]
+
+    def layer(self, group: Group) -> float:
+        """Seconds of a layer, forward and backward, for the documents of a group."""
+        return self.of(group.size).layer(group.tokens, group.squares)
+
+    def estimate(self, size: int, tokens: float, squares: float) -> float:
+        """The same between simulated points."""
+        return self.of(size).estimate(tokens, squares)
+
+
+def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
+    """Seconds of a layer where all ranks end every micro-batch together, as they must where groups
+    change: the slowest group of each."""
+    total = 0.0
+    for groups in plan:
+        guess = [rings.estimate(group.size, group.tokens, group.squares) for group in groups]
+        near = 0.9 * max(guess)
+        total += max(rings.layer(g) for g, each in zip(groups, guess, strict=True) if each >= near)
+    return total
+
+
+def apart(plan: Sequence[MicroBatch], rings: Rings) -> float:
+    """Seconds of a layer where groups stay the same, so that they meet at the end of a step only."""
+    ends = np.zeros(len(plan[0]))
+    for groups in plan:
+        ends += [rings.layer(group) for group in groups]
+    return float(ends.max())

@@ -1,0 +1,109 @@
+"""Zigzag within every document on a group of neighbouring ranks, by the package's simulator.
+
+All ranks of such a group do the same, so its time depends on its tokens and on the sum of the
+squares of its documents' lengths only: documents are taken as liquid, which spares them the padding
+to 2 x ranks positions that they need in truth.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_burst.autotune.simulator import pass_time
+from megatron_burst.layout import make
+from megatron_burst.masks import Causal
+from megatron_burst.schedule import rings
+from megatron_burst.schedule.demand import everything, wanted
+from megatron_burst.schedule.rings import Schedule
+
+from .setting import Setting
+
+TOKENS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)  # of what a rank holds at most
+SQUARES = (0.0, 4.0**-6, 4.0**-5, 4.0**-4, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+
+
+class Way(NamedTuple):
+    """How a group exchanges: the fastest of `algorithms`. whole: whole chunks wherever anything of
+    them is seen, else only rows that are seen."""
+
+    algorithms: tuple[str, ...]
+    whole: bool = False
+
+
+FLAT = Way(("ring",), whole=True)
+BURST_WHOLE = Way(("burst",), whole=True)
+ROWS = Way(("burst", "multicast"))
+
+
+class Ring:
+    """Groups of `size` ranks that exchange in one way."""
+
+    def __init__(self, setting: Setting, size: int, way: Way):
+        self.setting, self.size, self.way = setting, size, way
+
+    @cache
+    def passes(self, tokens: float, squares: float) -> tuple[float, float]:
+        """Seconds of attention, forward and backward; tokens: on each rank; squares: of lengths."""
+        setting = self.setting
+        if not tokens:
+            return 0.0, 0.0
+        # Rank i has pieces i and 2n - 1 - i of each document: with every other rank it shares two
+        # squares of pieces, with itself a square and two triangles.
+        each = squares / (2 * self.size) ** 2
+        pairs = np.full((self.size, self.size), 2 * each)
+        pairs += np.eye(self.size) * tokens / 2
+        share = tokens / setting.tokens  # of a chunk's bytes: the links are faster by as much
+        links = {name: getattr(setting.rates, name) / share for name in ("intra", "inter")}
+        rates = setting.rates.__class__(**{**vars(setting.rates), **links})
+        forward, backward = (
+            min(pass_time(each, setting.sizes, pairs * per, rates).seconds for each in schedules)
+            for schedules, per in zip(self._schedules, setting.per_pair, strict=True)
+        )
+        return forward, backward
+
+    def layer(self, tokens: float, squares: float) -> float:
+        """Seconds of a layer, forward and backward, with the products of its tokens."""
+        return sum(self.passes(tokens, squares)) + self.setting.per_token * tokens
+
+    @cached_property
+    def _schedules(self) -> tuple[Sequence[Schedule], Sequence[Schedule]]:
+        setting, size, grid = self.setting, self.size, self.setting.grid(self.size)
+        if self.way.whole or size == 1:
+            want = everything(size, setting.tokens)
+        else:
+            layout = make("zigzag", cp_size=size)
+            shards = [layout.spans(rank, size * setting.tokens) for rank in range(size)]
+            want = wanted(Causal(), shards, shards)
+        rows, names = setting.sizes, self.way.algorithms[: None if size > setting.per_node else 1]
+        return (
+            [rings.forward(name, grid, wanted=want, row_bytes=rows.forward) for name in names],
+            [rings.backward(name, grid, "kv", wanted=want, row_bytes=rows.backward)
+             for name in names],
+        )  # fmt: skip
+
+    @cached_property
+    def _table(self) -> list[list[float]]:
+        most = float(self.setting.tokens)
+        return [
+            [sum(self.passes(most * t, (most * self.size) ** 2 * s)) for s in SQUARES]
+            for t in TOKENS
+        ]
+
+    def estimate(self, tokens: float, squares: float) -> float:
+        """`layer` between simulated points, for searches."""
+        most = float(self.setting.tokens)
+        i, x = _place(tokens / most, TOKENS)
+        j, y = _place(squares / (most * self.size) ** 2, SQUARES)
+        low, high = (row[j] * (1 - y) + row[j + 1] * y for row in self._table[i : i + 2])
+        return low * (1 - x) + high * x + self.setting.per_token * tokens
+
+
+def _place(value: float, points: Sequence[float]) -> tuple[int, float]:
+    """The interval of points that a value lies in, and how far along."""
+    index = min(bisect_right(points, value) - 1, len(points) - 2)
+    return index, (value - points[index]) / (points[index + 1] - points[index])

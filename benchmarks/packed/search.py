@@ -1,0 +1,227 @@
+"""The best groups of FlexSP's kind: powers of two of neighbouring ranks, chosen for every batch.
+
+FlexSP (arXiv 2412.01523) gives every micro-batch groups of many sizes and every group whole
+documents, so that the slowest group is as fast as can be, by integer programming with a cost model.
+Here the cost model is the simulator, and the search is greedy (longest document first) for several
+numbers of micro-batches and group sizes, then annealed. Of few documents it finds the optimum,
+which a test compares with all plans there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .plans import Group, MicroBatch, Rings, together
+
+TARGETS = (0.5, 0.7, 0.85, 1.0, 1.2, math.inf)  # of the mean: how long one document may take
+
+
+@dataclass
+class _Open:
+    size: int
+    seconds: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+
+    def with_(self, rings: Rings, add: Sequence[int], drop: Sequence[int] = ()) -> _Open:
+        """A copy with other documents."""
+        lengths = [*self.lengths, *add]
+        for length in drop:
+            lengths.remove(length)
+        tokens = self.tokens + (sum(add) - sum(drop)) / self.size
+        squares = self.squares + float(sum(x * x for x in add) - sum(x * x for x in drop))
+        seconds = rings.estimate(self.size, tokens, squares) if lengths else 0.0
+        return _Open(self.size, seconds, tokens, squares, lengths)
+
+
+def best(
+    lengths: Sequence[int], ranks: int, rings: Rings, *, moves: int, seed: int = 0, largest: int
+) -> list[MicroBatch]:
+    """The fastest plan that was found; a rank holds at most the tokens of the setting.
+
+    moves: of each annealing; largest: ranks of a group.
+    """
+    documents = sorted(map(int, lengths), reverse=True)
+    room = rings.setting.tokens
+    fewest = math.ceil(sum(documents) / ranks / room)
+    plans: list[list[MicroBatch]] = []
+    for count in range(fewest, fewest + 4):
+        mean = _least(documents, rings, largest) / ranks / count
+        found = [_greedy(documents, ranks, count, rings, mean * f, largest) for f in TARGETS]
+        starts = sorted((each for each in found if each is not None), key=_seconds)[:2]
+        annealed = [
+            _annealed(start, ranks, rings, moves, np.random.default_rng((seed, i)), largest)
+            for i, start in enumerate(starts)
+        ]
+        plans += [_plan(each) for each in annealed]
+    return min(plans, key=lambda plan: together(plan, rings))
+
+
+def _least(documents: Sequence[int], rings: Rings, largest: int) -> float:
+    """Seconds of all ranks together, were every document alone and on the best number of ranks."""
+    room = rings.setting.tokens
+    return sum(
+        min(
+            size * rings.estimate(size, length / size, float(length) ** 2)
+            for size in _sizes(largest)
+            if length <= size * room
+        )
+        for length in documents
+    )
+
+
+def _sizes(largest: int) -> list[int]:
+    return [1 << i for i in range(largest.bit_length())]
+
+
+def _greedy(
+    documents: Sequence[int], ranks: int, count: int, rings: Rings, target: float, largest: int
+) -> list[list[_Open]] | None:
+    """Longest first, each to the group that ends first with it; a new group has the fewest ranks
+    on which the document takes no longer than `target`. None where one finds no room."""
+    room, free = rings.setting.tokens, [ranks] * count
+    batches: list[list[_Open]] = [[] for _ in range(count)]
+    groups: dict[int, list[_Open]] = {}
+    seconds: dict[int, np.ndarray] = {size: np.empty(0) for size in _sizes(largest)}
+    tokens: dict[int, np.ndarray] = {size: np.empty(0) for size in _sizes(largest)}
+    for length in documents:
+        fitting = [size for size in _sizes(largest) if length <= size * room]
+        quick = [s for s in fitting if rings.estimate(s, length / s, float(length) ** 2) <= target]
+        found: list[tuple[float, int, int, _Open]] = []
+        for size in fitting:
+            if not groups.get(size):
+                continue
+            fits = tokens[size] + length / size <= room
+            at = int(np.where(fits, seconds[size], math.inf).argmin())
+            if fits[at]:
+                grown = groups[size][at].with_(rings, [length])
+                found.append((grown.seconds, size, at, grown))
+        batch = int(np.argmax(free))
+        for size in quick[:1] or fitting[:1]:
+            if free[batch] >= size:
+                fresh = _Open(size).with_(rings, [length])
+                found.append((fresh.seconds, size, -1, fresh))
+        if not found:
+            return None
+        _, size, at, grown = min(found, key=lambda each: each[:3])
+        if at < 0:
+            free[batch] -= size
+            batches[batch].append(grown)
+            groups.setdefault(size, []).append(grown)
+            seconds[size] = np.append(seconds[size], grown.seconds)
+            tokens[size] = np.append(tokens[size], grown.tokens)
+        else:
+            vars(groups[size][at]).update(vars(grown))
+            seconds[size][at], tokens[size][at] = grown.seconds, grown.tokens
+    return batches
+
+
+def _annealed(
+    batches: list[list[_Open]],
+    ranks: int,
+    rings: Rings,
+    moves: int,
+    random: np.random.Generator,
+    largest: int,
+) -> list[list[_Open]]:
+    """Documents moved and exchanged, groups joined, cut and resized, beginning at the slowest."""
+    now = least = _seconds(batches)
+    kept = [list(batch) for batch in batches]
+    for move in range(moves):
+        heat = 0.03 * least * (1 - move / moves) ** 2
+        b, c = random.integers(len(batches), size=2)
+        changed = _neighbour(batches, int(b), int(c), ranks, rings, random, largest)
+        if changed is None:
+            continue
+        before = {index: batches[index] for index in changed}
+        for index, batch in changed.items():
+            batches[index] = batch
+        then = _seconds(batches)
+        if then <= now or random.random() < math.exp((now - then) / max(heat, 1e-12)):
+            now = then
+            if now < least:
+                least, kept = now, [list(batch) for batch in batches]
+        else:
+            for index, batch in before.items():
+                batches[index] = batch
+    return kept
+
+
+def _neighbour(
+    batches: list[list[_Open]],
+    b: int,
+    c: int,
+    ranks: int,
+    rings: Rings,
+    random: np.random.Generator,
+    largest: int,
+) -> dict[int, list[_Open]] | None:
+    """Two micro-batches, or one, with something changed in the slowest group of b; None where what
+    was drawn cannot be."""
+    if not batches[b]:
+        return None
+    room, kind = rings.setting.tokens, random.random()
+    slow = max(batches[b], key=lambda group: group.seconds)
+    if random.random() < 0.2:
+        slow = batches[b][random.integers(len(batches[b]))]
+    free = [ranks - sum(group.size for group in batch) for batch in batches]
+    some = slow.lengths[random.integers(len(slow.lengths))]
+    others = [group for group in batches[c] if group is not slow]
+    new: dict[int, list[_Open]] = {i: list(batches[i]) for i in {b, c}}
+    new[b].remove(slow)
+    if kind < 0.1:  # to ranks that are free
+        size = 1 << int(random.integers(largest.bit_length()))
+        if size > free[c] + (slow.size if b == c and len(slow.lengths) == 1 else 0):
+            return None
+        added = [_Open(size).with_(rings, [some]), slow.with_(rings, [], [some])]
+        places = [c, b]
+    elif kind < 0.25:  # other ranks for the same documents
+        size = slow.size * 2 if random.random() < 0.5 else slow.size // 2
+        if not 1 <= size <= min(largest, free[b] + slow.size):
+            return None
+        added, places = [_Open(size).with_(rings, slow.lengths)], [b]
+    elif kind < 0.35:  # two groups
+        half = slow.size // 2
+        if not half or len(slow.lengths) < 2:
+            return None
+        first = [x for x in slow.lengths if random.random() < 0.5]
+        rest = list(slow.lengths)
+        for length in first:
+            rest.remove(length)
+        added = [_Open(half).with_(rings, each) for each in (first, rest)]
+        places = [b, b]
+    elif not others:
+        return None
+    else:
+        other = others[random.integers(len(others))]
+        new[c].remove(other)
+        if kind < 0.45 and b == c:  # one group of two
+            if other.size != slow.size or 2 * slow.size > largest:
+                return None
+            both = [*slow.lengths, *other.lengths]
+            added, places = [_Open(2 * slow.size).with_(rings, both)], [b]
+        else:
+            back = [other.lengths[random.integers(len(other.lengths))]] * (kind > 0.7)
+            added = [slow.with_(rings, back, [some]), other.with_(rings, [some], back)]
+            places = [b, c]
+    if any(group.tokens > room * (1 + 1e-9) for group in added):
+        return None
+    for group, place in zip(added, places, strict=True):
+        if group.lengths:
+            new[place].append(group)
+    if any(sum(group.size for group in batch) > ranks for batch in new.values()):
+        return None
+    return new
+
+
+def _seconds(batches: Sequence[Sequence[_Open]]) -> float:
+    return sum(max((group.seconds for group in batch), default=0.0) for batch in batches)
+
+
+def _plan(batches: Sequence[Sequence[_Open]]) -> list[MicroBatch]:
+    return [[Group(g.size, tuple(g.lengths)) for g in batch] for batch in batches if batch]

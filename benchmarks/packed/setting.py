@@ -1,0 +1,128 @@
+"""What the forecast assumes: rates of an H100 cluster, a model, lengths of documents.
+
+Every number that is not simulated stands here, and `assumptions` prints all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_burst.autotune.rates import BACKWARD, Rates
+from megatron_burst.schedule.sizes import Sizes
+from megatron_burst.schedule.tables import Grid
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster and a model; one rank is one GPU. The defaults are what the page shows.
+
+    rates: of attention in forward, `compute`, and of the links. backward, linear: FLOP/s of
+    attention in backward and of all matrix products with parameters. parameters: of one layer that
+    multiply each token. tokens: that a rank holds at most.
+    """
+
+    rates: Rates = Rates(intra=360e9, inter=45e9, latency=10e-6, compute=595e12, launch=30e-6)
+    backward: float = 516e12
+    linear: float = 550e12
+    parameters: int = 487_587_840
+    layers: int = 64
+    tokens: int = 16384
+    per_node: int = 8
+    heads: int = 64
+    kv_heads: int = 8
+    width: int = 128
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of a rank with all its tokens: bf16, travelling gradients in fp32."""
+        return Sizes(
+            self.tokens, 1, self.heads, self.kv_heads, self.width, self.width, itemsize=2,
+            stat_itemsize=4, wire_itemsize=4, needs_grad=(True, True, True),
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a visible pair in forward."""
+        return 2.0 * self.heads * 2 * self.width
+
+    @property
+    def per_pair(self) -> tuple[float, float]:
+        """Seconds of a visible pair in forward and in backward."""
+        assert self.rates.compute is not None
+        return self.flops / self.rates.compute, BACKWARD * self.flops / self.backward
+
+    @property
+    def per_token(self) -> float:
+        """Seconds of a token in the products of a layer, forward and backward."""
+        return 6.0 * self.parameters / self.linear
+
+    @property
+    def sync(self) -> float:
+        """Seconds per step and layer: gradients reduced and parameters gathered in bf16, each
+        node's share of them on each of its NICs, hidden behind nothing. The same for all."""
+        return 4.0 * self.parameters / self.per_node / self.rates.inter
+
+    def grid(self, ranks: int) -> Grid:
+        """So many neighbouring ranks, a power of two."""
+        width = min(ranks, self.per_node)
+        return Grid(ranks // width, width)
+
+    def with_tokens(self, tokens: int) -> Setting:
+        """The same with so many tokens on a rank."""
+        return replace(self, tokens=tokens)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths of documents up to `cap`."""
+
+    name: str
+    median: int
+    sigma: float
+    cap: int
+
+    def draw(self, seed: int, total: int, scale: float = 1.0) -> np.ndarray:
+        """int64: lengths that fill `total` tokens, the last one cut off; all times `scale`."""
+        random, lengths, have = np.random.default_rng(seed), [], 0
+        while have < total:
+            wanted = self.median * np.exp(self.sigma * random.standard_normal())
+            length = min(int(np.clip(wanted, 16, self.cap) * scale) or 1, total - have)
+            lengths.append(length)
+            have += length
+        return np.array(lengths, dtype=np.int64)
+
+
+# Sigma: so that the busiest of 64 ranks with zigzag of the whole pack, and the rows that reach
+# other nodes, are near those of the prototype that the design was judged by.
+LENGTHS = (
+    Lengths("median 1K, cap 32K", 1 << 10, 1.0, 1 << 15),
+    Lengths("median 2K, tail to 512K", 1 << 11, 1.8, 1 << 19),
+    Lengths("median 8K, tail to 1M", 1 << 13, 1.75, 1 << 20),
+    Lengths("64K each, about", 1 << 16, 0.3, 1 << 18),
+)
+
+
+def assumptions(setting: Setting) -> list[tuple[str, str]]:
+    """(what, value) of everything that is assumed and not simulated."""
+    rates = setting.rates
+    assert rates.compute is not None
+    return [
+        ("attention, forward / backward",
+         f"{rates.compute / 1e12:.0f} / {setting.backward / 1e12:.0f} TFLOP/s of visible pairs "
+         "(published for cuDNN on H100, width 128), pieces of any size"),
+        ("a pair of chunks", f"{rates.launch * 1e6:.0f} us besides, forward and backward each"),
+        ("NVLink, within a node of 8", f"{rates.intra / 1e9:.0f} GB/s each way (of 450)"),
+        ("network, one NIC per GPU", f"{rates.inter / 1e9:.0f} GB/s each way (of 50)"),
+        ("a message", f"{rates.latency * 1e6:.0f} us besides its bytes"),
+        ("model", f"{setting.layers} layers of {setting.parameters / 1e6:.0f}M parameters (hidden "
+         "5,120, FFN 25,600, as Qwen3-32B), "
+         f"{setting.heads}:{setting.kv_heads} heads of width {setting.width}, bf16; travelling "
+         "gradients fp32"),
+        ("linear work", f"6 FLOPs per parameter and token at {setting.linear / 1e12:.0f} TFLOP/s "
+         f"({setting.per_token * setting.tokens * 1e3:.0f} ms per layer for "
+         f"{setting.tokens // 1024}K tokens)"),
+        ("gradients and parameters", f"{setting.sync * 1e3:.1f} ms per step and layer, not hidden"),
+        ("a step", "one pack: tokens per rank times ranks, documents as drawn, the last cut off"),
+    ]  # fmt: skip
