@@ -42,6 +42,7 @@ CALLS = {
                Problem()),
     "head chunks": ("flat", {"head_chunks": 2, "side": "query", "layout": "striped"}, Problem()),
     "bf16 wire": ("flat", {"grad_wire_dtype": "bf16", "kv_cache": 0.5, "side": "kv"}, Problem()),
+    "documents": ("flat", {"layout": "contiguous", "mask": DOCUMENTS}, Problem(256)),
     "reference": ("flat", {"kernel": "reference", "softcap": 9.0, "mask": DOCUMENTS}, Problem(256)),
     "triton": ("flat", {"kernel": "triton", "softcap": 9.0, "mask": DOCUMENTS}, Problem(256)),
     "triton query": ("both", {"algorithm": "hybrid", "kernel": "triton", "side": "query",
@@ -57,6 +58,21 @@ class Arguments(TorchDispatchMode):
         super().__init__()
         self.seen = set()
 
+    def joined(self, name, args, ends, backward):
+        """Sequences end to end: [s, h, d], and where each begins."""
+        self.seen.add("joined")
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in ends), name
+        assert all(x.device.type == "cuda" for x in ends), name
+        q, k, v = args[1:4] if backward else args[:3]
+        assert all(x.dim() == 3 and x.stride(-1) == 1 for x in (q, k, v)), name
+        assert k.shape == v.shape == (k.shape[0], v.shape[1], q.shape[2]), name
+        if backward:
+            dout, out, lse = args[0], args[4], args[5]
+            assert dout.shape == out.shape == q.shape, name
+            assert lse.shape == (q.shape[1], q.shape[0]), f"{name}: {lse.shape}"
+            assert lse.is_contiguous(), f"{name}: {lse.stride()}"
+            assert lse.dtype == torch.float32, name
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if "attention" in name:
@@ -64,6 +80,10 @@ class Arguments(TorchDispatchMode):
             backward = name.endswith("backward")
             tensors = args[1:4] if backward else args[:3]
             q, k, v = tensors
+            ends = args[6:8] if backward else args[3:5]
+            if name.startswith("_flash") and ends[0] is not None:
+                self.joined(name, args, ends, backward)
+                return func(*args, **(kwargs or {}))
             assert all(x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in tensors), name
             assert k.shape == v.shape == (*k.shape[:-1], q.shape[-1]), name
             if backward:
@@ -110,11 +130,13 @@ def test_a_whole_call(name):
             first, sync.uploads = sync.uploads, 0
             both(call)
     assert sync.uploads == 0
-    # of each rank: forward's tables and backward's; the reference kernel's of each pair
-    assert first <= {"triton": 2 * call.size, "reference": sum(call.pairs)}.get(
-        options["kernel"], 0
-    )
-    assert len(arguments.seen) == (2 if options["kernel"].startswith("aten") else 0)
+    # of each rank: forward's tables and backward's; the reference kernel's of each pair; where
+    # documents lie end to end, where each begins
+    most = {"triton": 2 * call.size, "reference": sum(call.pairs)}
+    most |= {"aten": call.size} if name == "documents" else {}
+    assert first <= most.get(options["kernel"], 0)
+    operators = 2 if options["kernel"].startswith("aten") else 0
+    assert len(arguments.seen) == operators + (name == "documents")
 
 
 def both(call, kept=None):
@@ -179,6 +201,21 @@ def test_a_pair_takes_so_many_launches_without_triton(kernel, side, monkeypatch)
     monkeypatch.setattr(rowwise, "_code", lambda device: None)
     found, of = launches(kernel, side)
     assert found == WITHOUT_TRITON[kernel, side], of
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_documents_that_a_rank_holds_whole_take_one_launch(batch):
+    """Of torch's operator: sixteen on each of two ranks. A batch has no room for that."""
+    mask = mb.masks.Documents(range(0, 260, 8)) & CAUSAL
+    with fake_cuda.device() as mode:
+        problem = Problem(rows=128, batch=batch)
+        groups = mb.Groups.in_process(intra=2)
+        call = Call(mode, groups, problem, kernel="aten", layout="contiguous", mask=mask)
+        with fake_cuda.running(mode) as found:
+            both(call)
+    names = ("_flash_attention_forward", "_flash_attention_backward")
+    ran = [sum(n for name, n in found.of.items() if part in name) for part in names]
+    assert ran == [2 * (1 if batch == 1 else 16)] * 2, found.of
 
 
 @pytest.mark.parametrize("keep", [0.5, 1.0])

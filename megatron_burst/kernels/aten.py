@@ -1,4 +1,5 @@
-"""Attention of a pair of shards by stock operators: one operator call for every tile.
+"""Attention of a pair of shards by stock operators: one operator call for every tile, or for many
+that lie end to end where the operator takes sequences of different lengths.
 
 This module decides how a tile becomes the arguments of such a call; `operators` and `flash` hold
 the operators.
@@ -12,8 +13,8 @@ Shape letters as in `base`. The operators want [b, h, s, d], which are views of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
 from . import native, rowwise
 from .base import Rows, Scoring
+from .joined_tiles import Joined, Lengths, joined
 from .online_softmax import merge_
-from .operators import Operator, Window
+from .operators import JoiningOperator, Operator, Window
 
 
 class AtenKernel:
@@ -55,7 +57,15 @@ class AtenKernel:
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[_TileWork, ...] | None:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)
-        return tuple(self._tile_work(tile) for tile in tiles) or None
+        if not self.operator.joins:
+            return tuple(self._tile_work(tile) for tile in tiles) or None
+        return tuple(self._joined_work(part) for part in joined(tiles)) or None
+
+    def _joined_work(self, part: Tile | Joined) -> _TileWork:
+        if isinstance(part, Tile):
+            return self._tile_work(part)
+        apart = tuple(self._tile_work(tile) for tile in part.tiles)
+        return _TileWork(part.whole, None, None, part.lengths, apart)
 
     def _tile_work(self, tile: Tile) -> _TileWork:
         if tile.table is None:
@@ -83,12 +93,9 @@ class AtenKernel:
         # Stock operators want queries, keys and values of one width.
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
-        for item in work:
+        for item in _items(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
-            part, stats = self.operator.forward(
-                q[:, :, r], k[:, :, c], v[:, :, c],
-                item.tile.triangle, item.bias(q), item.window, scoring.scale,
-            )  # fmt: skip
+            part, stats = self._forward(item, q[:, :, r], k[:, :, c], v[:, :, c], scoring.scale)
             # Operators return lse 0 for a row that a bias hides entirely; merged as it is, that
             # would weigh like a key. `merge_` leaves rows alone where lse is -inf.
             if item.blind is not None:
@@ -117,31 +124,49 @@ class AtenKernel:
             out = _heads_first(_widen(out, width))
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
-        for item in work:
+        for item in _items(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
             stats = lse[:, :, r]
             # lse is that of the whole sequence: -inf stands only in rows that see nothing at all,
             # where exp(-inf - -inf) would be NaN. With 0, their probabilities are exp(-inf) = 0.
             if item.blind is not None:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
-            grads = self.operator.backward(
-                dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats,
-                item.tile.triangle, item.bias(q), item.window, scoring.scale,
-            )  # fmt: skip
+            given = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
+            grads = self._backward(item, *given, scoring.scale)
             # In place and in the accumulation dtype: the operator's gradients have the dtype of q.
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
                     # `total[part] +=` would also copy the sum onto itself.
                     total[part].add_(grad.permute(2, 0, 1, 3)[..., : total.shape[-1]])
 
+    def _forward(self, item: _TileWork, q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call: out and lse of an item's rows and columns."""
+        causal, window = item.tile.triangle, item.window
+        if item.lengths is None:
+            return self.operator.forward(q, k, v, causal, item.bias(q), window, scale)
+        joining = cast(JoiningOperator, self.operator)
+        return joining.forward_joined(q, k, v, causal, window, scale, item.lengths)
+
+    def _backward(
+        self, item: _TileWork, dout, q, k, v, out, lse, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One call: the gradients of an item's rows and columns."""
+        given, causal, window = (dout, q, k, v, out, lse), item.tile.triangle, item.window
+        if item.lengths is None:
+            return self.operator.backward(*given, causal, item.bias(q), window, scale)
+        joining = cast(JoiningOperator, self.operator)
+        return joining.backward_joined(*given, causal, window, scale, item.lengths)
+
 
 class _TileWork(NamedTuple):
     """What one operator call needs: a tile and, of a table, what is hidden and which rows see
-    nothing."""
+    nothing; of tiles end to end what they lie in, their lengths, and what each would need."""
 
     tile: Tile
     hidden: torch.Tensor | None  # bool [rows, columns]
     blind: torch.Tensor | None  # bool [rows], None if every row sees something
+    lengths: Lengths | None = None
+    apart: tuple[_TileWork, ...] = ()
 
     @property
     def window(self) -> Window | None:
@@ -161,6 +186,16 @@ class _TileWork(NamedTuple):
         # times the memory of the tables.
         zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
         return zeros.masked_fill_(self.hidden, float("-inf"))
+
+
+def _items(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
+    """One for every call. Sequences of different lengths leave no room for a second batch entry:
+    with more, every tile is computed alone."""
+    for item in work:
+        if item.lengths is None or batch == 1:
+            yield item
+        else:
+            yield from item.apart
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

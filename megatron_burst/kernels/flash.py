@@ -37,6 +37,7 @@ class Flash:
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
+    joins = False
     limits: tuple[int | None, int | None] = (None, None)
 
     def __init__(self, name: str, package: Package, loaded: Loaded, beside_rings: bool = False):

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from .joined_tiles import Lengths
+
 aten = torch.ops.aten
 
 Window = tuple[int, int]
@@ -29,6 +31,7 @@ class Operator(Protocol):
     windows: bool  # takes a window
     deterministic: bool  # if torch.use_deterministic_algorithms asks for it
     takes_delta: bool  # backward gets delta [b, h, s] where others get out
+    joins: bool  # takes many sequences of different lengths in one call: `JoiningOperator`
 
     def unfit(self, device: torch.device, width: int) -> str | None:
         """Why a device of the right type cannot serve this width, or None."""
@@ -44,6 +47,20 @@ class Operator(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
+class JoiningOperator(Operator, Protocol):
+    """An operator that also takes many sequences end to end, of one batch entry: b = 1. `causal`
+    and `window` count within each; the other arguments are as above."""
+
+    def forward_joined(
+        self, q, k, v, causal: bool, window: Window | None, scale: float, lengths: Lengths
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward_joined(
+        self, dout, q, k, v, out, lse, causal: bool, window: Window | None, scale: float,
+        lengths: Lengths,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
 class CpuFlash:
     """torch's flash attention for CPUs."""
 
@@ -54,6 +71,7 @@ class CpuFlash:
     windows = False
     deterministic = True
     takes_delta = False
+    joins = False
 
     def unfit(self, device: torch.device, width: int) -> str | None:
         return None
@@ -79,6 +97,7 @@ class CudaFlash:
     windows = True
     deterministic = True
     takes_delta = False
+    joins = True
 
     def unfit(self, device: torch.device, width: int) -> str | None:
         return f"takes widths up to 256, got {width}" if width > 256 else None
@@ -92,15 +111,31 @@ class CudaFlash:
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
-        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
-        offset = torch.empty((), dtype=torch.uint64, device=q.device)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lengths = None, None, q.shape[1], k.shape[1]
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, offset,
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(q.device),
             scale=scale, **_sides(window),
         )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
+
+    def forward_joined(self, q, k, v, causal, window, scale, lengths):
+        q, k, v = (_rows_first(x) for x in (q, k, v))
+        given = *lengths.on(q.device), *lengths.longest
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *given, 0.0, causal, False, scale=scale, **_sides(window)
+        )
+        return out.transpose(0, 1).unsqueeze(0), lse.reshape(1, q.shape[1], len(q))  # torch: [h, s]
+
+    def backward_joined(self, dout, q, k, v, out, lse, causal, window, scale, lengths):
+        dout, q, k, v, out = (_rows_first(x) for x in (dout, q, k, v, out))
+        given, lse = (*lengths.on(q.device), *lengths.longest), lse.squeeze(0).contiguous()
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *given, 0.0, causal, *_no_dropout(q.device),
+            scale=scale, **_sides(window),
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(0, 1).unsqueeze(0) for grad in grads)
         return dq, dk, dv
 
 
@@ -114,6 +149,7 @@ class CudaCudnn:
     windows = False
     deterministic = False  # its backward adds to dq in any order
     takes_delta = False
+    joins = False
 
     def unfit(self, device: torch.device, width: int) -> str | None:
         """As torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10 on."""
@@ -154,6 +190,17 @@ def _laid_out_like(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """x, copied where its strides are not those of torch.empty_like(q); both of one shape."""
     place = torch.empty_like(q)
     return x if x.stride() == place.stride() else place.copy_(x)
+
+
+def _rows_first(x: torch.Tensor) -> torch.Tensor:
+    """[1, h, s, d] -> [s, h, d], a view."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset, which are never read."""
+    seed = torch.empty(2, dtype=torch.uint64, device=device)
+    return seed, torch.empty((), dtype=torch.uint64, device=device)
 
 
 def _sides(window: Window | None) -> dict[str, int]:
