@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ..layout.sharding import to_device
-from ..schedule.tables import Chunk, Tables
+from ..schedule.bundles import Bundles
+from ..schedule.tables import ALL, Chunk, Tables
 
 Where = slice | torch.Tensor  # rows of a buffer
 
@@ -27,20 +28,20 @@ class RowMaps:
         self._tables: Tables | None = tables
         self._counts: dict[Any, int] = {}
         self._found: dict[Any, Any] = {}
+        self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def learn(self, chunk: Chunk, rows: int | None = None) -> None:
         """`count` of the chunk, and `where` these rows of it lie, will be asked for."""
         key = _key(chunk)
         if key not in self._counts:
-            self._counts[key] = sum(stop - first for first, stop in self._ranges(chunk))
+            self._counts[key] = self._bundles(chunk).count(chunk.owner, chunk.rows)
         if rows is None or (*key, rows) in self._found:
             return
         if rows == chunk.rows:  # most: nothing to look for
             self._found[(*key, rows)] = slice(0, self._counts[key])
             return
-        have, want = self._row_numbers(chunk), self._row_numbers(chunk._replace(rows=rows))
-        order = np.argsort(have, kind="stable")
-        at = order[np.searchsorted(have, want, sorter=order)]
+        want = self._row_numbers(chunk._replace(rows=rows))
+        at = want if chunk.rows == ALL else self._among(chunk, want)
         first = int(at[0]) if len(at) else 0
         consecutive = np.array_equal(at, np.arange(first, first + len(at)))
         self._found[(*key, rows)] = slice(first, first + len(at)) if consecutive else at
@@ -52,7 +53,7 @@ class RowMaps:
             indices = [self._found[key] for key in keys]
             parts = to_device(np.concatenate(indices), device).split([len(x) for x in indices])
             self._found.update(zip(keys, parts, strict=True))
-        self._tables = None
+        self._tables, self._sorted = None, {}
 
     def count(self, chunk: Chunk) -> int:
         """How many rows the chunk has."""
@@ -62,14 +63,24 @@ class RowMaps:
         """Where these rows lie in a buffer of the chunk."""
         return self._found[(*_key(chunk), rows)]
 
-    def _ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """The rows of a chunk in its owner's shard, in the order of its buffer."""
+    def _bundles(self, chunk: Chunk) -> Bundles:
         assert self._tables is not None
-        return self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
+        return self._tables.bundles(chunk.family)
+
+    def _among(self, chunk: Chunk, want: np.ndarray) -> np.ndarray:
+        """Where these rows of its owner's shard lie in the buffer of a chunk."""
+        key = _key(chunk)
+        if key not in self._sorted:
+            have = self._row_numbers(chunk)
+            order = np.argsort(have, kind="stable")
+            self._sorted[key] = have[order], order
+        have, order = self._sorted[key]
+        return order[np.searchsorted(have, want)]
 
     def _row_numbers(self, chunk: Chunk) -> np.ndarray:
-        """The same one by one."""
-        parts = [np.arange(first, stop) for first, stop in self._ranges(chunk)]
+        """The rows of a chunk in its owner's shard, in the order of its buffer."""
+        ranges = self._bundles(chunk).ranges(chunk.owner, chunk.rows)
+        parts = [np.arange(first, stop) for first, stop in ranges]
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 

@@ -8,9 +8,11 @@ most ranks want, so that a message that shrinks on its way mostly keeps its begi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +61,11 @@ class Bundles:
         for bit, rows in enumerate(self._rows_by_bit):
             total += rows[owner] * (np.right_shift(bits, bit) & 1)
         return total
+
+    def count(self, owner: int, bits: int) -> int:
+        """How many rows of one owner a bit set has: `rows_of` in a few small steps."""
+        rows = self._rows_by_bit[:, owner]
+        return int(rows @ (np.right_shift(bits, np.arange(len(rows))) & 1))
 
     def bits(self, which: np.ndarray) -> np.ndarray:
         """int64 [G, ...]: of each owner's bundles, the set of those in `which`, bool [n, ...]."""
@@ -218,11 +225,13 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def spans_of(ranges: Sequence[tuple[int, int]], shard: Sequence[Span]) -> list[Span]:
     """The positions of these rows of a shard, as spans in the order of the rows."""
-    starts = np.cumsum([0, *(span.length for span in shard)]).tolist()
+    starts = [0, *accumulate(span.length for span in shard)]
     found = []
     for first, stop in ranges:
-        for start, span in zip(starts, shard, strict=False):
-            low, high = max(first, start) - start, min(stop, start + span.length) - start
-            if low < high:
-                found.append(Span(span.start + low * span.stride, span.stride, high - low))
+        at = bisect_right(starts, first) - 1  # the span that holds the first of these rows
+        while first < stop:
+            span, low = shard[at], first - starts[at]
+            high = min(stop, starts[at + 1]) - starts[at]
+            found.append(Span(span.start + low * span.stride, span.stride, high - low))
+            first, at = starts[at + 1], at + 1
     return found

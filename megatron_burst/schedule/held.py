@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
-
 from .demand import RowBytes
 from .tables import Boundary, Chunk, Tables
 
@@ -24,8 +22,8 @@ def held_bytes(tables: Tables, program: Sequence[Boundary], rank: int, row_bytes
     arrived: set[Chunk] = set()
 
     def size(chunk: Chunk) -> int:
-        rows = tables.bundles(chunk.family).rows_of(np.array(chunk.owner), np.array(chunk.rows))
-        return int(rows) * getattr(row_bytes, chunk.family)
+        rows = tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
+        return rows * getattr(row_bytes, chunk.family)
 
     def summed(chunk: Chunk, boundary: int) -> None:
         if chunk.owner != rank and getattr(row_bytes, chunk.family):
