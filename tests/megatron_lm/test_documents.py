@@ -14,6 +14,12 @@ pytest.importorskip(
 )
 CP2 = "--context-parallel-algo burst --context-parallel-size 2"
 EOD = 60  # of NullTokenizer with --vocab-size 61
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 LEARNED = "--position-embedding-type learned_absolute"
 
 
@@ -45,6 +51,21 @@ def test_documents_of_the_mask(train, text, how):
     stock, ours = train(1, asked), train(2, f"{asked} {CP2}")
     same(ours, stock)
     assert ours.lines("--reset-attention-mask: documents end after end-of-document tokens")
+
+
+@pytest.mark.parametrize("how", ["--eod-mask-loss", slow(f"{LEARNED} --reset-position-ids")])
+def test_documents_of_the_mask_balanced(train, text, how):
+    asked = f"{text} --reset-attention-mask {how}"
+    run = train(2, f"{asked} {CP2} --burst-layout balanced")
+    same(run, train(1, asked))
+    assert "layout balanced" in run.lines("burst attention:")[0]
+
+
+def test_documents_of_the_dataset_balanced(train, text):
+    """Those of --dataloader-inter-document-masking, in balance as in zigzag, which
+    pretrain_gpt.py's own CP 1 with a dense mask cannot tell from it."""
+    asked = f"{text} --dataloader-inter-document-masking {CP2}"
+    same(train(2, f"{asked} --burst-layout balanced"), train(2, asked))
 
 
 def test_the_mask_and_the_positions_count(train, text):

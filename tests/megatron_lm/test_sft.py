@@ -14,3 +14,7 @@ def test_supervised_fine_tuning(train, world, flags):
     same(train(world, f"--sft {flags}"), stock)
     # With equal weights for micro-batches of unequally many tokens: not what it is without --sft.
     assert stock.evaluations != pytest.approx(train(1).evaluations, rel=1e-6)
+
+
+def test_supervised_fine_tuning_on_packs_in_balance(train):
+    same(train(2, f"--sft --packed {CP2} --burst-layout balanced"), train(1, "--sft --packed"))

@@ -16,6 +16,12 @@ CP4 = (
     "--context-parallel-algo burst --context-parallel-size 4 "
     "--hierarchical-context-parallel-sizes 2 2"
 )
+CP8 = (
+    "--context-parallel-algo burst --context-parallel-size 8 "
+    "--hierarchical-context-parallel-sizes 4 2"
+)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--num-layers 2 --pipeline-model-parallel-size 2"
 MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 1e-2 "
     "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall "
@@ -130,6 +136,23 @@ def test_in_half_precision_two_ranks_train_like_one_within_its_rounding(train, d
 def test_packed_documents_of_any_length(train, size):
     asked = f"--packed --context-parallel-algo burst --context-parallel-size {size}"
     same(train(size, asked), train(1, "--packed"))
+
+
+@pytest.mark.parametrize(
+    ("world", "more", "stock"),
+    [
+        (2, CP2, ""),
+        (4, CP4, ""),
+        pytest.param(8, CP8, "", marks=pytest.mark.slow),
+        (4, f"{CP2} {TP2}", ""),
+        (4, f"{CP2} {PP2}", PP2),
+    ],
+    ids=["cp2", "cp4", "cp8", "tp2-sequence-parallel", "pp2"],
+)
+def test_packed_documents_in_balance(train, world, more, stock):
+    run = train(world, f"--packed --burst-layout balanced {more}")
+    same(run, train(2 if stock else 1, f"--packed {stock}"))
+    assert "layout balanced" in run.lines("burst attention:")[0]
 
 
 def test_packed_is_not_the_same_as_not_packed(train):

@@ -55,7 +55,10 @@ def data(request, tmp_path_factory):
     return pack(folder / "packs.npy", request.param)
 
 
-@pytest.mark.parametrize(("world", "choices"), [(2, {"layout": "striped"}), (4, {"intra": 2})])
+@pytest.mark.parametrize(
+    ("world", "choices"),
+    [(2, {"layout": "striped"}), (4, {"intra": 2}), (4, {"intra": 2, "layout": "balanced"})],
+)
 def test_packed_documents_train_like_a_dense_mask_on_one_rank(train, data, words, world, choices):
     small = [*SFT, f"tokenizer.tokenizer_model={words}"]
     job = {"recipe": "llama3_8b_sft_config", "small": small, **data}
