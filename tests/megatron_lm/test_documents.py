@@ -68,6 +68,17 @@ def test_documents_of_the_dataset_balanced(train, text):
     same(train(2, f"{asked} --burst-layout balanced"), train(2, asked))
 
 
+INTERLEAVED = (
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+)
+
+
+def test_documents_reach_every_chunk_of_an_interleaved_pipeline(train, text):
+    """Also those in the middle, which Megatron gives no dataset."""
+    asked = f"{text} --reset-attention-mask {INTERLEAVED}"
+    same(train(4, f"{asked} {CP2}"), train(2, asked))
+
+
 def test_the_mask_and_the_positions_count(train, text):
     """What the comparisons above could not tell apart if it did nothing."""
     losses = {

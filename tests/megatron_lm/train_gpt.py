@@ -62,12 +62,14 @@ class Counting(torch.utils.data.Dataset):
 def datasets(sizes, vp_stage=None):
     args = get_args()
     if args.data_path:
-        return indexed(sizes, args, partial(is_first_or_last_pipeline_stage, vp_stage))
+        # A dense mask is for every stage; else as pretrain_gpt.py does it.
+        masks = args.create_attention_mask_in_dataloader
+        return indexed(sizes, args, lambda: masks or is_first_or_last_pipeline_stage(vp_stage))
     return [Counting(size or 0, seed, args) if size else None for seed, size in enumerate(sizes)]
 
 
 def indexed(sizes, args, used):
-    """Megatron's own datasets, as pretrain_gpt.py makes them: where tokens or labels are used."""
+    """Megatron's own datasets, as pretrain_gpt.py makes them."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
