@@ -29,7 +29,7 @@ def test_all_flags_reach_the_configuration():
         "--context-parallel-algo hybrid --burst-layout contiguous --burst-side kv "
         "--burst-kernel aten --burst-intra-size 2 --burst-ulysses-size 4 --burst-kv-cache 0.5 "
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
-        "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8"
+        "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents"
     )
     assert flags.burst_config(args) == BurstConfig(
         "hybrid",
@@ -44,6 +44,7 @@ def test_all_flags_reach_the_configuration():
         0.0,
         "recompute",
         8,
+        "documents",
     )
 
 

@@ -17,7 +17,10 @@ from megatron_burst.recipes import validate
 from megatron_burst.recipes.kinds import translating
 from megatron_burst.recipes.layers import burst_layer_spec, is_ours
 
-_NAMES = tuple(f.name for f in dataclasses.fields(BurstConfig) if f.name != "intra_size")
+# Not `pack`: Bridge's loop and data sets were never run with it.
+_NAMES = tuple(
+    f.name for f in dataclasses.fields(BurstConfig) if f.name not in ("intra_size", "pack")
+)
 
 
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
@@ -25,7 +28,7 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
 
     recipe: a ``ConfigContainer`` of Megatron-Bridge, or a ``run.Partial`` of NeMo 2.
     intra: context-parallel ranks per node, needed only where host names do not tell
-    (``BurstConfig.intra_size``). choices: the other fields of `BurstConfig`. A second call
+    (``BurstConfig.intra_size``). choices: the other fields of `BurstConfig`, but for ``pack``. A second call
     replaces the first.
 
     Two settings besides the layer spec change if a choice needs it, and the log names them:

@@ -30,6 +30,20 @@ def test_every_document_as_if_alone(saved, train):
     assert int(count) in (4, 5)
 
 
+def test_documents_that_see_each_other_train_otherwise(train):
+    """What the comparison could not tell if packing mixed documents up."""
+    mixed = train(1, "--global-batch-size 8")
+    assert abs(train(1, ALONE).steps[10][0] - mixed.steps[10][0]) > 1e-3
+
+
+def test_two_stages_of_a_pipeline(train):
+    """Without context parallelism: attention is Megatron's own."""
+    stages = "--context-parallel-algo burst --pipeline-model-parallel-size 2"
+    run = train(4, f"--packed {stages} --burst-pack documents --global-batch-size 8")
+    same(run, train(1, ALONE))
+    assert run.lines("--burst-pack documents: in the first step")
+
+
 def test_resuming(saved, train):
     run = train(4, f"{PACK} --load {saved[1]} --ckpt-step 5")
     assert min(run.steps) == 6

@@ -1,0 +1,96 @@
+"""How even micro-batches are: `--burst-pack documents` against Megatron's default scheduler.
+
+`python -m benchmarks.packing` draws batches of documents and packs each in two ways: as
+`DpBalancedScheduler` of Megatron-Core does, in the order in which documents come until a
+micro-batch is full, with the last ones taken apart until the data-parallel ranks have equally many;
+and as `megatron_burst.packing`. Work is that of Llama 3 8B (32 layers), the LM head aside; that of
+padding counts, and only ours pads. Nothing is run: these are counts of work.
+
+Imbalance: the busiest micro-batch over their mean. Step: the busiest rank's work over an equal
+share of the documents' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_burst.packing import Work, pack
+
+RANKS, MICRO_BATCHES, CAPACITY, FILL = 8, 4, 2**20, 0.9
+_WIDTH, _GROUPS, _MLP, _HEADS, _D, _LAYERS = 4096, 8, 14336, 32, 128, 32
+LLAMA = Work.of(
+    token_flops=2 * _LAYERS * _WIDTH * (2 * _D * (_HEADS + _GROUPS) + 3 * _MLP),
+    pair_flops=4 * _D * _HEADS,
+    windows=[(None, 0)] * _LAYERS,
+)
+# Median, sigma of the logarithm, longest.
+KINDS = {
+    "median 1K, cap 32K": (1024, 1.0, 2**15),
+    "median 2K, long tail to 512K": (2048, 1.8, 2**19),
+    "median 8K, tail to 1M": (8192, 1.5, 2**20),
+    "64K each": (2**16, 0.0, 2**16),
+}
+
+
+def lengths_of(kind: str, seed: int) -> np.ndarray:
+    """Lengths of the documents of one global batch."""
+    median, sigma, longest = KINDS[kind]
+    draw, wanted = np.random.default_rng(seed), RANKS * MICRO_BATCHES * CAPACITY * FILL
+    count = int(2 * wanted / median)
+    drawn = np.exp(np.log(median) + sigma * draw.standard_normal(count)).round().astype(np.int64)
+    drawn = np.clip(drawn, 16, longest)
+    return drawn[: int(np.searchsorted(drawn.cumsum(), wanted))]
+
+
+def in_order(lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
+    """Micro-batches by the rule of Megatron's ``DpBalancedScheduler``."""
+    bins: list[list[int]] = [[]]
+    used = 0
+    for index, length in enumerate(lengths):
+        if used + length > CAPACITY:
+            bins.append([])
+            used = 0
+        bins[-1].append(index)
+        used += length
+    last = len(bins) - 1
+    while len(bins) % RANKS:
+        if len(bins[last]) > 1:
+            bins.append([bins[last].pop()])
+        else:
+            last -= 1
+    return bins
+
+
+def shares(loads: np.ndarray, ideal: float) -> tuple[float, float]:
+    """Imbalance and step of loads [ranks, micro-batches]."""
+    return float(loads.max() / loads.mean()), float(loads.sum(axis=1).max() * RANKS / ideal)
+
+
+def both(kind: str, seed: int) -> Iterator[tuple[float, float]]:
+    """Imbalance and step of one batch: Megatron's, then ours."""
+    lengths = lengths_of(kind, seed)
+    attention = LLAMA.attention(lengths)
+    own = attention + LLAMA.token * lengths
+    theirs = np.array([own[bin].sum() for bin in in_order(lengths)])
+    yield shares(theirs.reshape(-1, RANKS).T, own.sum())
+    yield shares(pack(lengths, LLAMA, ranks=RANKS, capacity=CAPACITY).loads, own.sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=100)
+    batches = parser.parse_args().batches
+    print("| documents | imbalance, in order | imbalance, packed | step, in order | step, packed |")
+    print("|-|-|-|-|-|")
+    for kind in KINDS:
+        found = np.array([[*both(kind, seed)] for seed in range(batches)])
+        mean, worst = found.mean(axis=0), found.max(axis=0)
+        cells = [f"{mean[i, j]:.3f} ({worst[i, j]:.3f})" for j in (0, 1) for i in (0, 1)]
+        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
