@@ -26,7 +26,7 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
-    "every", "simulator", "tile_grid", "bundles", "tables_oracle", "two_way",
+    "every", "simulator", "tile_grid", "bundles", "tables_oracle", "two_way", "packing",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -40,7 +40,7 @@ NEAR = {
     "kernels/tile_grid": "tile_grid", "kernels/tile_parts": "tile_grid",
     "kernels/tile_tables": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
     "schedule/demand": "bundles", "schedule/algorithms/two_way": "two_way",
-    "schedule/algorithms/token_ring": "two_way",
+    "schedule/algorithms/token_ring": "two_way", "packing": "packing",
 }  # fmt: skip
 SECONDS = ("layout", "tiles", "schedule", "consensus", "cost", "bundles")  # tests that take seconds
 
@@ -401,6 +401,20 @@ MUTANTS = [
            "a failed call's messages stay"),
     Mutant("comm/transport.py",
            "t.numel() * t.element_size()", "t.numel()", "elements pass for bytes"),
+    # packing
+    Mutant("packing/solver.py", "with_room = self.room >= length", "with_room = self.room >= 0",
+           "documents go where there is no room"),
+    Mutant("packing/solver.py", "fits = (more <= self.room[where]) & ", "fits = ",
+           "an exchange leaves a micro-batch overfull"),
+    Mutant("packing/solver.py", "self.busy[where] + less)", "self.busy[where])",
+           "an exchange forgets what the other gets"),
+    Mutant("packing/solver.py", "            bins.exchange()\n", "",
+           "documents stay where they were put first"),
+    Mutant("packing/solver.py", "order[1::2] = order[1::2, ::-1].copy()", "pass",
+           "the first rank gets the busiest micro-batch every time"),
+    Mutant("packing/work.py", "near * (near + 1) // 2", "near * near // 2",
+           "a document has too few pairs"),
+    Mutant("packing/work.py", "found += layers *", "found +=", "layers are not counted"),
 ]  # fmt: skip
 
 

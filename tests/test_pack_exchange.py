@@ -38,11 +38,10 @@ def test_documents_end_with_their_last_loss():
     assert found[1]["position_ids"].tolist() == [3, 4, 5]
 
 
-def test_padding_between_documents_is_none_and_without_bounds_all_is_one():
+def test_padding_between_documents_is_none():
     padded = batch([1, 1, 0, 0, 1, 0, 0, 0], [0, 2, 3], [0, 4, 8])
     assert tokens(documents_of(padded)) == [[100, 101], [104]]
-    assert tokens(documents_of(batch([1, 1, 1]))) == [[100, 101, 102]]
-    assert documents_of(batch([0, 0, 0])) == []
+    assert documents_of(batch([0, 0, 0], [0, 3])) == []
 
 
 def test_a_micro_batch_is_documents_and_padding_without_a_loss():
@@ -64,6 +63,7 @@ def test_a_micro_batch_is_documents_and_padding_without_a_loss():
     [
         ({"attention_mask": torch.ones(1)}, "--no-create-attention-mask-in-dataloader"),
         ({"labels": None}, "no labels"),
+        ({"cu_seqlens": None}, "--dataloader-inter-document-masking"),
         ({"labels": torch.ones(1, 3)}, "one length"),
         ({key: torch.ones(2, 4) for key in ("tokens", "labels", "loss_mask", "position_ids")},
          "--micro-batch-size 1"),
@@ -71,7 +71,7 @@ def test_a_micro_batch_is_documents_and_padding_without_a_loss():
 )  # fmt: skip
 def test_batches_that_cannot_be_packed(changed, words):
     with pytest.raises(ValueError, match=words):
-        documents_of(batch([1] * 4) | changed)
+        documents_of(batch([1] * 4, [0, 4]) | changed)
 
 
 # --- between ranks ---------------------------------------------------------------------------

@@ -28,8 +28,8 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
 
     recipe: a ``ConfigContainer`` of Megatron-Bridge, or a ``run.Partial`` of NeMo 2.
     intra: context-parallel ranks per node, needed only where host names do not tell
-    (``BurstConfig.intra_size``). choices: the other fields of `BurstConfig`, but for ``pack``. A second call
-    replaces the first.
+    (``BurstConfig.intra_size``). choices: the other fields of `BurstConfig`, but for
+    ``pack``. A second call replaces the first.
 
     Two settings besides the layer spec change if a choice needs it, and the log names them:
     a fused ``lm_head_loss`` turns ``cross_entropy_loss_fusion`` off, and ``store`` turns full

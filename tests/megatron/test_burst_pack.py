@@ -80,13 +80,3 @@ def test_what_packing_refuses(changed, words, fix):
     assert words in problem.reason
     assert fix in (*problem.add, *problem.remove)
     assert not list(packing_problems(model(**changed), BurstConfig()))
-
-
-def test_megatrons_schedulers_need_zigzag():
-    config = model(sequence_packing_scheduler="dp_balanced")
-    (problem,) = packing_problems(config, BurstConfig(layout="striped"))
-    assert "--sequence-packing-scheduler dp_balanced cuts its batches in zigzag" in problem.reason
-    assert problem.add == ("--burst-layout zigzag",)
-    assert not list(packing_problems(config, BurstConfig(algorithm="megatron")))
-    config.context_parallel_size = 1
-    assert not list(packing_problems(config, BurstConfig(layout="striped")))

@@ -43,7 +43,8 @@ _UNSUPPORTED = (
      "--fp8-dot-product-attention"),
     ("fp8_multi_head_attention", "attention in fp8 is not supported",
      "--fp8-multi-head-attention"),
-    ("sequence_packing_scheduler", "it cuts packed batches for Megatron's own attention",
+    ("sequence_packing_scheduler", "it cuts packed batches by itself, for Megatron's own "
+     "attention; --burst-pack documents packs them over the data-parallel ranks",
      "--sequence-packing-scheduler"),
     ("use_kitchen_attention", "BurstAttention takes the place of the attention it asks for",
      "--use-kitchen-attention"),

@@ -1,4 +1,4 @@
-"""Problems of packing: of `--burst-pack`, and of Megatron's own packing schedulers."""
+"""Problems of `--burst-pack`: what it needs, and what packs by itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.megatron.checks.problem import Problem
 
-SCHEDULER = "--sequence-packing-scheduler"
 # What makes micro-batches of its own, by the attribute that asks for it.
 _OTHERS = {
-    "sequence_packing_scheduler": SCHEDULER,
+    "sequence_packing_scheduler": "--sequence-packing-scheduler",
     "dynamic_context_parallel": "--dynamic-context-parallel",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "rl_use_sequence_packing": "--rl-use-sequence-packing",
@@ -19,20 +18,11 @@ _OTHERS = {
 
 
 def packing_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless a packing scheduler and `--burst-pack` can do what they are asked.
+    """Unless `--burst-pack` can do what it is asked.
 
     config: a ``TransformerConfig``, or parsed arguments under the same names.
     """
-    if burst.algorithm == OFF:
-        return
-    name = getattr(config, "sequence_packing_scheduler", None)
-    if name and burst.layout != "zigzag" and config.context_parallel_size > 1:
-        yield Problem(
-            f"{SCHEDULER} {name} cuts its batches in zigzag order, and --burst-layout is "
-            f"{burst.layout}: rows would get positions of others",
-            add=("--burst-layout zigzag",),
-        )
-    if burst.pack != "off":
+    if burst.algorithm != OFF and burst.pack != "off":
         yield from _pack_problems(config, f"--burst-pack {burst.pack}")
 
 

@@ -24,25 +24,25 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
     """The documents of a batch, in order, without those that have no loss.
 
     batch: tensors [1, tokens] of which ``cu_seqlens`` (and ``cu_seqlens_padded``) [1, n] say where
-    documents end; without it the batch is one document. Raises ValueError for a batch of another
-    form.
+    documents end. Raises ValueError for a batch of another form.
     """
     if batch.get("attention_mask") is not None:
         raise ValueError(
             "--burst-pack: batches have an attention_mask, which documents replace: pass "
             "--no-create-attention-mask-in-dataloader"
         )
-    missing = [name for name in ("tokens", "labels", "loss_mask") if batch.get(name) is None]
+    missing = [name for name in (*_NAMES[:3], "cu_seqlens") if batch.get(name) is None]
     if missing:
-        raise ValueError(f"--burst-pack: batches of the data loader have no {', '.join(missing)}")
+        raise ValueError(
+            f"--burst-pack: batches of the data loader have no {', '.join(missing)}; cu_seqlens "
+            "says where documents end, and comes with --sft or --dataloader-inter-document-masking"
+        )
     sequences = {name: batch[name] for name in _NAMES if batch.get(name) is not None}
     shapes = {name: tuple(value.shape) for name, value in sequences.items()}
     total = sequences["tokens"].shape[-1]
     if set(shapes.values()) != {(1, total)}:
         raise ValueError(f"--burst-pack needs --micro-batch-size 1 and one length, got {shapes}")
-    bounds = (0, total)
-    if batch.get("cu_seqlens") is not None:
-        bounds = pack_of(total, batch["cu_seqlens"], batch.get("cu_seqlens_padded")).documents
+    bounds = pack_of(total, batch["cu_seqlens"], batch.get("cu_seqlens_padded")).documents
     counts = (sequences["loss_mask"][0] != 0).cpu()
     found = []
     for start, end in pairwise(bounds):
