@@ -169,8 +169,7 @@ def test_a_thousand_documents_in_no_time():
     capacity = max(int(lengths.sum()) // 64 + 1000, int(lengths.max()))
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
-        packing = pack(lengths, Work(token=24576), ranks=8, capacity=capacity)
-        seconds.append(time.perf_counter() - start)
-    assert packing.count == 8
+        start = time.process_time()  # of this process: other jobs of a machine are no part of it
+        assert pack(lengths, Work(token=24576), ranks=8, capacity=capacity).count == 8
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1

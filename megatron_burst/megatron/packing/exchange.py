@@ -68,14 +68,16 @@ def route(
     firsts = [sum(len(one) for one in lengths[:rank]) for rank in range(len(lengths))]
     me = group.rank()
     read = [range(first, first + len(one)) for first, one in zip(firsts, lengths, strict=True)]
-    size_of = {n: x for one, ns in zip(lengths, read, strict=True) for n, x in zip(ns, one)}  # noqa: B905
+    size_of = dict(enumerate(size for one in lengths for size in one))
     width = sum(value.element_size() for value in like.values())
     wanted = [sorted(n for n in home if n in read[me]) for home in homes]
     coming = [sorted(n for n in homes[me] if n in ns) for ns in read]
     leaving = [_bytes(mine[n - firsts[me]], like) for numbers in wanted for n in numbers]
     sent = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8)
-    splits = [[width * sum(size_of[n] for n in one) for one in side] for side in (wanted, coming)]
-    received = _all_to_all(sent, *splits, group)
+    out_of, into = (
+        [width * sum(size_of[n] for n in one) for one in side] for side in (wanted, coming)
+    )
+    received = _all_to_all(sent, out_of, into, group)
     found, at = {}, 0
     for number in (n for numbers in coming for n in numbers):
         end = at + width * size_of[number]

@@ -40,8 +40,8 @@ def _mlp_width(config: Any) -> int:
 
 def _window(config: Any, layer: int) -> Window:
     """How far a layer's queries see; Megatron writes -1 for no limit."""
-    window = getattr(config, "window_size", None)
-    skipped = getattr(config, "window_attn_skip_freq", None)
+    window: Any = getattr(config, "window_size", None)
+    skipped: Any = getattr(config, "window_attn_skip_freq", None)
     if not is_layer_window_attention(window, skipped, layer):
         return CAUSAL
     left = window[0]

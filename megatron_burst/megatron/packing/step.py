@@ -161,7 +161,7 @@ _FAILED = -1
 
 def _agreed(number: int) -> int:
     """The number of micro-batches, from the tensor- and pipeline-parallel ranks that read data."""
-    group = parallel_state.get_model_parallel_group()
+    group: Any = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return number
     # Nothing is known of 0: such a rank leaves both to the others.
