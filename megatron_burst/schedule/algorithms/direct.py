@@ -12,9 +12,9 @@ from ..demand import Demand
 from ..tables import ALL, RINGS, Kept, Tables, Transfers, joined
 
 
-def tables(demand: Demand, *, ahead: int = 1) -> Tables:
+def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
-    chunks at most."""
+    chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""
     size, bundles = demand.grid.size, demand.travelling
     owner, step = np.ogrid[:size, :size]
     there = (owner + step) % size
@@ -26,7 +26,8 @@ def tables(demand: Demand, *, ahead: int = 1) -> Tables:
         user, flat = (owner + step) % size, np.full_like(owner, RINGS.index("flat"))
         family, rows = np.full_like(owner, demand.family(gradient)), rows[owner, step]
         if gradient:  # complete after its step, and at home a step later
-            return Transfers(family, owner, rows, user, owner, flat, step + 1, step + 2)
+            land = np.full_like(step, size + 1) if at_end else step + 2
+            return Transfers(family, owner, rows, user, owner, flat, step + 1, land)
         post = np.maximum(step - ahead, 0)
         return Transfers(family, owner, rows, owner, user, flat, post, step)
 
