@@ -45,11 +45,13 @@ def _chunked(name: str, algorithm: str, counts: Sequence[int]) -> tuple[Rival, .
 
 
 def _laid_out(layout: str, words: str, *algorithms: tuple[str, str]) -> tuple[Rival, ...]:
-    """(name, algorithm) after (name, algorithm), in one layout; in head chunks that hide hops."""
+    """(name, algorithm) after (name, algorithm), in one layout; in head chunks that hide hops, but
+    for all_gather: the ends of one chunk would wait for other ranks amid the next."""
     return tuple(
-        Rival(f"{words}, {name}", algorithm, "auto", head_chunks=4, layout=layout)
+        Rival(f"{words}, {name}", algorithm, "auto", layout=layout,
+              head_chunks=1 if algorithm == "all_gather" else 4)
         for name, algorithm in algorithms
-    )
+    )  # fmt: skip
 
 
 WHOLE = "burst, whole chunks"
@@ -66,7 +68,8 @@ SUITES = {
     "balanced": Suite(
         "layouts of packed documents: equal tokens and equal pairs on all ranks, beside zigzag",
         (*_laid_out("documents", EACH, ("whole chunks", whole.NAME), ROWS[0]),
-         *_laid_out("zigzag", PACK, *ROWS), *_laid_out("balanced", MIXED, *ROWS)),
+         *_laid_out("zigzag", PACK, *ROWS),
+         *_laid_out("balanced", MIXED, *ROWS, ("all_gather", "all_gather"))),
         (f"{EACH}, whole chunks",), "2x4,4x2", "50M/200M", "MHA 4", 4096,
         tuple(f"documents {name}" for name in DOCUMENTS), regimes=("communication", "compute"),
         width=16,
