@@ -19,7 +19,9 @@ from benchmarks.cluster import (
     compare,
     comparison,
     comparison_page,
+    cuts,
     document,
+    layouts_page,
     mail,
     measure,
     problems,
@@ -86,6 +88,83 @@ def test_the_truth_is_that_of_a_dense_mask(name, monkeypatch):
 def test_a_mask_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match=r"--masks: there is causal, .* got 'documents 500'"):
         problems.mask_of("documents 500", 64)
+
+
+# --- layouts -------------------------------------------------------------------------------
+
+
+def documents(monkeypatch, median=20):
+    """Small ones under the usual name."""
+    monkeypatch.setitem(problems.DOCUMENTS, "500", problems.Lengths(median, 1.0, 4 * median))
+    return "documents 500 seed 1", problems.bounds("500", 1, 128)
+
+
+@pytest.mark.parametrize("layout", cuts.LAYOUTS)
+def test_every_layout_holds_every_token_once_and_documents_see_themselves_alone(
+    layout, monkeypatch
+):
+    name, bounds = documents(monkeypatch)
+    found = cuts.cut(layout, name, 128, 2, 2)
+    rows = len(found.tokens)
+    held = np.concatenate([found.layout.positions(rank, rows) for rank in range(4)])
+    assert sorted(held) == list(range(rows))
+    real = np.flatnonzero(found.tokens >= 0)
+    assert found.tokens[real].tolist() == list(range(128))
+    of = np.searchsorted(bounds, found.tokens[real], "right")
+    seen = (of[:, None] == of) & (found.tokens[real][:, None] >= found.tokens[real])
+    assert (found.mask.visible(real[:, None], real[None, :]) == seen).all()
+    padding = np.flatnonzero(found.tokens < 0)
+    assert not found.mask.visible(real[:, None], padding[None, :]).any()
+    wanted = sum(-(-n // 8) * 8 for n in np.diff(bounds)) if layout == "documents" else 128
+    assert rows == wanted
+
+
+def test_a_cut_tensor_has_its_tokens_and_its_padding(monkeypatch):
+    name, _ = documents(monkeypatch)
+    found = cuts.cut("documents", name, 128, 2, 2)
+    x = torch.arange(128.0)[:, None]
+    for padding, there in ((-1.0, [-1.0]), (-1 - x, (-1 - x[:8, 0]).tolist())):
+        shards = [found.shard(x, rank, padding)[:, 0] for rank in range(4)]
+        whole = torch.cat(shards)
+        assert sorted(whole[whole >= 0].tolist()) == x[:, 0].tolist()
+        assert whole[whole < 0].unique().flip(0).tolist()[: len(there)] == there
+
+
+def test_layouts_without_documents_are_refused():
+    with pytest.raises(ValueError, match=r"layout balanced needs packed documents, got .*'causal'"):
+        cuts.cut("balanced", "causal", 128, 2, 2)
+    with pytest.raises(ValueError, match=r"layout: there is zigzag, documents, balanced, got 'x'"):
+        cuts.cut("x", "causal", 128, 2, 2)
+
+
+def test_what_is_not_known_of_a_truth_is_not_judged_and_all_else_is():
+    truth = torch.tensor([2.0, cuts.UNKNOWN, -4.0])
+    assert measure.worst_error([torch.tensor([2.0, 9.0, -4.0])], [truth]) == 0.0
+    assert measure.worst_error([torch.tensor([3.0, 9.0, -4.0])], [truth]) == 0.25
+    wrong = measure.worst_error([torch.tensor([np.nan, 9.0, -4.0])], [truth])
+    assert not wrong <= 1e-5
+
+
+def test_shares_of_all_layouts_are_one_problem(monkeypatch, tmp_path):
+    """Tokens of the whole sequence: the same inputs and truth in every layout."""
+    name, _ = documents(monkeypatch)
+    problem = cells.Problem(32, 2, 2, 8, name)
+    measure.write_problem(problem, Network(2, 2, RATES), tmp_path, list(cuts.LAYOUTS))
+    shares = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    joined = {}
+    for layout in cuts.LAYOUTS:
+        found = shares[0][layout].cut
+        rows = np.concatenate([found.layout.positions(r, len(found.tokens)) for r in range(4)])
+        order = np.argsort(rows)[found.tokens >= 0]
+        tensors = zip(*((*s[layout].inputs, *s[layout].truth) for s in shares), strict=True)
+        whole = [torch.cat(parts) for parts in tensors]
+        joined[layout] = [x[order] for x in whole]
+        empty = [x[np.argsort(rows)[found.tokens < 0]] for x in whole]
+        assert not any(x.any() for x in (empty[3], *empty[5:]))
+        assert empty[4].isnan().all()
+    for layout in cuts.LAYOUTS:
+        for x, y in zip(joined[layout], joined["zigzag"], strict=True):
+            assert torch.equal(x, y)
 
 
 # --- what links carry ----------------------------------------------------------------------
@@ -201,6 +280,19 @@ def test_of_one_algorithm_the_clearly_slower_rivals_are_dropped():
     assert record.slower({one: runs(1.09), two: runs(1.0)}, 1.1) == {}
 
 
+def test_layouts_of_one_algorithm_do_not_drop_each_other():
+    clock = {"forward": (0.0, 9.0), "backward": (0.0, 0.0)}
+    slow = [[measure.Run(clock, {}, {}, 0.0)]]
+    fast = [[measure.Run(dict.fromkeys(clock, (0.0, 1.0)), {}, {}, 0.0)]]
+    one, other = cells.Rival("a", "a"), cells.Rival("b", "a", layout="balanced")
+    assert record.slower({one: slow, other: fast}, 1.1) == {}
+
+
+def test_imbalance_is_that_of_both_passes_together():
+    works = [work(1, 1)._replace(flops={"forward": f, "backward": 2 * f}) for f in (1.0, 2.0, 3.0)]
+    assert record._imbalance(works) == 1.5
+
+
 def rival(name, seconds, inter, **more):
     mean = {p: {"intra": 0, "inter": inter} for p in mail.PASSES}
     return {
@@ -293,6 +385,40 @@ def test_a_page_without_markers_is_refused_before_anything_runs(tmp_path, monkey
         parsed.run(parsed)
 
 
+def laid_out(seed, times, imbalance):
+    """A setting of the suite `balanced`: seconds and prediction of each rival."""
+    cell = recorded(seed)["cell"]
+    names = (
+        f"{suites.EACH}, whole chunks", f"{suites.PACK}, burst", f"{suites.PACK}, multicast",
+        f"{suites.MIXED}, burst", f"{suites.MIXED}, multicast",
+    )  # fmt: skip
+    rivals = [
+        rival(
+            name, [t, 2 * t], 1, predicted=predicted, imbalance=imbalance if "pack" in name else 1
+        )
+        for name, (t, predicted) in zip(names, times, strict=True)
+    ]
+    each = {**recorded(seed), "cell": cell, "rivals": rivals}
+    return comparison.compared("balanced", each, (names[0],))
+
+
+def test_layouts_by_hand():
+    """Of the pack the fastest counts (2.0 and 4.0), of balanced what is predicted to be: 1.0."""
+    first = [(4.0, 4.0), (3.0, 1.0), (2.0, 9.0), (1.0, 1.0), (0.5, 2.0)]
+    second = [(2.0, 4.0), (4.0, 1.0), (5.0, 9.0), (0.5, 2.0), (1.0, 1.0)]
+    found = [laid_out(0, first, 1.5), laid_out(1, second, 2.0)]
+    assert [layouts_page.chosen(c, suites.MIXED).name for c in found] == [
+        "balanced, burst", "balanced, multicast"
+    ]  # fmt: skip
+    row = layouts_page.row(found)
+    assert row["each"] == (0.375, 0.25, 0.5)
+    assert row["pack"] == (0.625, 0.5, 0.75)
+    assert row["imbalance"] == (1.75, 1.5, 2.0)
+    text = layouts_page.table(found)
+    assert "| 2 x 2, documents 500, communication, 2 batches | 0.38 (0.25 to 0.50) |" in text
+    assert "| burst 1, multicast 1 |" in text
+
+
 def test_a_suite_runs_every_batch_on_every_grid():
     def settings(*words):
         parsed = command._parser().parse_args(["compare", *words])
@@ -304,6 +430,12 @@ def test_a_suite_runs_every_batch_on_every_grid():
     suite, found = settings("documents", "--seeds", "3", "--masks", "1K", "--rivals", "burst")
     assert [cell.mask for cell in found] == ["documents 1K seed 3"] * 2
     assert [r.name for r in suite.rivals] == [suites.WHOLE, "burst"]
+    suite, found = settings("balanced")
+    assert len(found) == 2 * 2 * 12 * 2
+    assert {r.layout for r in suite.rivals} == set(cuts.LAYOUTS)
+    suite, found = settings("balanced", "--regimes", "compute", "--rivals", "balanced")
+    assert {c.regime for c in found} == {"compute"}
+    assert {r.layout for r in suite.rivals} == {"balanced"}
     _, found = settings("tiles")
     assert {(c.grid, c.mask, c.wire) for c in found} == {
         (g, m, w) for g in ("4x2", "4x4") for m in ("full", "causal") for w in ("fp32", "bf16")
@@ -311,10 +443,11 @@ def test_a_suite_runs_every_batch_on_every_grid():
 
 
 @pytest.mark.slow
-def test_a_small_comparison_runs(tmp_path):
+@pytest.mark.parametrize("suite", ["documents", "balanced"])
+def test_a_small_comparison_runs(tmp_path, suite):
     """Results and bytes are checked by the run itself."""
     out, page = tmp_path / "x.json", tmp_path / "x.md"
-    words = ["compare", "documents", "--grids", "2x2", "--tokens", "256", "--seeds", "1-2",
+    words = ["compare", suite, "--grids", "2x2", "--tokens", "256", "--seeds", "1-2",
              "--repeats", "2", "--masks", "500", "--out", str(out), "--doc", str(page)]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cluster", *words],
@@ -323,5 +456,6 @@ def test_a_small_comparison_runs(tmp_path):
     if done.returncode == 2:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads(out.read_text())["cells"]) == 2
+    regimes = len(suites.SUITES[suite].regimes)
+    assert len(json.loads(out.read_text())["cells"]) == 2 * regimes
     assert ", 2 batches" in page.read_text()

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median, quantiles
 
-from . import comparison
+from . import comparison, layouts_page
 from .comparison import Compared, Comparisons, Entry, headline
 from .document import COMPARED, replaced
 from .suites import SUITES
@@ -59,6 +59,8 @@ def block(found: Comparisons) -> str:
     for name, cells in _by_suite(found):
         parts += [f"**{SUITES[name].what[0].upper()}{SUITES[name].what[1:]}** (`{name}`)"]
         parts += [_summary(cells)]
+        if name == "balanced":
+            parts += [layouts_page.table(cells)]
     return "\n\n".join(parts) + "\n"
 
 
