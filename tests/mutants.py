@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant("schedule/algorithms/double_ring.py", "blocks=True", "blocks=False",
            "double_ring overlaps its gradients"),
     # schedule: straight, both ways, TokenRing
-    Mutant(_DIRECT, "flat, step + 1, step + 2)", "flat, step, step + 2)",
+    Mutant(_DIRECT, "flat, step + 1, land)", "flat, step, land)",
            "a gradient goes straight home before it is computed"),
     Mutant(_DIRECT, "np.maximum(step - ahead, 0)", "step - 0 * ahead",
            "chunks are sent when they are needed, and not a step ahead"),
@@ -202,6 +202,8 @@ MUTANTS = [
            "gradients of kept chunks stay where they are"),
     Mutant("schedule/algorithms/all_gather.py", "ahead=demand.grid.size", "ahead=1",
            "all_gather waits with its sends"),
+    Mutant("schedule/algorithms/all_gather.py", ", at_end=True", "",
+           "all_gather waits for every gradient a step later"),
     Mutant(_TWO_WAY, "self.next[owner, step], step + gradient",
            "self.next[owner, step], step", "a gradient of a half leaves before its step"),
     Mutant(_TWO_WAY, "moves = np.pad(moves[:, 1:], ((0, 0), (0, 1)))", "pass",

@@ -295,6 +295,13 @@ def test_direct_sends_hold_two_chunks_and_all_gather_holds_all():
     assert play(forward("all_gather", Grid(1, 6))).most_held == 5
 
 
+def test_all_gather_awaits_gradients_at_the_end():
+    moved = backward("all_gather", Grid(1, 4), "kv").tables.transfers
+    sums = moved.where(moved.accumulated)
+    assert set(sums.post.tolist()) == {2, 3, 4}
+    assert set(sums.land.tolist()) == {5}
+
+
 def test_kept_chunks_are_the_farthest_and_are_not_sent():
     schedule = backward("ring", Grid(1, 4), "kv", kept=2)
     assert [chunk.owner for chunk in schedule.kept_chunks(0)] == [2, 1]

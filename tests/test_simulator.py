@@ -107,6 +107,20 @@ def test_two_levels_cross_once_and_then_turn_once_more():
     assert got == PassTime(seconds=8 + 1, compute=0, intra=2, inter=8)
 
 
+def test_unequal_steps_cost_all_gather_nothing():
+    """Rank r computes for 8 s at step r and for 1 s at the two others; on a ring it then waits for
+    the one that computes for long at every step."""
+    seconds = np.ones((3, 3))
+    seconds[:, 0] = 8.0  # rank r meets the chunk of 0 at step r
+    fast = rates(intra=1 / 1024, inter=1 / 1024)
+    found = {
+        name: pass_time(back_again(name, (1, 3), "kv"), sizes(), seconds, fast).seconds
+        for name in ("all_gather", "ring")
+    }
+    assert found["all_gather"] < 10.1
+    assert found["ring"] > 15
+
+
 def test_gradients_follow_and_their_last_hops_are_exposed():
     """Keys cross (8) and turn (1), behind them on the same link the gradient of step 1 (1); that
     of step 3 (1) goes to its node's rank, and the node's sum crosses home (8)."""

@@ -18,8 +18,8 @@ READING = """\
 The algorithm of layout `balanced` is the one that is predicted to be the fastest in each batch.
 Its time is divided by that of zigzag per document in whole chunks, and by that of the fastest rival
 with zigzag of the pack; the latter, times the imbalance of that zigzag (visible pairs of its
-busiest rank over their mean), is 1 where only the imbalance counts. Medians over the batches, and the
-smallest and largest."""
+busiest rank over their mean), is 1 where only the imbalance counts. Medians over the batches, and
+the smallest and largest."""
 
 
 def chosen(cell: Compared, layout: str) -> Entry | None:
