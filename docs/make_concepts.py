@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from drawings import layouts, rings, sides, store
+from drawings import layouts, packing, rings, sides, store
 from matplotlib import style
 
 from megatron_burst.cli.show.png import STYLE
 
 FOLDER = Path(__file__).parent / "concepts"
-PAGES = {"ring": rings, "sides": sides, "layouts": layouts, "store": store}
+PAGES = {"ring": rings, "sides": sides, "layouts": layouts, "store": store, "packing": packing}
 DRAWINGS = {name: draw for page in PAGES.values() for name, draw in page.DRAWINGS.items()}
 
 

@@ -30,6 +30,11 @@ the same matrix with the positions of each rank together. A pair that attends ha
 rank that computes it, and the small numbers are the steps of a ring. Imbalance is the work of the
 busiest rank over the mean, step by step: at 1.00 no rank waits.
 
+How to read **packed documents**: a row is a rank with its tokens, and a colour is a document. The
+nine longest documents have colours; of the others the shorter ones are lighter grey. The bars are
+the visible pairs of each rank. "Shards per rank from other nodes" is what a node has to receive if
+every row that it sees crosses once, divided by its ranks and by what a rank holds.
+
 How to read a **schedule**: time runs to the right. A box is a step of a rank with a line for each
 pair of chunks, such as q3 k1: the queries of rank 3 with the keys of rank 1. The bar in it is the
 number of visible pairs; a full bar is the busiest step of the picture, and the rest of a box is
@@ -147,6 +152,14 @@ SECTIONS = (
                 "Multicast, the same batch: the rows that a node needs cross to it once, from "
                 "their owner, and are passed on within the node. The bytes between nodes are the "
                 "least that this layout allows."),
+    )),
+    Section("Packed documents of mixed lengths", (
+        Picture("documents-balanced",
+                "documents --lengths 'random(1, 60)' --nodes 2 --ranks-per-node 4 --seq-len 4096",
+                "The same batch in three layouts. Zigzag of the pack gives some ranks much more "
+                "work than others. Zigzag within each document is even, but every document is on "
+                "every rank, and each is padded. Balanced gives every rank equally many tokens and "
+                "nearly equally many pairs, with most documents whole on one rank."),
     )),
     Section("Tiles", (
         Picture("tile-forward", "schedule --algorithm tile --nodes 2 --ranks-per-node 4",

@@ -54,6 +54,7 @@ def test_the_reference_has_every_public_name_once():
         "layout.check_fraction",
         "layout.document_bounds",
         "layout.integer",
+        "layout.padding_documents",
     }  # for other rooms
     for module in modules:
         listed = getattr(mb, module)

@@ -432,7 +432,7 @@ def test_text_of_layouts(capsys):
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = re.findall("^  megatron-burst (.*)$", show.EPILOG, re.MULTILINE)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         assert cli.main(shlex.split(example)) == 0
     assert capsys.readouterr().err == ""
@@ -512,7 +512,10 @@ def test_a_missing_matplotlib_is_named_with_the_cure(monkeypatch, capsys):
     assert "--png needs matplotlib: pip install 'megatron-burst[show]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", ["mask", "layout --mask causal", "schedule --backward"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["mask", "layout --mask causal", "schedule --backward", "documents --lengths 9,5,20,1"],
+)
 def test_a_picture_is_a_small_png_and_the_same_every_time(arguments, tmp_path):
     files = [tmp_path / "one.png", tmp_path / "two.png"]
     for file in files:

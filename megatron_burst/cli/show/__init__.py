@@ -17,14 +17,16 @@ from ...schedule.cost import Sizes, best_layout
 from ...schedule.tables import ROUTES, SIDES, Grid
 from . import language
 from .choices import Choices, schedule_scene
+from .packs import PackScene, pack_scene
 from .passes import ScheduleScene
 from .scene import LayoutScene, MaskScene, Shards
 
-Scene = LayoutScene | MaskScene | ScheduleScene
+Scene = LayoutScene | MaskScene | PackScene | ScheduleScene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
 POSITIONS = {"text": 256, "png": 1024}
 RANKS = {"text": 32, "png": 32}
+PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
 
 EPILOG = """\
 masks:    full, causal, window(LEFT, RIGHT), dilated(STRIDE), prefix(N), documents(CU_SEQLENS),
@@ -33,13 +35,16 @@ masks:    full, causal, window(LEFT, RIGHT), dilated(STRIDE), prefix(N), documen
           LEFT and RIGHT: positions, None for no limit; RIGHT is 0 if not given
           CU_SEQLENS: cumulative document lengths, [0, 3, 8, 16]; TABLE: [[1, 0], [1, 1]]
 layouts:  contiguous, zigzag, striped, block_striped(BLOCK),
-          zigzag(CU_SEQLENS) for zigzag within each document
+          zigzag(CU_SEQLENS) for zigzag within each document, balanced(CU_SEQLENS);
+          balanced alone takes the documents of --mask
+lengths:  300, 20, 5 or random(SEED, MEDIAN), which fill --seq-len positions
 
 examples:
   megatron-burst show mask --mask 'causal & window(23)' --layout striped --ranks 8
   megatron-burst show schedule --algorithm burst --nodes 2 --ranks-per-node 4
   megatron-burst show schedule --backward --side query --png backward.png
   megatron-burst show layout --mask causal --ranks 4
+  megatron-burst show documents --lengths 300,20,5,60,40,31 --ranks 4
 """
 
 
@@ -53,14 +58,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     time = pictures.add_parser("schedule", help="what each rank computes and sends at each step")
     strip = pictures.add_parser("layout", help="which positions each rank holds")
-    for sub in (mask, time, strip):
+    packed = pictures.add_parser(
+        "documents", help="which rank holds which part of packed documents, in three layouts"
+    )
+    packed.add_argument(
+        "--lengths",
+        required=True,
+        metavar="LENGTHS",
+        help="tokens of each document: 300,20,5 or random(SEED, MEDIAN)",
+    )
+    for sub in (mask, time, strip, packed):
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
         sub.epilog = EPILOG
-        _add_sequence(sub, default_layout=None if sub is strip else "zigzag")
+        _add_sequence(
+            sub, default_layout=None if sub is strip else "zigzag", layout=sub is not packed
+        )
     _add_schedule(time)
 
 
-def _add_sequence(sub: argparse.ArgumentParser, default_layout: str | None) -> None:
+def _add_sequence(
+    sub: argparse.ArgumentParser, default_layout: str | None, layout: bool = True
+) -> None:
     sub.add_argument(
         "--mask",
         default=None if default_layout is None else "causal",
@@ -68,12 +86,13 @@ def _add_sequence(sub: argparse.ArgumentParser, default_layout: str | None) -> N
         help="which pairs attend, for example 'causal & window(1023)'"
         + (" (default: causal)" if default_layout else " (default: none, and no work is drawn)"),
     )
-    sub.add_argument(
-        "--layout",
-        default=default_layout,
-        metavar="LAYOUT",
-        help=f"which positions each rank holds (default: {default_layout or 'all'})",
-    )
+    if layout:
+        sub.add_argument(
+            "--layout",
+            default=default_layout,
+            metavar="LAYOUT",
+            help=f"which positions each rank holds (default: {default_layout or 'all'})",
+        )
     sub.add_argument("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
     sub.add_argument(
         "--nodes", type=int, metavar="N", help="number of nodes, with --ranks-per-node"
@@ -144,15 +163,18 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     grid = _grid(arguments)
     kind = "text" if arguments.png is None else "png"
     _at_least_one(arguments, ("seq_len", "heads", "kv_heads", "width"))
+    if arguments.picture == "documents":
+        _at_most("--ranks", grid.size, RANKS[kind], kind)
+        return _documents(arguments, grid)
     seq_len = 8 * grid.size if arguments.seq_len is None else arguments.seq_len
     if arguments.picture == "schedule":
         _at_most("--ranks", grid.size, RANKS[kind], kind)
     else:
         _at_most("--seq-len", seq_len, POSITIONS[kind], kind)
     if arguments.picture == "layout":
-        return _layouts(arguments, grid.size, seq_len)
+        return _layouts(arguments, grid, seq_len)
     mask = language.mask(arguments.mask, seq_len)
-    layout = language.make_layout(arguments.layout, grid.size)
+    layout = language.make_layout(arguments.layout, grid.size, grid.intra, mask)
     layout.check(seq_len)
     shards = Shards(mask, layout, seq_len, arguments.mask, arguments.layout)
     if arguments.picture == "mask":
@@ -166,10 +188,28 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     return schedule_scene(shards, grid, _sizes(arguments, seq_len // grid.size), choices)
 
 
-def _layouts(arguments: argparse.Namespace, ranks: int, seq_len: int) -> LayoutScene:
+def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
+    """Documents, filled up with padding to what zigzag of the pack can cut."""
+    multiple = 2 * grid.size
+    asked = arguments.seq_len or 64 * grid.size
+    if asked > PACK:
+        raise ValueError(f"--seq-len: packs of at most {PACK} tokens are drawn, got {asked}")
+    lengths = language.lengths(arguments.lengths, asked)
+    total = sum(lengths)
+    if total > (arguments.seq_len or PACK):
+        raise ValueError(f"--lengths: {total} tokens do not fit into {arguments.seq_len or PACK}")
+    seq_len = arguments.seq_len or -(-total // multiple) * multiple
+    if seq_len % multiple:
+        raise ValueError(f"--seq-len must be a multiple of {multiple} here, got {seq_len}")
+    mask = language.mask(arguments.mask, seq_len)
+    return pack_scene(lengths, seq_len, grid, mask, arguments.mask)
+
+
+def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutScene:
+    ranks = grid.size
     names = [arguments.layout] if arguments.layout else list(LAYOUTS)
     mask = language.mask(arguments.mask or "full", seq_len)
-    layouts = [language.make_layout(name, ranks) for name in names]
+    layouts = [language.make_layout(name, ranks, grid.intra, mask) for name in names]
     for layout in layouts:
         layout.check(seq_len)
     rows = [

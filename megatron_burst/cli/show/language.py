@@ -1,9 +1,11 @@
-"""Masks and layouts, written as Python expressions on the command line of `show`.
+"""Masks, layouts and lengths, written as Python expressions on the command line of `show`.
 
     mask    causal & (window(23, 0) | prefix(4)): the classes of `megatron_burst.masks` in lower
             case with the arguments of their constructors, joined by & and |
     layout  striped, block_striped(16), zigzag([0, 16, 24, 64]): the names of
-            `megatron_burst.layout.make` with its arguments `block` and `cu_seqlens`
+            `megatron_burst.layout.make` with its arguments; balanced takes those that it is not
+            given from a mask such as documents([0, 5, 64]) & causal
+    lengths 300, 20, 5 or random(SEED, MEDIAN): of packed documents
 
 Python's own parser reads the text. Only names, & and |, and calls with literal arguments are
 evaluated, so nothing else of Python runs. An error is a ValueError that shows the text, the place
@@ -58,6 +60,55 @@ def _block_striped(ranks: int, block: int) -> Layout:
     return layout.make("block_striped", cp_size=ranks, block=block)
 
 
+def _balanced(
+    ranks: int,
+    per_node: int | None,
+    packed: Mask | None,
+    cu_seqlens: list[int] | None = None,
+    windows: list[tuple[int | None, int | None]] | None = None,
+    padding: list[int] | None = None,
+) -> Layout:
+    documents, window = _parts(packed)
+    if cu_seqlens is None:
+        if documents is None:
+            raise ValueError("layout balanced needs documents, its own or those of --mask")
+        cu_seqlens, padding = documents.bounds.tolist(), padding or list(documents.padding)
+    if windows is None and window is not None:
+        windows = [window]
+    return layout.make(
+        "balanced", cp_size=ranks, cu_seqlens=cu_seqlens, per_node=per_node, windows=windows,
+        padding=padding,
+    )  # fmt: skip
+
+
+def _parts(mask: Any) -> tuple[masks.Documents | None, tuple[int | None, int | None] | None]:
+    """The documents of a mask, and how far a token sees in them, where it is that simple."""
+    if isinstance(mask, masks.Documents):
+        return mask, (None, None)
+    joined = getattr(mask, "symbol", None) == "&"
+    for documents, rest in ((mask.a, mask.b), (mask.b, mask.a)) if joined else ():
+        if isinstance(documents, masks.Documents):
+            return documents, (rest.left, rest.right) if isinstance(rest, masks.Window) else None
+    return None, None
+
+
+def _random_lengths(
+    seq_len: int, seed: int, median: float, spread: float = 1.5, longest: int | None = None
+) -> list[int]:
+    """Log-normal lengths that fill `seq_len` positions; the last document is cut."""
+    seed, random = integer("seed", seed), np.random.RandomState(seed)
+    if not (median >= 1 and spread >= 0):
+        raise ValueError(f"median must be at least 1 and spread 0, got {median} and {spread}")
+    if longest is not None and integer("longest", longest) < 1:
+        raise ValueError(f"longest must be at least 1, got {longest}")
+    found, left = [], seq_len
+    while left:
+        drawn = round(float(random.lognormal(np.log(median), spread)))
+        found.append(min(max(1, drawn), left if longest is None else longest, left))
+        left -= found[-1]
+    return found
+
+
 MASKS: dict[str, Callable[..., Mask]] = {
     "full": masks.Full,
     "causal": masks.Causal,
@@ -68,7 +119,9 @@ MASKS: dict[str, Callable[..., Mask]] = {
     "block_sparse": masks.BlockSparse,
     "dense": masks.Dense,
 }
-LAYOUTS: dict[str, Callable[..., Layout]] = {name: partial(_plain, name) for name in NAMES} | {
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    name: partial(_plain, name) for name in NAMES if name != "balanced"
+} | {
     "zigzag": _zigzag,
     "block_striped": _block_striped,
 }
@@ -80,10 +133,26 @@ def mask(text: str, seq_len: int) -> Mask:
     return _Expression("mask", text, names, lambda made: made.check(seq_len)).value()
 
 
-def make_layout(text: str, ranks: int) -> Layout:
-    """The layout that `text` describes over `ranks` ranks."""
+def make_layout(
+    text: str, ranks: int, per_node: int | None = None, packed: Mask | None = None
+) -> Layout:
+    """The layout that `text` describes over `ranks` ranks.
+
+    For layout balanced, `per_node` ranks on a node, and `packed`, the mask that has its documents.
+    """
     names = {name: partial(function, ranks) for name, function in LAYOUTS.items()}
+    names["balanced"] = partial(_balanced, ranks, per_node, packed)
     return _Expression("layout", text, names, lambda made: None).value()
+
+
+def lengths(text: str, seq_len: int) -> list[int]:
+    """The lengths of documents that `text` describes; random ones fill `seq_len` positions."""
+    names = {"random": partial(_random_lengths, seq_len)}
+    found = _Expression("lengths", text, names, lambda made: None).value()
+    found = [integer("--lengths", each) for each in (found if np.iterable(found) else [found])]
+    if min(found, default=0) < 1:
+        raise ValueError(f"--lengths: every document has at least one token, got {text}")
+    return found
 
 
 class _Place(NamedTuple):
@@ -119,6 +188,8 @@ class _Expression:
                 return self.evaluate(left) & self.evaluate(right)
             case ast.BinOp(left, ast.BitOr(), right) if self.kind == "mask":
                 return self.evaluate(left) | self.evaluate(right)
+            case ast.Tuple() | ast.List() | ast.Constant() if self.kind == "lengths":
+                return self.literal(node)
             case ast.Name(name):
                 return self.make(node, name, [], {})
             case ast.Call(ast.Name(name), arguments, keywords):
@@ -148,6 +219,7 @@ class _Expression:
     @property
     def expected(self) -> str:
         usages = ", ".join(_usage(name, function) for name, function in self.names.items())
+        usages = f"numbers of tokens, {usages}" if self.kind == "lengths" else usages
         joined = "; join them with & and |, and put them in ( )" if self.kind == "mask" else ""
         return f"expected one of {usages}{joined}"
 

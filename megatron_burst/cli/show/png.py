@@ -1,4 +1,5 @@
-"""Scenes as PNG, with matplotlib: the score matrix and the layouts; `timeline` draws schedules.
+"""Scenes as PNG, with matplotlib: the score matrix and the layouts; `timeline` draws schedules and
+`pack_png` packed documents.
 
 The files are small, and have the same bytes for the same scene and the same matplotlib, so that a
 generated document changes only with its content.
@@ -16,8 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from . import timeline, words
+from . import pack_png, timeline, words
 from .colours import GREY, INK, PAPER, RULE, channels, ink_on, mixed, of_rank
+from .packs import PackScene
 from .page import box, headed
 from .scene import LayoutScene, MaskScene
 
@@ -43,6 +45,8 @@ def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
             figure = _mask(scene)
         elif isinstance(scene, LayoutScene):
             figure = _layouts(scene)
+        elif isinstance(scene, PackScene):
+            figure = pack_png.draw(scene)
         else:
             figure = timeline.draw(scene, rank)
         _save(figure, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +17,8 @@ from ...schedule.tables import Chunk, Hop
 from ...units import byte_size
 from ..console import unwrapped
 from . import words
-from .colours import of_rank
+from .colours import of_document, of_rank
+from .packs import PADDING, Held, PackScene
 from .passes import Cell, ScheduleScene, share
 from .scene import LayoutScene, MaskScene
 
@@ -24,6 +26,8 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"
 COVERS = {Cover.FULL: "■", Cover.PARTIAL: "◪", Cover.EMPTY: HIDDEN}
 ARROWS = {"intra": "→", "inter": "⇒"}
+LETTERS = string.ascii_letters  # of documents
+STRIP = 64  # characters of a rank's tokens, at most
 BAR = 24  # characters; the length of the busiest rank's bar
 
 
@@ -36,6 +40,8 @@ def show(scene: words.Scene, rank: int | None = None) -> None:
         parts = _mask(scene)
     elif isinstance(scene, LayoutScene):
         parts = _layouts(scene)
+    elif isinstance(scene, PackScene):
+        parts = _packs(scene)
     else:
         parts = _schedule(scene, rank)
     for part in parts:
@@ -92,6 +98,42 @@ def _layouts(scene: LayoutScene) -> Iterator[RenderableType]:
         table.add_row(shards.layout_text, strip)
     yield table
     yield Text()
+
+
+def _packs(scene: PackScene) -> Iterator[RenderableType]:
+    most = max(1, *(pairs for held in scene.held for pairs in held.work))
+    each = max(len(rows) for held in scene.held for rows in held.rows)
+    scale = -(-each // STRIP)
+    if scale > 1:
+        yield Text(f"a letter stands for {scale} tokens\n", style="dim")
+    for held in scene.held:
+        yield Text(held.name, style="bold")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for rank, pairs in enumerate(held.work):
+            bar = Bar(most, 0, pairs, width=BAR, color=of_rank(rank, scene.grid.size))
+            last_of_node = (rank + 1) % scene.grid.intra == 0 and rank + 1 < scene.grid.size
+            table.add_row(
+                str(rank), _documents(held, rank, scale), f"{pairs:,}", bar,
+                end_section=last_of_node,
+            )  # fmt: skip
+        yield table
+        yield Text()
+
+
+def _documents(held: Held, rank: int, scale: int) -> Text:
+    """A letter for every so many tokens: the document of the one in their middle."""
+    strip = Text(no_wrap=True)
+    for start, stop, document in held.runs(rank):
+        # Middles of the letters' tokens, scale // 2, scale // 2 + scale, ..., within the run.
+        count = len(range(start + (scale // 2 - start) % scale, stop, scale))
+        if document == PADDING:
+            strip.append(HIDDEN * count, style="dim")
+        else:
+            letter = LETTERS[document % len(LETTERS)]
+            strip.append(
+                letter * count, style=of_document(held.pack.places[document], len(held.pack.real))
+            )
+    return strip
 
 
 # --- schedules -----------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from ...schedule.tables import Chunk
 from ...units import byte_size
+from .packs import Held, PackScene
 from .passes import KINDS, ScheduleScene
 from .scene import LayoutScene, MaskScene, Shards
 
-Scene = MaskScene | LayoutScene | ScheduleScene
+Scene = MaskScene | LayoutScene | PackScene | ScheduleScene
 LONGEST = 60  # characters of a mask in a title
 COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
 STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
@@ -25,6 +26,8 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 def title(scene: Scene) -> str:
     """One line that names the scene."""
+    if isinstance(scene, PackScene):
+        return _packed(scene)
     if isinstance(scene, ScheduleScene):
         grid, plan = scene.plan.grid, scene.plan
         where = (
@@ -43,6 +46,8 @@ def title(scene: Scene) -> str:
 
 def subtitle(scene: Scene) -> str:
     """One line on how to read the scene."""
+    if isinstance(scene, PackScene):
+        return "a row is a rank, a colour is a document; bars: its visible pairs; dashed: the mean"
     if isinstance(scene, MaskScene):
         return (
             f"{scene.shards.seq_len} positions over {scene.shards.size} ranks; each visible pair "
@@ -74,6 +79,8 @@ def name_of(chunk: Chunk) -> str:
 
 def caption(scene: Scene) -> list[str]:
     """The numbers of the scene, one line each."""
+    if isinstance(scene, PackScene):
+        return [f"{held.name}: {held_so(held)}" for held in scene.held]
     if isinstance(scene, MaskScene):
         return [_balance(scene.shards.work, scene.shards.imbalance)]
     if isinstance(scene, LayoutScene):
@@ -87,6 +94,24 @@ def caption(scene: Scene) -> list[str]:
         + _balance(scene.work, scene.imbalance),
         *_totals(scene),
     ]
+
+
+def held_so(held: Held) -> str:
+    """What a layout makes of a pack, in numbers."""
+    nodes = f", {held.between:.2f} shards per rank from other nodes" * (held.grid.inter > 1)
+    tokens = f"{held.padding:,} token{'s' * (held.padding != 1)}"
+    padding = f", {tokens} of padding" * bool(held.padding)
+    return f"{_balance(held.work, held.imbalance)}{nodes}{padding}"
+
+
+def _packed(scene: PackScene) -> str:
+    real, grid = scene.pack.real, scene.grid
+    nodes = f" on {grid.inter} nodes" * (grid.inter > 1)
+    many = "1 document" if len(real) == 1 else f"{len(real)} documents"
+    return (
+        f"{many} of {min(real):,} to {max(real):,} tokens over {grid.size} ranks{nodes}, "
+        f"{_short(scene.pack.mask_text)}"
+    )
 
 
 def _pattern(shards: Shards) -> str:

@@ -1,0 +1,114 @@
+"""Packed documents as a mixture: mirrored shares of one document, and what layout balanced fills
+four ranks with."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+import megatron_burst as mb
+from drawings.paper import box, figure
+from megatron_burst.cli.show import words
+from megatron_burst.cli.show.colours import GREY, INK, channels, ink_on, of_document, of_rank
+from megatron_burst.cli.show.packs import PackScene, pack_scene
+from megatron_burst.schedule.tables import Grid
+
+LENGTH, SHARES = 32, (4, 8, 20)  # tokens of a document, and of the shares that it is cut into
+LENGTHS = (210, 14, 60, 9, 32, 100, 5, 41, 20, 13, 6, 2)
+RANKS = 4
+
+
+def shares() -> list[np.ndarray]:
+    """The positions of each share: from both ends of the document in turn."""
+    mirrored = [i // 2 if i % 2 == 0 else LENGTH - 1 - i // 2 for i in range(LENGTH)]
+    edges = np.cumsum([0, *SHARES])
+    return [np.array(mirrored[a:b]) for a, b in pairwise(edges)]
+
+
+def pairs_of(share: np.ndarray) -> int:
+    """Visible pairs of the tokens at these positions of a causal document."""
+    return int((share + 1).sum())
+
+
+def scene() -> PackScene:
+    total = sum(LENGTHS)
+    return pack_scene(LENGTHS, total, Grid(1, RANKS), mb.masks.Causal(), "causal")
+
+
+def draw_packing() -> Figure:
+    made = figure(9.4, 4.3, "Documents as a mixture",
+                  "the area of a part is its visible pairs; the dashed line is the mean of all "
+                  "tokens")  # fmt: skip
+    _triangle(box(made, 0.55, 0.95, 2.3, 2.3))
+    packed = scene()
+    held = packed.held[-1]
+    whole = max(LENGTHS) / 2
+    for rank in range(RANKS):
+        axes = box(made, 3.5 + 1.45 * rank, 0.95, 1.3, 2.3)
+        _mixture(axes, packed, rank, whole)
+        axes.set_xlabel(f"rank {rank}\n{held.work[rank]:,} pairs", fontsize=8, labelpad=3)
+        axes.set_ylabel("visible keys per token" * (rank == 0), fontsize=8, labelpad=2)
+    return made
+
+
+def _triangle(axes: Axes) -> None:
+    """The causal triangle of one document, each row in the colour of its share."""
+    owner = np.empty(LENGTH, dtype=int)
+    for number, share in enumerate(shares()):
+        owner[share] = number
+    image = np.ones((LENGTH, LENGTH, 3))
+    for row, number in enumerate(owner):
+        image[row, : row + 1] = np.array(channels(of_rank(int(number), 9))) / 255
+    axes.imshow(image, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(f"one document of {LENGTH} tokens", loc="left", fontsize=9, color=INK)
+    for number, share in enumerate(shares()):
+        text = f"{len(share)} tokens: {pairs_of(share) / len(share):.1f} keys per token"
+        axes.text(LENGTH - 1, 1.5 + 2.9 * number, text, fontsize=6.6, ha="right",
+                  color=of_rank(number, 9) if number != 1 else GREY)  # fmt: skip
+    axes.set_ylabel("queries", fontsize=8, labelpad=2)
+    axes.set_xlabel("keys", fontsize=8, labelpad=2)
+    axes.spines[:].set_color("#d1d5db")
+
+
+def _mixture(axes: Axes, packed: PackScene, rank: int, whole: float) -> None:
+    """A rank's parts of documents: as wide as they have tokens, as high as a token sees keys."""
+    held, pack = packed.held[-1], packed.pack
+    rows = held.rows[rank]
+    first, last = pack.seen
+    left = 0
+    for document in sorted(set(pack.documents[rows].tolist()), key=lambda i: pack.places[i]):
+        mine = rows[pack.documents[rows] == document]
+        keys = float((last - first + 1)[mine].mean())
+        colour = of_document(pack.places[document], len(pack.real))
+        axes.add_patch(Rectangle((left, 0), len(mine), keys, facecolor=colour, edgecolor="white",
+                                 linewidth=0.6))  # fmt: skip
+        if len(mine) >= 9:
+            inside = keys > 12
+            axes.text(left + len(mine) / 2, keys / 2 if inside else keys + 2,
+                      str(pack.real[document]), ha="center", fontsize=6.5,
+                      va="center_baseline" if inside else "bottom",
+                      color=ink_on(colour) if inside else INK)  # fmt: skip
+        left += len(mine)
+    mean = sum(held.work) / pack.seq_len
+    axes.axhline(mean, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, len(rows))
+    axes.set_ylim(0, whole * 1.04)
+    axes.set_xticks([])
+    axes.set_yticks([0, round(mean), round(whole)] if rank == 0 else [])
+    axes.tick_params(length=0, pad=2, labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def captions() -> list[str]:
+    """The numbers of the drawing in words."""
+    parts = [f"{len(share)} tokens: {pairs_of(share)} visible pairs" for share in shares()]
+    return [*parts, *(f"{held.name}: {words.held_so(held)}" for held in scene().held)]
+
+
+DRAWINGS = {"packing": draw_packing}
