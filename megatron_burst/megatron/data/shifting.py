@@ -55,7 +55,7 @@ def roll(original: Callable, layout: str) -> Callable:
             raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
         total = tensor.shape[-1] * group.size()
         if params is None:
-            pack = whole.setdefault(total, Pack(total, (0, total), (0, total)))
+            pack = whole.setdefault(total, Pack(total, (0, total), total, (0, total)))
         else:
             pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
         index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
