@@ -15,13 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from ..masks import Cover, Mask
-from ..masks.base import FAR
+from ..masks import Mask
+from ..masks.base import FAR, FULL, PARTIAL
 from ..masks.seen import Pieces, counted, cut_at, pieces_of
 
 AT_ONCE = 1 << 20  # pairs of pieces that are compared, at most; and
 FEW, PER_TILE = 1 << 12, 16  # so many at least, and for every tile
-PARTIAL, FULL = int(Cover.PARTIAL), int(Cover.FULL)
 
 Pairs = Sequence[tuple[Sequence[Span], Sequence[Span]]]
 

@@ -29,6 +29,10 @@ class Cover(IntEnum):
     FULL = 2
 
 
+# As plain numbers, which arrays compare and take in a fraction of the time.
+EMPTY, PARTIAL, FULL = (int(cover) for cover in Cover)
+
+
 class Band(NamedTuple):
     """Local row m sees local column n exactly when m - left <= n <= m + right."""
 
@@ -160,7 +164,7 @@ class VectorMask(Mask):
 
 def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
     """EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
-    return np.where(empty, Cover.EMPTY, np.where(full, Cover.FULL, Cover.PARTIAL))
+    return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
 
 def _one(span: Span) -> Spans:

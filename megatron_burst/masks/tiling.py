@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, islice, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
 from ..layout import Span, Spans
 from .band_tiling import BandTile, band_tiles, left_edge
-from .base import Band, Cover, Mask
+from .base import PARTIAL, Band, Bands, Mask
+
+_FEW = 256  # pairs of slices that are listed one by one, at most
 
 
 class Tile(NamedTuple):
@@ -110,14 +112,48 @@ class Cutter:
         q_spans, k_spans = _arrays(q, (-1, 1)), _arrays(k, (1, -1))
         # The mask is asked about all pairs in one call: a shard of packed documents has hundreds.
         covers = mask.covers(q_spans, k_spans)
-        left, right, known = mask.bands(q_spans, k_spans)
-        for i, j in np.argwhere(covers != Cover.EMPTY).tolist():
-            if covers[i, j] == Cover.FULL:
-                yield Tile(q[i].rows(0, q[i].span.length), k[j].rows(0, k[j].span.length))
-            elif known[i, j]:
-                yield from self._cut_band(q[i], k[j], Band(int(left[i, j]), int(right[i, j])))
-            else:
-                yield from self._cut(mask, q[i], k[j])
+        i, j = np.nonzero(covers)  # not EMPTY
+        pairs = [(q[m], k[n]) for m, n in zip(i.tolist(), j.tolist(), strict=True)]
+        return chain.from_iterable(self._each(mask, pairs, covers[i, j]))
+
+    def _each(
+        self, mask: Mask, pairs: list[tuple[_ShardSlice, _ShardSlice]], covers: np.ndarray
+    ) -> Iterator[Iterable[Tile]]:
+        """The tiles of each pair of slices, whose covers are known."""
+        partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
+        bands = mask.bands(*_two_by_two(partly)) if partly else Bands(*np.empty((3, 0)))
+        unknown = [
+            pair for pair, known in zip(partly, bands.known.tolist(), strict=True) if not known
+        ]
+        told = zip(*(column.tolist() for column in bands), strict=True)
+        further = self._cut_many(mask, unknown)
+        for (q, k), cover in zip(pairs, covers.tolist(), strict=True):
+            if cover != PARTIAL:
+                yield (Tile(q.rows(0, q.span.length), k.rows(0, k.span.length)),) if cover else ()
+                continue
+            left, right, known = next(told)
+            yield self._cut_band(q, k, Band(left, right)) if known else next(further)
+
+    def _cut_many(
+        self, mask: Mask, pairs: list[tuple[_ShardSlice, _ShardSlice]]
+    ) -> Iterator[Iterable[Tile]]:
+        """The tiles of pairs that are partly visible and no bands."""
+        if self.table_rows is not None or not pairs:
+            yield from (self._cut(mask, q, k) for q, k in pairs)
+            return
+        parts = [_split(mask, q, k, None) for q, k in pairs]
+        if None in parts:  # and none can become a table
+            self._no_table(mask, *pairs[parts.index(None)])
+        # The parts of all that have few are asked about in one call, too.
+        few = [part for part in parts if part and len(part[0]) * len(part[1]) <= _FEW]
+        cells = list(chain.from_iterable(product(*part) for part in few))
+        tiles = self._each(mask, cells, mask.covers(*_two_by_two(cells))) if cells else iter(())
+        for part in parts:
+            if part and len(part[0]) * len(part[1]) > _FEW:
+                yield _joined(self._cut_all(mask, *part))
+            elif part:
+                some = islice(tiles, len(part[0]) * len(part[1]))
+                yield list(_joined(chain.from_iterable(some)))
 
     def _cut(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> Iterator[Tile]:
         """A pair that is partly visible and no band: cut further, or described by a table."""
@@ -146,12 +182,13 @@ class Cutter:
             taken.append(tile)
         return taken
 
+    def _no_table(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> None:
+        raise ValueError(
+            f"mask: {mask!r} is no band of rows and columns over {q.span} and {k.span}, and "
+            "this kernel takes no table; use kernel='triton' on a GPU, or 'reference'"
+        )
+
     def _table(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> Iterator[Tile]:
-        if self.table_rows is None:
-            raise ValueError(
-                f"mask: {mask!r} is no band of rows and columns over {q.span} and {k.span}, and "
-                "this kernel takes no table; use kernel='triton' on a GPU, or 'reference'"
-            )
         table = np.array(mask.visible(q.span.positions()[:, None], k.span.positions()[None, :]))
         (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
         # Without hidden rows and columns at the ends: padding lies there and may hold NaN, and a
@@ -191,10 +228,16 @@ def _window(q: _ShardSlice, k: _ShardSlice, band: Band) -> Tile:
     return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
 
 
-def _arrays(parts: list[_ShardSlice], shape: tuple[int, int]) -> Spans:
+def _arrays(parts: list[_ShardSlice], shape: tuple[int, ...]) -> Spans:
     """The spans of many slices as arrays, as `Mask.covers` takes them."""
     fields = np.array([part.span for part in parts], dtype=np.int64).T
     return Spans(*(field.reshape(shape) for field in fields))
+
+
+def _two_by_two(pairs: list[tuple[_ShardSlice, _ShardSlice]]) -> tuple[Spans, Spans]:
+    """The spans of pairs of slices as arrays."""
+    q, k = zip(*pairs, strict=True)
+    return _arrays(list(q), (-1,)), _arrays(list(k), (-1,))
 
 
 def _whole_spans(spans: Sequence[Span]) -> list[_ShardSlice]:
