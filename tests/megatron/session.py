@@ -322,6 +322,7 @@ def rolled(layout, bounds):
     from megatron.core.transformer import multi_token_prediction as mtp
 
     import megatron_burst.megatron as burst
+    from megatron_burst.megatron.data.cut import Cut
     from megatron_burst.megatron.data.packed import pack_of
 
     _meet_again()
@@ -330,7 +331,7 @@ def rolled(layout, bounds):
         parallel_state.initialize_model_parallel(context_parallel_size=4)
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
         ends, padded = (x and torch.tensor(x, dtype=torch.int32) for x in bounds or ([0, 32], None))
-        places = torch.from_numpy(pack_of(32, ends, padded).places(layout, 4, rank)[0])
+        places = torch.from_numpy(pack_of(32, ends, padded).places(Cut(layout), 4, rank)[0])
         packed = bounds and PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,
             cu_seqlens_kv_padded=padded,

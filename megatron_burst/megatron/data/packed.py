@@ -126,7 +126,8 @@ class Pack:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `mb.layout.successors`, on ``device``, sent there once: where the rank's tokens find
         the next ones of their documents."""
-        key = "successors", cut, cp_size, rank, device
+        # Packs that are cut alike may differ in the padding between their documents.
+        key = "successors", self.documents, cut, cp_size, rank, device
         if key not in self._made:
             index = mb.layout.successors(self.layout(cut, cp_size), self.documents[1:], rank)
             self._made[key] = tuple(to_device(rows, device) for rows in index)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import megatron_burst as mb
+from megatron_burst.megatron.attention.micro_batch import group_of
 from megatron_burst.megatron.data.cut import cut_of_run
 from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.data.slicing import context_group
@@ -55,7 +56,7 @@ def gather_sequence(
 
 
 def _group(group: Any, params: Any) -> Any:
-    return context_group(getattr(params, "cp_group", None) if group is None else group)
+    return group_of(params, context_group()) if group is None else group
 
 
 def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> torch.Tensor:
