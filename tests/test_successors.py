@@ -29,7 +29,7 @@ def shifted(layout, ends):
     total = ends[-1]
     ranks = range(layout.cp_size)
     held = [layout.positions(rank, total) + 1 for rank in ranks]
-    found = [mb.layout.successors(layout, ends, rank) for rank in ranks]
+    found = [mb.layout.successors(layout, [0, *ends], rank) for rank in ranks]
     assert len({len(sent) for sent, _ in found}) == 1
     received = [own[sent] for own, (sent, _) in zip(held, found, strict=True)]
     return [
@@ -55,7 +55,7 @@ def test_eight_tokens_over_two_ranks():
 
 @pytest.mark.parametrize(("name", "rows"), [("contiguous", 1), ("zigzag", 2), ("striped", 6)])
 def test_only_rows_that_follow_no_neighbour_are_sent(name, rows):
-    sent, _ = mb.layout.successors(mb.layout.make(name, cp_size=4), [24], 1)
+    sent, _ = mb.layout.successors(mb.layout.make(name, cp_size=4), [0, 24], 1)
     assert len(sent) == rows
 
 
@@ -98,3 +98,12 @@ def test_pieces_of_any_size_in_any_order(data, ranks, rows):
                 runs.append((start, stop))
     ends = data.draw(documents(total))
     assert shifted(Pieces(joined), ends) == by_hand(Pieces(joined), ends)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rank", "message"),
+    [([0, 6], 0, "layout zigzag"), ([0, 8], 2, "rank"), ([4, 8], 0, "cu_seqlens must")],
+)
+def test_what_does_not_fit_is_refused(lengths, rank, message):
+    with pytest.raises(ValueError, match=message):
+        mb.layout.successors(mb.layout.make("zigzag", cp_size=2), lengths, rank)

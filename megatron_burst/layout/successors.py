@@ -6,26 +6,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .layouts import Layout, Span
+from .layouts import Layout, Span, document_bounds
 
 
 def successors(
-    layout: Layout, ends: Sequence[int] | np.ndarray, rank: int
+    layout: Layout, cu_seqlens: Sequence[int] | np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Where the rows of a shard find the token after theirs: (sent, taken), int64 [n] and [s].
 
-    ends: the position after the last token of each document, increasing, the length of the
-    sequence last. Every rank sends its rows ``sent``, equally many on all ranks; rows to fill up
-    are repeated. ``taken`` counts through the s rows of the rank itself, then the cp_size * n rows
-    sent, rank by rank, then one row of zeros, which the last token of a document takes.
+    Every rank sends its rows `sent`, n on each rank (the last is repeated to fill up). `taken`
+    counts through the s rows that `rank` holds under `layout`, then the cp_size * n rows sent, rank
+    by rank, then one row of zeros, which the last token of a document takes. cu_seqlens: cumulative
+    lengths of the documents; [0, length] for one sequence. Raises ValueError for lengths that are
+    none or that the layout cannot cut, and for a rank that is none.
     """
+    ends = document_bounds(cu_seqlens)[1:]
     total = int(ends[-1])
+    positions = layout.positions(rank, total)
     firsts = [_firsts(layout.spans(r, total)) for r in range(layout.cp_size)]
     most = max(len(rows) for rows, _ in firsts)
     rows, _ = firsts[rank]
     sent = np.pad(rows, (0, most - len(rows)), mode="edge")
 
-    positions = layout.positions(rank, total)
     taken = np.arange(1, len(positions) + 1)
     elsewhere = np.append(rows[1:], len(positions)) - 1  # the row after these holds another token
     number = np.empty(total + 1, dtype=np.int64)  # of each token that is sent

@@ -129,7 +129,7 @@ class Pack:
         # Packs that are cut alike may differ in the padding between their documents.
         key = "successors", self.documents, cut, cp_size, rank, device
         if key not in self._made:
-            index = mb.layout.successors(self.layout(cut, cp_size), self.documents[1:], rank)
+            index = mb.layout.successors(self.layout(cut, cp_size), self.documents, rank)
             self._made[key] = tuple(to_device(rows, device) for rows in index)
         return self._made[key]
 
