@@ -112,6 +112,36 @@ def test_a_setting_of_other_attention_is_named(name, words):
     assert remove == (flag,)
 
 
+BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"calculate_per_token_loss": False}, "divides the loss of each rank by the rank's own"),
+        ({"position_embedding_type": "rope", "apply_rope_fusion": True}, "fused rope lays every"),
+        ({"multi_latent_attention": True, "apply_rope_fusion": True}, "fused MLA rope works only"),
+        ({"is_hybrid_model": True}, "Mamba layers work only with --burst-layout zigzag"),
+        ({"linear_attention_freq": 4}, "--linear-attention-freq: layers of linear attention"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "--experimental-attention-variant"),
+    ],
+)
+def test_what_excludes_layout_balanced_is_named(changes, words):
+    ((reason, _),) = told(BALANCED, **{"calculate_per_token_loss": True} | changes)
+    assert words in reason
+    assert not told(BALANCED, calculate_per_token_loss=True)
+    assert not told(BALANCED, cp=1, **changes)
+
+
+def test_tensor_parallel_ranks_share_the_tokens_of_a_rank():
+    changes = {"tensor_model_parallel_size": 4, "calculate_per_token_loss": True}
+    made = config(**changes, sequence_parallel=True)
+    (problem,) = config_problems(made, BALANCED, 20)
+    assert "20 is not divisible by --context-parallel-size (2) x --tensor" in problem.reason
+    for fits, length in ((made, 24), (config(**changes), 20)):
+        assert not [*config_problems(fits, BALANCED, length)]
+
+
 def test_a_store_and_memory_that_is_freed_beneath_it():
     kept = mb.BurstConfig(kernel="reference", store=0.5)
     changes = {"fine_grained_activation_offloading": True, "recompute_granularity": "full"}

@@ -39,10 +39,10 @@ def gather_sequence(
     """All tokens of a sequence in their order, on every rank, from the part of each rank.
 
     output: what this rank computed for its tokens, which lie along ``dim``: 0 for activations
-    [t, ...] of a packed batch or [s, b, ...], 1 for losses [b, s] and logits [b, s, v]. The other
-    arguments are as of `shard_sequence`, which this undoes. Has no gradient. A collective of the
-    group: raises ``ValueError`` where the tokens do not divide, on every rank if all have the same
-    number.
+    [t, ...] of a packed batch or [s, b, ...], 1 for losses [b, s] and logits [b, s, v].
+    packed_seq_params and group: as of `shard_sequence`, which this undoes. Has no gradient. A
+    collective of the group: raises ``ValueError`` where the tokens do not divide, on every rank if
+    all have the same number.
     """
     group = _group(group, packed_seq_params)
     size = group.size()
