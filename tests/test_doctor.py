@@ -274,6 +274,7 @@ def test_what_the_plugin_would_refuse(words, says):
         "--enable-cuda-graph",
         "--external-cuda-graph",
         "--dynamic-context-parallel",
+        "--hybrid-context-parallel",
         "--sequence-packing-scheduler dp_balanced",
         "--use-kitchen-attention",
         "--fp8-multi-head-attention",

@@ -96,8 +96,6 @@ def test_the_default_scope_of_this_megatron_is_whole_layers():
     [
         ("fp8_dot_product_attention", "attention in fp8"),
         ("fp8_multi_head_attention", "attention in fp8"),
-        ("hybrid_context_parallel", "one context-parallel size per run"),
-        ("dynamic_context_parallel", "one context-parallel size per run"),
         ("sequence_packing_scheduler", "cuts packed batches"),
         ("use_kitchen_attention", "takes the place of"),
         ("batch_invariant_mode", "their bits depend on how many there are"),
@@ -142,6 +140,39 @@ def test_tensor_parallel_ranks_share_the_tokens_of_a_rank():
         assert not [*config_problems(fits, BALANCED, length)]
 
 
+@pytest.mark.parametrize("name", ["hybrid_context_parallel", "dynamic_context_parallel"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_groups_that_change_with_the_micro_batch(name, cp):
+    """A loop on Megatron-Core may use them; what takes the group of the model is named."""
+    flag, per_token = f"--{name.replace('_', '-')}", {"calculate_per_token_loss": True}
+    given = {name: True, "cp": cp, **per_token}
+    assert not told(**given)
+    for setting, words in (
+        ("multi_latent_attention", "Megatron's latent attention refuses"),
+        ("mtp_num_layers", "in the group that the model was built with"),
+        ("is_hybrid_model", "Mamba layers"),
+    ):
+        ((reason, remove),) = told(**given, **{setting: 1})
+        assert reason.startswith(flag)
+        assert words in reason
+        assert remove == (flag,)
+    ((reason, _),) = told(**given | {"calculate_per_token_loss": False})
+    assert "without --calculate-per-token-loss all of them count alike" in reason
+    staged = told(**given, pipeline_model_parallel_size=2)
+    assert bool(staged) == (name == "hybrid_context_parallel")
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_scripts_of_megatron_lm_cannot_change_groups(cp):
+    for name, words in (
+        ("hybrid_context_parallel", "Megatron-LM itself cannot train with it: its rerun state"),
+        ("dynamic_context_parallel", "its scheduler was never run with BurstAttention"),
+    ):
+        (problem,) = launch(**{name: True, "context_parallel_size": cp})
+        assert words in problem.reason
+        assert problem.remove == (f"--{name.replace('_', '-')}",)
+
+
 def test_a_store_and_memory_that_is_freed_beneath_it():
     kept = mb.BurstConfig(kernel="reference", store=0.5)
     changes = {"fine_grained_activation_offloading": True, "recompute_granularity": "full"}
@@ -176,7 +207,8 @@ def test_flags_that_choose_a_kernel_of_other_attention_are_told_to_do_nothing():
 
 def launch(**given):
     """What the launcher says of these arguments, completed as it does."""
-    args = SimpleNamespace(context_parallel_algo="burst", context_parallel_size=2, **given)
+    given = {"context_parallel_algo": "burst", "context_parallel_size": 2} | given
+    args = SimpleNamespace(**given)
     flags.settle(args)
     return [*command_line.problems(args, [])]
 

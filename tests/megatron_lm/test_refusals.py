@@ -15,6 +15,7 @@ BAD = {
     f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
     f"{CP2} --burst-kv-cache 0.5 --burst-side query": "--burst-side query",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
+    f"{BURST} --hybrid-context-parallel": "Megatron-LM itself cannot train with it",
 }
 # What one start is told of them, and what it is to add and to remove.
 BLOCKS = [

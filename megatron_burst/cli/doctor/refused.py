@@ -16,6 +16,7 @@ from ... import flags
 from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.config import config_problems
+from ...megatron.checks.hybrid import splits
 from ...megatron.checks.lm_head import lm_head_problems
 from ...megatron.checks.model import backend_problems
 from ...megatron.checks.problem import Problem
@@ -73,7 +74,7 @@ def _problems(
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
     yield from backend_problems(config, burst)
-    if burst.algorithm != flags.OFF and config.context_parallel_size > 1:
+    if burst.algorithm != flags.OFF and splits(config):
         yield from command_line.run_problems(config, burst, engine=te is not None)
 
 

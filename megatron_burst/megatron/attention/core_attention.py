@@ -198,6 +198,11 @@ class BurstCoreAttention(MegatronModule):
         ranks = ranks_of(group)
         if ranks == ranks_of(self.cp_group):
             return self.book
+        if getattr(self.config, "mtp_num_layers", None):
+            raise ValueError(
+                "packed_seq_params: cp_group, or local_cp_size 1, with --mtp-num-layers: further "
+                "heads take the group that the model was built with"
+            )
         return self.book.over(ranks, lambda: micro_batch_groups(group, self._per_node, self._burst))
 
     def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> Pack:
@@ -291,3 +296,9 @@ def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any, cut
     form = getattr(packed, "qkv_format", None)
     if form != "thd":
         raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
+    order = getattr(packed, "cp_partition_mode", None)  # Megatron-LM's branch dev
+    if order not in (None, "zigzag"):
+        raise ValueError(
+            f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
+            "others; only 'zigzag' is supported"
+        )

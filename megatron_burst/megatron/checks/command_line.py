@@ -15,7 +15,7 @@ from typing import Any
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.config import config_problems
-from megatron_burst.megatron.checks.hybrid import script_problems
+from megatron_burst.megatron.checks.hybrid import script_problems, splits
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
 from megatron_burst.megatron.checks.packing import packing_problems
@@ -51,8 +51,10 @@ def settings_of(args: Any) -> SimpleNamespace:
 
 def takes_over(args: Any) -> bool:
     """Whether BurstAttention will run with these arguments (completed by `flags.settle`)."""
-    cp = settings_of(args).context_parallel_size
-    return args.context_parallel_algo != flags.OFF and type(cp) is int and cp > 1
+    settings = settings_of(args)
+    cp = settings.context_parallel_size
+    split = type(cp) is int and cp >= 1 and splits(settings)
+    return args.context_parallel_algo != flags.OFF and split
 
 
 def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
@@ -97,7 +99,6 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             "--transformer-impl transformer_engine, and Transformer Engine is not installed",
             add=("--transformer-impl local",),
         )
-    yield from script_problems(settings)
     if not takes_over(args):
         return
     yield from _world(settings)
@@ -111,10 +112,12 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
 
 
 def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Problem]:
-    """Problems of documents, of hybrid models and of the backend that moves tensors.
+    """Problems of documents, of hybrid models, of groups that change with the micro-batch, and of
+    the backend that moves tensors.
 
     engine: whether Transformer Engine is installed.
     """
+    yield from script_problems(settings)
     yield from _backend(settings, burst)
     yield from _packed(settings)
     if getattr(settings, "reset_attention_mask", False):

@@ -69,3 +69,10 @@ def script_problems(settings: Any) -> Iterator[Problem]:
             "nothing has scheduled; a loop of your own on Megatron-Core works with it",
             remove=(HYBRID,),
         )
+    elif asked(settings) == DYNAMIC:
+        yield Problem(
+            f"{DYNAMIC}: its scheduler was never run with BurstAttention, since it needs "
+            "Transformer Engine, and cuts batches by it; attention itself takes the groups that it "
+            "makes, in a loop of your own on Megatron-Core",
+            remove=(DYNAMIC,),
+        )
