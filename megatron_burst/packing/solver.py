@@ -151,17 +151,21 @@ class _Bins:
         """Make the busiest bin less busy while one document moved, or exchanged, does.
 
         Each round takes what leaves the busier of both the least work: with one of the idlest
-        bins, or with any where those do not help. The loads, sorted, decrease, so the rounds end.
+        bins, or with any where those do not help. The loads, sorted, decrease, so the rounds end;
+        they also end where nobody is worth waiting for.
         """
+        enough = int(self.busy.sum()) // self.count * 1001 // 1000
         for _ in range(_ROUNDS):
             order = np.argsort(self.busy, kind="stable")
             top = int(order[-1])
+            if self.busy[top] <= enough:
+                return
             if not (self._improve(top, order[:_IDLEST]) or self._improve(top, order[_IDLEST:-1])):
                 return
 
     def _improve(self, top: int, others: np.ndarray) -> bool:
-        mine = np.flatnonzero(self.of == top)
-        theirs = np.flatnonzero(np.isin(self.of, others[others != top]))
+        mine = _some(np.flatnonzero(self.of == top), 64)
+        theirs = _some(np.flatnonzero(np.isin(self.of, others[others != top])), 2048)
         # The last columns are exchanges for nothing: the document moves.
         where = np.concatenate([self.of[theirs], others])
         empty = np.zeros(len(others), np.int64)
@@ -183,6 +187,11 @@ class _Bins:
             self.busy[place] -= sign * less[row, column]
             self.room[place] += sign * more[row, column]
         return True
+
+
+def _some(documents: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of the documents, evenly out of all: a round looks at no more."""
+    return documents[:: -(-len(documents) // most) or 1]
 
 
 _MOST = np.iinfo(np.int64).max
