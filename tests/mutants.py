@@ -26,12 +26,13 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
-    "every", "simulator", "tile_grid", "bundles", "tables_oracle", "two_way", "packing",
+    "every", "simulator", "tile_grid", "bundles", "tables_oracle", "two_way", "packing", "balanced",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
 NEAR = {
-    "layout": "layout", "masks": "masks", "schedule": "schedule", "kernels": "kernels",
+    "layout": "layout", "layout/balanced": "balanced", "layout/mixture": "balanced",
+    "masks": "masks", "schedule": "schedule", "kernels": "kernels",
     "comm": "edges", "execution": "edges", "autotune": "simulator", "attention": "every",
     "masks/band_tiling": "tiles", "masks/tiling": "tiles", "schedule/cost": "cost",
     "schedule/sizes": "cost",
@@ -121,6 +122,26 @@ MUTANTS = [
            "Span(rank, 1, seq_len // self.cp_size)", "striped forgets its stride"),
     Mutant("layout/layouts.py", "self.start + self.stride * (self.length - 1)",
            "self.start + self.stride * self.length", "a span ends one position late"),
+    # layout balanced
+    Mutant("layout/layouts.py", "0 <= found[0] <= found[-1] < documents",
+           "0 <= found[0] <= found[-1] <= documents", "a document behind the last may be padding"),
+    Mutant("layout/mixture.py", "SLACK = 64", "SLACK = 4",
+           "documents stay whole at the price of balance"),
+    Mutant("layout/mixture.py", "front, back = (place + 1) // 2, place // 2",
+           "front, back = place // 2, (place + 1) // 2", "the mirror order begins at the end"),
+    Mutant("layout/mixture.py", "found[list(self.padding)] = 0", "pass", "padding has pairs"),
+    Mutant("layout/mixture.py", "pool.pairs // (bins - index)", "pool.pairs // bins",
+           "the last rank has what the others left"),
+    Mutant("layout/mixture.py", "min(n, reach + 1)", "min(n, reach)",
+           "the edge of a window is a token off"),
+    Mutant("layout/mixture.py", "for end in (self.high, self.low + room):",
+           "for end in ():", "documents are cut that could stay whole"),
+    Mutant("layout/balanced.py", "begin + (first + 1) // 2", "begin + first // 2",
+           "tokens in the front of a document are on two ranks"),
+    Mutant("layout/balanced.py", "end - stop // 2", "end - (stop + 1) // 2",
+           "tokens at the end of a document are on two ranks"),
+    Mutant("layout/balanced.py", "(starts[1:] != stops[:-1]) | ", "",
+           "pieces of a rank with others between them become one"),
     Mutant("layout/sharding.py", "np.argsort(np.concatenate(order))", "np.concatenate(order)",
            "unshard applies the permutation instead of undoing it"),
     # masks
@@ -138,8 +159,13 @@ MUTANTS = [
            "dilated spans of another residue are thought visible"),
     Mutant("masks/tables.py", 'side="right"', 'side="left"',
            "a document begins one position late"),
-    Mutant("masks/tables.py", "(q_last < k_first) | (k_last < q_first)", "(q_last != k_first)",
+    Mutant("masks/tables.py", "empty = (last < first)", "empty = (last != first)",
            "spans that share a document are skipped"),
+    Mutant("masks/tables.py", " | self._all_hidden(first, np.maximum(first, last))", "",
+           "what only padding has in common is computed"),
+    Mutant("masks/tables.py", " & ~self._hidden[document]", "", "padding sees padding"),
+    Mutant("masks/tables.py", "np.where(hidden, -FAR, edges[end + 1] - 1)", "edges[end + 1] - 1",
+           "keys of padding have viewers"),
     Mutant("masks/tables.py", "seen == (bottom - top) * (stop - first)", "seen > 0",
            "a block table is FULL where it is partly visible"),
     Mutant("masks/base.py", "np.minimum(self.a.covers(q_spans, k_spans)",
