@@ -119,6 +119,18 @@ def test_every_layout_holds_every_token_once_and_documents_see_themselves_alone(
     assert rows == wanted
 
 
+@pytest.mark.parametrize("layout", cuts.LAYOUTS)
+def test_imbalance_is_that_of_the_mask(layout, monkeypatch):
+    name, _ = documents(monkeypatch)
+    found = cuts.cut(layout, name, 128, 2, 2)
+    rows, real = np.arange(len(found.tokens)), found.tokens >= 0
+    seen = found.mask.visible(rows[:, None], rows[None, :])[real].sum(axis=1)
+    of = dict(zip(rows[real].tolist(), seen.tolist(), strict=True))
+    held = (found.layout.positions(rank, len(rows)).tolist() for rank in range(4))
+    each = [sum(of.get(row, 0) for row in some) for some in held]
+    assert cuts.imbalance(layout, name, 128, 2, 2) == pytest.approx(max(each) / np.mean(each))
+
+
 def test_a_cut_tensor_has_its_tokens_and_its_padding(monkeypatch):
     name, _ = documents(monkeypatch)
     found = cuts.cut("documents", name, 128, 2, 2)
@@ -402,8 +414,10 @@ def laid_out(seed, times, imbalance):
     return comparison.compared("balanced", each, (names[0],))
 
 
-def test_layouts_by_hand():
+def test_layouts_by_hand(monkeypatch):
     """Of the pack the fastest counts (2.0 and 4.0), of balanced what is predicted to be: 1.0."""
+    uneven = iter((2.5, 1.5, 2.5, 1.5))
+    monkeypatch.setattr(cuts, "imbalance", lambda *where: next(uneven))
     first = [(4.0, 4.0), (3.0, 1.0), (2.0, 9.0), (1.0, 1.0), (0.5, 2.0)]
     second = [(2.0, 4.0), (4.0, 1.0), (5.0, 9.0), (0.5, 2.0), (1.0, 1.0)]
     found = [laid_out(0, first, 1.5), laid_out(1, second, 2.0)]
@@ -412,8 +426,9 @@ def test_layouts_by_hand():
     ]  # fmt: skip
     row = layouts_page.row(found)
     assert row["each"] == (0.375, 0.25, 0.5)
-    assert row["pack"] == (0.625, 0.5, 0.75)
-    assert row["imbalance"] == (1.75, 1.5, 2.0)
+    assert row["pack"] == (0.8125, 0.375, 1.25)
+    assert row["imbalance"] == (2.0, 1.5, 2.5)
+    assert row["computed"] == (1.75, 1.5, 2.0)
     text = layouts_page.table(found)
     assert "| 2 x 2, documents 500, communication, 2 batches | 0.38 (0.25 to 0.50) |" in text
     assert "| burst 1, multicast 1 |" in text
