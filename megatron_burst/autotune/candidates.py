@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..layout import Layout
 from ..masks import Mask
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, Traffic
-from ..schedule.demand import wanted
+from ..schedule.demand import Wanted, wanted
 from ..schedule.head_shares import Share, shareable
 from ..schedule.rings import Schedule
 from ..schedule.tables import SIDES, Grid
@@ -25,6 +27,7 @@ from .rates import BACKWARD, Rates
 from .simulator import PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
+HELD = 4  # shards of others that a rank may hold at once for the sake of time
 IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
@@ -107,7 +110,10 @@ def on_grid(
     kept = round(workload.kept * (grid.size - 1))
     there_heads, back_heads = _sharing(topology, sizes, rates)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
-    for algorithm in _algorithms(workload, topology, fixed):
+    algorithms = _algorithms(workload, topology, fixed)
+    if fixed.algorithm is None and "prefetch" in algorithms and not _few_rows(want):
+        algorithms = [name for name in algorithms if name != "prefetch"]
+    for algorithm in algorithms:
         there = cost.forward_schedule(algorithm, grid, want, sizes)
         sides = ["kv"] if workload.kept or alone or not ALGORITHMS[algorithm].sided else SIDES
         backs = [
@@ -137,10 +143,19 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
     if workload.kept:
         tried &= {name for name, algorithm in ALGORITHMS.items() if algorithm.keeps}
     if topology.ulysses > 1:
-        tried.discard("all_gather")  # holds all chunks at once, of the rows of the whole group
+        # They hold all chunks at once, of the rows of the whole group.
+        tried -= {"all_gather", "prefetch"}
     if min(topology.inter_size, topology.intra_size) == 1:
         tried.discard("multicast")  # of ranks that share no node none has anything to pass on
     return [name for name in ALGORITHMS if name in tried]
+
+
+def _few_rows(want: Wanted) -> bool:
+    """Does a rank see so few rows of others that it can hold all of them at once?"""
+    keys = want.keys
+    own = int(np.bincount(keys.owner, keys.rows, 1).max())
+    most = int((keys.rows @ keys.wanted).max(initial=0))
+    return most <= min(HELD, (keys.size - 1) / 2) * own
 
 
 def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:

@@ -25,7 +25,7 @@ OPEN = Fixed()
 # Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
 # Of equals the first; what is not listed is last.
-SIMPLEST = ("ring", "burst", "ulysses", "hybrid", "multicast", "tile", "all_gather")
+SIMPLEST = ("ring", "burst", "ulysses", "hybrid", "multicast", "prefetch", "tile", "all_gather")
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..demand import Demand
 from ..tables import Tables
-from . import all_gather, burst, double_ring, multicast, ring, tile, token_ring, two_way
+from . import all_gather, burst, double_ring, multicast, prefetch, ring, tile, token_ring, two_way
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ring": Algorithm(ring.tables, routed=True),
     "all_gather": Algorithm(all_gather.tables, holds_more=True, handicap=1.15),
     "multicast": Algorithm(multicast.tables, holds_more=True),
+    "prefetch": Algorithm(prefetch.tables, holds_more=True),
     "two_way": Algorithm(two_way.tables, automatic=False),
     "token_ring": Algorithm(token_ring.tables, automatic=False, keeps=False),
     "tile": Algorithm(tile.tables, keeps=False, sided=False, holds_more=True),

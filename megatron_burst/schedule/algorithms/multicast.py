@@ -37,7 +37,7 @@ class _Edges(NamedTuple):
 
     way; above: the node of `src`; from_owner: is it the owner that sends? takes: for how many steps
     a hop is under way. peers, gates: the receivers as indices of [ways, ranks] and [ways, nodes],
-    flat. through: as of `_Ways._through`.
+    flat. through: as of `Ways._through`.
     """
 
     way: np.ndarray
@@ -54,7 +54,12 @@ class _Edges(NamedTuple):
 
 def tables(demand: Demand) -> Tables:
     """Multicast to the nodes, and gradients summed within each before they cross back."""
-    ways = _Ways(demand)
+    return tables_of(Ways(demand))
+
+
+def tables_of(ways: Ways) -> Tables:
+    """The tables of these ways."""
+    demand = ways.demand
     parts = [ways.copies()]
     if demand.gradients:
         parts += [ways.gradients()]
@@ -67,7 +72,7 @@ def tables(demand: Demand) -> Tables:
     return Tables(steps, ways.pairs(), joined(*parts), ways.kept(), queries, keys)
 
 
-class _Ways:
+class Ways:
     """The ways of all rows: a line per way, that is for rows of one owner that travel alike.
 
     owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? gate: [ways, nodes],

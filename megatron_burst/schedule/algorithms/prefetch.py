@@ -1,0 +1,68 @@
+"""The ways of multicast, but all rows travel before anything waits for them, gradients at the end.
+
+Where documents leave one rank more to compute at a step than another, whoever exchanges rows step
+by step waits for the slowest of every step, though all have as much in total. Here ranks meet twice
+only: copies leave at the first boundaries, those that are passed on as soon as they are there, and
+a rank that passes rows on computes nothing before; gradients leave when a rank has computed with
+all chunks of others, are summed on their way back, and are awaited after its own chunk. A rank
+holds all rows of others that it sees, and their gradients: for masks that show it few.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from ..demand import Demand
+from ..tables import Tables, Transfers
+from .multicast import Ways, tables_of
+
+
+def tables(demand: Demand) -> Tables:
+    """Copies first, then all pairs, then gradients."""
+    return tables_of(_Early(demand))
+
+
+class _Early(Ways):
+    """Every hop of copies takes one boundary; so does every hop of gradients, from `_end` on."""
+
+    def _steps(self) -> np.ndarray:
+        hops, size = self.hops_of_copies, self.grid.size
+        land = self._arrivals
+        ready = np.zeros((size, size), dtype=np.int32)
+        np.maximum.at(ready, (self.owner[hops.way], hops.dst), land)
+        passes = ~hops.from_owner
+        last = np.zeros(size, dtype=np.int32)  # boundary at which a rank passes something on
+        np.maximum.at(last, hops.src[passes], land[passes] - 1)
+        step = np.maximum(ready, last)
+        if self.demand.gradients:  # the own chunk last: gradients travel meanwhile
+            np.fill_diagonal(step, 0)
+            np.fill_diagonal(step, step.max() + 1)
+        return step
+
+    @cached_property
+    def _arrivals(self) -> np.ndarray:
+        """At which boundary each hop of copies ends."""
+        hops = self.hops_of_copies
+        to_peers = np.where(self.served, self._of_ranks(self.depth) + 1, 1)
+        both = to_peers.reshape(-1)[hops.peers], self.depth.reshape(-1)[hops.gates]
+        return np.concatenate(both).astype(np.int32)
+
+    def copies(self) -> Transfers:
+        hops, land = self.hops_of_copies, self._arrivals
+        return self._transfers(False, hops, hops.src, hops.dst, land - 1, land)
+
+    def gradients(self) -> Transfers:
+        """The farthest gates send first; whoever adds waits for the gradients when it sends."""
+        hops, begin = self.hops, int(self.step.max())
+        end = begin + 1 + int(self.depth.max(initial=0))
+        depth = np.where(self.served, self._of_ranks(self.depth), 0).reshape(-1)[hops.peers]
+        way, above = (column[len(depth) :] for column in (hops.way, hops.above))
+        to_gate = self.gate[way, above] == hops.src[len(depth) :]
+        before = np.where(to_gate, self.depth[way, above], 0)
+        post = np.concatenate(
+            [np.full_like(depth, begin), end - self.depth.reshape(-1)[hops.gates]]
+        )
+        land = end - np.concatenate([depth, before])
+        return self._transfers(True, hops, hops.dst, hops.src, post, land)
