@@ -16,11 +16,12 @@ from megatron_burst.schedule.demand import wanted
 
 from .setting import Setting
 
-TRIED = ("burst", "multicast")
+TRIED = ("multicast", "all_gather", "prefetch")
+HEAD_CHUNKS = (1, 2, 4)
 
 
 class Passes(NamedTuple):
-    """The fastest forward and backward, by which algorithm each, and the busiest rank's visible
+    """The fastest forward and backward, by which algorithm (x chunks of heads) each, and the busiest rank's visible
     pairs over the mean."""
 
     forward: PassTime
@@ -35,7 +36,11 @@ class Passes(NamedTuple):
 
 
 def passes(
-    setting: Setting, layout: Layout, lengths: np.ndarray, tried: Sequence[str] = TRIED
+    setting: Setting,
+    layout: Layout,
+    lengths: np.ndarray,
+    tried: Sequence[str] = TRIED,
+    head_chunks: Sequence[int] = HEAD_CHUNKS,
 ) -> Passes:
     """Attention over these documents, one after another, in this layout."""
     size, sizes = layout.cp_size, setting.sizes
@@ -48,7 +53,9 @@ def passes(
         there = rings.forward(name, grid, wanted=want, row_bytes=sizes.forward)
         back = rings.backward(name, grid, "kv", wanted=want, row_bytes=sizes.backward)
         for into, schedule, per in zip(found, (there, back), setting.per_pair, strict=True):
-            into.append((pass_time(schedule, sizes, pairs * per, setting.rates), name))
+            for chunks in head_chunks:
+                took = pass_time(schedule, sizes, pairs * per, setting.rates, chunks)
+                into.append((took, name if chunks == 1 else f"{name} x {chunks}"))
     (forward, first), (backward, second) = (min(each, key=lambda x: x[0].seconds) for each in found)
     work = pairs.sum(axis=1)
     return Passes(forward, backward, (first, second), float(work.max() / work.mean()))

@@ -23,8 +23,8 @@ from megatron_burst.schedule.rings import Schedule
 
 from .setting import Setting
 
-TOKENS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)  # of what a rank holds at most
-SQUARES = (0.0, 4.0**-6, 4.0**-5, 4.0**-4, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+TOKENS = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of what a rank holds at most
+SQUARES = (0.0, 4.0**-5, 4.0**-4, 1 / 64, 1 / 16, 1 / 4, 1.0)
 
 
 class Way(NamedTuple):
@@ -38,6 +38,7 @@ class Way(NamedTuple):
 FLAT = Way(("ring",), whole=True)
 BURST_WHOLE = Way(("burst",), whole=True)
 ROWS = Way(("burst", "multicast"))
+MULTICAST = Way(("multicast",))
 
 
 class Ring:
@@ -79,7 +80,7 @@ class Ring:
             layout = make("zigzag", cp_size=size)
             shards = [layout.spans(rank, size * setting.tokens) for rank in range(size)]
             want = wanted(Causal(), shards, shards)
-        rows, names = setting.sizes, self.way.algorithms[: None if size > setting.per_node else 1]
+        rows, names = setting.sizes, self.way.algorithms
         return (
             [rings.forward(name, grid, wanted=want, row_bytes=rows.forward) for name in names],
             [rings.backward(name, grid, "kv", wanted=want, row_bytes=rows.backward)

@@ -1,0 +1,77 @@
+"""`python -m benchmarks.packed`: simulate, then write docs/packed.json and a section of the docs.
+
+What was simulated before is kept, so a run that was interrupted goes on; `--fresh` begins anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from .forecast import METHODS, Forecast
+from .scaling import speeds
+from .setting import LENGTHS, Setting
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.packed", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[3, 3, 1], help="of each size")
+    parser.add_argument("--scaling-seeds", type=int, default=12)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--moves", type=int, default=1000, help="of each annealing")
+    parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of a rank")
+    parser.add_argument("--fresh", action="store_true", help="forget what was simulated before")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder of what is written")
+    args = parser.parse_args(words)
+    store, setting = args.out / "packed.json", Setting(tokens=args.tokens)
+    known = json.loads(store.read_text()) if store.exists() and not args.fresh else {}
+    known.setdefault("steps", [])
+    for size, seeds in zip(args.ranks, args.seeds, strict=False):
+        steps(Forecast(setting, size, moves=args.moves), seeds, args.methods, known, store)
+    if args.scaling_seeds and "scaling" not in known:
+        known["scaling"] = {
+            kind: [each._asdict() for each in speeds(setting, range(args.scaling_seeds), scaled)]
+            for kind, scaled in (("scaled", True), ("same", False))
+        }
+    store.write_text(json.dumps(known, indent=0))
+    from . import page  # draws, and needs what the simulation does not
+
+    page.write(known, setting, args.out)
+    return 0
+
+
+def steps(forecast: Forecast, seeds: int, methods: Sequence[str], known: dict, store: Path) -> None:
+    """Simulate what is not known yet; all methods of a batch before the next batch."""
+    there = {(x["ranks"], x["lengths"], x["seed"], x["method"]) for x in known["steps"]}
+    for seed in range(seeds):
+        for kind in LENGTHS:
+            lengths = forecast.draw(kind, seed)
+            for method in methods:
+                key = (forecast.ranks, kind.name, seed, method)
+                if key in there:
+                    continue
+                begin = time.process_time()
+                step = forecast.step(method, kind, lengths)
+                if step is None:
+                    continue
+                cell = dict(zip(("ranks", "lengths", "seed"), key, strict=False)) | asdict(step)
+                cell["ideal"] = forecast.ideal(lengths)
+                cell["simulated"] = round(time.process_time() - begin, 1)
+                cell["rate"] = forecast.tokens_per_second(step.layer)
+                known["steps"].append(cell)
+                store.write_text(json.dumps(known, indent=0))
+                share = cell["ideal"] / step.layer
+                print(
+                    *key, f"{share:.2f} of ideal;", step.note, f"{cell['simulated']} s", flush=True
+                )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
