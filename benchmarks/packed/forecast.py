@@ -25,7 +25,6 @@ METHODS = {
     "balanced": "layout balanced, all ranks: `auto`",
 }
 LARGEST = 256  # ranks of a group of FlexSP's kind
-SPARE = 4  # and of the ranks that the longest document needs
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,21 @@ class Forecast:
             plan = megatron.dynamic(documents, self.ranks, setting.tokens)
             return Step(method, together(plan, self.flat), f"{len(plan)} micro-batches")
         if method == "flexsp":
-            largest = min(LARGEST, SPARE * megatron.needed(max(documents), setting.tokens))
+            largest = self._largest(lengths)
             plan = search.best(
-                documents, self.ranks, self.multicast, moves=self.moves,
-                largest=min(self.ranks, largest),
-            )  # fmt: skip
+                documents, self.ranks, self.multicast, moves=self.moves, largest=largest
+            )
             return Step(method, together(plan, self.multicast), f"{len(plan)} micro-batches")
         return self._layout(method, lengths)
+
+    def _largest(self, lengths: np.ndarray) -> int:
+        """Ranks of the largest group of FlexSP's kind that can be worth it: on them attention to
+        the longest document takes a quarter of the ideal time of all."""
+        most = int(lengths.max())
+        size, pairs = megatron.needed(most, self.setting.tokens), most * most / 2
+        while pairs / size * sum(self.setting.per_pair) > self.ideal(lengths) / 4:
+            size *= 2
+        return min(size, self.ranks, LARGEST)
 
     def _layout(self, method: str, lengths: np.ndarray) -> Step:
         name = {"pack": "zigzag", "balanced": "balanced"}[method]

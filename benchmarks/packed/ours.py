@@ -21,8 +21,8 @@ HEAD_CHUNKS = (1, 2, 4)
 
 
 class Passes(NamedTuple):
-    """The fastest forward and backward, by which algorithm (x chunks of heads) each, and the busiest rank's visible
-    pairs over the mean."""
+    """The fastest forward and backward, by which algorithm (x chunks of heads) each, and the
+    busiest rank's visible pairs over the mean."""
 
     forward: PassTime
     backward: PassTime

@@ -19,17 +19,19 @@ from .scaling import PUBLISHED, RANKS, TOKENS
 from .setting import LENGTHS, Setting, assumptions
 
 Steps = list[dict[str, Any]]
-COLOURS = {"flat": "#b9bec6", "whole": "#8d96a3", "rows": "#626d7d", "pack": "#d8c8a8",
-           "fixed": "#c9a45c", "dynamic": "#76b900", "flexsp": "#4a7fb5", "balanced": "#c8452e"}  # fmt: skip
+COLOURS = {
+    "flat": "#b9bec6", "whole": "#8d96a3", "rows": "#626d7d", "pack": "#d8c8a8",
+    "fixed": "#c9a45c", "dynamic": "#76b900", "flexsp": "#4a7fb5", "balanced": "#c8452e",
+}  # fmt: skip
 
 
 def write(known: dict[str, Any], setting: Setting, out: Path) -> None:
     """Replace the section `packed` of performance.md, and draw packed.png."""
     steps: Steps = known["steps"]
     parts = [
-        f"Nothing here was measured: `python -m benchmarks.packed` simulates with the package's own "
-        f"schedules what `auto` would predict. {setting.tokens // 1024}K tokens per rank, nodes of "
-        f"{setting.per_node}. **Assumed:**",
+        f"Nothing here was measured: `python -m benchmarks.packed` simulates with the package's "
+        "own schedules what `auto` would predict. "
+        f"{setting.tokens // 1024}K tokens per rank, nodes of {setting.per_node}. **Assumed:**",
         markdown(["what", "value"], [list(each) for each in assumptions(setting)]),
     ]
     sizes = sorted({step["ranks"] for step in steps})
@@ -52,8 +54,8 @@ holds at most its share of tokens in any method, so methods with groups take two
 more. *Groups of one size* are what is run today: as many ranks as hold the longest length of the
 distribution (none, where that is more than there are), batches dealt out in the order of the
 documents. *Megatron's default_dynamic_cp* is its dev branch's rule, by length squared over ranks.
-*Groups of FlexSP's kind* know the simulator's times; their search took seconds to minutes per batch,
-where layout balanced takes milliseconds. `auto` tries multicast, all_gather and prefetch, with 1, 2
+*Groups of FlexSP's kind* know the simulator's times; their search takes seconds to minutes for a
+batch, layout balanced milliseconds. `auto` tries multicast, all_gather and prefetch, with 1, 2
 or 4 chunks of heads."""
 
 
@@ -118,8 +120,12 @@ def draw(steps: Steps, sizes: Sequence[int], path: Path) -> None:
     for ax, ranks in zip(axes[:, 0], sizes, strict=True):
         for at, method in enumerate(METHODS):
             for x, kind in enumerate(LENGTHS):
-                shares = [s["ideal"] / s["layer"] for s in steps
-                          if (s["ranks"], s["method"], s["lengths"]) == (ranks, method, kind.name)]  # fmt: skip
+                wanted = (ranks, method, kind.name)
+                shares = [
+                    s["ideal"] / s["layer"]
+                    for s in steps
+                    if (s["ranks"], s["method"], s["lengths"]) == wanted
+                ]
                 if shares:
                     place = x + (at - (len(METHODS) - 1) / 2) * width
                     ax.bar(place, median(shares), 0.92 * width, color=COLOURS[method],

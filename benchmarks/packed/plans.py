@@ -68,7 +68,7 @@ def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
 
 
 def apart(plan: Sequence[MicroBatch], rings: Rings) -> float:
-    """Seconds of a layer where groups stay the same, so that they meet at the end of a step only."""
+    """Seconds of a layer where groups stay the same and meet only at the end of a step."""
     ends = np.zeros(len(plan[0]))
     for groups in plan:
         ends += [rings.layer(group) for group in groups]

@@ -1,8 +1,8 @@
 """Attention speed per GPU at 64 GPUs over that at 8, in the setting of a published chart.
 
-MagiAttention 1.1, H100, packed causal, 64:8 heads of width 128, bf16, 8K tokens per GPU: TFLOP/s per
-GPU at 8 and at 64 GPUs, read off its chart. Its documents are not published; ours are long-tailed,
-scaled to the pack.
+MagiAttention 1.1, H100, packed causal, 64:8 heads of width 128, bf16, 8K tokens per GPU: TFLOP/s
+per GPU at 8 and at 64 GPUs, read off its chart. Its documents are not published; ours are
+long-tailed, scaled to the pack.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from megatron_burst.autotune.rates import BACKWARD, Rates
 from megatron_burst.schedule.sizes import Sizes
 from megatron_burst.schedule.tables import Grid
 
+H100 = Rates(intra=360e9, inter=45e9, latency=10e-6, compute=595e12, launch=30e-6)
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -23,7 +25,7 @@ class Setting:
     multiply each token. tokens: that a rank holds at most.
     """
 
-    rates: Rates = Rates(intra=360e9, inter=45e9, latency=10e-6, compute=595e12, launch=30e-6)
+    rates: Rates = H100
     backward: float = 516e12
     linear: float = 550e12
     parameters: int = 487_587_840
