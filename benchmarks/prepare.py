@@ -5,7 +5,8 @@ processes on this machine, wall time of the slowest rank, and of `consensus` alo
 process that stands for rank 0 of a large grid and answers the exchange itself; nothing is sent,
 and the processor time of its one thread is taken, which other jobs disturb least. *Parts*: the
 schedules of that local part step by step, for the burst algorithm with given side and route, and
-what the choice of side and route and the digest of the tables cost beside.
+what the choice of side and route and the digest of the tables cost beside; *works* is what the
+kernels for GPUs plan for all pairs of the rank with most spans.
 `--profile` also prints where the local part spends its time.
 """
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +33,10 @@ import megatron_burst as mb
 from megatron_burst.autotune.known import known
 from megatron_burst.execution.build import Works, make_pass
 from megatron_burst.kernels import registry
+from megatron_burst.kernels.aten import AtenKernel
+from megatron_burst.kernels.blocks import blocks
+from megatron_burst.kernels.operators import CudaFlash
+from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span
 from megatron_burst.masks import Mask
 from megatron_burst.schedule.cost import Sizes, backward_schedule, forward_schedule
@@ -245,6 +251,22 @@ def planning_cases(args: argparse.Namespace) -> Iterator[tuple[int, str, str, Ma
             shards = [zigzag.spans(rank, seq_len) for rank in range(size)]
             mask = mb.masks.Documents(cuts) & mb.masks.Causal()
             yield size, "zigzag in each", "100 documents, causal", mask, shards
+        for median, sigma, most in ((1024, 1.0, 1 << 15), (8192, 1.6, 1 << 20)):
+            cuts = packed(seq_len, median, sigma, most)
+            balanced = mb.layout.make("balanced", cp_size=size, cu_seqlens=cuts)
+            shards = [balanced.spans(rank, seq_len) for rank in range(size)]
+            mask = mb.masks.Documents(cuts) & mb.masks.Causal()
+            name = f"{len(cuts) - 1} documents, causal, median {median}"
+            yield size, f"balanced, {max(map(len, shards))} spans", name, mask, shards
+
+
+def packed(seq_len: int, median: int, sigma: float, most: int) -> list[int]:
+    """Cumulative lengths of documents, log-normal and at most so long; the last one is cut."""
+    rng, cuts = np.random.default_rng(0), [0]
+    while cuts[-1] < seq_len:
+        length = int(np.clip(rng.lognormal(np.log(median), sigma), 16, most))
+        cuts.append(min(cuts[-1] + length, seq_len))
+    return cuts
 
 
 def parts(args: argparse.Namespace) -> str:
@@ -265,6 +287,31 @@ def parts(args: argparse.Namespace) -> str:
     return f"**Parts**, ms, {args.per_node} ranks per node:\n\n{markdown(head, rows)}"
 
 
+class Pairs(TritonKernel):
+    """Stands for a kernel: remembers which pairs of spans a rank computes, each once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: dict[tuple, None] = {}
+
+    def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
+        self.seen[tuple(q_spans), tuple(k_spans)] = None
+        return self
+
+    def tiles(self, kernel: AtenKernel, mask: Mask) -> None:
+        """What torch's operator for GPUs plans for them."""
+        for spans in self.seen:
+            kernel.work_for(mask, *spans)
+
+    def launches(self, kernel: TritonKernel, mask: Mask, device: torch.device) -> None:
+        """What the Triton kernels plan for them, on Hopper, forward and backward."""
+        works = [kernel.work_for(mask, *spans) for spans in self.seen]
+        for way, by in (("forward", "rows"), ("backward", "columns")):
+            for work in works:
+                if work is not None:
+                    work.launches(blocks(90, way, 128), by, device)
+
+
 def planning_parts(
     mask: Mask, shards: Shards, grid: Grid, sizes: Sizes
 ) -> dict[str, Callable[[], object]]:
@@ -280,18 +327,24 @@ def planning_parts(
     made = forward(), backward()
     for schedule in made:
         assert len(schedule.tables.pairs.rank)  # tables are cached: the parts below find them
-    device = torch.device("cpu")
+    device, rank = torch.device("cpu"), int(np.argmax([len(spans) for spans in shards]))
 
     def works() -> list[object]:
         found = Works(registry.make("aten", *tensors(2)), mask, shards, shards)
-        return [make_pass("pass", schedule, 0, found, device) for schedule in made]
+        return [make_pass("pass", schedule, rank, found, device) for schedule in made]
+
+    pairs = Pairs()
+    for schedule in made:
+        make_pass("pass", schedule, rank, Works(pairs, mask, shards, shards), device)
 
     return {
         "wanted": lambda: wanted(mask, shards, shards),
         "forward": lambda: forward().tables,
         "backward": lambda: backward().tables,
-        "program": lambda: [schedule.program(0) for schedule in made],
+        "program": lambda: [schedule.program(rank) for schedule in made],
         "program and works": works,
+        "works, CUDA": lambda: pairs.tiles(AtenKernel("aten", CudaFlash()), mask),
+        "works, Triton": lambda: pairs.launches(TritonKernel(), mask, device),
         "choice of side and route": lambda: (forward("auto"), backward("auto", "auto")),
         "digest": lambda: [schedule.tables.digest for schedule in made],
     }

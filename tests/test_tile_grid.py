@@ -18,6 +18,7 @@ MASKS = {
     "window": mb.masks.Window(30, 5),
     "dilated": mb.masks.Dilated(3) & CAUSAL,
     "documents": mb.masks.Documents([0, 7, 64, 65, 200, 5000]) & CAUSAL,
+    "padding": mb.masks.Documents([0, 7, 64, 65, 200, 5000], padding=(1, 3)) & CAUSAL,
     "prefix": mb.masks.Prefix(50) | mb.masks.Window(10, 0),
     "sparse": mb.masks.BlockSparse(np.eye(320, dtype=bool), 16),
 }
@@ -108,6 +109,8 @@ def test_tiles_that_look_alike_share_a_table():
     assert len(tile_grid(CAUSAL, whole, whole, 128, 128).bits) == 2  # everything, and the diagonal
     found = tile_grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
     assert len(found.bits) <= 4
+    ahead = np.arange(4096)[None, :] - np.arange(4096)[:, None]
+    assert np.array_equal(shown_packed(found, 4096, 128), (ahead >= -1000) & (ahead <= 0))
     assert len(tile_grid(CAUSAL, [Span(4096, 1, 4096)], whole, 128, 128).partial) == 0
 
 
