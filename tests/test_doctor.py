@@ -136,12 +136,11 @@ def test_a_good_command_has_no_problem():
 
 
 def test_what_the_launcher_refuses_beside_settings_of_the_model_is_told_too():
-    words = f"{GOOD} --reset-attention-mask --pipeline-model-parallel-size 4 --sft"
+    words = f"{GOOD} --reset-attention-mask --sft"
     words += " --hybrid-layer-pattern M* --micro-batch-size 2"
     told = [f"{f.what} {f.fix}" for f in found(words) if f.topic == "refused at start"]
     for part in (
         "--reset-attention-mask at --micro-batch-size 2",
-        "--reset-attention-mask with --pipeline-model-parallel-size 4",
         "--reset-attention-mask with --sft",
         "--reset-attention-mask with --hybrid-layer-pattern",
         "--hybrid-layer-pattern M* has attention",
