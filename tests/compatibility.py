@@ -77,7 +77,8 @@ FEATURES = (
     _parity("softmax sinks", "sink-learnable", "sink-learnable-tp2", "sink-off-by-one"),
     _parity("packed", "packed", "packed-striped", "packed-contiguous"),
     _parity("packed x TP x GQA", "packed-gqa-tp2"),
-    _parity("packed x PP, VPP", "packed-pp2", "packed-vpp2"),
+    _parity("packed x PP", "packed-pp2"),
+    _parity("packed x VPP", "packed-vpp2"),
     Feature("packed x MTP", tuple(f"{HEADS}[{case}]" for case in (
         "cp2", "cp2x2-striped", "cp4-contiguous", "cp2x2-lm-head", "vpp2"))),
     _parity("packed x MLA", "packed-latent"),
