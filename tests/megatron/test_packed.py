@@ -309,6 +309,17 @@ def test_slicing_rope_and_attention_cut_alike_whatever_they_know_of_the_padding(
     assert slicing.layout(balanced, 2) is rope.layout(balanced, 2)
 
 
+def test_packs_of_other_documents_have_layouts_of_their_own(balanced):
+    known = Packs()
+    first, second, third = (
+        known.of(24, bounds) for bounds in (ends(0, 4, 24), ends(0, 22, 24), ends(0, 4))
+    )
+    known.note_cut(first)
+    assert [known.was_cut(pack) for pack in (first, second, third)] == [True, False, False]
+    laid = [pack.layout(balanced, 2) for pack in (first, second, third)]
+    assert len(set(laid)) == 3
+
+
 def test_nodes_of_a_smaller_group_are_what_divides_it():
     pack = pack_of(24, ends(0, 24))
     assert pack.layout(Cut("balanced", 4), 6).per_node == 2  # pyright: ignore
@@ -316,15 +327,15 @@ def test_nodes_of_a_smaller_group_are_what_divides_it():
 
 
 @pytest.mark.parametrize(
-    ("cut_by", "message"),
+    ("total", "cut_by", "message"),
     [
-        (Cut("balanced"), r"25 tokens: not divisible by --context-parallel-size \(2\);"),
-        (Cut("balanced", multiple=5), r"\(2\) x --tensor-model-parallel-size \(5\); pad"),
+        (25, Cut("balanced"), r"25 tokens: not divisible by --context-parallel-size \(2\);"),
+        (24, Cut("balanced", multiple=5), r"\(2\) x --tensor-model-parallel-size \(5\); pad"),
     ],
 )
-def test_a_pack_that_does_not_fill_the_ranks_is_refused(cut_by, message):
+def test_a_pack_that_does_not_fill_the_ranks_is_refused(total, cut_by, message):
     with pytest.raises(ValueError, match=message):
-        pack_of(25, ends(0, 25)).layout(cut_by, 2)
+        pack_of(total, ends(0, total)).layout(cut_by, 2)
     assert pack_of(26, ends(0, 26)).layout(Cut("balanced"), 2)  # where zigzag needs 2 x 2
 
 
