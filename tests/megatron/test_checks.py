@@ -166,7 +166,7 @@ def test_groups_that_change_with_the_micro_batch(name, cp):
 def test_scripts_of_megatron_lm_cannot_change_groups(cp):
     for name, words in (
         ("hybrid_context_parallel", "Megatron-LM itself cannot train with it: its rerun state"),
-        ("dynamic_context_parallel", "its scheduler was never run with BurstAttention"),
+        ("dynamic_context_parallel", "cuts batches by Transformer Engine"),
     ):
         (problem,) = launch(**{name: True, "context_parallel_size": cp})
         assert words in problem.reason

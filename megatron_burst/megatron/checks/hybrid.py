@@ -71,8 +71,8 @@ def script_problems(settings: Any) -> Iterator[Problem]:
         )
     elif asked(settings) == DYNAMIC:
         yield Problem(
-            f"{DYNAMIC}: its scheduler was never run with BurstAttention, since it needs "
-            "Transformer Engine, and cuts batches by it; attention itself takes the groups that it "
+            f"{DYNAMIC}: the data path of Megatron-LM's branch dev cuts batches by Transformer "
+            "Engine, with which it was never run here; attention itself takes the groups that it "
             "makes, in a loop of your own on Megatron-Core",
             remove=(DYNAMIC,),
         )
