@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant("layout/mixture.py", "found[list(self.padding)] = 0", "pass", "padding has pairs"),
     Mutant("layout/mixture.py", "pool.pairs // (bins - index)", "pool.pairs // bins",
            "the last rank has what the others left"),
-    Mutant("layout/mixture.py", "min(n, reach + 1)", "min(n, reach)",
+    Mutant("layout/mixture.py", "(n - m) * reach", "(n - m) * (reach + 1)",
            "the edge of a window is a token off"),
     Mutant("layout/mixture.py", "for end in (self.high, self.low + room):",
            "for end in ():", "documents are cut that could stay whole"),

@@ -180,6 +180,18 @@ def test_short_documents_stay_whole():
         assert sorted(np.bincount(mine // 16).tolist())[-8:] == [16] * 8
 
 
+def test_a_cut_is_moved_to_the_end_of_a_document_where_balance_allows():
+    """160 short documents on 16 ranks, which end at 30 places that need not be a document's end."""
+    random = np.random.RandomState(0)
+    ends = np.cumsum(17 + random.randint(0, 384, 2000))
+    layout = Balanced(16, [0, *ends[ends < 32768].tolist(), 32768])
+    ranks = np.empty(32768, dtype=int)
+    for rank, mine in enumerate(positions(layout)):
+        ranks[mine] = rank
+    cut = sum(len(set(ranks[a:b].tolist())) > 1 for a, b in pairwise(layout.bounds))
+    assert cut <= 22
+
+
 def test_a_document_of_the_size_of_a_node_lies_on_one():
     """Two nodes of two ranks; the other node has the short ones, as one density allows."""
     layout = Balanced(4, [0, 256, 512, 768, 1024], per_node=2)
