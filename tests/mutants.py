@@ -164,8 +164,6 @@ MUTANTS = [
     Mutant("masks/tables.py", " | self._all_hidden(first, np.maximum(first, last))", "",
            "what only padding has in common is computed"),
     Mutant("masks/tables.py", " & ~self._hidden[document]", "", "padding sees padding"),
-    Mutant("masks/tables.py", "np.where(hidden, -FAR, edges[end + 1] - 1)", "edges[end + 1] - 1",
-           "keys of padding have viewers"),
     Mutant("masks/tables.py", "seen == (bottom - top) * (stop - first)", "seen > 0",
            "a block table is FULL where it is partly visible"),
     Mutant("masks/base.py", "np.minimum(self.a.covers(q_spans, k_spans)",
