@@ -111,6 +111,19 @@ def test_the_same_documents_give_the_same_packing():
     assert found[0].places == found[1].places
 
 
+EACH = Work(windows=((0, 0, 1),))  # attention of a document is its length
+
+
+def test_an_exchange_mends_what_longest_first_leaves():
+    """Longest first puts 3 + 2 + 2 and 3 + 2 together."""
+    assert pack([3, 3, 2, 2, 2], EACH, ranks=2, capacity=100).loads.tolist() == [[6], [6]]
+
+
+def test_ranks_take_turns_at_the_busiest():
+    packing = pack([80, 70, 62, 61], EACH, ranks=2, capacity=80)
+    assert packing.loads.tolist() == [[80, 61], [70, 62]]
+
+
 def test_equal_sums_over_ranks_too():
     lengths = np.random.default_rng(1).integers(100, 900, 400)
     sums = pack(lengths, Work(), ranks=8, capacity=4000).loads.sum(axis=1)
