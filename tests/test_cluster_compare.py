@@ -368,7 +368,7 @@ def test_batches_are_summed_up_by_their_medians():
     assert summary == {"gain": (3.0, 2.0, 4.0), "permitted": (4.0, 4.0, 4.0), "over": (2.0, 2.0)}
     assert comparison_page.summarized(found.cells, "multicast") is None
     text = comparison_page.block(found)
-    assert ", 3 batches | burst, whole chunks (" in text
+    assert "| 2 x 2, documents 500, communication, 3 batches | burst, whole chunks (" in text
     assert "| 3.00 (2.00 to 4.00), permitted 4.00, over the limit 2.00 |" in text
 
 

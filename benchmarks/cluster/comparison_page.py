@@ -94,8 +94,9 @@ def _by_suite(found: Comparisons) -> Iterator[tuple[str, list[Compared]]]:
 
 
 def group(cell: Compared) -> str:
-    """The setting, without the seed of its documents."""
-    return headline(cell).partition(" seed ")[0] if " seed " in headline(cell) else headline(cell)
+    """The setting; of documents what the suite leaves open, without their seed."""
+    where, seed, rest = headline(cell).partition(" seed ")
+    return f"{where}, {rest.rpartition(', ')[2]}" if seed else where
 
 
 def summarized(cells: Sequence[Compared], rival: str) -> dict[str, tuple[float, ...]] | None:
