@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-packed bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -105,6 +105,9 @@ bench-loss: $(VENV)/.ready-examples ## losses at CP 1, 2, 4 and 8 in fp32 and bf
 
 bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, into docs/performance.md
 	@$(PY) benchmarks/masks.py $(ARGS)
+
+bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into docs/performance.md
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
 
 bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.md
 	@$(PY) benchmarks/prepare.py $(ARGS)
