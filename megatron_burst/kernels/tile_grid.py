@@ -100,7 +100,7 @@ def tile_grids(mask: Mask, pairs: Pairs, rows: int, columns: int) -> list[TileGr
 def _full(frame: Frame, runs: Runs, tiles: np.ndarray) -> list[np.ndarray]:
     """Of each pair the wholly visible tiles: those in runs, and others."""
     first = np.concatenate([runs.first, tiles])
-    count = np.concatenate([runs.count, np.ones_like(tiles)])
+    count = np.concatenate([runs.wide, np.ones_like(tiles)])
     order = np.argsort(first, kind="stable")
     first, count = first[order], count[order]
     pair, row, column = frame.place(first)

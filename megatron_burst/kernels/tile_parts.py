@@ -53,10 +53,10 @@ class Frame:
 
 
 class Runs(NamedTuple):
-    """Columns: from tile `first` on `count` tiles side by side are wholly visible."""
+    """Columns: from tile `first` on `wide` tiles side by side are wholly visible."""
 
     first: np.ndarray
-    count: np.ndarray
+    wide: np.ndarray
 
 
 class Parts(NamedTuple):
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
     low: np.ndarray
     high: np.ndarray
 
-    def at(self, index: np.ndarray) -> Parts:
+    def at(self, index: np.ndarray | slice) -> Parts:
         return Parts(*(column[index] for column in self))
 
 
@@ -93,12 +93,12 @@ class _Bands(NamedTuple):
 
 class Candidates(NamedTuple):
     """Pieces of queries and of keys, whose owner is the pair: of each piece of keys, those of
-    queries from `begin` on, `count` of them, may see it. many: too many to compare them."""
+    queries from `begin` on, `met` of them, may see it. many: too many to compare them."""
 
     q: Pieces
     k: Pieces
     begin: np.ndarray
-    count: np.ndarray
+    met: np.ndarray
     many: bool
 
 
@@ -121,7 +121,7 @@ def candidates(mask: Mask, pairs: Pairs, frame: Frame) -> Candidates:
 def tile_parts(mask: Mask, found: Candidates, frame: Frame) -> tuple[Runs, Parts, np.ndarray]:
     """The tiles that see something: those in runs, wholly; those of which parts are told; and, by
     their numbers, those which the mask has to be asked about position by position."""
-    i, j = counted(found.begin, found.count), np.repeat(np.arange(len(found.begin)), found.count)
+    i, j = counted(found.begin, found.met), np.repeat(np.arange(len(found.begin)), found.met)
     bands, q, k = _told(mask, found.q.at(i), found.k.at(j))
     asked = np.zeros(0, dtype=np.int64)
     if len(q.owner):
