@@ -331,7 +331,7 @@ RANKS, PER_NODE, EACH = 64, 8, 16384
 # (median length, its spread, longest): the distributions of issue 20; median 0: all are the longest
 LENGTHS = {
     "short": (1024, 1.0, 32768),
-    "long tail": (2048, 1.8, 524288),
+    "long tail": (2048, 1.7, 524288),
     "longer tail": (8192, 1.8, 1048576),
     "equal": (0, 0, 65536),
 }
