@@ -185,7 +185,7 @@ MUTANTS = [
            "the slanted edge of a window loses its oldest key"),
     Mutant("masks/tiling.py", "first.stop == second.start", "True",
            "rectangles that do not touch are joined"),
-    Mutant("masks/tiling.py", "for first in range(min(every, length))", "for first in range(1)",
+    Mutant("masks/slices.py", "for first in range(min(every, length))", "for first in range(1)",
            "only one residue class is computed"),
     # schedule: the rings
     Mutant(_BURST, "(owner // width + outer) % nodes", "(owner // width + 2 * outer) % nodes",

@@ -111,8 +111,7 @@ class Groups(_Uncopied):
         """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`, `reuse`,
         `nccl_max_ctas`: as in `Groups`."""
         given = f"{intra=}, {asked(ulysses, placement, reuse, nccl_max_ctas)}"
-        said = introduce(process_group(group), given)
-        ranks = agreed(said)
+        ranks = agreed(said := introduce(process_group(group), given))
         self = cls.__new__(cls)
         topology = Topology(len(ranks), intra, ulysses, placement)
         self._begin(ranks, said[0].name, topology, group, reuse, nccl_max_ctas)
@@ -220,8 +219,7 @@ class Groups(_Uncopied):
         reuse: Sequence[dist.ProcessGroup],
         max_ctas: int | None,
     ) -> None:
-        """Take this rank's place in the grid; `ranks` are the global ranks, node by node; `name`:
-        for a process group of all of them."""
+        """Take this rank's place in the grid of the global `ranks`, node by node; `name`: of it."""
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, Calls(), Counters()
         made = Communicators(Place(topology, self.rank, ranks), parent, name, reuse, max_ctas)

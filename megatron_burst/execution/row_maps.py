@@ -6,13 +6,13 @@ one copy. The order of rows is that of `schedule.bundles`.
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..layout.sharding import to_device
-from ..schedule.bundles import Bundles
 from ..schedule.tables import ALL, Chunk, Tables
 
 Where = slice | torch.Tensor  # rows of a buffer
@@ -25,7 +25,7 @@ class RowMaps:
     """
 
     def __init__(self, tables: Tables):
-        self._tables: Tables | None = tables
+        self._tables: Any = tables  # None once finished
         self._counts: dict[Any, int] = {}
         self._found: dict[Any, Any] = {}
         self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
@@ -34,10 +34,10 @@ class RowMaps:
         """`count` of the chunk, and `where` these rows of it lie, will be asked for."""
         key = _key(chunk)
         if key not in self._counts:
-            self._counts[key] = self._bundles(chunk).count(chunk.owner, chunk.rows)
+            self._counts[key] = self._tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
         if rows is None or (*key, rows) in self._found:
             return
-        if rows == chunk.rows:  # most: nothing to look for
+        if rows == chunk.rows:  # most
             self._found[(*key, rows)] = slice(0, self._counts[key])
             return
         want = self._row_numbers(chunk._replace(rows=rows))
@@ -63,10 +63,6 @@ class RowMaps:
         """Where these rows lie in a buffer of the chunk."""
         return self._found[(*_key(chunk), rows)]
 
-    def _bundles(self, chunk: Chunk) -> Bundles:
-        assert self._tables is not None
-        return self._tables.bundles(chunk.family)
-
     def _among(self, chunk: Chunk, want: np.ndarray) -> np.ndarray:
         """Where these rows of its owner's shard lie in the buffer of a chunk."""
         key = _key(chunk)
@@ -79,9 +75,8 @@ class RowMaps:
 
     def _row_numbers(self, chunk: Chunk) -> np.ndarray:
         """The rows of a chunk in its owner's shard, in the order of its buffer."""
-        ranges = self._bundles(chunk).ranges(chunk.owner, chunk.rows)
-        parts = [np.arange(first, stop) for first, stop in ranges]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+        ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
+        return np.concatenate([np.arange(0), *starmap(np.arange, ranges)])
 
 
 def _key(chunk: Chunk) -> tuple[bool, int, int]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, pairwise, product
+from itertools import chain, islice, product
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span, Spans
+from ..layout import Span
 from .band_tiling import BandTile, band_tiles, left_edge
 from .base import PARTIAL, Band, Bands, Mask
+from .slices import ShardSlice, arrays, split, two_by_two, whole_spans, within
 
 _FEW = 256  # pairs of slices that are listed one by one, at most
 
@@ -55,26 +56,6 @@ class Tile(NamedTuple):
         return rows * (rows + 1) // 2 if self.triangle else rows * columns
 
 
-class _ShardSlice(NamedTuple):
-    """Rows of a shard that hold one span: every `step`-th from local row `start` on."""
-
-    start: int
-    step: int
-    span: Span
-
-    def take(self, first: int, count: int, every: int = 1) -> _ShardSlice:
-        """`count` rows from the `first` one, taking every `every`-th."""
-        start, stride, _ = self.span
-        span = Span(start + first * stride, stride * every, count)
-        return _ShardSlice(self.start + first * self.step, self.step * every, span)
-
-    def rows(self, first: int, stop: int) -> slice:
-        """The local rows from index `first` to `stop` of this slice."""
-        start = self.start + first * self.step
-        end = self.start + (stop - 1) * self.step + 1
-        return slice(start, end, self.step)
-
-
 @dataclass(frozen=True)
 class Cutter:
     """Cuts for one kind of kernel; its fields say what that kernel can do with a tile.
@@ -105,11 +86,11 @@ class Cutter:
 
         Raises ValueError for a mask that needs tables or windows which the kernel does not take.
         """
-        return tuple(_joined(self._cut_all(mask, _whole_spans(q_spans), _whole_spans(k_spans))))
+        return tuple(_joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans))))
 
-    def _cut_all(self, mask: Mask, q: list[_ShardSlice], k: list[_ShardSlice]) -> Iterator[Tile]:
+    def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
         """The tiles of every pair of slices that sees something."""
-        q_spans, k_spans = _arrays(q, (-1, 1)), _arrays(k, (1, -1))
+        q_spans, k_spans = arrays(q, (-1, 1)), arrays(k, (1, -1))
         # The mask is asked about all pairs in one call: a shard of packed documents has hundreds.
         covers = mask.covers(q_spans, k_spans)
         i, j = np.nonzero(covers)  # not EMPTY
@@ -117,11 +98,11 @@ class Cutter:
         return chain.from_iterable(self._each(mask, pairs, covers[i, j]))
 
     def _each(
-        self, mask: Mask, pairs: list[tuple[_ShardSlice, _ShardSlice]], covers: np.ndarray
+        self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]], covers: np.ndarray
     ) -> Iterator[Iterable[Tile]]:
         """The tiles of each pair of slices, whose covers are known."""
         partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
-        bands = mask.bands(*_two_by_two(partly)) if partly else Bands(*np.empty((3, 0)))
+        bands = mask.bands(*two_by_two(partly)) if partly else Bands(*np.empty((3, 0)))
         unknown = [
             pair for pair, known in zip(partly, bands.known.tolist(), strict=True) if not known
         ]
@@ -135,19 +116,19 @@ class Cutter:
             yield self._cut_band(q, k, Band(left, right)) if known else next(further)
 
     def _cut_many(
-        self, mask: Mask, pairs: list[tuple[_ShardSlice, _ShardSlice]]
+        self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]]
     ) -> Iterator[Iterable[Tile]]:
         """The tiles of pairs that are partly visible and no bands."""
         if self.table_rows is not None or not pairs:
             yield from (self._cut(mask, q, k) for q, k in pairs)
             return
-        parts = [_split(mask, q, k, None) for q, k in pairs]
+        parts = [split(mask, q, k, None) for q, k in pairs]
         if None in parts:  # and none can become a table
             self._no_table(mask, *pairs[parts.index(None)])
         # The parts of all that have few are asked about in one call, too.
         few = [part for part in parts if part and len(part[0]) * len(part[1]) <= _FEW]
         cells = list(chain.from_iterable(product(*part) for part in few))
-        tiles = self._each(mask, cells, mask.covers(*_two_by_two(cells))) if cells else iter(())
+        tiles = self._each(mask, cells, mask.covers(*two_by_two(cells))) if cells else iter(())
         for part in parts:
             if part and len(part[0]) * len(part[1]) > _FEW:
                 yield _joined(self._cut_all(mask, *part))
@@ -155,14 +136,14 @@ class Cutter:
                 some = islice(tiles, len(part[0]) * len(part[1]))
                 yield list(_joined(chain.from_iterable(some)))
 
-    def _cut(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> Iterator[Tile]:
+    def _cut(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
         """A pair that is partly visible and no band: cut further, or described by a table."""
-        parts = _split(mask, q, k, self.table_rows)
+        parts = split(mask, q, k, self.table_rows)
         if parts is None:
             yield from self._table(mask, q, k)
             return
         found = _joined(self._cut_all(mask, *parts))
-        if not _within(self.table_rows, q, k):
+        if not within(self.table_rows, q, k):
             yield from found
             return
         # Where both are possible, the one with fewer pairs computed, tile_cost included.
@@ -182,13 +163,13 @@ class Cutter:
             taken.append(tile)
         return taken
 
-    def _no_table(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> None:
+    def _no_table(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> None:
         raise ValueError(
             f"mask: {mask!r} is no band of rows and columns over {q.span} and {k.span}, and "
             "this kernel takes no table; use kernel='triton' on a GPU, or 'reference'"
         )
 
-    def _table(self, mask: Mask, q: _ShardSlice, k: _ShardSlice) -> Iterator[Tile]:
+    def _table(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
         table = np.array(mask.visible(q.span.positions()[:, None], k.span.positions()[None, :]))
         (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
         # Without hidden rows and columns at the ends: padding lies there and may hold NaN, and a
@@ -198,7 +179,7 @@ class Cutter:
             inner = np.ascontiguousarray(table[top:bottom, left:right])
             yield Tile(q.rows(top, bottom), k.rows(left, right), table=inner)
 
-    def _cut_band(self, q: _ShardSlice, k: _ShardSlice, band: Band) -> Iterator[Tile]:
+    def _cut_band(self, q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
         if band.left + band.right < 0:  # the window lies between the positions of a strided pair
             return
         # The same shape of band comes again for most pairs of a ring, so its tiles are kept.
@@ -218,7 +199,7 @@ class Cutter:
             yield Tile(rows, columns, part.triangle, part.table)
 
 
-def _window(q: _ShardSlice, k: _ShardSlice, band: Band) -> Tile:
+def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Tile:
     """A band in one tile, without the rows and columns at its ends that see nothing."""
     # Only in tables does `AtenKernel` correct rows that see nothing, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
@@ -226,77 +207,6 @@ def _window(q: _ShardSlice, k: _ShardSlice, band: Band) -> Tile:
     shift = begin - first
     inner = Band(min(band.left - shift, q.span.length), min(band.right + shift, k.span.length))
     return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
-
-
-def _arrays(parts: list[_ShardSlice], shape: tuple[int, ...]) -> Spans:
-    """The spans of many slices as arrays, as `Mask.covers` takes them."""
-    fields = np.array([part.span for part in parts], dtype=np.int64).T
-    return Spans(*(field.reshape(shape) for field in fields))
-
-
-def _two_by_two(pairs: list[tuple[_ShardSlice, _ShardSlice]]) -> tuple[Spans, Spans]:
-    """The spans of pairs of slices as arrays."""
-    q, k = zip(*pairs, strict=True)
-    return _arrays(list(q), (-1,)), _arrays(list(k), (-1,))
-
-
-def _whole_spans(spans: Sequence[Span]) -> list[_ShardSlice]:
-    starts = np.cumsum([0, *(span.length for span in spans)]).tolist()
-    return [_ShardSlice(start, 1, span) for start, span in zip(starts, spans, strict=False)]
-
-
-def _split(
-    mask: Mask, q: _ShardSlice, k: _ShardSlice, smallest: int | None
-) -> tuple[list[_ShardSlice], list[_ShardSlice]] | None:
-    """The smaller slices of both sides to look at next; None where only a table is left.
-
-    In this order: where the mask's description changes, by residue classes, by halves.
-    """
-    q_cuts, k_cuts = (_coarse(mask.cuts(x.span), x, smallest) for x in (q, k))
-    if len(q_cuts) or len(k_cuts):
-        return _cut_before(q, q_cuts), _cut_before(k, k_cuts)
-    if any(part.span.stride % mask.modulus and part.span.length > 1 for part in (q, k)):
-        return _residues(q, mask.modulus), _residues(k, mask.modulus)
-    if smallest is None or _within(smallest, q, k):
-        return None
-    if q.span.length >= k.span.length:
-        return _cut_before(q, np.array([q.span.length // 2])), [k]
-    return [q], _cut_before(k, np.array([k.span.length // 2]))
-
-
-def _coarse(cuts: np.ndarray, part: _ShardSlice, size: int | None) -> np.ndarray:
-    """Of many cuts close together, the first and the last in every `size` rows.
-
-    A slice that still has cuts inside is then shorter than `size`, so that a table may describe it
-    where that is cheaper than a tile between every two cuts (documents of a few tokens, say).
-    """
-    if size is None or part.span.length <= size:
-        return cuts
-    group = cuts // size
-    first, last = np.diff(group, prepend=-1) > 0, np.diff(group, append=part.span.length) > 0
-    return cuts[first | last]
-
-
-def _within(size: int | None, q: _ShardSlice, k: _ShardSlice) -> bool:
-    """May a table describe this pair of slices?"""
-    return size is not None and max(q.span.length, k.span.length) <= size
-
-
-def _cut_before(part: _ShardSlice, cuts: np.ndarray) -> list[_ShardSlice]:
-    """The slice cut before each of `cuts`."""
-    bounds = [0, *cuts.tolist(), part.span.length]
-    return [part.take(a, b - a) for a, b in pairwise(bounds)]
-
-
-def _residues(part: _ShardSlice, modulus: int) -> list[_ShardSlice]:
-    """The slice by residue classes: the stride of each becomes a multiple of `modulus`, within
-    which a dilated mask shows all or nothing."""
-    every = modulus // np.gcd(part.span.stride, modulus).item()
-    length = part.span.length
-    return [
-        part.take(first, -(-(length - first) // every), every)
-        for first in range(min(every, length))
-    ]
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:

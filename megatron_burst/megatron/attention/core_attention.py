@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
+from megatron_burst.megatron.attention.call import CAUSAL_PACKED, check_call
 from megatron_burst.megatron.attention.groups import context_groups, micro_batch_groups
 from megatron_burst.megatron.attention.micro_batch import group_of, ranks_of
 from megatron_burst.megatron.attention.plan_book import (
@@ -29,17 +30,11 @@ from megatron_burst.megatron.attention.plan_book import (
     nothing_seen,
     plan_book,
 )
-from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
 from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.data.cut import Cut, cut_of_run, layer_window, unpacked
-from megatron_burst.megatron.data.loader_masks import documents_expected
+from megatron_burst.megatron.data.cut import cut_of_run, layer_window
 from megatron_burst.megatron.data.packed import Pack, packs
-
-_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-# Megatron's names for the same masks when documents are packed.
-_CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
 
 
 class BurstCoreAttention(MegatronModule):
@@ -156,7 +151,7 @@ class BurstCoreAttention(MegatronModule):
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
         book = self._book(packed_seq_params)
         try:
-            _check_call(mask_type, asked, packed_seq_params, self._cut)
+            check_call(mask_type, asked, packed_seq_params, self._cut)
             pack = None
             if packed_seq_params is not None:
                 query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -241,7 +236,7 @@ class BurstCoreAttention(MegatronModule):
     def _layer_kind(self, mask_type: AttnMaskType) -> LayerKind:
         return LayerKind(
             burst=self._burst,
-            causal=_CAUSAL_PACKED.get(mask_type, True),
+            causal=CAUSAL_PACKED.get(mask_type, True),
             window=self._window,
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
@@ -265,40 +260,3 @@ def _first_stage(config: Any) -> bool:
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Transformer Engine's attention saves its fp8 state beside its parameters: there is none."""
     state_dict.pop(f"{prefix}_extra_state", None)
-
-
-def _check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any, cut: Cut) -> None:
-    known = _CAUSAL if packed is None else _CAUSAL_PACKED
-    if packed is None and documents_expected():
-        raise ValueError(
-            f"{RESET}, and the script handed no documents to the model: pass packed_seq_params "
-            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {RESET}"
-        )
-    if packed is None and cut.name == "balanced":
-        raise unpacked()
-    if mask_type not in known:
-        raise ValueError(
-            f"attention mask type {mask_type} is not supported: only causal and no_mask are"
-        )
-    fixes = {
-        "attention_mask": (
-            "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
-            "is causal, and with packed_seq_params for documents. Megatron's own data loaders make "
-            "none with --no-create-attention-mask-in-dataloader"
-        ),
-        "attention_bias": "remove the relative position bias",
-    }
-    for name, value in asked.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
-    if packed is None:
-        return
-    form = getattr(packed, "qkv_format", None)
-    if form != "thd":
-        raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
-    order = getattr(packed, "cp_partition_mode", None)  # Megatron-LM's branch dev
-    if order not in (None, "zigzag"):
-        raise ValueError(
-            f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
-            "others; only 'zigzag' is supported"
-        )
