@@ -703,10 +703,10 @@ def examine(words, per_node, fault=None):
 @pytest.mark.parametrize(
     ("words", "per_node", "shape", "algorithms"),
     [
-        ("", 2, "2 x 2", 18),
-        ("", 4, "4 x 1", 15),
-        ("--tensor-model-parallel-size 2", 2, "1 x 2", 15),
-        ("--context-parallel-size 2", 4, "2 x 1", 15),
+        ("", 2, "2 x 2", 20),
+        ("", 4, "4 x 1", 17),
+        ("--tensor-model-parallel-size 2", 2, "1 x 2", 17),
+        ("--context-parallel-size 2", 4, "2 x 1", 17),
     ],
 )
 def test_the_real_groups(four, words, per_node, shape, algorithms):

@@ -31,6 +31,7 @@ NUMBERS: dict[str, int | None] = {
     "--micro-batch-size": None,
     "--num-attention-heads": None,
     "--num-query-groups": 1,
+    "--mtp-num-layers": None,
 }
 TEXTS: dict[str, str | None] = {
     "--transformer-impl": "transformer_engine",
