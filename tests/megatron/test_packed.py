@@ -3,6 +3,7 @@
 import gc
 import inspect
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
-from megatron_burst.megatron.data import slicing
+from megatron_burst.megatron.data import sequences, slicing
 from megatron_burst.megatron.data.cut import Cut, cut_for, cut_of_run, layer_windows
 from megatron_burst.megatron.data.packed import Packs, pack_of
 
@@ -344,6 +345,17 @@ def test_layout_balanced_refuses_batches_without_documents(balanced):
         cut({"tokens": torch.zeros(1, 24)}, Group(0, 2))
     with pytest.raises(ValueError, match="cuts packed batches"):
         rope_utils.get_pos_emb_on_this_cp_rank(torch.zeros(24, 1, 1, 4), 0, Group(0, 2))
+
+
+def test_a_micro_batch_that_one_rank_holds_is_gathered_without_a_group(layout):
+    tokens, bounds = torch.arange(24)[None], ends(0, 5, 24)
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, local_cp_size=1
+    )
+    with mock.patch.object(sequences, "context_group", lambda: Group(1, 2)):
+        mine = burst.shard_sequence(tokens, params)
+        assert torch.equal(mine, tokens)
+        assert torch.equal(burst.gather_sequence(mine, params, dim=1), tokens)
 
 
 def test_whole_packs_are_cut_for_scripts_of_their_own(layout):

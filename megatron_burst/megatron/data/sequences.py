@@ -47,6 +47,8 @@ def gather_sequence(
     group = _group(group, packed_seq_params)
     size = group.size()
     order = _order(output.shape[dim] * size, packed_seq_params, group, range(size), cutting=False)
+    if size == 1:  # perhaps a micro-batch that has no process group
+        return output.detach()
     mine = output.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(mine) for _ in range(size)]
     torch.distributed.all_gather(parts, mine, group=group)
