@@ -229,3 +229,11 @@ def test_options_of_nccl_on_another_backend_are_refused_before_a_model_is_built(
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
         assert not launch(distributed_backend=backend, burst_nccl_max_ctas=4)
     assert not launch(distributed_backend="gloo")
+
+
+@pytest.mark.parametrize("pack", ["off", "documents"])
+def test_documents_packed_anew_lose_the_padding_that_fused_rope_needs(pack):
+    settings = SimpleNamespace(sft=True, position_embedding_type="rope", apply_rope_fusion=True)
+    found = [str(each) for each in command_line._packed(settings, mb.BurstConfig(pack=pack))]
+    assert len(found) == (pack == "documents")
+    assert all("--sft and --burst-pack with fused rope" in each for each in found)

@@ -119,7 +119,7 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
     """
     yield from script_problems(settings)
     yield from _backend(settings, burst)
-    yield from _packed(settings)
+    yield from _packed(settings, burst)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
     if not engine:
@@ -161,7 +161,7 @@ def _asks(settings: Any, flag: str) -> Any:
     return getattr(settings, flag.removeprefix("--").replace("-", "_"), None)
 
 
-def _packed(settings: Any) -> Iterator[Problem]:
+def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Settings that do not work with packed batches."""
     asked = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
     if not asked:
@@ -170,10 +170,12 @@ def _packed(settings: Any) -> Iterator[Problem]:
         yield Problem(f"--mtp-hsm with {asked[0]}: {HIDDEN_STATES}", remove=("--mtp-hsm",))
     rope = getattr(settings, "position_embedding_type", None) == "rope"
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
-    if rope and getattr(settings, "apply_rope_fusion", False) and asked[0] != "--sft":
+    anew = burst.pack != "off"  # and documents lose the padding that --sft gave them
+    fused = rope and getattr(settings, "apply_rope_fusion", False)
+    if fused and (anew or asked[0] != "--sft"):
         yield Problem(
-            f"{asked[0]} with fused rope, which supports only documents of multiples of 2 x "
-            "--context-parallel-size tokens",
+            f"{asked[0]}{' and --burst-pack' * anew} with fused rope, which supports only documents "
+            "of multiples of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 
