@@ -158,6 +158,9 @@ def test_no_documents():
         ("ranks must be an integer from 1 on, got 0", [3], {"ranks": 0}),
         ("capacity must be", [3], {"capacity": 0}),
         ("multiple must be", [3], {"multiple": 0.5}),
+        ("lengths must be a sequence of integers", [1.5], {}),
+        ("lengths must be a sequence of integers", [[1, 2]], {}),
+        ("ranks must be an integer", [3], {"ranks": True}),
     ],
 )
 def test_refusals(words, lengths, sizes):

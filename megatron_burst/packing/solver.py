@@ -84,9 +84,13 @@ def pack(
 
 def _checked(lengths: object, ranks: int, capacity: int, multiple: int) -> np.ndarray:
     for name, value in (("ranks", ranks), ("capacity", capacity), ("multiple", multiple)):
-        if not isinstance(value, (int, np.integer)) or value < 1:
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or value < 1:
             raise ValueError(f"packing: {name} must be an integer from 1 on, got {value!r}")
-    found = np.asarray(lengths, np.int64).reshape(-1)
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ValueError(f"packing: lengths must be a sequence of integers, got {lengths!r:.100}")
+    found = found.astype(np.int64)
     if (found < 1).any():
         raise ValueError(
             f"packing: documents have 1 token or more, got lengths {found[found < 1][:5].tolist()}"
