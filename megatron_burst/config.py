@@ -75,8 +75,8 @@ class BurstConfig:
         LayoutName,
         Described(
             "which positions each rank holds; balanced is for packed documents of mixed lengths; "
-            "default: zigzag, or striped with part of attention in the store, where it alone "
-            "balances the recompute",
+            "default: zigzag; balanced with --burst-pack; striped with part of attention in the "
+            "store, where it alone balances the recompute",
             names=NAMED_LAYOUTS,
         ),
     ] = "zigzag"

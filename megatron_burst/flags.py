@@ -77,11 +77,17 @@ def settle(args: Any) -> None:
         if not hasattr(args, flag.dest):
             setattr(args, flag.dest, OFF if flag.field == "algorithm" else default(flag.field))
     if args.burst_layout is None:
-        args.burst_layout = layout_for(args.context_parallel_algo, args.burst_attention_store)
+        split = getattr(args, "context_parallel_size", 1) != 1
+        pack = args.burst_pack if split else "off"
+        args.burst_layout = layout_for(args.context_parallel_algo, args.burst_attention_store, pack)
 
 
-def layout_for(algorithm: Any, store: Any) -> str:
-    """The layout that follows from other choices: striped where it alone balances the recompute."""
+def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
+    """The layout that follows from other choices: balanced for documents that are packed anew,
+    whose lengths zigzag within documents cannot cut; striped where it alone balances the
+    recompute."""
+    if pack != "off" and algorithm != OFF:
+        return "balanced"
     partial = isinstance(store, (int, float)) and 0 < store < 1
     return "striped" if partial and algorithm != OFF else "zigzag"
 

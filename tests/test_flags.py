@@ -91,3 +91,20 @@ def test_fractions_are_numbers_from_0_to_1():
 def test_keys_are_not_kept_for_a_side_that_sends_none():
     with pytest.raises(ValueError, match=r"--burst-kv-cache 0\.5 .* --burst-side query"):
         BurstConfig(kv_cache=0.5, side="query")
+
+
+def test_documents_that_are_packed_anew_are_laid_out_in_balance():
+    def layout(words, **more):
+        parser = argparse.ArgumentParser()
+        flags.add_flags(parser, algorithm=flags.OFF)
+        args = parser.parse_args(words.split())
+        vars(args).update(more)
+        flags.settle(args)
+        return args.burst_layout
+
+    asked = "--context-parallel-algo burst --burst-pack documents"
+    assert layout(asked, context_parallel_size=2) == "balanced"
+    assert layout(asked, context_parallel_size=1) == "zigzag"
+    assert layout(f"{asked} --burst-layout striped", context_parallel_size=2) == "striped"
+    assert layout("--burst-pack documents", context_parallel_size=2) == "zigzag"
+    assert layout("--context-parallel-algo burst", context_parallel_size=2) == "zigzag"

@@ -20,6 +20,8 @@ def successors(
     lengths of the documents; [0, length] for one sequence. Raises ValueError for lengths that are
     none or that the layout cannot cut, and for a rank that is none.
     """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
     ends = document_bounds(cu_seqlens)[1:]
     total = int(ends[-1])
     positions = layout.positions(rank, total)

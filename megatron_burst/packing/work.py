@@ -41,10 +41,19 @@ class Work:
                 raise ValueError(f"work: {name} must be an integer from {least} on, got {value!r}")
         if not self.windows:
             raise ValueError("work: windows must name at least one kind of layer")
+        for kind in self.windows:
+            sides = tuple(0 if side is None else side for side in kind[:2])
+            if len(kind) != 3 or any(type(n) is not int or n < 0 for n in (*sides, kind[2])):
+                raise ValueError(
+                    "work: windows must hold (left, right, layers), integers from 0 on or None for "
+                    f"no limit, got {kind!r}"
+                )
 
     @classmethod
     def of(cls, *, token_flops: float, pair_flops: int, windows: Sequence[Window]) -> Work:
         """From the FLOPs of a forward. windows: one per layer; token_flops: of all layers."""
+        if type(pair_flops) is not int or pair_flops < 1:
+            raise ValueError(f"work: pair_flops must be an integer from 1 on, got {pair_flops!r}")
         kinds = dict.fromkeys(windows, 0)
         for window in windows:
             kinds[window] += 1

@@ -352,7 +352,7 @@ def test_a_micro_batch_that_one_rank_holds_is_gathered_without_a_group(layout):
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, local_cp_size=1
     )
-    with mock.patch.object(sequences, "context_group", lambda: Group(1, 2)):
+    with mock.patch.object(sequences, "context_group", return_value=Group(1, 2)):
         mine = burst.shard_sequence(tokens, params)
         assert torch.equal(mine, tokens)
         assert torch.equal(burst.gather_sequence(mine, params, dim=1), tokens)

@@ -174,8 +174,8 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
     fused = rope and getattr(settings, "apply_rope_fusion", False)
     if fused and (anew or asked[0] != "--sft"):
         yield Problem(
-            f"{asked[0]}{' and --burst-pack' * anew} with fused rope, which supports only documents "
-            "of multiples of 2 x --context-parallel-size tokens",
+            f"{asked[0]}{' and --burst-pack' * anew} with fused rope, which supports only "
+            "documents of multiples of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 

@@ -60,7 +60,8 @@ def layer_windows(config: Any) -> tuple[Window, ...]:
     One windowed layer in three is ((None, 0), (None, 0), (left, 0)).
     """
     layers = range(1, getattr(config, "num_layers", 1) + 1)
-    count = Counter(layer_window(config, layer) or _CAUSAL for layer in layers)
+    windows = (layer_window(config, layer) or _CAUSAL for layer in layers)
+    count: Counter[Window] = Counter((left, 0) for left, _ in windows)
     common = math.gcd(*count.values())
     return tuple(window for window, n in count.items() for _ in range(n // common))
 

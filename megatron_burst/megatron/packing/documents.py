@@ -40,6 +40,13 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
     sequences = {name: batch[name] for name in _NAMES if batch.get(name) is not None}
     shapes = {name: tuple(value.shape) for name, value in sequences.items()}
     total = sequences["tokens"].shape[-1]
+    others = [
+        name
+        for name, value in batch.items()
+        if name not in _NAMES and getattr(value, "shape", None) == (1, total)
+    ]
+    if others and not set(others) <= {"cu_seqlens", "cu_seqlens_padded"}:
+        raise ValueError(f"--burst-pack moves {', '.join(_NAMES)}, and batches have {others}, too")
     if set(shapes.values()) != {(1, total)}:
         raise ValueError(f"--burst-pack needs --micro-batch-size 1 and one length, got {shapes}")
     bounds = pack_of(total, batch["cu_seqlens"], batch.get("cu_seqlens_padded")).documents
@@ -55,7 +62,7 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
 
 def names_of(batch: dict[str, Any]) -> Document:
     """The sequences of a batch, without tokens: their names and dtypes."""
-    return {name: batch[name][0, :0] for name in _NAMES if batch.get(name) is not None}
+    return {name: batch[name][0, :0].cpu() for name in _NAMES if batch.get(name) is not None}
 
 
 def micro_batch(documents: Sequence[Document], like: Document, total: int) -> dict[str, Any]:
