@@ -387,11 +387,11 @@ def test_a_batch_of_every_distribution_is_balanced(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_hundred_batches_of_every_distribution(name):
+def test_many_batches_of_every_distribution(name):
     """Balance of every batch at most 1.05; on average few rows between nodes and few pieces."""
     most = {"short": 0.11, "long tail": 0.92, "longer tail": 2.4, "equal": 0.83}[name]
     balances, rows, pieces = [], [], []
-    for seed in range(100 if LENGTHS[name][0] else 1):
+    for seed in range(25 if LENGTHS[name][0] else 1):  # a hundred take minutes
         layout = Balanced(RANKS, batch(name, seed), per_node=PER_NODE)
         pairs = pairs_of_ranks(layout)
         balances.append(max(pairs) * RANKS / sum(pairs))
