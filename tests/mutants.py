@@ -438,8 +438,8 @@ MUTANTS = [
            "documents stay where they were put first"),
     Mutant("packing/solver.py", "order[1::2] = order[1::2, ::-1].copy()", "pass",
            "the first rank gets the busiest micro-batch every time"),
-    Mutant("packing/work.py", "near * (near + 1) // 2", "near * near // 2",
-           "a document has too few pairs"),
+    Mutant("layout/mixture.py", "return m * (m - 1) // 2 + (n - m) * (reach or 0)",
+           "return m * (m - 2) // 2 + (n - m) * (reach or 0)", "a document has too few pairs"),
     Mutant("packing/work.py", "found += layers *", "found +=", "layers are not counted"),
 ]  # fmt: skip
 

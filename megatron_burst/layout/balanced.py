@@ -13,9 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from .layouts import Layout, Span, document_bounds, integer, padding_documents
-from .mixture import Costs, Share, Window, mix
-
-CAUSAL: Window = (None, 0)
+from .mixture import CAUSAL, Costs, Share, Window, mix
 
 
 class Balanced(Layout):

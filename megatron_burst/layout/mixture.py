@@ -9,7 +9,7 @@ rank takes a run from the dense end and a run from the sparse end. How long the 
 from one equation in one unknown, so ranks come out even; only where a run ends is a document cut.
 Nodes are filled first, then the ranks of each node.
 
-All in integers, so that every process finds the same.
+Runs are cut by integers alone, so that every process finds the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-Window = tuple[int | None, int | None]
+Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
+CAUSAL: Window = (None, 0)
 # A bin may miss its share of the pairs by so much, one part in SLACK, to leave a document whole.
 SLACK = 64
 
@@ -49,8 +50,8 @@ class Costs:
         self.padding = frozenset(padding)
         sizes = np.array(self.lengths, dtype=np.int64)
         found = np.zeros_like(sizes)
-        for (left, right), count in self.windows:
-            found += count * (sizes + _reached_all(sizes, left) + _reached_all(sizes, right))
+        for window, count in self.windows:
+            found += count * document_pairs(sizes, window)
         found[list(self.padding)] = 0
         self.whole = found.tolist()
 
@@ -83,6 +84,12 @@ def _reached(n: int, reach: int) -> int:
     """min(0, reach) + min(1, reach) + ... + min(n - 1, reach)."""
     m = min(n, reach + 1)
     return m * (m - 1) // 2 + (n - m) * reach
+
+
+def document_pairs(lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL) -> np.ndarray:
+    """Pairs (query, key) that see each other in documents of these lengths, int64 [documents]."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    return sizes + sum(_reached_all(sizes, reach) for reach in window)
 
 
 def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:

@@ -32,6 +32,7 @@ class Documents(VectorMask):
         self._hidden = np.zeros(documents + 2, dtype=bool)
         self._hidden[1:-1] = np.diff(self.bounds) == 0
         self._hidden[[index + 1 for index in self.padding]] = True
+        self._hidden_before = np.concatenate([[0], np.cumsum(self._hidden)])
 
     @property
     def cacheable(self) -> bool:
@@ -64,7 +65,7 @@ class Documents(VectorMask):
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Are all documents from `first` to `last` padding?"""
-        before = np.concatenate([[0], np.cumsum(self._hidden)])
+        before = self._hidden_before
         return before[last + 1] - before[first] == last + 1 - first
 
     @property

@@ -3,7 +3,8 @@
 Above `autotune`, whose rates turn work into seconds, and below `megatron`, which moves the tokens.
 """
 
+from ..layout.mixture import document_pairs
 from .solver import Packing, pack
-from .work import Work, document_pairs
+from .work import Work
 
 __all__ = ["Packing", "Work", "document_pairs", "pack"]

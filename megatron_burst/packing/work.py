@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autotune.rates import BACKWARD, Rates, check_rates
+from ..layout.mixture import CAUSAL, Window, document_pairs
 
 LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward over those of its forward
-Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
-CAUSAL: Window = (None, 0)
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,3 @@ class Work:
         if rates.compute is None:
             raise ValueError("rates: compute is None, and a forecast of packing needs FLOP/s")
         return max((1 + BACKWARD) * load * self.pair_flops / (ranks * rates.compute), link)
-
-
-def document_pairs(lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL) -> np.ndarray:
-    """Pairs (query, key) that see each other in documents of these lengths, int64 [documents]."""
-    lengths = np.asarray(lengths, np.int64)
-    return lengths + sum(_to_one_side(lengths, reach) for reach in window)
-
-
-def _to_one_side(lengths: np.ndarray, reach: int | None) -> np.ndarray:
-    """Pairs of a token and another that lies at most ``reach`` before it."""
-    furthest = np.maximum(lengths - 1, 0)
-    near = furthest if reach is None else np.minimum(reach, furthest)
-    return near * (near + 1) // 2 + near * (furthest - near)

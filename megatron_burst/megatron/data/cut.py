@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.layout.mixture import CAUSAL, Window
 from megatron_burst.megatron.checks import translation
 from megatron_burst.megatron.patching import registry
 
-Window = tuple[int | None, int | None]  # tokens back and ahead, None for no limit
-_CAUSAL: Window = (None, 0)
 _NOTE = "cut"
 
 
@@ -32,7 +31,7 @@ class Cut:
 
     name: str
     per_node: int | None = None
-    windows: tuple[Window, ...] = (_CAUSAL,)
+    windows: tuple[Window, ...] = (CAUSAL,)
     multiple: int = 1
 
 
@@ -60,10 +59,15 @@ def layer_windows(config: Any) -> tuple[Window, ...]:
     One windowed layer in three is ((None, 0), (None, 0), (left, 0)).
     """
     layers = range(1, getattr(config, "num_layers", 1) + 1)
-    windows = (layer_window(config, layer) or _CAUSAL for layer in layers)
-    count: Counter[Window] = Counter((left, 0) for left, _ in windows)
+    count = Counter(causal_window(config, layer) for layer in layers)
     common = math.gcd(*count.values())
     return tuple(window for window, n in count.items() for _ in range(n // common))
+
+
+def causal_window(config: Any, layer_number: int) -> Window:
+    """What a token sees in a layer that counts as causal."""
+    left, _ = layer_window(config, layer_number) or CAUSAL
+    return left, 0
 
 
 def layer_window(config: Any, layer_number: int) -> Window | None:

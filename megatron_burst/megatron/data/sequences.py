@@ -1,6 +1,6 @@
 """Whole sequences and the parts of them that ranks hold: cutting them, and joining them again.
 
-For scripts with a data path of their own, and for whoever looks at outputs. Megatron's own training
+For scripts with a data path of their own, and for looking at outputs. Megatron's own training
 scripts need neither: their slicing functions are replaced (`slicing`).
 """
 

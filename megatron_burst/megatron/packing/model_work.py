@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.utils import is_layer_window_attention
-
+from megatron_burst.megatron.data.cut import causal_window
 from megatron_burst.packing import Work
-from megatron_burst.packing.work import CAUSAL, Window
 
 
 def work_of(config: Any) -> Work:
@@ -17,7 +15,7 @@ def work_of(config: Any) -> Work:
     groups = getattr(config, "num_query_groups", None) or heads
     projections = width * (heads + groups) * (of_query + of_value)
     token = 2 * config.num_layers * (projections + width * _mlp_width(config))
-    windows = [_window(config, number) for number in range(1, config.num_layers + 1)]
+    windows = [causal_window(config, number) for number in range(1, config.num_layers + 1)]
     return Work.of(token_flops=token, pair_flops=2 * heads * (of_query + of_value), windows=windows)
 
 
@@ -36,13 +34,3 @@ def _mlp_width(config: Any) -> int:
         hidden = config.moe_router_topk * config.moe_ffn_hidden_size
         hidden += getattr(config, "moe_shared_expert_intermediate_size", None) or 0
     return matrices * hidden
-
-
-def _window(config: Any, layer: int) -> Window:
-    """How far a layer's queries see; Megatron writes -1 for no limit."""
-    window: Any = getattr(config, "window_size", None)
-    skipped: Any = getattr(config, "window_attn_skip_freq", None)
-    if not is_layer_window_attention(window, skipped, layer):
-        return CAUSAL
-    left = window[0]
-    return (None if left < 0 else left), 0

@@ -1,10 +1,10 @@
 """The ways of multicast, but all rows travel before anything waits for them, gradients at the end.
 
-Where documents leave one rank more to compute at a step than another, whoever exchanges rows step
-by step waits for the slowest of every step, though all have as much in total. Here ranks meet twice
-only: copies leave at the first boundaries, those that are passed on as soon as they are there, and
-a rank that passes rows on computes nothing before; gradients leave when a rank has computed with
-all chunks of others, are summed on their way back, and are awaited after its own chunk. A rank
+Where documents leave one rank more to compute at a step than another, a rank that exchanges rows
+step by step waits for the slowest of every step, though all have as much in total. Here ranks meet
+twice only: copies leave at the first boundaries, those passed on as soon as they are there, and a
+rank that passes rows on computes nothing before; gradients leave when a rank has computed with all
+chunks of others, are summed on their way back, and are awaited after its own chunk. A rank
 holds all rows of others that it sees, and their gradients: for masks that show it few.
 """
 
@@ -25,7 +25,7 @@ def tables(demand: Demand) -> Tables:
 
 
 class _Early(Ways):
-    """Every hop of copies takes one boundary; so does every hop of gradients, from `_end` on."""
+    """Every hop takes one boundary: those of copies first, those of gradients after the steps."""
 
     def _steps(self) -> np.ndarray:
         hops, size = self.hops_of_copies, self.grid.size
@@ -54,7 +54,7 @@ class _Early(Ways):
         return self._transfers(False, hops, hops.src, hops.dst, land - 1, land)
 
     def gradients(self) -> Transfers:
-        """The farthest gates send first; whoever adds waits for the gradients when it sends."""
+        """The farthest gates send first; a gate that adds waits for them when it sends."""
         hops, begin = self.hops, int(self.step.max())
         end = begin + 1 + int(self.depth.max(initial=0))
         depth = np.where(self.served, self._of_ranks(self.depth), 0).reshape(-1)[hops.peers]
