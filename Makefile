@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-packed bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -23,6 +23,11 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+# The compiled attention is optional; without a compiler the step takes four times as long.
+million: $(VENV)/.ready-examples ## train one step on 1,000,000 tokens on 4 CPU ranks (20 minutes on 2 cores); ARGS="--ranks 2"
+	@test -e megatron_burst/kernels/libcsrc.so || $(PY) csrc/build.py --cpu || true
+	@$(PY) examples/million.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 # One file in one process. Short tests run in the order of their files: those with ranks, which keep
 # all cores busy, come first, and no long file is left for the end. Of the long tail the files with
@@ -105,6 +110,12 @@ bench-loss: $(VENV)/.ready-examples ## losses at CP 1, 2, 4 and 8 in fp32 and bf
 
 bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, into docs/performance.md
 	@$(PY) benchmarks/masks.py $(ARGS)
+
+bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: overlap, the fraction of `auto`, bytes
+	@$(PY) benchmarks/offload.py $(ARGS)
+
+bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account, into docs/how-long.md; ARGS=--measure: beside live tensors on 4 CPU ranks
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.memory $(ARGS)
 
 bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into docs/performance.md
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)

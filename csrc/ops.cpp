@@ -11,6 +11,13 @@ STABLE_TORCH_LIBRARY(megatron_burst, m) {
       "softmax_gradient_(Tensor(a!) z, Tensor index, Tensor lse, Tensor of_softmax, "
       "Tensor of_label, Tensor of_all, int real, float scale, float softcap, bool exponentials) "
       "-> ()");
+  m.def(
+      "narrow_forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, int left, "
+      "int right, float scale, int vector) -> ()");
+  m.def(
+      "narrow_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
+      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, int left, int right, float scale, "
+      "int vector) -> ()");
 }
 
 #define BURST_OPERATORS(m)                                             \
@@ -21,6 +28,8 @@ STABLE_TORCH_LIBRARY(megatron_burst, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_burst, CPU, m) {
   BURST_OPERATORS(m);
+  m.impl("narrow_forward", TORCH_BOX(&burst::narrow_forward));
+  m.impl("narrow_backward", TORCH_BOX(&burst::narrow_backward));
 }
 
 #ifdef BURST_CUDA

@@ -58,6 +58,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add("--ffn-hidden-size", type=int, default=512)
     add("--num-attention-heads", type=int, default=6)
     add("--num-query-groups", type=int, help="key/value heads; default: as many as query heads")
+    add("--kv-channels", type=int, help="width of a head; default: hidden size / heads")
     add("--qk-layernorm", action="store_true")
     add("--untie-embeddings-and-output-weights", action="store_true")
     add("--rotary-base", type=int, default=10000)

@@ -77,11 +77,16 @@ def micro_batches(samples: GPTDataset, args: Namespace, consumed: int) -> Iterat
     stride = args.micro_batch_size * args.data_parallel_size
     for first in range(consumed, consumed + args.global_batch_size, stride):
         first += rank * args.micro_batch_size
-        rows = [samples[i] for i in range(first, first + args.micro_batch_size)]
-        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-        if args.packed and not dense_mask(args):
-            batch["cu_seqlens"] = document_ends(batch["tokens"], args.eod)
-        yield _on_this_context_parallel_rank({key: x.cuda() for key, x in batch.items()})
+        yield _micro_batch(samples, args, first)
+
+
+def _micro_batch(samples: GPTDataset, args: Namespace, first: int) -> Batch:
+    """Not in the generator above, which would hold whole sequences until the next one is asked."""
+    rows = [samples[i] for i in range(first, first + args.micro_batch_size)]
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    if args.packed and not dense_mask(args):
+        batch["cu_seqlens"] = document_ends(batch["tokens"], args.eod)
+    return _on_this_context_parallel_rank({key: x.cuda() for key, x in batch.items()})
 
 
 def document_ends(tokens: torch.Tensor, eod: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Run `pretrain_gpt.py` on some processes of this machine and read back what it measured.
+"""Run `pretrain_gpt.py`, or another script with its flags, on some processes of this machine, and
+read back what it measured.
 
 Owns how the processes are started (torchrun, threads per process, where error streams go) and
 how the reason of a failure is found.
@@ -45,16 +46,18 @@ def read_metrics(path: Path) -> Run:
     return Run(startup, steps)
 
 
-def environment(ranks: int) -> dict[str, str]:
+def environment(ranks: int, keep_memory: bool = True) -> dict[str, str]:
     """What the ranks of one machine need: no GPU, loopback, and no more threads than cores.
 
     Megatron's own attention on the CPU makes matrices of hundreds of MB; getting each from the
-    system anew takes longer than filling it, so freed memory is kept, in huge pages.
+    system anew takes longer than filling it, so freed memory is kept (unless `keep_memory` is
+    False), in huge pages.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks))}
     if sys.platform == "linux":
         settings |= {"GLOO_SOCKET_IFNAME": "lo", "THP_MEM_ALLOC_ENABLE": "1"}
+    if sys.platform == "linux" and keep_memory:
         settings |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     return os.environ | settings
 
@@ -71,8 +74,18 @@ def cause(logs: Path) -> str:
     return "\n".join(text.rstrip().splitlines()[-12:]) or "(it printed nothing)"
 
 
-def train(name: str, ranks: int, flags: list[str], folder: Path) -> Run:
+def train(
+    name: str,
+    ranks: int,
+    flags: list[str],
+    folder: Path,
+    script: Path | None = None,
+    keep_memory: bool = True,
+) -> Run:
     """Train on `ranks` processes, the table on this terminal; return what --metrics received.
+
+    script: what each process runs, `pretrain_gpt.py` unless another is named. keep_memory: see
+    `environment`.
 
     Error streams go to `folder`/logs/`name`; raises RunFailed with the reason found in them.
     """
@@ -82,10 +95,12 @@ def train(name: str, ranks: int, flags: list[str], folder: Path) -> Run:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
     command += ["--log-dir", str(logs), "--redirects", "2"]
-    command += [str(SCRIPT), *flags, "--metrics", str(metrics)]
+    command += [str(script or SCRIPT), *flags, "--metrics", str(metrics)]
     start = time.perf_counter()
     with (logs / "launcher.log").open("w") as errors:
-        code = subprocess.run(command, stderr=errors, env=environment(ranks)).returncode
+        code = subprocess.run(
+            command, stderr=errors, env=environment(ranks, keep_memory)
+        ).returncode
     if code:
         raise RunFailed(
             f"The run {name!r} on {ranks} rank{'s' * (ranks > 1)} ended with exit status {code}:\n"

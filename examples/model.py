@@ -40,6 +40,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
         qk_layernorm=args.qk_layernorm,
         normalization="RMSNorm",
         gated_linear_unit=True,

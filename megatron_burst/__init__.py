@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .planning.plan import Plan
     from .planning.prepare import prepare
     from .recompute.checkpoint import checkpoint
+    from .recompute.host.mover import HostMemory
+    from .recompute.tiles import tiled
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,7 @@ _HOMES = {
     "BurstConfig": "config",
     "Choice": "autotune.select",
     "Groups": "comm.groups",
+    "HostMemory": "recompute.host.mover",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
     "attention": "attention",
@@ -44,6 +47,7 @@ _HOMES = {
     "megatron": "",  # above this package: imported when asked for, by nothing in it
     "prepare": "planning.prepare",
     "shard": "layout.sharding",
+    "tiled": "recompute.tiles",
     "unshard": "layout.sharding",
 }
 
@@ -51,6 +55,7 @@ __all__ = [
     "BurstConfig",
     "Choice",
     "Groups",
+    "HostMemory",
     "Plan",
     "Rates",
     "attention",
@@ -62,6 +67,7 @@ __all__ = [
     "measure_rates",
     "prepare",
     "shard",
+    "tiled",
     "unshard",
 ]
 

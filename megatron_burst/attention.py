@@ -67,8 +67,8 @@ def attention(
     fastest, with its side and head_chunks, at `rates` (what they do not state is measured, once
     per groups).
     side: "auto" (fewer bytes), "kv" or "query".
-    kernel: "auto", "aten", "aten_cudnn", "triton", "reference", or an installed FlashAttention
-    package: "flash2", "flash3", "flash4".
+    kernel: "auto", "aten", "aten_cudnn", "narrow", "triton", "reference", or an installed
+    FlashAttention package: "flash2", "flash3", "flash4".
     softmax_scale: default d ** -0.5. softcap: cap * tanh(score / cap).
     grad_wire_dtype: of travelling gradients, and of partial outputs where these travel ("tile",
     "token_ring"); None for the accumulation dtype.
@@ -77,6 +77,10 @@ def attention(
     head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
     rings run staggered, so that the last hops of one overlap with the compute of another, at that
     many times the messages; 1: one ring.
+    sequence_chunks: into how many chunks the rows are cut, whose queries attend one behind the
+    other; see `Plan.chunked` for code that makes them one at a time. row_blocks: the shard is so
+    many equal runs of rows, and a chunk has equally many rows of each. visiting: "ring"; "host" is
+    for `Plan.chunked` alone.
 
     Cannot be differentiated twice, nor run inside torch.func; torch.compile breaks its graph here,
     once. Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer

@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from .layout import LayoutName, check_fraction
 from .options import AttentionKeywords, KernelName, SideName, WireDtype, algorithms
 from .schedule.topology import Placement
+from .units import size_of
 
 OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents"]
+Auto = Literal["auto"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
@@ -58,6 +60,12 @@ class BurstConfig:
     None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
     pack: "documents" packs the documents of every global batch anew, into micro-batches of
     `--seq-length` tokens that take equally long; "off" leaves those of the data loader.
+    offload: fraction of the rows of what layers leave behind for backward that waits in host
+    memory; "auto" takes what the link hides and the host holds.
+    host_memory: bytes of host memory per node for that, such as "1.5TB" or "800GiB"; None for 80 %
+    of what a node has free.
+    sequence_chunks: into how many chunks of rows the attention half of a layer is cut.
+    mlp_tiles: into how many tiles of rows the MLP half of a layer is cut.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -144,6 +152,34 @@ class BurstConfig:
             "micro-batches of --seq-length tokens that are predicted to take equally long"
         ),
     ] = "off"
+    offload: Annotated[
+        float | Auto,
+        Described(
+            "fraction of what layers leave for backward (inputs, attention store, saved "
+            "activations), by rows, that waits in host memory; auto takes what the link hides and "
+            "the host holds"
+        ),
+    ] = 0.0
+    host_memory: Annotated[
+        str | None,
+        Described(
+            "host memory per node that --burst-offload may take, such as 1.5TB or 800GiB; default: "
+            "80 % of what is free"
+        ),
+    ] = None
+    sequence_chunks: Annotated[
+        int | Auto,
+        Described(
+            "chunks of rows in which the attention half of a layer runs, so that queries, outputs "
+            "and their gradients are never whole in memory"
+        ),
+    ] = 1
+    mlp_tiles: Annotated[
+        int | Auto,
+        Described(
+            "tiles of rows in which the MLP half of a layer runs, each computed again in backward"
+        ),
+    ] = 1
 
     def __post_init__(self):
         for name in CHOICES:
@@ -163,15 +199,18 @@ class BurstConfig:
         """Raise ValueError unless the field has a value of its kind."""
         value, kind, names = getattr(self, name), kind_of(name), names_of(name)
         title, optional = f"{name} ({flag_of(name)})", _optional(name)
-        if value is None and optional:
+        if (value is None and optional) or (names and value in names):
             return
-        if names and value not in names:
+        if names and kind is str:
             shown = ", ".join(("None", *names) if optional else names)
             raise ValueError(f"{title} must be one of {shown}, got {value!r}")
+        other = f" or {' or '.join(names)}" if names else ""
         if kind is float:
-            check_fraction(title, value)
+            check_fraction(title, value, other)
         if kind is int and (type(value) is not int or value < 1):
-            raise ValueError(f"{title} must be an integer from 1 on, got {value!r}")
+            raise ValueError(f"{title} must be an integer from 1 on{other}, got {value!r}")
+        if kind is str:
+            size_of(value, title)
 
     def keywords(self) -> AttentionKeywords:
         """What of it `mb.prepare` takes."""
@@ -204,10 +243,9 @@ def names_of(name: str) -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> type:
-    """str, int or float."""
-    if names_of(name):
-        return str
-    return next(kind for kind in (int, float) if kind in (TYPES[name], *get_args(TYPES[name])))
+    """int or float, where it may be a number; else str."""
+    types = (TYPES[name], *get_args(TYPES[name]))
+    return next((kind for kind in (int, float) if kind in types), str)
 
 
 def _optional(name: str) -> bool:

@@ -7,13 +7,17 @@ are checked by `BurstConfig`, so a wrong one is the same ValueError wherever it 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .config import CHOICES, OFF, BurstConfig, flag_of, kind_of, names_of
 
 GROUP = "megatron-burst"
-ALONE = ("--context-parallel-algo", "--burst-lm-head-loss")  # count without any other
+# These count without any other.
+ALONE = (
+    "--context-parallel-algo", "--burst-lm-head-loss", "--burst-offload", "--burst-host-memory",
+    "--burst-mlp-tiles",
+)  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -21,7 +25,7 @@ class Flag(NamedTuple):
 
     field: str
     name: str
-    type: type
+    type: Callable[[str], Any]
     values: str
     help: str
 
@@ -32,9 +36,20 @@ class Flag(NamedTuple):
 
 
 def _flag(name: str) -> Flag:
-    kind = kind_of(name)
-    values = {str: "{" + ",".join(names_of(name)) + "}", int: "N", float: "F"}[kind]
-    return Flag(name, flag_of(name), kind, values, CHOICES[name].meaning)
+    kind, names = kind_of(name), names_of(name)
+    letter = {str: "SIZE" * (not names), int: "N", float: "F"}[kind]
+    values = "{" + ",".join(names) + "}" if kind is str and names else "|".join([letter, *names])
+    return Flag(name, flag_of(name), _reader(kind, names), values, CHOICES[name].meaning)
+
+
+def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
+    """What turns a word of the command line into a value: one of `names`, or of `kind`."""
+
+    def read(word: str) -> Any:
+        return word if word in names else kind(word)
+
+    read.__name__ = " or ".join([kind.__name__, *names])  # argparse's errors say it
+    return read
 
 
 FLAGS = tuple(map(_flag, CHOICES))
@@ -130,5 +145,6 @@ def table() -> str:
 
 
 def _shown(flag: Flag) -> str:
-    names = ", ".join(f"`{name}`" for name in names_of(flag.field))
-    return names or {int: "N", float: "0 to 1"}[flag.type]
+    kind, names = kind_of(flag.field), [f"`{name}`" for name in names_of(flag.field)]
+    number = {int: ["N"], float: ["0 to 1"], str: [] if names else ["a size"]}[kind]
+    return ", ".join([*number, *names])

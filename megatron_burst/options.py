@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 KernelName = Literal[
-    "auto", "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference"
+    "auto", "aten", "aten_cudnn", "narrow", "flash2", "flash3", "flash4", "triton", "reference"
 ]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16"]
+VisitingName = Literal["ring", "host"]
 # All-to-alls of heads around a ring of this algorithm.
 WITH_SHARED_HEADS = {"ulysses": "ring", "hybrid": "burst"}
 
@@ -38,6 +39,7 @@ def ring_algorithm(algorithm: str) -> str:
 
 KERNELS: tuple[str, ...] = get_args(KernelName)
 SIDES: tuple[str, ...] = get_args(SideName)
+VISITING: tuple[str, ...] = get_args(VisitingName)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 
 
@@ -60,6 +62,12 @@ class AttentionOptions:
     head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
     rings run staggered: the last hops of one overlap with the compute of another, at that many
     times the messages. None: 1, or what algorithm "auto" takes.
+    sequence_chunks: into how many chunks the rows of every shard are cut, whose queries attend one
+    behind the other, so that queries, outputs and their gradients travel and add up a chunk at a
+    time; on side "kv" the keys go round once per chunk. row_blocks: the shard is so many equal runs
+    of rows (the ranks of sequence parallelism), and a chunk has equally many rows of each.
+    visiting: how the keys of other ranks come to the later chunks of a forward: "ring", again, or
+    "host", from host memory, where the first chunk's forward leaves them (`Plan.chunked(host=)`).
     """
 
     layout: LayoutName | Layout = "zigzag"
@@ -73,6 +81,9 @@ class AttentionOptions:
     kv_cache: float = 0.0
     store: float | None = None
     head_chunks: int | None = None
+    sequence_chunks: int = 1
+    row_blocks: int = 1
+    visiting: VisitingName = "ring"
 
 
 class AttentionKeywords(TypedDict, total=False):
@@ -89,3 +100,6 @@ class AttentionKeywords(TypedDict, total=False):
     kv_cache: float
     store: float | None
     head_chunks: int | None
+    sequence_chunks: int
+    row_blocks: int
+    visiting: VisitingName

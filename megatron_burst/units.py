@@ -6,6 +6,7 @@ The only place that decides how many digits are shown and which prefixes there a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 Unit = tuple[str, float]  # name, size
@@ -36,3 +37,16 @@ def _scaled(value: float, units: Sequence[Unit], digits: int) -> str:
     """`value` in the first unit that it reaches, or else in the last one."""
     name, size = next((unit for unit in units if value >= unit[1]), units[-1])
     return f"{value / size:.{digits}g} {name}"
+
+
+def size_of(text: object, title: str) -> int:
+    """Bytes of "1.5TB", "800GiB" or "1000000"; ValueError naming `title` for anything else."""
+    pattern = r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B?"
+    found = re.fullmatch(pattern, text) if isinstance(text, str) else None
+    size = 0
+    if found is not None:
+        number, prefix, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+    if size < 1:
+        raise ValueError(f'{title} must be a size such as "1.5TB" or "800GiB", got {text!r}')
+    return size

@@ -8,6 +8,10 @@ BAD = {
     "": "required: COMMAND",
     "--nonsense": "required: COMMAND",
     "pertain": "invalid choice: 'pertain'",
+    # memory
+    "memory": "required: --gpus",
+    "memory --gpus 8": "--model is needed: one of",
+    "memory --gpus 8 --model llama3-8b": "--seq is needed",
     # doctor
     "doctor --nonsense": "--nonsense",
     "doctor --gpus-per-node": "--gpus-per-node: expected one argument",

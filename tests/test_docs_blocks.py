@@ -63,6 +63,10 @@ READERS = {
         "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')",
         ranks=4,
     ),
+    "docs/concepts/host-memory.md-0": Reader(
+        f"{QKV}\nx, layers = q.sin(), [torch.tanh] * 4",
+        "host.peak == host.bytes_out == host.bytes_back == 4 * x.nbytes and q.grad is not None",
+    ),
     "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
     "docs/own-script.md-1": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
     "docs/own-script.md-2": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),

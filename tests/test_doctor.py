@@ -281,6 +281,8 @@ def test_what_the_plugin_would_refuse(words, says):
         "--fine-grained-activation-offloading",
         "--burst-attention-store 1 --recompute-granularity full --fp4-format e2m1",
         "--burst-lm-head-loss recompute --fp8-output-proj",
+        "--burst-offload 1.0 --fine-grained-activation-offloading",
+        "--burst-offload auto --cpu-offloading-num-layers 2",
         "--burst-layout striped --experimental-attention-variant dsa",
         "--attention-backend local",
         "--burst-nccl-max-ctas 4 --distributed-backend gloo",

@@ -97,6 +97,9 @@ def calls(draw):
         ),
         "kv_cache": 0.0 if side == "query" else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
     }
+    if not choices["kv_cache"]:
+        choices["sequence_chunks"] = draw(st.sampled_from([1, 1, 2, 3]))
+        choices["row_blocks"] = draw(st.sampled_from([1, 2]))
     if algorithm == "auto":
         links = draw(speeds), draw(speeds)
         rates = mb.Rates(*links, latency=1e-2 * draw(speeds), compute=1e3 * draw(speeds))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_burst import BurstConfig, flags
+from megatron_burst.units import size_of
 
 
 def parsed(line="", algorithm="burst"):
@@ -29,7 +30,9 @@ def test_all_flags_reach_the_configuration():
         "--context-parallel-algo hybrid --burst-layout contiguous --burst-side kv "
         "--burst-kernel aten --burst-intra-size 2 --burst-ulysses-size 4 --burst-kv-cache 0.5 "
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
-        "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents"
+        "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents "
+        "--burst-offload 0.5 --burst-host-memory 1.5TB --burst-sequence-chunks auto "
+        "--burst-mlp-tiles 4"
     )
     assert flags.burst_config(args) == BurstConfig(
         "hybrid",
@@ -45,7 +48,35 @@ def test_all_flags_reach_the_configuration():
         "recompute",
         8,
         "documents",
+        0.5,
+        "1.5TB",
+        "auto",
+        4,
     )
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"offload": 1.5}, r"offload .--burst-offload. must be a fraction from 0 to 1 or auto"),
+        ({"offload": "all"}, r"must be a fraction from 0 to 1 or auto, got 'all'"),
+        ({"sequence_chunks": 0}, r"must be an integer from 1 on or auto, got 0"),
+        ({"mlp_tiles": "few"}, r"must be an integer from 1 on or auto, got 'few'"),
+        ({"host_memory": "much"}, r'--burst-host-memory. must be a size such as "1.5TB"'),
+        ({"host_memory": 5}, "must be a size"),
+        ({"host_memory": "0GB"}, "must be a size"),
+    ],
+)
+def test_numbers_that_may_be_names(choices, words):
+    with pytest.raises(ValueError, match=words):
+        BurstConfig(**choices)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1.5TB", 1500 * 10**9), ("2GiB", 2**31), ("12", 12), ("3 kB".upper(), 3000)]
+)
+def test_sizes(text, size):
+    assert size_of(text, "x") == size
 
 
 @pytest.mark.parametrize(

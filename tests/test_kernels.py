@@ -314,7 +314,7 @@ def test_the_stand_in_keeps_the_dtype_of_dout():
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     assert set(registry.KERNELS) == {
-        "aten", "aten_cudnn", "flash2", "flash3", "flash4", "triton", "reference",
+        "aten", "aten_cudnn", "narrow", "flash2", "flash3", "flash4", "triton", "reference",
     }  # fmt: skip
     assert registry.make("auto", q, k, v).name == "aten"
     assert registry.make("reference", q, k, v).name == "reference"

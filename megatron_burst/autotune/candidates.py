@@ -19,6 +19,7 @@ from ..schedule.cost import Sizes, Traffic
 from ..schedule.demand import Wanted, wanted
 from ..schedule.head_shares import Share, shareable
 from ..schedule.rings import Schedule
+from ..schedule.row_cut import row_cuts
 from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator
@@ -36,13 +37,16 @@ class Workload:
     """The attention that all ranks compute together, whatever settings run it.
 
     sizes: of one rank, before heads are shared. kept: the fraction of the travelling keys and
-    values that forward keeps for backward.
+    values that forward keeps for backward. chunks, blocks: of rows, as `sequence_chunks` and
+    `row_blocks` of a call.
     """
 
     sizes: Sizes
     mask: Mask
     layout: Layout
     kept: float = 0.0
+    chunks: int = 1
+    blocks: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -108,30 +112,47 @@ def on_grid(
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     seconds = pairs_seen(workload.mask, spans) * (flops / rates.compute)
     kept = round(workload.kept * (grid.size - 1))
-    there_heads, back_heads = _sharing(topology, sizes, rates)
+    wants = [want]
+    if workload.chunks > 1:
+        cuts = row_cuts(
+            workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
+        )
+        wants = [wanted(workload.mask, shards, spans) for _, shards in cuts]
+        seconds = seconds / len(wants)  # chunks are balanced
+    there_heads, back_heads = _sharing(topology, sizes, rates, len(wants) > 1)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     algorithms = _algorithms(workload, topology, fixed)
     if fixed.algorithm is None and "prefetch" in algorithms and not _few_rows(want):
         algorithms = [name for name in algorithms if name != "prefetch"]
     for algorithm in algorithms:
-        there = cost.forward_schedule(algorithm, grid, want, sizes)
+        theres = [cost.forward_schedule(algorithm, grid, each, sizes) for each in wants]
         sides = ["kv"] if workload.kept or alone or not ALGORITHMS[algorithm].sided else SIDES
         backs = [
-            cost.backward_schedule(algorithm, grid, want, sizes, side=side, kept=kept)
+            [cost.backward_schedule(algorithm, grid, each, sizes, side=side, kept=kept)
+             for each in wants]
             for side in ([fixed.side] if fixed.side else sides)
-        ]
-        sent = [_sent((there, back), topology, sizes) for back in backs]
+        ]  # fmt: skip
+        sent = [_sent((*theres, *each), topology, sizes, len(wants) > 1) for each in backs]
         for count in _head_chunks(sizes, fixed, alone):
-            forward = simulator.pass_time(there, sizes, seconds, rates, count) + there_heads
-            for back, bytes_ in zip(backs, sent, strict=True):
+            forward = _time(theres, sizes, seconds, rates, count) + there_heads
+            for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
-                    backward = simulator.pass_time(back, sizes, BACKWARD * seconds, rates, count)
-                    backward += back_heads
+                    backward = _time(each, sizes, BACKWARD * seconds, rates, count) + back_heads
                 yield Candidate(
-                    _named(algorithm, topology), back.side, count, topology.ulysses,
+                    _named(algorithm, topology), each[0].side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
                 )  # fmt: skip
+
+
+def _time(
+    schedules: Sequence[Schedule], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int
+) -> PassTime:
+    """Of the passes of all chunks, one after another."""
+    total = IDLE
+    for schedule in schedules:
+        total += simulator.pass_time(schedule, sizes, seconds, rates, count)
+    return total
 
 
 def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequence[str]:
@@ -158,7 +179,9 @@ def _few_rows(want: Wanted) -> bool:
     return most <= min(HELD, (keys.size - 1) / 2) * own
 
 
-def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Traffic:
+def _sent(
+    schedules: Sequence[Schedule], topology: Topology, sizes: Sizes, again: bool = False
+) -> Traffic:
     """The bytes that all ranks send, on all rings and within all ulysses groups."""
     total = Traffic()
     for schedule in schedules:
@@ -167,7 +190,7 @@ def _sent(schedules: Sequence[Schedule], topology: Topology, sizes: Sizes) -> Tr
     for rank in range(topology.size):
         group = topology.ulysses_group(rank)
         links = [topology.link(rank, peer) for peer in group]
-        for sent in cost.head_traffic(links, group.index(rank), sizes):
+        for sent in cost.head_traffic(links, group.index(rank), sizes, again):
             total += sent
     return total
 
@@ -185,7 +208,9 @@ def _named(algorithm: str, topology: Topology) -> str:
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
-def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[PassTime, PassTime]:
+def _sharing(
+    topology: Topology, sizes: Sizes, rates: Rates, again: bool = False
+) -> tuple[PassTime, PassTime]:
     """The times of the all-to-alls before and after the ring, of forward and of backward.
 
     Nothing is computed beside them, and both link classes are busy at the same time.
@@ -193,7 +218,7 @@ def _sharing(topology: Topology, sizes: Sizes, rates: Rates) -> tuple[PassTime, 
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     passes = []
     messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
-    for size, count in zip(sizes.scattered_bytes(topology.ulysses), messages, strict=True):
+    for size, count in zip(sizes.scattered_bytes(topology.ulysses, again), messages, strict=True):
         busy = [
             links.count(link) * (count * rates.latency + size / rate)
             for link, rate in (("intra", rates.intra), ("inter", rates.inter))

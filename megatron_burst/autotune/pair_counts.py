@@ -16,6 +16,7 @@ from ..masks import Cover, Mask
 from ..masks.seen import meeting
 
 AT_ONCE = 1 << 18  # pairs of spans, so that memory stays small
+LONGEST = 1 << 30  # rows of a span that are counted in integers
 SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing better is known
 
 
@@ -37,6 +38,8 @@ def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
 def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
     """Visible pairs of each two spans."""
     rows, columns = q.length, k.length
+    if max(rows.max(initial=0), columns.max(initial=0)) > LONGEST:  # whose products leave int64
+        rows, columns = rows.astype(float), columns.astype(float)
     covers, bands = mask.covers(q, k), mask.bands(q, k)
     count = _below(bands.right, rows, columns) - _below(-bands.left - 1, rows, columns)
     count = np.where(bands.known, np.maximum(count, 0), 0).astype(float)

@@ -35,6 +35,7 @@ COMMANDS = (
         "doctor", "megatron_burst.cli.doctor", "check this installation and your Megatron command"
     ),
     Command("patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
+    Command("memory", "megatron_burst.cli.memory", "what a run holds in memory, by item"),
     Command("trace", "megatron_burst.cli.trace", "record when each rank computes, sends and waits"),
 )
 

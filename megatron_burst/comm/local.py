@@ -42,11 +42,13 @@ class RankSwitch:
         for rank in ranks:
             rank.gr_context = copy_context()
         results: list[Any] = [None] * len(ranks)
+        mode = torch.is_grad_enabled()
         try:
             running = dict(enumerate(ranks))
             while running:
                 self._progress = False
                 for index, rank in list(running.items()):
+                    torch.set_grad_enabled(mode)  # a rank that waits inside of no_grad has its own
                     results[index] = rank.switch()  # what it waits for, or its result
                     if rank.dead:
                         del running[index]
@@ -62,20 +64,28 @@ class RankSwitch:
             for rank in ranks:
                 if not rank.dead:
                     rank.throw()
+            torch.set_grad_enabled(mode)
 
     def pause(self) -> None:
         """Let the other ranks run."""
         self._progress = True
         if self._main is not None:
-            self._main.switch()
+            self._switch(None)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Return when `ready`, after other ranks ran; RuntimeError if none of them can."""
         while not ready():
             if self._main is None:
                 raise RuntimeError(f"deadlock: {what}")
-            self._main.switch(what)
+            self._switch(what)
         self._progress = True
+
+    def _switch(self, what: str | None) -> None:
+        """To the other ranks, and back into this one's grad mode, which belongs to the thread."""
+        assert self._main is not None
+        mode = torch.is_grad_enabled()
+        self._main.switch(what)
+        torch.set_grad_enabled(mode)
 
     def all_gather(self, rank: int, size: int, value: T) -> list[T]:
         """What each of `size` ranks gave to its gather of the same number."""

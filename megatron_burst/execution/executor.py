@@ -135,7 +135,8 @@ class Executor:
             self._land(self._started - 1)
             for pair in self.run.program[self._started - 1].pairs:
                 for call in self.run.calls.get(pair, ()):
-                    with record_function(f"{self.run.name}: {_pair(pair)}"):
+                    words = f"queries of rank {pair.query}, keys of rank {pair.key}"
+                    with record_function(f"{self.run.name}: {words}"):
                         compute(pair, call)
         if self._started == len(self.run.program):
             return False
@@ -244,10 +245,6 @@ def _exchanges(hops: Sequence[Hop]) -> Iterator[tuple[Channel, list[Hop]]]:
 
     for (channel, _), group in groupby(sorted(hops, key=key), key):
         yield channel, list(group)
-
-
-def _pair(pair: Pair) -> str:
-    return f"queries of rank {pair.query}, keys of rank {pair.key}"
 
 
 def _words(hop: Hop) -> str:

@@ -15,7 +15,7 @@ import torch
 from ..comm.groups import Groups, InProcessGroups
 from ..comm.packing import CallTag
 from ..kernels.autograd import first_order_only
-from . import rank
+from . import rank, row_chunks
 from .executor import Tensors
 from .job import Job
 
@@ -47,16 +47,15 @@ class Kept:
 
 
 @contextmanager
-def _running(groups: Groups, device: torch.device) -> Iterator[None]:
+def running(groups: Groups, device: torch.device) -> Iterator[None]:
     """Precision is the plan's business and not autocast's."""
     with groups.running(), torch.autocast(device.type, enabled=False):
         yield
 
 
-def _rows_to_keep(job: Job, saved: Tensors) -> Tensors:
-    """out and lse of the rows that the store keeps."""
-    assert job.recompute is not None
-    return tuple(rank.rows_of(t.detach(), job.recompute.kept) for t in saved[3:5])
+def _how(job: Job) -> Any:
+    """The module whose `forward`, `backward` and `rows_to_keep` run this job."""
+    return rank if len(job.chunks) == 1 else row_chunks
 
 
 def _inputs(ctx: Any, first: int, gradients: list[torch.Tensor | None]) -> list[Any]:
@@ -81,10 +80,10 @@ class Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         q, k, v = (t.contiguous() for t in shard)
         stored = None if kept is None else kept.found()
-        with _running(groups, q.device):
-            out, saved = rank.forward(job, call, (q, k, v), sink, stored, max_logits)
+        with running(groups, q.device):
+            out, saved = _how(job).forward(job, call, (q, k, v), sink, stored, max_logits)
         if kept is not None:
-            kept.leave(lambda: _rows_to_keep(job, saved))
+            kept.leave(lambda: _how(job).rows_to_keep(job, saved))
         ctx.job, ctx.groups, ctx.call, ctx.dtype = job, groups, call, shard[0].dtype
         ctx.save_for_backward(sink, *saved)
         return out
@@ -95,8 +94,8 @@ class Attention(torch.autograd.Function):
         sink, *saved = ctx.saved_tensors
         ctx.groups.check()
         ctx.groups.calls.backward(ctx.call)
-        with _running(ctx.groups, dout.device):
-            *grads, dsink = rank.backward(ctx.job, ctx.call, dout, tuple(saved), sink)
+        with running(ctx.groups, dout.device):
+            *grads, dsink = _how(ctx.job).backward(ctx.job, ctx.call, dout, tuple(saved), sink)
         if dsink is not None:
             dsink = dsink.to(sink.dtype) if ctx.needs_input_grad[5] else None
         return *[None] * 5, dsink, *_inputs(ctx, 6, grads)
@@ -123,13 +122,15 @@ class InProcessAttention(torch.autograd.Function):
         sinks = [sink] * len(jobs)
         found = [max_logits.clone() for _ in jobs] if max_logits is not None else [None] * len(jobs)
         with torch.autocast(flat[0].device.type, enabled=False):
-            results = groups.run(rank.forward, jobs, calls, each, sinks, some, found)
+            results = groups.run(_how(jobs[0]).forward, jobs, calls, each, sinks, some, found)
         if max_logits is not None:
             torch.amax(torch.stack(found), dim=0, out=max_logits)  # pyright: ignore
         outs, saved = zip(*results, strict=True)
         if kept is not None:
             pairs = list(zip(jobs, saved, strict=True))
-            kept.leave(lambda: tuple(t for pair in pairs for t in _rows_to_keep(*pair)))
+            kept.leave(
+                lambda: tuple(t for pair in pairs for t in _how(pair[0]).rows_to_keep(*pair))
+            )
         ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
         ctx.lengths = [len(some) for some in saved]
         ctx.save_for_backward(sink, *(t for some in saved for t in some))
@@ -145,7 +146,12 @@ class InProcessAttention(torch.autograd.Function):
         saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
         with torch.autocast(douts[0].device.type, enabled=False):
             results = ctx.groups.run(
-                rank.backward, ctx.jobs, ctx.calls, douts, saved, [sink] * len(ctx.jobs)
+                _how(ctx.jobs[0]).backward,
+                ctx.jobs,
+                ctx.calls,
+                douts,
+                saved,
+                [sink] * len(ctx.jobs),
             )
         dsink = None
         if sink is not None and ctx.needs_input_grad[5]:

@@ -57,6 +57,10 @@ class Partials:
             self._held[chunk] = _Partial(self._blank(chunk))
         return self._held[chunk].message.tensors
 
+    def begin(self, own: Chunk, tensors: Tensors) -> None:
+        """The sums of all rows of an own chunk go on from what earlier passes added up."""
+        self._held[own] = _Partial(Message(None, tensors), own.rows)
+
     @contextmanager
     def adding(self, part: Chunk, rows: int) -> Iterator[Tensors]:
         """To contribute to the rows of `part`; rows: those to which something is contributed."""
@@ -101,11 +105,9 @@ class Partials:
 
     def _blank(self, chunk: Chunk) -> Message:
         rows = self.maps.count(chunk)
-        if chunk.family == "out" and chunk.rows == ALL:
-            # The output is no view: autograd refuses to let such a one be changed in place.
-            message = self.buffers.apart(chunk.family, rows)
-        else:
-            message = self.buffers.take(chunk.family, rows)
+        # The output is no view: autograd refuses to let such a one be changed in place.
+        make = self.buffers.apart if chunk[::2] == ("out", ALL) else self.buffers.take
+        message = make(chunk.family, rows)
         if chunk.family != "out" and message.flat is not None:
             message.flat.zero_()  # all of its tensors at once
         else:

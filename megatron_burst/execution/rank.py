@@ -7,6 +7,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -36,32 +37,34 @@ def forward(
     or None: raised, for the heads whose ring this rank runs, to the largest score it computes.
     """
     run, partial = replace(job.forward, call=call), job.recompute
-    q, k, v = _heads_to_rows(job, run, shard)
+    q, k, v = heads_to_rows(job, run, shard)
     inputs = q, k, v
     if stored is not None:
         assert partial is not None
         run = replace(partial.run, call=call)
         inputs = rows_of(q, partial.rest), k, v
-    mine = [None if x is None else x[_share(job)] for x in (sink, max_logits)]
-    out, lse, kept = _attend(job, run, inputs, *mine)
+    mine = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
+    out, lse, kept = attend(job, run, inputs, next(mine), next(mine))
     if stored is not None:
         assert partial is not None
         pairs = zip(stored, (out, lse), strict=True)
         (out, lse), kept = (interleaved(partial, *pair) for pair in pairs), ()
     done = replace(job.forward, call=call)
-    (whole,) = _rows_to_heads(job, done, (out,), (job.heads,), out.dtype)
+    (whole,) = rows_to_heads(job, done, (out,), (job.heads,), out.dtype)
     assert whole is not None
     return whole, (q, k, v, out, lse, *kept)
 
 
-def _attend(
+def attend(
     job: Job,
     run: Pass,
     inputs: Tensors,
     sink: torch.Tensor | None,
     max_logits: torch.Tensor | None,
+    begin: Callable[[list[Forward]], None] = lambda rings: None,
 ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-    """One ring per head chunk: out, lse, and the keys that each keeps for backward."""
+    """One ring per head chunk: out, lse, and the keys that each keeps for backward. begin: called
+    with the rings before they run."""
     q, k, v = inputs
     chunks = list(head_chunks.split(run, job.head_chunks, q.shape[2], k.shape[2]))
     rings = [
@@ -69,6 +72,7 @@ def _attend(
                 job.wire_dtype, None if max_logits is None else max_logits[h])
         for part, h, n in chunks
     ]  # fmt: skip
+    begin(rings)
     head_chunks.run_staggered(rings)
     results = [
         ring.result(None if sink is None else sink[h])
@@ -88,7 +92,7 @@ def backward(
     """
     run = replace(job.backward, call=call)
     q, k, v, out, lse, *kept = saved
-    (dout,) = _heads_to_rows(job, run, (dout,))
+    (dout,) = heads_to_rows(job, run, (dout,))
     delta = row_delta(dout, out, lse.dtype)
     rows = q, dout.contiguous(), lse, delta, out
     each = 2 * len(run.kept)
@@ -105,20 +109,20 @@ def backward(
     if len(job.ulysses_links) > 1:
         grads = tuple(None if g is None else g.to(job.wire_dtype) for g in grads)
         heads = job.heads, job.kv_heads, job.kv_heads
-        grads = _rows_to_heads(job, run, grads, heads, lse.dtype)
+        grads = rows_to_heads(job, run, grads, heads, lse.dtype)
     dsink = None
     if sink is not None:
         dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
-        dsink[_share(job)] = sink_gradient(sink[_share(job)], lse, delta)
+        dsink[heads_here(job)] = sink_gradient(sink[heads_here(job)], lse, delta)
     return *grads, dsink
 
 
-def _share(job: Job) -> slice:
+def heads_here(job: Job) -> slice:
     """The query heads that this rank's ring computes."""
     return Share(job.heads, len(job.ulysses_links)).of(job.ulysses.rank)
 
 
-def _heads_to_rows(job: Job, run: Pass, tensors: Tensors) -> Tensors:
+def heads_to_rows(job: Job, run: Pass, tensors: Tensors) -> Tensors:
     """What the ring sees: all rows of the ranks that share heads, and this rank's heads."""
     if len(job.ulysses_links) == 1:
         return tensors
@@ -126,14 +130,14 @@ def _heads_to_rows(job: Job, run: Pass, tensors: Tensors) -> Tensors:
     return tuple(ulysses.scatter(job.ulysses, job.ulysses_links, tensors, envelope, label))
 
 
-def _rows_to_heads(
+def rows_to_heads(
     job: Job,
     run: Pass,
     tensors: tuple[torch.Tensor | None, ...],
     heads: tuple[int, ...],
     sums: torch.dtype,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The inverse of `_heads_to_rows`; heads: of each tensor, on this rank. sums: as in
+    """The inverse of `heads_to_rows`; heads: of each tensor, on this rank. sums: as in
     `ulysses.gather`."""
     if len(job.ulysses_links) == 1:
         return tensors
@@ -145,6 +149,12 @@ def _rows_to_heads(
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """These rows of x: x itself where they are all of them."""
     return x if len(rows) == len(x) else x.index_select(0, rows)
+
+
+def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
+    """out and lse of the rows that the store keeps. saved: as `forward` returned it."""
+    assert job.recompute is not None
+    return tuple(rows_of(t.detach(), job.recompute.kept) for t in saved[3:5])
 
 
 def interleaved(partial: PartialPass, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

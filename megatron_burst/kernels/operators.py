@@ -1,4 +1,5 @@
-"""torch's own flash attention operators behind one protocol: CPU flash, CUDA flash, cuDNN.
+"""Flash attention operators behind one protocol: torch's own for CPUs and CUDA, cuDNN, and the
+compiled one of `csrc/` for narrow heads on a CPU.
 
 Decides which widths, dtypes and devices each serves, and spells the arguments of a tile as each
 operator expects them. Windows are aligned to the last row and column, as in FlashAttention.
@@ -10,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from . import native
 from .joined_tiles import Lengths
 
 aten = torch.ops.aten
@@ -85,6 +87,38 @@ class CpuFlash:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
+
+
+class CpuNarrow:
+    """The compiled attention of narrow heads (`csrc/narrow.h`), where it was built.
+
+    As fast as the processor adds and multiplies: 3 to 5 times torch's at width 8, 1.5 to 1.8 times
+    at 16 (benchmarks/csrc.py). At 24 and 32 torch's is as fast, so those are not served. All
+    it returns is float32.
+    """
+
+    device = "cpu"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    multiple = 1
+    limits: tuple[int | None, int | None] = (None, None)
+    windows = True
+    deterministic = True
+    takes_delta = True
+    joins = False
+
+    def unfit(self, device: torch.device, width: int) -> str | None:
+        if width > native.NARROW:
+            return f"takes widths up to {native.NARROW}, got {width}"
+        if native.serves(device.type):
+            return None
+        return f"needs the compiled library of csrc/, and there is no {native.FILE}: `make csrc`"
+
+    def forward(self, q, k, v, causal, bias, window, scale):
+        return native.narrow_forward(q, k, v, _from_first(q, k, causal, window), scale)
+
+    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        band = _from_first(q, k, causal, window)
+        return native.narrow_backward(dout, q, k, v, lse, out, band, scale)  # out: delta
 
 
 class CudaFlash:
@@ -184,6 +218,14 @@ def prefers_cudnn(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
     return capability in ((9, 0), (10, 0), (10, 3)) and version > 91500
+
+
+def _from_first(q: torch.Tensor, k: torch.Tensor, causal: bool, window: Window | None) -> Window:
+    """(left, right) counted from the first row and column: row m sees m - left to m + right."""
+    s, t = q.shape[2], k.shape[2]
+    if window is None:
+        return s, 0 if causal else t
+    return window[0] - (t - s), window[1] + (t - s)
 
 
 def _laid_out_like(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ..masks import Causal, Mask
 from . import flash, torch_release
 from .aten import AtenKernel
 from .base import Kernel
-from .operators import CpuFlash, CudaCudnn, CudaFlash, prefers_cudnn
+from .operators import CpuFlash, CpuNarrow, CudaCudnn, CudaFlash, prefers_cudnn
 from .reference import ReferenceKernel
 from .triton_kernel import TritonKernel
 
@@ -26,6 +26,7 @@ def _aten(device: torch.device, beside_rings: bool) -> Kernel:
 KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": lambda device, beside_rings: AtenKernel("aten_cudnn", CudaCudnn()),
+    "narrow": lambda device, beside_rings: AtenKernel("narrow", CpuNarrow()),
     "flash2": lambda device, beside_rings: flash.kernel("flash2", beside_rings),
     "flash3": lambda device, beside_rings: flash.kernel("flash3", beside_rings),
     "flash4": lambda device, beside_rings: flash.kernel("flash4", beside_rings),
@@ -40,11 +41,14 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     torch's own operators come first where a few of their tiles describe the mask: they are always
     there, and fast. Other masks go to the Triton kernel, which takes any mask in one launch, and
     so do calls with a softcap. cuDNN compiles for every shape, so it is left out where a mask has
-    other shapes in every batch.
+    other shapes in every batch. On a CPU the compiled attention of narrow heads comes
+    first, where there is one: it serves few calls, and those faster, and takes windows whole.
     """
+    if device.type == "cpu":
+        return ("narrow", "aten", "triton") if mask.windowed else ("aten", "triton")
     if not mask.flash_compatible:
-        return ("triton", "aten") if device.type == "cuda" else ("aten", "triton")
-    cudnn = device.type == "cuda" and mask.cacheable and prefers_cudnn(device)
+        return "triton", "aten"
+    cudnn = mask.cacheable and prefers_cudnn(device)
     return ("aten_cudnn", "aten", "triton") if cudnn else ("aten", "triton")
 
 

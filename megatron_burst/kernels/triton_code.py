@@ -51,6 +51,13 @@ def _program(programs, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _offset(batch, head, of_batch, of_head):
+    """Of one head of a batch entry, in 64 bits: the product of two 32-bit numbers may need them,
+    in tensors of more than 2^31 elements."""
+    return tl.cast(batch, tl.int64) * of_batch + tl.cast(head, tl.int64) * of_head
+
+
+@triton.jit
 def forward(
     q, k, v, out, lse, programs, others, tables, bits,
     n, heads, group, lse_row, lse_batch, lse_head, scale, max_logits,
@@ -62,7 +69,7 @@ def forward(
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes, columns = tl.arange(0, M), tl.arange(0, N)
     rows = (start + lanes).to(tl.int64)
-    at = lse + rows * lse_row + batch * lse_batch + head * lse_head
+    at = lse + rows * lse_row + _offset(batch, head, lse_batch, lse_head)
     best = tl.load(at, mask=rows < n, other=NOTHING) * LOG2E
     total = tl.where(best == NOTHING, 0.0, 1.0)
     acc = out.load([start, batch, head, 0]).reshape(M, W)
@@ -141,7 +148,7 @@ def backward_keys(
             row = tl.load(others + i) * M
             query = q.load([row, batch, own, 0]).reshape(M, D)
             gradient = dout.load([row, batch, own, 0]).reshape(M, W)
-            offset = batch * stats_batch + own
+            offset = _offset(batch, own, stats_batch, 1)
             stats, mean = _statistics(lse, delta, row + lanes, n, offset, stats_row)
             shown = True
             if MASKED:
@@ -158,7 +165,8 @@ def backward_keys(
             if DQ:
                 part = tl.dot(tl.trans(ds), key, input_precision=PRECISION) * scale
                 rows = (row + lanes).to(tl.int64)
-                at = dq + (rows * dq_row + batch * dq_batch + own * dq_head)[:, None] + widths[None]
+                at = rows * dq_row + _offset(batch, own, dq_batch, dq_head)
+                at = dq + at[:, None] + widths[None]
                 inside = (rows < n)[:, None] & (widths < width)[None, :]
                 tl.atomic_add(at, part, mask=inside, sem="relaxed")
     if DK:
@@ -181,7 +189,7 @@ def backward_queries(
     lanes, columns = tl.arange(0, M), tl.arange(0, N)
     query = q.load([start, batch, head, 0]).reshape(M, D)
     gradient = dout.load([start, batch, head, 0]).reshape(M, W)
-    offset = batch * stats_batch + head
+    offset = _offset(batch, head, stats_batch, 1)
     stats, mean = _statistics(lse, delta, start + lanes, n, offset, stats_row)
     acc = tl.zeros((M, D), tl.float32)
     for i in range(first, stop):

@@ -65,11 +65,12 @@ def integer(name: str, value: object) -> int:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
-def check_fraction(name: str, value: object) -> None:
-    """Raise ValueError, which calls it `name`, unless `value` is a number from 0 to 1."""
+def check_fraction(name: str, value: object, other: str = "") -> None:
+    """Raise ValueError, which calls it `name`, unless `value` is a number from 0 to 1; `other`:
+    what else it might have been, for the message."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0.0 <= value <= 1.0:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{name} must be a fraction from 0 to 1, got {value!r}")
+        raise ValueError(f"{name} must be a fraction from 0 to 1{other}, got {value!r}")
 
 
 def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ Window = tuple[int | None, int | None]  # keys seen before a query, and after it
 CAUSAL: Window = (None, 0)
 # A bin may miss its share of the pairs by so much, one part in SLACK, to leave a document whole.
 SLACK = 64
+LONGEST = 1 << 28  # tokens of a document whose pairs, in many kinds of layers, int64 surely holds
 
 
 class Share(NamedTuple):
@@ -49,9 +51,7 @@ class Costs:
         self.windows = tuple(Counter(windows).items())
         self.padding = frozenset(padding)
         sizes = np.array(self.lengths, dtype=np.int64)
-        found = np.zeros_like(sizes)
-        for window, count in self.windows:
-            found += count * document_pairs(sizes, window)
+        found: Any = sum(count * document_pairs(sizes, window) for window, count in self.windows)
         found[list(self.padding)] = 0
         self.whole = found.tolist()
 
@@ -87,8 +87,14 @@ def _reached(n: int, reach: int) -> int:
 
 
 def document_pairs(lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL) -> np.ndarray:
-    """Pairs (query, key) that see each other in documents of these lengths, int64 [documents]."""
+    """Pairs (query, key) that see each other in documents of these lengths, int64 [documents].
+
+    With documents of more than `LONGEST` tokens, they are Python's integers, which cannot
+    overflow.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.max(initial=0) > LONGEST:
+        sizes = sizes.astype(object)
     return sizes + sum(_reached_all(sizes, reach) for reach in window)
 
 
@@ -121,7 +127,7 @@ class _Pool:
         self.shares = [shares[i] for i in order]
         self.costs = costs
         self.starts = [0, *np.cumsum([sizes[i] for i in order]).tolist()]
-        self.sums = [0, *np.cumsum([pairs[i] for i in order], dtype=np.int64).tolist()]
+        self.sums = [0, *accumulate(pairs[i] for i in order)]
         self.low, self.high = 0, self.starts[-1]
 
     @property

@@ -76,6 +76,11 @@ class Mask:
     flash_compatible: bool = False
 
     @property
+    def windowed(self) -> bool:
+        """Do a few rectangles, lower triangles and windows describe it?"""
+        return self.flash_compatible
+
+    @property
     def cacheable(self) -> bool:
         """May plans keep what they made for this mask, and reuse it for masks with an equal repr?
 
@@ -203,6 +208,10 @@ class _And(_Combined):
     """What both masks let through."""
 
     symbol = "&"
+
+    @property
+    def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.a.windowed and self.b.windowed
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.a.visible(q, k) & self.b.visible(q, k)

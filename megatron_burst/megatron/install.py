@@ -12,9 +12,12 @@ from typing import Any
 from megatron_burst.config import BurstConfig
 from megatron_burst.layout import LayoutName
 from megatron_burst.megatron import training
+from megatron_burst.megatron.checks.chunks import chunk_problems
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
+from megatron_burst.megatron.checks.mlp_tiles import tile_problems
 from megatron_burst.megatron.checks.model import kernel_problems
+from megatron_burst.megatron.checks.offload import offload_problems
 from megatron_burst.megatron.checks.packing import packing_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.data.cut import cut_for, settle_cut
@@ -45,8 +48,12 @@ def install(layout: LayoutName | None = None) -> None:
         # These import Megatron, before any of it is replaced: a module that imported a replacement
         # by name would keep it after `uninstall`.
         from megatron_burst.megatron.attention import hooks as attention_hooks
+        from megatron_burst.megatron.data.rope import rope_patches
         from megatron_burst.megatron.data.slicing import slicing_patches
+        from megatron_burst.megatron.layer import final_norm, forward_attention, mlp_tiles
         from megatron_burst.megatron.lm_head import fused_loss, mtp
+        from megatron_burst.megatron.offload import layers, weights
+        from megatron_burst.megatron.offload import step as offload_step
         from megatron_burst.megatron.packing import step
         from megatron_burst.megatron.training import hooks as training_hooks
 
@@ -54,10 +61,18 @@ def install(layout: LayoutName | None = None) -> None:
             training_hooks.load()  # before `opened` looks for seams
         with registry.patching(_NAME) as patches, patched.opened(patches):
             attention_hooks.patch_attention(patches)
-            slicing_patches(layout or "striped")  # checks signatures, while all can be undone
+            # Both check signatures, while all can be undone.
+            slicing_patches(layout or "striped")
+            rope_patches(layout or "striped")
             attention_hooks.patch_recompute(patches)
+            forward_attention.patch(patches)
             fused_loss.patch(patches)
             mtp.patch(patches)
+            mlp_tiles.patch(patches)
+            final_norm.patch(patches)
+            layers.patch(patches)
+            weights.patch(patches)
+            offload_step.patch(patches)
             step.patch(patches)
             patches.notes["scripts"] = for_scripts
             if for_scripts:
@@ -82,11 +97,14 @@ def _fix_layout(patches: registry.PatchSet, layout: str) -> None:
             "layout; call uninstall() first, and build the model again"
         )
     if "sliced" not in patches.notes:
+        from megatron_burst.megatron.data.rope import rope_patches
         from megatron_burst.megatron.data.slicing import slicing_patches
 
         with patched.opened(patches, "slicing"):
             for home, name, replacement in slicing_patches(layout):
                 patches.replace_function(home, name, replacement)
+        for cls, name, replacement in rope_patches(layout):
+            patches.replace(cls, name, replacement)
         patches.notes["sliced"] = True
 
 
@@ -110,6 +128,9 @@ def configuration_problems(
     """All that `configure` refuses of a ``TransformerConfig``; ``seq_length``: global, tokens."""
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
+    yield from chunk_problems(config, burst)
+    yield from tile_problems(config, burst)
+    yield from offload_problems(config, burst)
     yield from kernel_problems(config, burst)
     yield from packing_problems(config, burst)
 
@@ -132,5 +153,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         settle_cut(patches, cut_for(config, burst))
     if burst.pack != "off":
         patches.notes["packing"] = True
+    if burst.offload:
+        patches.notes["offload"] = burst
     config.burst = burst
     return config

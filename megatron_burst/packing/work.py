@@ -61,8 +61,20 @@ class Work:
         return cls(token, tuple((*kind, layers) for kind, layers in kinds.items()), pair_flops)
 
     def attention(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Pairs of each document over all layers, int64 [documents]."""
+        """Pairs of each document over all layers, int64 [documents].
+
+        Raises ValueError if all of them together are more than int64 holds.
+        """
         lengths = np.asarray(lengths, np.int64)
+        seen = sum(
+            layers * (1.0 + sum(lengths if n is None else np.minimum(lengths, n) for n in sides))
+            for *sides, layers in self.windows
+        )
+        if float((seen * lengths).sum()) >= 2**63:
+            raise ValueError(
+                f"work: {len(lengths)} documents of up to {lengths.max()} tokens have more pairs "
+                "over all layers than fit into 64 bits; pack fewer at once"
+            )
         found = np.zeros(len(lengths), np.int64)
         for left, right, layers in self.windows:
             found += layers * document_pairs(lengths, (left, right))

@@ -35,6 +35,13 @@ class InProcessPlan:
         """As `Plan.with_kernel`, of every rank; the ranks share the kernel."""
         return replace(self, ranks=[plan.with_kernel(kernel) for plan in self.ranks])
 
+    def chunked(self, *_: object, **__: object) -> Any:
+        """Raise ValueError: a call in chunks is made on every rank at once."""
+        raise ValueError(
+            "plan.chunked: of ranks that share a process each makes its own call; hand `plan.ranks`"
+            " to `groups.run`, with a function that calls `chunked` on each"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
             raise AttributeError(name)

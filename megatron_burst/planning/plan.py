@@ -1,6 +1,6 @@
-"""What runs, decided and agreed on: a plan, what it costs, and the line that says so.
+"""What runs, decided and agreed on: a plan, and which calls it was made for.
 
-Plain data, made by `prepare` and run by `attention`. Decides nothing.
+Made by `prepare` and run by `attention`. Decides nothing.
 """
 
 from __future__ import annotations
@@ -10,52 +10,33 @@ from typing import Any
 
 import torch
 
-from ..autotune.select import Choice
-from ..comm import packing
-from ..comm.groups import Groups
-from ..comm.transport import Channel
+from ..execution.chunked import ChunkedCall
 from ..execution.function import Kept
-from ..execution.job import Job
-from ..kernels import native
+from ..execution.visiting import Host
 from ..kernels.base import Kernel
-from ..layout import Layout
-from ..masks import Mask
-from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
-from ..recompute.partial_ring import Recompute
-from ..schedule import cost
-from ..schedule.rings import Schedule
-from ..schedule.tables import FAMILIES, ROUTES
-from ..units import byte_size
-from .tensors import Signature, check_max_logits, check_shapes, check_sink, signature
-from .validate import NeedsGrad
+from .planned import Planned
+from .tensors import (
+    check_keys,
+    check_max_logits,
+    check_shapes,
+    check_sink,
+    signature,
+)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Planned):
     """Everything a call of `attention` on one rank needs besides its tensors, made by `prepare`.
 
     groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
     the objects that these name. signature: shapes, dtypes and device of q, k, v. sizes: this rank's
-    share in its ring. schedules: of forward and backward.
+    share in its ring. passes: the schedules of forward and backward, of every chunk of rows.
     identity: digest of what all ranks agreed on, the same on each; digest: of the tables of the
     schedules. job: what this rank executes.
-    recompute: if calls may run again, and keep something between. choice: why, where the algorithm
-    was left open.
+    again: of every chunk what is computed again, if calls keep something until then. choice:
+    why, where the algorithm was left open.
     """
-
-    groups: Groups
-    options: AttentionOptions
-    layout: Layout
-    mask: Mask
-    signature: Signature
-    sizes: cost.Sizes
-    schedules: tuple[Schedule, Schedule]
-    identity: int
-    digest: int
-    job: Job
-    recompute: Recompute | None
-    choice: Choice | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Do q, k, v have the shapes, dtypes and device that the plan was made for, and need no
@@ -79,6 +60,21 @@ class Plan:
                 f"plan: made for {self.signature} and gradients of (q, k, v) {self.needs_grad}; "
                 f"got {signature(q, k, v)}; call mb.prepare for these tensors"
             )
+        self._check_rest(q, k, v, sink, max_logits)
+        if self.options.visiting == "host":
+            raise ValueError(
+                "plan: made with visiting='host', which is for plan.chunked; mb.attention takes "
+                "plans with 'ring'"
+            )
+
+    def _check_rest(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        max_logits: torch.Tensor | None,
+    ) -> None:
         if torch.are_deterministic_algorithms_enabled():  # perhaps not yet when it was planned
             kernel = self.kernel
             reason = kernel.refusal(q, k, v) if kernel.deterministic else "is not deterministic"
@@ -114,139 +110,39 @@ class Plan:
         """The same plan on another kernel that takes the work of this one's; for measuring."""
         return replace(self, job=replace(self.job, kernel=kernel))
 
-    @property
-    def algorithm(self) -> str:
-        """The algorithm that runs."""
-        return self.options.algorithm
+    def chunked(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None = None,
+        label: object = None,
+        max_logits: torch.Tensor | None = None,
+        host: Host | None = None,
+    ) -> ChunkedCall:
+        """One call whose queries come chunk by chunk, see `ChunkedCall`; a collective.
 
-    @property
-    def kernel(self) -> Kernel:
-        """The local attention."""
-        return self.job.kernel
-
-    @property
-    def needs_grad(self) -> NeedsGrad:
-        """Which of q, k, v the backward makes gradients of."""
-        return self.job.needs_grad
-
-    @property
-    def head_chunks(self) -> int:
-        """In how many chunks the heads go round the ring; 1: all at once."""
-        return self.job.head_chunks
-
-    def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
-        """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
-        there, back = self.schedules
-        if side not in (None, back.side):
-            back = cost.backward_schedule(
-                back.algorithm, back.grid, back.wanted, self.sizes, side=side, kept=back.kept
+        k, v of this rank's whole shard, as the plan was made for; sink, label, max_logits as
+        `mb.attention` takes them. host: `mb.HostMemory`, for a plan with visiting="host". Bytes are
+        those of `traffic`; where ranks share heads and the backward is that of another call, that
+        call sends k and v again. Raises ValueError for tensors of other shapes, for a plan with a
+        kv_cache, and for a host that the plan does not ask for, or none where it does.
+        """
+        self.groups.check()
+        check_keys(k, v, self.signature)
+        q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
+        self._check_rest(q, k, v, sink, max_logits)
+        if self.job.forward.kept:
+            raise ValueError(
+                f"plan: made with kv_cache={self.options.kv_cache}, and calls in chunks keep no "
+                "keys; leave it 0"
             )
-        groups = self.groups
-        heads = cost.head_traffic(groups.ulysses_links, groups.ulysses.rank, self.sizes)
-        there_bytes, back_bytes = (
-            # Of copies: the tables of all ranks are not kept.
-            cost.traffic(replace(s), groups.ring.rank, self.sizes) + h
-            for s, h in zip((there, back), heads, strict=True)
+        if (self.options.visiting == "host") != (host is not None):
+            raise ValueError(
+                f"host: the plan was made with visiting={self.options.visiting!r}, got {host!r}; "
+                "'host' needs mb.HostMemory(...), and 'ring' none"
+            )
+        keys = k.detach().contiguous(), v.detach().contiguous()
+        sink = None if sink is None else sink.detach()
+        return ChunkedCall(
+            self.job, self.groups, self.identity, keys, sink, label, max_logits, host
         )
-        return there_bytes, back_bytes
-
-    @property
-    def channels(self) -> list[Channel]:
-        """What its messages may travel on, in the order in which their process groups are made."""
-        schedules = list(self.schedules)
-        if self.recompute is not None:
-            schedules.append(self.recompute.schedule)
-        if not self.mask.cacheable:  # documents: the next batch may take the other route
-            schedules = [replace(each, route=route) for each in schedules for route in ROUTES]
-        channels = [Channel(*each) for schedule in schedules for each in schedule.channels]
-        if self.groups.topology.ulysses > 1:
-            channels.append(Channel("ulysses", False))
-        return list(dict.fromkeys(channels))
-
-    @property
-    def call(self) -> tuple[object, ...]:
-        """What tells one attention call from another: tensors, mask and layout."""
-        return self.signature, self.mask, self.layout
-
-    @property
-    def side(self) -> str:
-        """Which tensors travel in backward."""
-        return self.schedules[1].side
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory that keys kept from forward take on this rank until backward."""
-        forward = self.job.forward
-        return sum(map(forward.maps.count, forward.kept)) * self.sizes.forward.kv
-
-    @property
-    def held_bytes(self) -> int:
-        """Most memory at a time of chunks of other ranks and partial results of them."""
-        return max(run.held_bytes for run in (self.job.forward, self.job.backward))
-
-    @property
-    def longest_message(self) -> int:
-        """Bytes, envelope and alignment included, of the longest message that any rank sends."""
-        shared = self.sizes.scattered_bytes(self.groups.topology.ulysses)
-        payload = max(*map(self.sizes.chunk_bytes, FAMILIES), *shared)
-        tensors = 4  # of a message, at most
-        return payload + tensors * packing.ALIGNMENT + packing.ENVELOPE
-
-    def describe(self) -> str:
-        """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
-        topology = self.groups.topology
-        there, back = self.traffic()
-        other = "kv" if self.side == "query" else "query"
-        heads = f", {topology.ulysses} sharing heads ({topology.placement})"
-        return " | ".join(
-            [
-                f"burst attention: algorithm {self.algorithm}{self._why()}",
-                f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
-                + heads * (topology.ulysses > 1),
-                *(f"{name} sent {s.route}ly" for name, s in zip(("forward", "backward"),
-                  self.schedules, strict=True) if s.route == "direct"),
-                f"side {self.side}",
-                *[f"{self.head_chunks} head chunks"] * (self.head_chunks > 1),
-                f"layout {self.layout.describe()}",
-                f"kernel {self.kernel.name}" + " with csrc" * native.serves(self._device_type),
-                f"bytes per layer and rank: forward {_bytes(there)}, backward {_bytes(back)} "
-                f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-                f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
-                f"chunks of other ranks at most {byte_size(self.held_bytes)}",
-                *filter(None, [self.groups.communicators]),
-            ]
-        )  # fmt: skip
-
-    @property
-    def _device_type(self) -> str:
-        return torch.device(self.signature[0][2]).type
-
-    def _why(self) -> str:
-        if self.choice is None:
-            return ""
-        return f" (auto: {self.choice.why}; {self.choice.rates.describe()})"
-
-    def _describe_store(self) -> str:
-        again = self.recompute
-        if again is None:
-            return "none"
-        traffic = again.traffic(self.groups.ring.rank, self.sizes)
-        imbalance = again.imbalance()
-        unequal = f", its busiest rank {imbalance:.2f} x the mean" * (imbalance > 1.05)
-        return (
-            f"{again.keep:g} ({byte_size(self.store_bytes)} per layer; recompute sends "
-            f"{_bytes(traffic)}{unequal})"
-        )
-
-    @property
-    def store_bytes(self) -> int:
-        """Memory that results kept for a recompute take on this rank until backward."""
-        if self.recompute is None:
-            return 0
-        sizes = self.sizes
-        each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
-        return len(self.recompute.run.kept) * sizes.batch * sizes.heads * each
-
-
-def _bytes(traffic: cost.Traffic) -> str:
-    return f"{byte_size(traffic.intra)} intra + {byte_size(traffic.inter)} inter"

@@ -6,10 +6,9 @@ the schedule's, what it costs is `cost`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from typing_extensions import Unpack
@@ -22,17 +21,10 @@ from ..autotune.select import Choice, best
 from ..comm.calls import CALLS
 from ..comm.consensus import agree, attempt, identity
 from ..comm.groups import Groups, InProcessGroups
-from ..execution.build import Works, make_pass
-from ..execution.executor import Pass
 from ..execution.job import Job
-from ..layout import Span
-from ..options import AttentionKeywords, AttentionOptions, ring_algorithm
-from ..recompute import partial_ring
+from ..options import AttentionKeywords, AttentionOptions
 from ..schedule import cost
-from ..schedule.cost import Sizes
-from ..schedule.demand import wanted
-from ..schedule.rings import Schedule
-from ..schedule.tables import Grid
+from . import passes
 from .in_process import InProcessPlan, Shard, per_rank
 from .plan import Plan
 from .tensors import signature
@@ -135,7 +127,10 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
     options = request.options
     side = None if options.side == "auto" else options.side
     fixed = Fixed(side=side, head_chunks=options.head_chunks)
-    workload = Workload(request.sizes, request.mask, request.layout, options.kv_cache)
+    workload = Workload(
+        request.sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
+        options.row_blocks,
+    )  # fmt: skip
     return known(groups.cache).choice(
         (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
     )
@@ -150,15 +145,17 @@ def _resolved(request: Request, choice: Choice | ValueError) -> Request | ValueE
 
 
 def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
-    options, topology, (q, k, _) = request.options, groups.topology, request.tensors
-    sizes = shared_sizes(request.sizes, topology.ulysses)
-    spans = cost.ring_spans(request.layout, topology, q.shape[0] * groups.size)
-    make = partial(_ring, request, spans, sizes, groups)
+    options, (q, k, _) = request.options, request.tensors
+    sizes = shared_sizes(request.sizes, groups.topology.ulysses)
+    spans = cost.ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
+    make = partial(passes.make, request, sizes, groups, spans)
     if request.mask.cacheable:  # every micro-batch asks for the same
-        key = (request.kernel.name, q.device, request.mask, tuple(map(tuple, spans)), sizes,
-               options.algorithm, options.side, options.kv_cache, options.store)  # fmt: skip
+        key = (request.kernel.name, q.device, request.mask, request.layout,
+               tuple(map(tuple, spans)), sizes,
+               options.algorithm, options.side, options.kv_cache, options.store,
+               options.sequence_chunks, options.row_blocks)  # fmt: skip
         make = partial(known(groups.cache).work, key, make)
-    ring = make()
+    made = make()
     job = Job(
         ring=groups.ring,
         ulysses=groups.ulysses,
@@ -170,9 +167,7 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         heads=q.shape[2],
         kv_heads=k.shape[2],
         head_chunks=options.head_chunks or 1,
-        forward=ring.forward,
-        backward=ring.backward,
-        recompute=ring.recompute and ring.recompute.run,
+        chunks=made.chunks,
     )
     return Plan(
         groups=groups,
@@ -181,11 +176,11 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         mask=request.mask,
         signature=signature(*request.tensors),
         sizes=sizes,
-        schedules=ring.schedules,
-        identity=identity(_facts(request, ring.digest)),
-        digest=ring.digest,
+        passes=made.schedules,
+        identity=identity(_facts(request, made.digest)),
+        digest=made.digest,
         job=job,
-        recompute=ring.recompute,
+        again=made.again,
         choice=choice,
     )
 
@@ -193,45 +188,3 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
 def _facts(request: Request, digest: int) -> dict[str, object]:
     """What ranks agree on: the arguments, and the schedules made of them."""
     return request.facts | {"schedule": digest}
-
-
-class _Ring(NamedTuple):
-    """What a plan has of the ring of one rank; the same in every micro-batch of equal options.
-
-    digest: of the tables of all its schedules.
-    """
-
-    schedules: tuple[Schedule, Schedule]  # forward and backward
-    forward: Pass
-    backward: Pass
-    recompute: partial_ring.Recompute | None
-    digest: int
-
-
-def _ring(request: Request, spans: Sequence[Sequence[Span]], sizes: Sizes, groups: Groups) -> _Ring:
-    options, topology, rank = request.options, groups.topology, groups.ring.rank
-    grid = Grid(topology.inter_size, topology.intra_size)
-    algorithm = ring_algorithm(options.algorithm)
-    seen = wanted(request.mask, spans, spans)
-    there = cost.forward_schedule(algorithm, grid, seen, sizes)
-    kept = round(options.kv_cache * (grid.size - 1))
-    back = cost.backward_schedule(algorithm, grid, seen, sizes, side=options.side, kept=kept)
-    works = Works(request.kernel, request.mask, spans, spans)
-    device = request.tensors[0].device
-    chunks = back.kept_chunks(rank)
-    names = "attention forward", f"attention backward, side {back.side}"
-    forward, backward = (
-        make_pass(name, schedule, rank, works, device, chunks)
-        for name, schedule in zip(names, (there, back), strict=True)
-    )
-    again = None
-    if options.store is not None:
-        again = partial_ring.plan(
-            request.mask, request.kernel, algorithm, grid, spans, rank, options.store,
-            groups.size, sizes, device,
-        )  # fmt: skip
-    made = (there, back) if again is None else (there, back, again.schedule)
-    digest = hash(tuple(schedule.tables.digest for schedule in made))
-    # As copies: the tables of all ranks are not kept.
-    again = again and replace(again, schedule=replace(again.schedule))
-    return _Ring((replace(there), replace(back)), forward, backward, again, digest)

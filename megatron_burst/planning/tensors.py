@@ -17,7 +17,11 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
     """What of the tensors a plan depends on: shape, dtype and device of each."""
-    return tuple((tuple(t.shape), t.dtype, str(t.device)) for t in (q, k, v))
+    return tuple(map(_described, (q, k, v)))
+
+
+def _described(t: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
+    return tuple(t.shape), t.dtype, str(t.device)
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -49,6 +53,16 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"k: the number of key/value heads must divide the {q.shape[2]} query heads, "
             f"got {k.shape[2]}"
         )
+
+
+def check_keys(k: torch.Tensor, v: torch.Tensor, made_for: Signature) -> None:
+    """Raise ValueError unless k and v are those that a plan was `made_for`."""
+    for name, tensor, wanted in zip("kv", (k, v), made_for[1:], strict=True):
+        found = isinstance(tensor, torch.Tensor) and _described(tensor)
+        if found != wanted:
+            raise ValueError(
+                f"{name}: the plan was made for {wanted}, got {found or tensor!r:.100}"
+            )
 
 
 def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:

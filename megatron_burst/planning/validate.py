@@ -21,7 +21,7 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
-from ..options import SIDES, AttentionOptions, algorithms, ring_algorithm
+from ..options import SIDES, VISITING, AttentionOptions, algorithms, ring_algorithm
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
@@ -86,6 +86,7 @@ def check(
     _check_algorithm(options.algorithm, groups, q, k)
     if options.head_chunks is not None:
         _check_head_chunks(options.head_chunks, groups, k)
+    _check_row_chunks(options, q.shape[0])
     _check_rates(rates, options.algorithm)
     layout = _layout(options.layout, groups, q.shape[0])
     mask = Causal() if options.mask is None else options.mask
@@ -161,6 +162,7 @@ def _check_names(options: AttentionOptions) -> None:
     for name, value, names in (
         ("algorithm", options.algorithm, algorithms()),
         ("side", options.side, SIDES),
+        ("visiting", options.visiting, VISITING),
     ):
         if not isinstance(value, str) or value not in names:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
@@ -186,6 +188,25 @@ def _check_head_chunks(head_chunks: int, groups: Groups, k: torch.Tensor) -> Non
         raise ValueError(
             f"head_chunks must divide the {mine} key/value heads of a rank's ring, "
             f"got {head_chunks!r}; use {alternatives(divisors(mine))}"
+        )
+
+
+def _check_row_chunks(options: AttentionOptions, rows: int) -> None:
+    for name in ("sequence_chunks", "row_blocks"):
+        value = getattr(options, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if rows % options.row_blocks:
+        raise ValueError(
+            f"row_blocks must divide the {rows} rows of a shard, got {options.row_blocks}; pad "
+            f"them to {-(-rows // options.row_blocks) * options.row_blocks}"
+        )
+    ring = ALGORITHMS.get(ring_algorithm(options.algorithm))
+    if options.visiting == "host" and (ring is None or not ring.keeps):
+        able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
+        raise ValueError(
+            f"visiting='host' wants an algorithm in whose forward only keys travel ({able}, hybrid "
+            f"or ulysses), got {options.algorithm!r}"
         )
 
 
@@ -219,6 +240,11 @@ def _check_numbers(options: AttentionOptions) -> None:
         raise ValueError(
             f"kv_cache={options.kv_cache} keeps keys of a forward that store={options.store} does "
             "not run again; use one of them"
+        )
+    if options.kv_cache and options.sequence_chunks > 1:
+        raise ValueError(
+            f"kv_cache={options.kv_cache} keeps keys of one forward for one backward, and with "
+            f"sequence_chunks={options.sequence_chunks} there are several of each; use one of them"
         )
 
 

@@ -92,14 +92,17 @@ def _by_link(schedule: Schedule, moved: Transfers, sizes: Sizes) -> Traffic:
     return Traffic(int(each[~between].sum()), int(each[between].sum()))
 
 
-def head_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> tuple[Traffic, Traffic]:
+def head_traffic(
+    links: Sequence[str], rank: int, sizes: Sizes, again: bool = False
+) -> tuple[Traffic, Traffic]:
     """Payload bytes that one rank of a ulysses group sends in forward and in backward.
 
-    links: the link class to each member of the group; rank: the sender's index in it.
+    links: the link class to each member of the group; rank: the sender's index in it. again: does
+    backward bring queries again?
     """
     others = [link for peer, link in enumerate(links) if peer != rank]
     counts = {link: others.count(link) for link in ("intra", "inter")}
-    both = sizes.scattered_bytes(len(links))
+    both = sizes.scattered_bytes(len(links), again)
     forward, back = (Traffic(**{k: n * size for k, n in counts.items()}) for size in both)
     return forward, back
 
@@ -256,7 +259,7 @@ def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
     computed = tables.pairs
     each = pairs[computed.query, computed.key] * pair_shares(tables)
     np.add.at(work, (computed.step, computed.rank), each)
-    total = int(pairs.sum())
+    total = float(pairs.sum(dtype=float))  # of S^2 pairs int64 holds those of 3e9 positions
     return float(work.max(axis=1).sum()) * size / total if total else 1.0
 
 

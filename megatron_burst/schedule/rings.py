@@ -14,7 +14,7 @@ from functools import cached_property
 from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
 from .program import hops_of, kept_by, program
-from .tables import RINGS, SIDES, Boundary, Chunk, Grid, Hop, Tables
+from .tables import FAMILIES, RINGS, SIDES, Boundary, Chunk, Grid, Hop, Tables, Transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +43,8 @@ class Schedule(Demand):
         As on the smallest grid with as many levels, which needs the same rings, whichever side has
         more bytes per row: an algorithm may choose by bytes what travels.
         """
-        grid = Grid(*(min(2, ranks) for ranks in self.grid))
-        small = replace(self, grid=grid, wanted=everything(grid.size), kept=0)
         kinds: set[tuple[int, bool]] = set()
-        for side in SIDES:
-            dear = self.row_bytes._replace(**{side: 100 * sum(self.row_bytes)})
-            moved = replace(small, row_bytes=dear).tables.transfers
+        for moved in self._typical():
             kinds |= set(zip(moved.ring.tolist(), moved.accumulated.tolist(), strict=True))
         return [
             (ring, accumulated)
@@ -56,6 +52,19 @@ class Schedule(Demand):
             for ring in ("flat", "intra", "inter")
             if (RINGS.index(ring), accumulated) in kinds
         ]
+
+    @property
+    def families(self) -> set[str]:
+        """What its hops may carry, whatever the mask hides."""
+        return {FAMILIES[code] for moved in self._typical() for code in set(moved.family.tolist())}
+
+    def _typical(self) -> Iterator[Transfers]:
+        """The transfers on the smallest grid with as many levels, whichever side is larger."""
+        grid = Grid(*(min(2, ranks) for ranks in self.grid))
+        small = replace(self, grid=grid, wanted=everything(grid.size), kept=0)
+        for side in SIDES:
+            dear = self.row_bytes._replace(**{side: 100 * sum(self.row_bytes)})
+            yield replace(small, row_bytes=dear).tables.transfers
 
     def kept_chunks(self, rank: int) -> list[Chunk]:
         """The chunks that `rank` holds from the start besides its own: those kept from forward."""

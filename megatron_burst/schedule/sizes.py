@@ -79,13 +79,16 @@ class Sizes:
             heads * self.value_width,
         )
 
-    def scattered_bytes(self, ranks: int) -> tuple[int, int]:
+    def scattered_bytes(self, ranks: int, again: bool = False) -> tuple[int, int]:
         """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
-        in backward."""
+        in backward. again: backward, of row chunks, brings q with delta again."""
         query, key, value, out = (self.tokens * each for each in self._elements)
         q, k, v = self.needs_grad
         # Forward brings q, k and v to where their heads are computed and out back to its rows;
         # backward brings dout there and the gradients back.
         forward = (query + key + value + out) * self.itemsize
         back = out * self.itemsize + (q * query + k * key + v * value) * self.wire_itemsize
+        if again:
+            stats = self.tokens * self.batch * self.heads * self.stat_itemsize
+            back += query * self.itemsize + stats
         return forward // ranks, back // ranks

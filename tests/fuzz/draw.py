@@ -159,6 +159,10 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         choices["rates"] = mb.Rates(next(speeds), next(speeds), 1e-2 * next(speeds), next(speeds))
     elif choices["head_chunks"] is None and rng.random() < 0.5:
         del choices["head_chunks"]
+    apart = random.Random(repr(rng.getstate()))  # what is drawn here leaves the rest as it was
+    if not choices.get("kv_cache") and apart.random() < 0.4:
+        choices["sequence_chunks"] = apart.choice([2, 3, rows + 1])
+        choices["row_blocks"] = apart.choice([1, 1, 2])
     form = rng.choice(["plan", "keywords"])
     if form == "plan" and keep is not None:
         choices["store"] = keep

@@ -10,7 +10,8 @@ import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention.plan_book import PlanBook
 from megatron_burst.megatron.data import packed
 from megatron_burst.megatron.data.cut import Cut
-from megatron_burst.megatron.data.slicing import packed_rope, take
+from megatron_burst.megatron.data.rope import packed_rope
+from megatron_burst.megatron.data.slicing import take
 
 ENDS = (0, 5, 17, 24)  # of no multiples of anything
 

@@ -16,9 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
-from megatron_burst.megatron.data import sequences, slicing
+from megatron_burst.megatron.data import sequences
 from megatron_burst.megatron.data.cut import Cut, cut_for, cut_of_run, layer_windows
 from megatron_burst.megatron.data.packed import Packs, pack_of
+from megatron_burst.megatron.data.rope import packed_rope
 
 
 class Group:
@@ -257,7 +258,7 @@ def test_rope_of_newer_versions_is_told_the_longest_document_besides():
     def theirs(t, cu_seqlens, freqs, max_seqlen=None, cp_group=None):
         raise AssertionError("documents of uneven lengths are not laid out by themselves")
 
-    rope = slicing.packed_rope(theirs, lambda t, freqs: t * freqs, "zigzag")
+    rope = packed_rope(theirs, lambda t, freqs: t * freqs, "zigzag")
     freqs = torch.arange(8.0).view(8, 1, 1, 1)  # of the whole pack
     ends = torch.tensor([0, 3, 8])
     turned = rope(torch.ones(4, 1, 1), ends, freqs, max_seqlen=5, cp_group=Group(1, 2))

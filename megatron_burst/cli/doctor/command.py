@@ -32,6 +32,7 @@ NUMBERS: dict[str, int | None] = {
     "--num-attention-heads": None,
     "--num-query-groups": 1,
     "--mtp-num-layers": None,
+    "--cpu-offloading-num-layers": 0,
 }
 TEXTS: dict[str, str | None] = {
     "--transformer-impl": "transformer_engine",
@@ -67,6 +68,8 @@ SWITCHES = (
     "--use-rotary-position-embeddings", "--enable-cuda-graph", "--external-cuda-graph",
     "--dynamic-context-parallel", "--use-kitchen-attention", "--fp8-multi-head-attention",
     "--fine-grained-activation-offloading", "--fp8-output-proj", "--mtp-hsm",
+    "--distribute-saved-activations", "--delay-wgrad-compute", "--tp-comm-overlap",
+    "--moe-paged-stash",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ...megatron.checks.config import config_problems
 from ...megatron.checks.hybrid import splits
 from ...megatron.checks.lm_head import lm_head_problems
 from ...megatron.checks.model import backend_problems
+from ...megatron.checks.offload import offload_problems
 from ...megatron.checks.problem import Problem
 from .command import ALGORITHM, FLAGS, Command
 from .finding import Finding, ok, problem
@@ -73,6 +74,7 @@ def _problems(
     yield from command_line.yaml_problems(config)
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
+    yield from offload_problems(config, burst)
     yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and splits(config):
         yield from command_line.run_problems(config, burst, engine=te is not None)

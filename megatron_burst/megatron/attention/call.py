@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+import megatron_burst as mb
 from megatron_burst.megatron.checks.command_line import RESET
 from megatron_burst.megatron.data.cut import Cut, unpacked
 from megatron_burst.megatron.data.loader_masks import documents_expected
@@ -13,6 +16,18 @@ from megatron_burst.megatron.data.loader_masks import documents_expected
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # Megatron's names for the same masks when documents are packed.
 CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
+
+# (q, k, v, kind of mask) -> what core attention returns.
+Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+class Call(TypedDict):
+    """What a call of `mb.attention` takes besides tensors."""
+
+    plan: mb.Plan
+    sink: torch.Tensor | None
+    max_logits: torch.Tensor | None
+    label: int
 
 
 def check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any, cut: Cut) -> None:
@@ -53,4 +68,27 @@ def check_call(mask_type: AttnMaskType, asked: dict[str, Any], packed: Any, cut:
         raise ValueError(
             f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
             "others; only 'zigzag' is supported"
+        )
+
+
+def check_pack(config: Any, layout: mb.layout.Layout, total: int, size: int, uncut: bool) -> None:
+    """Raise ``ValueError`` unless a pack of ``total`` tokens was laid out as attention expects.
+
+    layout: of the pack over ``size`` ranks. uncut: this rank should have cut it, and did not.
+    """
+    if isinstance(layout, mb.layout.Balanced) and uncut:
+        raise ValueError(
+            f"layout balanced: nothing here cut the {total} tokens of this pack by it. "
+            "Whoever cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
+            "for another model) gave this rank other tokens: let "
+            "utils.get_batch_on_this_cp_rank of Megatron-Core or "
+            "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "
+            "trains, or take --burst-layout zigzag"
+        )
+    documents_apart = size == 1 or isinstance(layout, mb.layout.DocumentZigzag)
+    if getattr(config, "apply_rope_fusion", False) and not documents_apart:
+        raise ValueError(
+            "fused rope of packed sequences works only with --burst-layout zigzag and "
+            f"documents of multiples of 2 x --context-parallel-size ({2 * size}) tokens: add "
+            "--no-rope-fusion"
         )

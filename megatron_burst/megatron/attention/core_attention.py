@@ -21,12 +21,21 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
-from megatron_burst.megatron.attention.call import CAUSAL_PACKED, check_call
+from megatron_burst.config import Auto
+from megatron_burst.megatron.attention.call import (
+    CAUSAL_PACKED,
+    Answer,
+    Call,
+    check_call,
+    check_pack,
+)
 from megatron_burst.megatron.attention.groups import context_groups, micro_batch_groups
 from megatron_burst.megatron.attention.micro_batch import group_of, ranks_of
 from megatron_burst.megatron.attention.plan_book import (
+    WHOLE,
     LayerKind,
     PlanBook,
+    Rows,
     nothing_seen,
     plan_book,
 )
@@ -56,6 +65,9 @@ class BurstCoreAttention(MegatronModule):
     "self" and attention_dropout 0 or None; cp_comm_type is not read, and what is unknown must be
     None.
 
+    While ``answer`` is set, it is called with query, key, value and the kind of mask, and what it
+    returns is the result: for code that runs a layer for some of its rows.
+
     Raises the same ``ValueError`` on all ranks for settings that it cannot honour.
     """
 
@@ -75,7 +87,7 @@ class BurstCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self._burst: mb.BurstConfig = config.burst
-        self._cut = cut_of_run(self._burst.layout)
+        self.cut = cut_of_run(self._burst.layout)
         burst = self._burst
         check_config(config, burst)
         if attention_dropout:
@@ -110,6 +122,7 @@ class BurstCoreAttention(MegatronModule):
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)
         self.leads = self.book.join(self._layer_kind(attn_mask_type), self._layer)
+        self.answer: Answer | None = None
 
     def _add_sink(self, heads: int) -> None:
         """``softmax_offset`` [h]: learnable, zeros ("off-by-one" softmax), or None."""
@@ -126,6 +139,11 @@ class BurstCoreAttention(MegatronModule):
         self.softmax_offset = torch.nn.Parameter(sink)
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
+
+    @property
+    def sequence_chunks(self) -> int | Auto:
+        """Into how many chunks of rows the layer cuts its attention half; "auto" as it sees fit."""
+        return self._burst.sequence_chunks
 
     def forward(
         self,
@@ -147,26 +165,52 @@ class BurstCoreAttention(MegatronModule):
         attn_mask_type: causal or no mask, in place of the layer's. attention_mask, attention_bias
         and what is unknown must be None. Raises ``ValueError`` on all ranks alike.
         """
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if self.answer is not None:
+            return self.answer(query, key, value, attn_mask_type)
+        if self._burst.sequence_chunks not in (1, "auto"):
+            raise ValueError(
+                f"--burst-sequence-chunks {self._burst.sequence_chunks}: core attention of layer "
+                f"{self._layer} was called outside TransformerLayer._forward_attention, which cuts "
+                "rows into chunks; leave the flag out"
+            )
+        if packed_seq_params is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
+        call = self.call(query, key, value, attn_mask_type, asked, packed_seq_params)
+        out = mb.attention(query, key, value, **call).flatten(2)
+        return out if packed_seq_params is None else out.squeeze(1)
+
+    def call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask_type: AttnMaskType | None,
+        asked: dict[str, Any],
+        packed_seq_params: Any,
+        rows: Rows = WHOLE,
+    ) -> Call:
+        """plan, sink, max_logits and label of a call of `mb.attention`; collective if this layer
+        leads.
+
+        query [s, b, h, d], key [s, b, g, d], value [s, b, g, w]: of this rank's whole shard; only
+        shapes, dtypes and device count. attn_mask_type, packed_seq_params: as `forward` takes them.
+        asked: as `check_call` takes it. rows: as `PlanBook.plan`.
+        """
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         book = self._book(packed_seq_params)
         try:
-            check_call(mask_type, asked, packed_seq_params, self._cut)
+            check_call(mask_type, asked, packed_seq_params, self.cut)
             pack = None
             if packed_seq_params is not None:
-                query, key, value = (x.unsqueeze(1) for x in (query, key, value))
                 pack = self._pack(book, packed_seq_params, query)
         except ValueError as error:
             self._fail(book, error)
             raise
         kind = self._layer_kind(mask_type)
+        plan = book.plan(kind, self.leads, query, key, value, pack, rows)
         largest = self._largest(query) if kind.max_logits else None
-        plan = book.plan(kind, self.leads, query, key, value, pack)
-        out = mb.attention(
-            query, key, value, plan=plan, sink=self.softmax_offset, max_logits=largest,
-            label=self._layer,
-        )  # fmt: skip
-        return out.flatten(2) if pack is None else out.flatten(2).squeeze(1)
+        return Call(plan=plan, sink=self.softmax_offset, max_logits=largest, label=self._layer)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -201,30 +245,11 @@ class BurstCoreAttention(MegatronModule):
         return self.book.over(ranks, lambda: micro_batch_groups(group, self._per_node, self._burst))
 
     def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> Pack:
-        config, size = self.config, book.groups.size
+        size = book.groups.size
         pack = book.pack(query.shape[0] * size, params)
-        layout = pack.layout(self._cut, size)
-        if (
-            self._cut.name == "balanced"
-            and size > 1
-            and self._gets_batches
-            and not packs().was_cut(pack)
-        ):
-            raise ValueError(
-                f"layout balanced: nothing here cut the {pack.total} tokens of this pack by it. "
-                "Whoever cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
-                "for another model) gave this rank other tokens: let "
-                "utils.get_batch_on_this_cp_rank of Megatron-Core or "
-                "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "
-                "trains, or take --burst-layout zigzag"
-            )
-        documents_apart = size == 1 or isinstance(layout, mb.layout.DocumentZigzag)
-        if getattr(config, "apply_rope_fusion", False) and not documents_apart:
-            raise ValueError(
-                "fused rope of packed sequences works only with --burst-layout zigzag and "
-                f"documents of multiples of 2 x --context-parallel-size ({2 * size}) tokens: add "
-                "--no-rope-fusion"
-            )
+        layout = pack.layout(self.cut, size)
+        uncut = self._gets_batches and not packs().was_cut(pack)
+        check_pack(self.config, layout, pack.total, size, uncut)
         return pack
 
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
@@ -241,7 +266,7 @@ class BurstCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
-            cut=self._cut,
+            cut=self.cut,
         )
 
     def _fail(self, book: PlanBook, error: ValueError) -> None:

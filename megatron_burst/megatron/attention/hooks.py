@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.attention import Attention
@@ -17,9 +18,10 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
 from megatron_burst.megatron.attention.micro_batch import group_of
 from megatron_burst.megatron.checks.hybrid import splits
+from megatron_burst.megatron.offload.tier import tier_of
 from megatron_burst.megatron.patching import registry
 from megatron_burst.megatron.patching.compatibility import require_parameters
-from megatron_burst.recompute.checkpoint import framed
+from megatron_burst.recompute.checkpoint import Framed, Offload, current, framed
 
 
 def patch_attention(patches: registry.PatchSet) -> None:
@@ -127,16 +129,23 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 
 def patch_recompute(patches: registry.PatchSet) -> None:
-    """Add to a set of patches what lets recomputation use the attention store."""
+    """Add to a set of patches what lets recomputation use the attention store and host memory."""
     original = random.checkpoint
-    names = ["function", "distribute_saved_activations"]
+    names = ["function", "distribute_saved_activations", "args"]
     require_parameters(original, names, "tensor_parallel.checkpoint")
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["function"] = framed(bound.arguments["function"])
-        return original(*bound.args, **bound.kwargs)
+        function = bound.arguments["function"]
+        tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
+        if tier is None:
+            bound.arguments["function"] = framed(function)
+            return original(*bound.args, **bound.kwargs)
+        with tier.call(bound.arguments["args"]) as going:
+            away = None if going is None else Offload(tier.host, going.fraction, going.frame)
+            bound.arguments["function"] = Framed(function, None, away)
+            return original(*bound.args, **bound.kwargs)
 
     patches.replace_function(random, "checkpoint", checkpoint)

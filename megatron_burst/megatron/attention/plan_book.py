@@ -25,7 +25,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,17 @@ class LayerKind:
         return mask if pack is None else mask & pack.mask
 
 
+class Rows(NamedTuple):
+    """How rows are cut into chunks: how many chunks, and of how many equal blocks of rows, one per
+    rank of sequence parallelism, each has equally many."""
+
+    chunks: int = 1
+    blocks: int = 1
+
+
+WHOLE = Rows()
+
+
 @dataclass
 class PlanBook:
     """The grid of one context-parallel group and the plans made over it.
@@ -95,11 +106,13 @@ class PlanBook:
             self.others[ranks] = PlanBook(make_groups())
         return self.others[ranks]
 
-    def plan(self, kind: LayerKind, leads: bool, q, k, v, pack: Pack | None = None) -> mb.Plan:
+    def plan(
+        self, kind: LayerKind, leads: bool, q, k, v, pack: Pack | None = None, rows: Rows = WHOLE
+    ) -> mb.Plan:
         """The plan for these tensors; a collective if ``leads``, a look-up otherwise."""
-        key = (kind, pack, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
+        key = (kind, pack, rows, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
         if leads:
-            self._plans[key] = self._prepare(kind, q, k, v, pack)
+            self._plans[key] = self._prepare(kind, q, k, v, pack, rows)
         elif key not in self._plans:
             raise ValueError(
                 "this layer got tensors that the lowest layer of its kind on this rank never saw, "
@@ -135,13 +148,14 @@ class PlanBook:
                     "is not split, only self-attention is"
                 )
 
-    def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None) -> mb.Plan:
+    def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None, rows: Rows) -> mb.Plan:
         known = kind, *(t.shape for t in (q, k, v))
         keywords = kind.burst.keywords()
         keywords |= self._chosen.get(known, {})
         keywords["mask"], keywords["softmax_scale"] = kind.mask(pack), kind.softmax_scale
         if pack is not None:
             keywords["layout"] = kind.layout(pack, self.groups.size)
+        keywords["sequence_chunks"], keywords["row_blocks"] = rows
         plan = mb.prepare(
             q,
             k,

@@ -14,10 +14,13 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.chunks import chunk_problems
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.hybrid import script_problems, splits
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
+from megatron_burst.megatron.checks.mlp_tiles import tile_problems
 from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
+from megatron_burst.megatron.checks.offload import offload_problems
 from megatron_burst.megatron.checks.packing import packing_problems
 from megatron_burst.megatron.checks.problem import Problem
 from megatron_burst.megatron.patching import registry
@@ -89,6 +92,9 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
     yield from lm_head_problems(settings, burst)
+    yield from chunk_problems(settings, burst)
+    yield from tile_problems(settings, burst)
+    yield from offload_problems(settings, burst)
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(settings, burst)

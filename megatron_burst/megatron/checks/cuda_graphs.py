@@ -26,7 +26,7 @@ def graph_problems(config: Any, store: float | None) -> Iterator[Problem]:
 
     config: as `config_problems` takes it; store: --burst-attention-store.
     """
-    flag, impl = _asked(config)
+    flag, impl = graphs_asked(config)
     if impl == "none":
         return
     if store:
@@ -60,7 +60,7 @@ def captured(config: Any) -> set[str]:
     return found - {"full"}
 
 
-def _asked(config: Any) -> tuple[str, str]:
+def graphs_asked(config: Any) -> tuple[str, str]:
     """The flag that asks for graphs, and which implementation makes them."""
     for name, impl in (
         ("enable_cuda_graph", "local"),

@@ -102,7 +102,9 @@ class Pack:
     def places(self, cut: Cut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [total / cp_size] each: positions in the pack, and in their documents."""
         positions = self.layout(cut, cp_size).positions(rank, self.total)
-        return positions, positions - self._starts[positions]
+        # Of the rank's tokens alone: numbers of all tokens would be as long as the pack.
+        document = np.searchsorted(self._bounds, positions, side="right") - 1
+        return positions, positions - self._bounds[document]
 
     def index(
         self, cut: Cut, cp_size: int, rank: int, device: torch.device, angles: int | None = None
@@ -138,8 +140,8 @@ class Pack:
         return _Cuts()
 
     @cached_property
-    def _starts(self) -> np.ndarray:
-        return np.repeat(self.bounds[:-1], np.diff(self.bounds))
+    def _bounds(self) -> np.ndarray:
+        return np.array(self.bounds, dtype=np.int64)
 
 
 class Packs:
@@ -204,10 +206,10 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
 
 def _pack(total: int, bounds: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pack:
     """The pack whose documents have these starts and lengths; the rest is padding."""
-    documents = _closed([*bounds, *(starts + lengths)], total)
+    documents = _closed(total, bounds, starts + lengths)
     real = np.isin(documents[:-1], starts[lengths > 0])
     padding = tuple(np.flatnonzero(~real).tolist())
-    return Pack(total, _closed(bounds, total), int(bounds[-1]), documents, padding)
+    return Pack(total, _closed(total, bounds), int(bounds[-1]), documents, padding)
 
 
 def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
@@ -227,5 +229,6 @@ def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
     return found
 
 
-def _closed(bounds: Any, total: int) -> tuple[int, ...]:
-    return tuple(int(bound) for bound in np.unique([*bounds, total]))
+def _closed(total: int, *bounds: np.ndarray) -> tuple[int, ...]:
+    # As arrays: data loaders fill cumulative lengths up to the length of the sequence.
+    return tuple(np.unique(np.concatenate([*bounds, [total]])).tolist())

@@ -23,8 +23,10 @@ from megatron.core.transformer import multi_token_prediction as mtp
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.data.cut import Cut, cut_of_run, unpacked
+from megatron_burst.megatron.data.cut import Cut, cut_of_run
 from megatron_burst.megatron.data.packed import packs
+from megatron_burst.megatron.data.rope import fused_packed_rope, packed_rope
+from megatron_burst.megatron.data.rotary_tables import check_length
 from megatron_burst.megatron.data.shifting import roll
 from megatron_burst.megatron.patching.compatibility import require_parameters
 
@@ -51,6 +53,10 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
     rope = rope_slicer(getattr(rope_utils, name), layout)
     if layout != "zigzag":  # Megatron's own
         found.append((rope_utils, name, rope))
+    name = "fused_apply_rotary_pos_emb_thd"
+    if getattr(rope_utils, name, None) is not None:  # Transformer Engine is installed
+        fused = getattr(rope_utils, name)
+        found.append((rope_utils, name, fused_packed_rope(fused, layout)))
     name = "roll_tensor"
     found.append((mtp, name, roll(getattr(mtp, name), layout)))
     return found
@@ -77,9 +83,9 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
         if packed:
             documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
             return take(batch, documents, cut_of_run(layout), group.size(), group.rank())
-        for key, value in _sequences(batch):
+        for key in [key for key, _ in _sequences(batch)]:
             # An attention mask is [batch, 1, queries, keys], of which ranks divide the queries.
-            batch[key] = _shard(value, layout, group, 2 if key == "attention_mask" else 1)
+            batch[key] = _shard(batch[key], layout, group, 2 if key == "attention_mask" else 1)
         return batch
 
     return get_batch_on_this_cp_rank
@@ -135,55 +141,26 @@ def take(
     batch: dict[str, Any], documents: tuple[Any, Any], cut: Cut, size: int, rank: int
 ) -> dict[str, Any]:
     """The part of a packed batch [1, tokens] that ``rank`` of ``size`` ranks holds."""
-    sequences = _sequences(batch)
-    if "attention_mask" in dict(sequences):
+    names = [key for key, _ in _sequences(batch)]
+    if "attention_mask" in names:
         raise translation.user_error(
             "packed sequences come without attention_mask: pass "
             "--no-create-attention-mask-in-dataloader"
         )
-    for key, value in sequences:
-        if value.shape[:2] != (1, sequences[0][1].shape[1]):
+    for key in names:
+        shape = tuple(batch[key].shape)
+        if shape[:2] != (1, batch[names[0]].shape[1]):
             raise translation.user_error(
                 f"packed sequences need --micro-batch-size 1 and one length, got {key} of shape "
-                f"{tuple(value.shape)}"
+                f"{shape}"
             )
-    if sequences:
-        pack = packs().of(sequences[0][1].shape[1], *documents)
+    if names:
+        pack = packs().of(batch[names[0]].shape[1], *documents)
         packs().note_cut(pack)
-        for key, value in sequences:
-            batch[key] = value.index_select(1, pack.index(cut, size, rank, value.device))
+        for key in names:  # each whole sequence is gone before the next one is cut
+            index = pack.index(cut, size, rank, batch[key].device)
+            batch[key] = batch[key].index_select(1, index)
     return batch
-
-
-def packed_rope(original: Callable, rotate: Callable, layout: str) -> Callable:
-    """A replacement for ``rope_utils._apply_rotary_pos_emb_thd``, for documents of any length.
-
-    rotate: ``rope_utils._apply_rotary_pos_emb_bshd``. The original runs if each document is laid
-    out by itself, as Megatron does it.
-    """
-    require_parameters(
-        original, ["t", "cu_seqlens", "freqs", "cp_group"], "rope_utils._apply_rotary_pos_emb_thd"
-    )
-    signature = inspect.signature(original)
-    of_rotate = inspect.signature(rotate).parameters
-
-    @functools.wraps(original)
-    def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> torch.Tensor:
-        bound = signature.bind(*args, **kwargs)
-        t, cu_seqlens, freqs, group = (
-            bound.arguments.pop(name, None) for name in ("t", "cu_seqlens", "freqs", "cp_group")
-        )
-        if group is None or group.size() == 1:
-            return original(*args, **kwargs)
-        pack, cut = packs().of(t.shape[0] * group.size(), cu_seqlens), cut_of_run(layout)
-        if isinstance(pack.layout(cut, group.size()), mb.layout.DocumentZigzag):
-            return original(*args, **kwargs)
-        index = pack.index(cut, group.size(), group.rank(), freqs.device, freqs.shape[0])
-        # Newer versions also take max_seqlen, which only their own slicing needs.
-        named = {k: x for k, x in bound.arguments.items() if k in of_rotate}
-        return rotate(t.unsqueeze(1), freqs[index], **named).squeeze(1)
-
-    return _apply_rotary_pos_emb_thd
 
 
 def rope_slicer(original: Callable, layout: str) -> Callable:
@@ -205,13 +182,7 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
     size = group.size()
     if size == 1:
         return x
-    if layout == "balanced":
-        raise unpacked()
-    if x.size(dim) % (2 * size):
-        raise translation.user_error(
-            f"--seq-length {x.size(dim)} is not divisible by 2 x --context-parallel-size "
-            f"({2 * size}); pad the sequences or change one of the two"
-        )
+    check_length(x.size(dim), layout, size)
     return mb.shard(x, mb.layout.make(layout, cp_size=size), group.rank(), dim=dim)
 
 

@@ -113,7 +113,7 @@ class _Path:
         """Of all hops along an axis, with so many bytes per row of a copy and of a gradient."""
         total = 0
         for size, hops in zip(each, self.hops[axis], strict=True):
-            of_bundle = hops.reshape(len(hops), -1).sum(axis=1, dtype=np.int64)
+            of_bundle = hops.sum(axis=tuple(range(1, hops.ndim)), dtype=np.int64)
             total += size * int(self.bundles.rows @ of_bundle)
         return total
 
@@ -163,8 +163,8 @@ class _Path:
         """Of the sets [owner, ...] of bundles that are not empty: owner, index in the rest, index
         in all, and the set."""
         at, bits = self.bundles.sets(which)
-        owner = at.astype(np.int32) // which[0].size
-        return owner, at.astype(np.int32) - owner * which[0].size, at, bits
+        owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))
+        return owner, rest, at, bits
 
     def _transfers(self, owner, rows, src, dst, ring, gradient, post, land) -> Transfers:
         family, ring = self.demand.family(gradient), RINGS.index(ring)

@@ -1,0 +1,1 @@
+"""The memory account beside what a step really holds, on CPU ranks."""

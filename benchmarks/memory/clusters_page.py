@@ -1,0 +1,129 @@
+"""How long a sequence fits on three clusters, by the account, beside what others have published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import markdown
+from megatron_burst.advisor import clusters, models
+from megatron_burst.advisor.longest import (
+    EFFICIENCY,
+    Longest,
+    best,
+    host_seconds,
+    layouts_of,
+    longest,
+)
+from megatron_burst.advisor.memory import account
+from megatron_burst.advisor.settings import Settings
+
+MODEL = "llama3-8b"
+HOST = 2 * 10**12  # bytes per node, of which 80 % are taken
+CHUNKED = Settings(seq=1, sequence_chunks=32, mlp_tiles=64, offload=1.0)
+
+
+class Published(NamedTuple):
+    """Tokens that others reached with Llama 3 8B or a model of its size; "": none given."""
+
+    fpdt: str
+    alst: str
+    upipe: str
+    goal: float
+
+
+# FPDT: table 1 of arXiv 2408.16978, A100-80G, "+" is the longest that was tried. ALST and UPipe: as
+# their papers state them, H100-80G.
+PUBLISHED = {
+    4: Published("2M (A100)", "", "", 2.5e6),
+    8: Published("4M (A100)", "3.7M", "5M", 5e6),
+    32: Published("8M+ (A100)", "15M", "", 20e6),
+}
+WAYS = {
+    "as it is": {"offload": 0.0, "sequence_chunks": 1, "mlp_tiles": 1},
+    "+ offload": {"sequence_chunks": 1, "mlp_tiles": 1},
+    "+ chunks and tiles": {},
+    "+ bf16 gradients": {"gradients": "bf16"},
+    "+ optimizer on the host": {"gradients": "bf16", "optimizer_offload": 1.0},
+}
+
+
+def found() -> list[dict[str, Any]]:
+    """One row per cluster and way."""
+    model, rows = models.named(MODEL), []
+    for gpus, there in PUBLISHED.items():
+        cluster = clusters.Cluster(clusters.GPUS["h100"], gpus, 8, int(0.8 * HOST))
+        for way, fields in WAYS.items():
+            one = best(model, cluster, layouts_of(model, cluster, replace(CHUNKED, **fields)))
+            rows.append(_row(model, cluster, one, way) | there._asdict())
+    return rows
+
+
+def _row(model: models.Model, cluster: clusters.Cluster, one: Longest, way: str) -> dict[str, Any]:
+    run = one.run
+    return {
+        "gpus": cluster.gpus,
+        "way": way,
+        "seq": run.seq,
+        "tp": run.tp,
+        "cp": run.cp,
+        "gradients": run.gradients,
+        "binds": one.binds,
+        "peak": one.account.peak.bytes,
+        "host": one.account.host_bytes * cluster.ranks_per_node,
+        "minutes": one.seconds / 60,
+        "link": 2 * host_seconds(model, cluster, run) / 60,
+        "store": _largest_store(model, cluster, run),
+    }
+
+
+def _largest_store(model: models.Model, cluster: clusters.Cluster, run: Settings) -> float:
+    """How much of attention's results fits too at 90 % of that length: what recompute saves."""
+    for store in (1.0, 0.75, 0.5, 0.25):
+        kept = replace(run, store=store)
+        try:
+            if longest(model, cluster, kept).run.seq >= 0.9 * run.seq:
+                return store
+        except ValueError:
+            continue
+    return 0.0
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The table of the page."""
+    cells = []
+    for row in rows:
+        last = row["way"] == list(WAYS)[-1]
+        cells.append([
+            str(row["gpus"]), row["way"], f"**{row['seq'] / 1e6:.2f}M**",
+            f"{row['tp']} x {row['cp']}", row["gradients"], f"{row['store']:g}", row["binds"],
+            f"{row['peak'] / 1e9:.1f}", f"{row['host'] / 1e12:.2f}", f"{row['minutes']:,.0f}",
+            *((row["fpdt"], row["alst"] or "-", row["upipe"] or "-") if last else ("", "", "")),
+        ])  # fmt: skip
+    heads = ["H100-80G", "settings", "longest", "TP x CP", "gradients", "store that fits at 0.9",
+             "what binds", "GB per GPU", "TB of host per node", "minutes per step", "FPDT",
+             "ALST", "UPipe"]  # fmt: skip
+    return markdown(heads, cells)
+
+
+def picture(path: Path) -> None:
+    """The memory over one step of 5M tokens on 8 GPUs."""
+    from megatron_burst.cli.memory import picture as drawn
+
+    cluster = clusters.Cluster(clusters.GPUS["h100"], 8, 8, int(0.8 * HOST))
+    run = replace(CHUNKED, seq=5 * 2**20, tp=4, cp=2)
+    drawn.draw(account(models.named(MODEL), run), cluster, path)
+
+
+NOTES = f"""**This is an account, not a measurement on a GPU**: bytes of tensors, added up in the
+order in which the code makes and drops them. Assumed: 79.1 GiB per GPU of which 4 GiB are not for
+tensors (CUDA, NCCL, what the allocator cannot use), 80 % of 2 TB of host memory per node, products
+at {EFFICIENCY:.0%} of the peak, copies that hide behind compute (they take at most a minute per
+step here), Transformer Engine's layers, sequence parallelism within tensor-parallel groups,
+`--use-distributed-optimizer`, fused LM head. 32 row chunks of the attention half, 64 tiles of the
+MLP half, all layer inputs on the host, attention results recomputed (store 0). *Store that fits at
+0.9*: the largest part of attention's results that could be kept at 90 % of that length, which saves
+attention's recompute. *Optimizer on the host* is Megatron's `--optimizer-cpu-offload`. Minutes per
+step are those of one sequence; attention's products grow with the square of its length. FPDT's
+models and GPUs are its own (a 8B model on A100-80G), ALST's and UPipe's figures their papers'."""

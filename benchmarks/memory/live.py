@@ -1,0 +1,169 @@
+"""Counts the bytes of all live tensors, by storage, while a program runs: forward and backward.
+
+A dispatch mode sees every tensor that an operator reads or makes; a weak reference to its storage
+says when the last holder (a variable, autograd's saved tensors, a buffer) is gone. So it counts
+what a device would hold, not the size of the process, which keeps freed pages.
+
+    with LiveTensors(states=parameters, host=memory.owns) as live:
+        with live.phase("forward"):
+            loss = model(x)
+        live.begin("backward")
+        loss.backward()
+    print(live.report())
+
+Views share a storage and count once. A storage counts as long as it was allocated, from when an
+operator first reads or makes it: tensors made outside (`torch.frombuffer`, another thread) count
+from their first use. Not seen: scratch memory within an operator, and `untyped_storage().resize_`
+until the next operator on that storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Kind = Literal["device", "host", "state"]
+
+
+class Block(NamedTuple):
+    """A live storage: its bytes, what it counts as, and who made it: the operator ("outside" where
+    it was first seen as an input), the first tensor's shape and dtype, and the phase."""
+
+    bytes: int
+    kind: Kind
+    operator: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    phase: str
+
+
+class Peak(NamedTuple):
+    """The most bytes at a time, and the storages that were alive then."""
+
+    bytes: int
+    blocks: tuple[Block, ...]
+
+
+class LiveTensors(TorchDispatchMode):
+    """A context in which live tensors are counted; may be entered again, and then goes on.
+
+    states: tensors whose storages count as "state": parameters, gradients, optimizer states.
+    host: of a tensor, whether its storage is host memory (`HostMemory.owns`); counted as "host".
+    Everything else is "device". `bytes` holds the present bytes of each kind; `peaks` the most
+    device bytes in each phase; `peak` the most of all.
+    """
+
+    def __init__(
+        self,
+        states: Iterable[torch.Tensor] = (),
+        host: Callable[[torch.Tensor], bool] = lambda _: False,
+    ):
+        super().__init__()
+        self.bytes: Counter[Kind] = Counter()
+        self.host_peak = 0
+        self.peaks: dict[str, Peak] = {}
+        self._host, self._phase = host, "start"
+        self._live: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
+        for tensor in states:
+            self._meet(tensor, "outside", "state")
+
+    # --- what is asked -----------------------------------------------------------------------
+
+    @property
+    def peak(self) -> Peak:
+        """The most device bytes at a time, of all phases."""
+        return max(self.peaks.values(), key=lambda peak: peak.bytes, default=Peak(0, ()))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The storages alive now."""
+        return tuple(block for block, _ in self._live.values())
+
+    def begin(self, phase: str) -> None:
+        """A phase begins, and lasts until the next one does; the same name may come again."""
+        self._phase = phase
+        self._note()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase within another one, which goes on afterwards."""
+        before = self._phase
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.begin(before)
+
+    def forget(self) -> None:
+        """Peaks so far do not count (a first step that makes gradients, say); what lives does."""
+        self.peaks.clear()
+        self.host_peak = self.bytes["host"]
+        self._note()
+
+    def report(self, rows: int = 12) -> str:
+        """The peak of every phase, and what the highest one consisted of, largest first."""
+        lines = [f"{peak.bytes:>14,}  {phase}" for phase, peak in self.peaks.items()]
+        total: Counter[tuple[Any, ...]] = Counter()
+        count: Counter[tuple[Any, ...]] = Counter()
+        for block in self.peak.blocks:
+            if block.kind == "device":
+                total[block[2:]] += block.bytes
+                count[block[2:]] += 1
+        lines.append(f"at the peak of {self.peak.bytes:,} bytes:")
+        for what, size in total.most_common(rows):
+            operator, shape, dtype, phase = what
+            lines.append(f"{size:>14,}  {count[what]} x {operator} {shape} {dtype}, in {phase}")
+        return "\n".join(lines)
+
+    # --- what is counted ---------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            self._meet(leaf, "outside")
+        found = func(*args, **kwargs)
+        for leaf in tree_leaves(found):
+            self._meet(leaf, str(func))
+        return found
+
+    def _meet(self, leaf: Any, operator: str, kind: Kind | None = None) -> None:
+        """Count the storage of a tensor, or again if its size has changed."""
+        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+            return
+        storage = leaf.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            if known[0].bytes != size:
+                self._live[key] = known[0]._replace(bytes=size), known[1]
+                self._add(known[0].kind, size - known[0].bytes)
+            return
+        kind = kind or ("host" if self._host(leaf) else "device")
+        block = Block(size, kind, operator, tuple(leaf.shape), leaf.dtype, self._phase)
+        self._live[key] = block, weakref.ref(storage, partial(self._gone, key))
+        self._add(kind, size)
+
+    def _gone(self, key: int, _: Any) -> None:
+        block, _ = self._live.pop(key)
+        self.bytes[block.kind] -= block.bytes
+
+    def _add(self, kind: Kind, size: int) -> None:
+        self.bytes[kind] += size
+        if kind == "host":
+            self.host_peak = max(self.host_peak, self.bytes["host"])
+        elif kind == "device":
+            self._note()
+
+    def _note(self) -> None:
+        """Remember the present if the phase has held no more before."""
+        now = self.bytes["device"]
+        if self._phase not in self.peaks or now > self.peaks[self._phase].bytes:
+            self.peaks[self._phase] = Peak(now, self.blocks)

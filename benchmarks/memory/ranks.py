@@ -1,0 +1,258 @@
+"""One training step of a real Megatron-Core GPT on CPU ranks, its live tensors counted.
+
+Every rank counts its own; the first step is not counted: it makes plans, buffers and gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from megatron_burst.recompute.host.mover import HostMemory
+
+from .live import Block, LiveTensors
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one measurement runs: shapes in Llama's ratios, and the choices of `BurstConfig`."""
+
+    tokens: int = 8192
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 2
+    ffn: int = 896
+    vocabulary: int = 512
+    tp: int = 1
+    cp: int = 4
+    recompute: bool = True
+    choices: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank: device bytes of parameters, gradients and the like; the peak of each phase;
+    the storages of the highest one; bytes that stayed after the step; the most on the host."""
+
+    states: int
+    peaks: dict[str, int]
+    blocks: tuple[Block, ...]
+    left: int
+    host: int
+    report: str
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+
+def measure(cell: Cell) -> list[Found]:
+    """What each rank found, in processes of their own."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    mp.spawn(_rank, (cell, port, results), nprocs=cell.ranks)
+    found = dict(results.get() for _ in range(cell.ranks))
+    return [Found(**found[rank]) for rank in range(cell.ranks)]
+
+
+def _rank(rank: int, cell: Cell, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cell.ranks}
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1"} | {name: str(x) for name, x in ranks.items()}
+    store = dist.TCPStore("127.0.0.1", port, cell.ranks, is_master=rank == 0)
+    from megatron_burst.megatron import cpu
+
+    cpu.enable()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=cell.ranks)
+    results.put((rank, asdict(_step(cell))))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(cell: Cell) -> Found:
+    """Two steps on this rank, the second one counted."""
+    model = build(cell)
+    layers = model.module.decoder.layers
+    batch = _batch(cell)
+    _run(model, batch)
+    states = [t for p in model.parameters() for t in (p, p.main_grad)]
+    hosts = [each for each in gc.get_objects() if isinstance(each, HostMemory)]
+    live = LiveTensors(
+        states=[*states, *model.module.buffers()],
+        host=lambda tensor: any(each.owns(tensor) for each in hosts),
+    )
+    phases = Phases(live)
+    for index, layer in enumerate(layers):
+        phases.follow(layer, index)
+    norm = model.module.decoder.final_layernorm
+    norm.register_forward_pre_hook(lambda *_: live.begin("LM head and loss"))
+    model.zero_grad_buffer()
+    with live:
+        _run(model, batch, live, phases)
+        del batch
+        live.begin("end")
+    peaks = {name: peak.bytes for name, peak in live.peaks.items()}
+    return Found(
+        states=live.bytes["state"],
+        peaks=peaks,
+        blocks=live.peak.blocks,
+        left=live.bytes["device"],
+        host=live.host_peak,
+        report=live.report(30),
+    )
+
+
+class Phases:
+    """Tells the counter what runs, in the account's words."""
+
+    def __init__(self, live: LiveTensors):
+        self.live, self.way = live, "forward"
+
+    def follow(self, layer: nn.Module, index: int) -> None:
+        """Of this layer: forward, recompute, and each half backward, when gradients arrive."""
+        begin, half = self.live.begin, layer._forward_mlp
+        named = {"forward": "forward of layer", "backward": "recompute of layer"}
+        layer.register_forward_pre_hook(lambda *_: begin(f"{named[self.way]} {index}"))
+
+        def mlp(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = half(hidden, *args, **kwargs)
+            for tensor, name in ((out, "MLP half"), (hidden, "attention half")):
+                if tensor.requires_grad:
+                    phase = f"backward of layer {index}: {name}"
+                    tensor.register_hook(lambda grad, phase=phase: begin(phase))
+            return out
+
+        layer._forward_mlp = mlp
+
+
+def _run(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor | None],
+    live: LiveTensors | None = None,
+    phases: Phases | None = None,
+) -> None:
+    """Forward and backward of one micro-batch."""
+    if live is not None:
+        live.begin("batch and embedding")
+    loss = model(**batch)
+    total = loss.float().mean()
+    del loss
+    if live is not None and phases is not None:
+        phases.way = "backward"
+        live.begin("backward of the LM head")
+    total.backward()
+
+
+def build(cell: Cell) -> Any:
+    """The model of a cell on this rank, in bf16, wrapped in Megatron's data parallelism."""
+    import torch.nn.functional as F
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cell.tp, context_parallel_size=cell.cp
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    again = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    config = TransformerConfig(
+        num_layers=cell.layers,
+        hidden_size=cell.hidden,
+        ffn_hidden_size=cell.ffn,
+        num_attention_heads=cell.heads,
+        num_query_groups=cell.kv_heads,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=cell.tp,
+        sequence_parallel=cell.tp > 1,
+        context_parallel_size=cell.cp,
+        **(again | {"recompute_num_layers": 1} if cell.recompute else {}),
+        calculate_per_token_loss=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+    choices = mb.BurstConfig(**cell.choices)
+    burst.install(layout=choices.layout)
+    burst.configure(config, choices)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=cell.vocabulary,
+        max_sequence_length=cell.tokens,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    ).to(torch.bfloat16)
+    return DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+    )
+
+
+def _batch(cell: Cell) -> dict[str, torch.Tensor | None]:
+    """This rank's part of a batch of one sequence, as `GPTModel.forward` takes it."""
+    rows = cell.tokens // cell.cp
+    tokens = torch.arange(rows).remainder_(cell.vocabulary)[None]
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.arange(rows)[None],
+        "attention_mask": None,
+        "labels": tokens.clone(),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print what one cell holds: `python -m benchmarks.memory.ranks [choice=value ...]`."""
+    import ast
+    import sys
+
+    given = dict(word.split("=", 1) for word in (sys.argv[1:] if words is None else words))
+    values: dict[str, Any] = {}
+    for key, text in given.items():
+        try:
+            values[key] = ast.literal_eval(text)
+        except ValueError:
+            values[key] = text
+    fields = {k: values.pop(k) for k in list(values) if k in Cell.__dataclass_fields__}
+    found = measure(Cell(**fields, choices=values))
+    print(found[0].report)
+    print("states", found[0].states, "left", found[0].left, "host", found[0].host)
+    print("peaks of ranks", [each.peak for each in found])
+
+
+if __name__ == "__main__":
+    main()

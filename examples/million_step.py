@@ -1,0 +1,251 @@
+"""One rank of `million.py`: a training step of `pretrain_gpt.py`'s model, watched.
+
+    torchrun --nproc-per-node 4 examples/million_step.py --report FILE [flags of pretrain_gpt.py]
+
+Trains as `pretrain_gpt.py` does, inside a counter of live tensors, and leaves in FILE.N what rank N
+found: bytes at the peak of each phase and over time, seconds and processor seconds. Global rank 0
+shows how far the step is. Owns what is measured and the screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for benchmarks, which no package holds
+
+import arguments  # noqa: E402
+import pretrain_gpt  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+from model import build_model, build_optimizer, model_config  # noqa: E402
+
+import megatron_burst.megatron as burst  # noqa: E402
+from benchmarks.memory.live import LiveTensors  # noqa: E402
+from megatron_burst import flags  # noqa: E402
+from megatron_burst.megatron.offload.tier import tier_of  # noqa: E402
+from megatron_burst.megatron.patching import registry  # noqa: E402
+from megatron_burst.recompute.host.mover import HostMemory  # noqa: E402
+from megatron_burst.units import byte_size  # noqa: E402
+
+BACKWARD = 2.2  # what a pair of backward weighs, in pairs of forward: about the kernel's ratio
+SHOWN = 8  # kinds of tensors at the peak that are written down
+# The operators of attention on a CPU; the backward ones take dout before q.
+OPERATORS = {
+    "narrow_forward": 0,
+    "narrow_backward": 1,
+    "_scaled_dot_product_flash_attention_for_cpu": 0,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--report", type=Path, required=True)
+    mine, rest = parser.parse_known_args()
+    args = arguments.parse_args(rest)
+    burst.cpu.enable()
+    pretrain_gpt.join_processes(args)
+    rank = torch.distributed.get_rank()
+    found = run(args, show=rank == 0)
+    mine.report.with_name(f"{mine.report.name}.{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def run(args: Namespace, show: bool) -> dict[str, Any]:
+    """`pretrain_gpt.run`, watched; what this rank found."""
+    burst.install(layout=args.burst_layout)
+    config = model_config(args)
+    choice = flags.burst_config(args)
+    burst.configure(config, choice, seq_length=args.seq_length)
+    pretrain_gpt.make_groups(args)
+    stages = build_model(args, config)
+    optimizer, schedule = build_optimizer(args, config, stages)
+    states = [p for stage in stages for p in stage.parameters()]
+    states += [p.main_grad for p in states if hasattr(p, "main_grad")]
+    with Screen(show, pairs(args)) as screen:
+        watch = Watch(states, screen)
+        watch.follow(stages[0], optimizer)
+        base = resident()
+        with watch:
+            history = pretrain_gpt.train(args, stages, optimizer, schedule, 0, 0)
+    watch.begin("end")
+    return {
+        "loss": history[-1]["loss"],
+        "grad_norm": history[-1]["grad_norm"],
+        "startup": burst.startup_line(),
+        "states": sum({x.untyped_storage()._cdata: x.nbytes for x in states}.values()),
+        "peaks": {phase: peak.bytes for phase, peak in watch.peaks.items()},
+        "at_peak": watch.largest(),
+        "host": memory.peak if (memory := host_memory()) else 0,
+        "resident": {"before": base, "peak": resident()},
+        "seconds": watch.seconds,
+        "processor": watch.processor,
+        "timeline": watch.timeline,
+    }
+
+
+def resident() -> int:
+    """The most bytes of memory that this process has had."""
+    kilo = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
+
+
+def pairs(args: Namespace) -> float:
+    """(query, key) pairs of all heads of the step on this rank, those of backward weighted."""
+    n, every = args.seq_length, args.window_attn_skip_freq
+    left = n if args.window_size is None else args.window_size[0]
+    total = 0
+    for layer in range(1, args.num_layers + 1):
+        reach = n if every and layer % every == 0 else min(left, n)
+        total += visible(n, n, reach, 0)
+    return total * args.num_attention_heads / args.context_parallel_size * (1 + BACKWARD)
+
+
+def visible(s: int, t: int, left: int, right: int) -> int:
+    """Pairs of s rows and t columns with m - left <= n <= m + right."""
+    row = np.arange(s)
+    return int((np.clip(row + right + 1, 0, t) - np.clip(row - left, 0, t)).clip(0).sum())
+
+
+class Screen:
+    """How far the step is, on a terminal; elsewhere a line for each layer; mute on other ranks."""
+
+    def __init__(self, active: bool, total: float):
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(None),
+            TextColumn("{task.fields[at]}"),
+        )
+        times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        self._bar = Progress(*columns, *times, disable=not (active and sys.stdout.isatty()))
+        self._task = self._bar.add_task("forward", total=total, at="")
+        self._lines, self._start = active and not sys.stdout.isatty(), time.perf_counter()
+
+    def __enter__(self) -> Screen:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._bar.stop()
+
+    def layer(self, text: str, live: int) -> None:
+        """A layer begins."""
+        self._bar.update(self._task, description=text, at=f"{byte_size(live)} live")
+        if self._lines:
+            seconds = time.perf_counter() - self._start
+            print(f"  {seconds:7.1f} s  {text}  {byte_size(live)} live", flush=True)
+
+    def advance(self, pairs: float) -> None:
+        self._bar.advance(self._task, pairs)
+
+
+class Watch(LiveTensors):
+    """Live tensors of a step by phase and second; seconds by phase; attention by pairs."""
+
+    def __init__(self, states: list[torch.Tensor], screen: Screen):
+        self._screen, self._start, self._clocks = screen, time.perf_counter(), clocks()
+        self.seconds: Counter[str] = Counter()  # of the wall
+        self.processor: Counter[str] = Counter()  # of this process's threads
+        self.timeline: list[list[float]] = []  # second, most device bytes in it, host bytes
+        super().__init__(states, host=in_host_memory)
+
+    def follow(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Let the phases and layers of this model be known."""
+        layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
+        for layer in layers:
+            layer.register_forward_pre_hook(self._layer)
+        self._count = len(layers)
+        model.register_forward_pre_hook(lambda *_: self.begin("forward"))
+        model.register_forward_hook(lambda *_: self.begin("backward"))
+        step = optimizer.step
+
+        def watched() -> Any:
+            self.begin("optimizer")
+            return step()
+
+        optimizer.step = watched
+
+    def begin(self, phase: str) -> None:
+        now = clocks()
+        self.seconds[self._phase] += now[0] - self._clocks[0]
+        self.processor[self._phase] += now[1] - self._clocks[1]
+        self._clocks = now
+        super().begin(phase)
+
+    def largest(self) -> list[dict[str, Any]]:
+        """What the highest peak consisted of: kinds of tensors, most bytes first."""
+        total: Counter[tuple] = Counter()
+        count: Counter[tuple] = Counter()
+        for block in self.peak.blocks:
+            if block.kind == "device":
+                key = block.operator, block.shape, str(block.dtype), block.phase
+                total[key] += block.bytes
+                count[key] += 1
+        names = "operator", "shape", "dtype", "phase"
+        return [
+            dict(zip(names, key, strict=True)) | {"count": count[key], "bytes": size}
+            for key, size in total.most_common(SHOWN)
+        ]
+
+    def _layer(self, layer: TransformerLayer, _: Any) -> None:
+        kind = "recompute and backward of" if self._phase == "backward" else "forward of"
+        text = f"{kind} layer {layer.layer_number}/{self._count}"
+        self._screen.layer(text, self.bytes["device"])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name in OPERATORS:
+            self._screen.advance(self._work(name, args))
+        return found
+
+    @staticmethod
+    def _work(name: str, args: tuple) -> float:
+        """Pairs of a call of attention; of torch's whole tiles, as they are computed."""
+        backward = OPERATORS[name]
+        q, k = args[backward : backward + 2]
+        s, t = q.shape[2], k.shape[2]
+        band = args[-4:-2] if name.startswith("narrow") else (s, t)
+        return visible(s, t, *band) * q.shape[0] * q.shape[1] * (BACKWARD if backward else 1)
+
+    def _add(self, kind: Any, size: int) -> None:
+        super()._add(kind, size)
+        second = time.perf_counter() - self._start
+        memory, device = host_memory(), self.bytes["device"]
+        host = memory.used if memory else 0
+        if not self.timeline or int(second) > int(self.timeline[-1][0]):
+            self.timeline.append([round(second, 2), device, host])
+        elif device > self.timeline[-1][1]:
+            self.timeline[-1][1:] = [device, host]
+
+
+def clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def host_memory() -> HostMemory | None:
+    """The host tier of `--burst-offload`."""
+    patches = registry.installed("burst")
+    tier = tier_of(patches) if patches else None
+    return tier.host if tier else None
+
+
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    memory = host_memory()
+    return memory is not None and memory.owns(tensor)
+
+
+if __name__ == "__main__":
+    main()

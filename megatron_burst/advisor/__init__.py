@@ -1,0 +1,1 @@
+"""What a run on a cluster needs and takes, from plain numbers: no torch, no Megatron."""

@@ -1,0 +1,127 @@
+"""The longest sequence that fits, what then binds, and how long a step would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from .clusters import Cluster
+from .memory import Account, Fit, account, fit
+from .models import Model
+from .settings import Settings
+
+EFFICIENCY = 0.5  # of a GPU's peak, of all products: an assumption, stated wherever it is used
+GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence of a run on a cluster: the run at that length, its memory, what is left,
+    and what the next longer one lacks."""
+
+    run: Settings
+    account: Account
+    left: Fit
+    binds: str
+    seconds: float
+
+
+def longest(
+    model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY
+) -> Longest:
+    """The longest sequence of `run`, whose own length does not count.
+
+    ValueError, with what would help, if not even a granule of tokens fits.
+    """
+    unit = 2 * run.cp * -(-GRANULE // (2 * run.cp))
+
+    def tried(units: int) -> tuple[Account, Fit]:
+        found = account(model, replace(run, seq=units * unit), every=False)
+        return found, fit(found, cluster)
+
+    low, high = 0, 1
+    while tried(high)[1].fits:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 500):
+        middle = (low + high) // 2
+        low, high = (middle, high) if tried(middle)[1].fits else (low, middle)
+    if not low:
+        found, left = tried(1)
+        raise ValueError(_does_not_fit(found, left, cluster))
+    found, left = tried(low)
+    _, beyond = tried(high)
+    binds = beyond.binds if beyond.device < 0 else "host memory"
+    return Longest(found.run, found, left, binds, seconds(model, cluster, found.run, efficiency))
+
+
+def best(
+    model: Model, cluster: Cluster, runs: Iterable[Settings], efficiency: float = EFFICIENCY
+) -> Longest:
+    """Of these runs that with the longest sequence; runs that do not fit are passed over."""
+    found: list[Longest] = []
+    errors: list[str] = []
+    for run in runs:
+        try:
+            found.append(longest(model, cluster, run, efficiency))
+        except ValueError as error:
+            errors.append(str(error))
+    if not found:
+        raise ValueError(errors[-1] if errors else "no run to try")
+    return max(found, key=lambda one: one.run.seq)
+
+
+def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settings]:
+    """The run with every tensor-parallel size that fits a node and the heads; the others are its
+    context-parallel ranks, more than one if rows are cut into chunks."""
+    tp = 1
+    while tp <= cluster.ranks_per_node:
+        if cluster.gpus % (tp * run.pp) == 0 and model.heads % tp == 0 and model.kv_heads % tp == 0:
+            intra, cp = max(1, cluster.ranks_per_node // tp), cluster.gpus // tp // run.pp
+            if cp > 1 or run.sequence_chunks == 1:
+                yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
+        tp *= 2
+
+
+def seconds(model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY) -> float:
+    """Of one step, if products run at `efficiency` of the peak and hide all transfers that fit.
+
+    Causal sequences; forward, twice that in backward, and what is recomputed.
+    """
+    linear = 2 * model.active_parameters * run.seq
+    attention = 2 * model.layers * float(run.seq) ** 2 * model.heads * model.head_dim
+    full = run.recompute == "full"
+    work = linear * (3 + full) + attention * (3 + full * (1 - run.store) ** 2)
+    sequences = run.micro_batch * run.micro_batches * run.dp
+    compute = work * sequences / (run.gpus * cluster.gpu.peak * efficiency)
+    return max(compute, 2 * host_seconds(model, cluster, run))
+
+
+def host_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
+    """Of the copies of one step to the host, at the rate of one GPU while all copy."""
+    rows = run.rows / run.tp
+    query = model.heads // run.tp * model.head_dim
+    each = rows * model.hidden * 2 + run.store * run.rows * (query * 2 + model.heads // run.tp * 4)
+    return run.offload * each * model.layers / run.pp * run.micro_batches / cluster.link
+
+
+def _does_not_fit(found: Account, left: Fit, cluster: Cluster) -> str:
+    states = sum(found.states.values())
+    need, there = found.peak.bytes / 1e9, cluster.room / 1e9
+    if left.host < 0 and left.device >= 0:
+        return (
+            f"does not fit: {found.host_bytes / 1e9:.0f} GB of host memory per GPU, "
+            f"{cluster.host_per_rank / 1e9:.0f} are there; lower --store or --optimizer-offload, "
+            "or raise --host-memory"
+        )
+    helps = []
+    if states > cluster.room:
+        helps += [f"--tp above {found.run.tp}", f"more than {cluster.gpus} GPUs"]
+        helps += ["--optimizer-offload 1"] * (found.run.optimizer_offload < 1)
+    else:
+        helps += ["--offload 1"] * (found.run.offload < 1)
+        helps += ["--sequence-chunks 32 --mlp-tiles 64"] * (not found.run.chunked)
+        helps += ["more GPUs"]
+    return (
+        f"does not fit: {need:.0f} GB on a GPU, {states / 1e9:.0f} of it states, and {there:.0f} "
+        f"are there; what would help: {', or '.join(helps)}"
+    )

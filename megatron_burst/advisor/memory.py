@@ -1,0 +1,118 @@
+"""The memory account: bytes of one rank by item, over one training step.
+
+Every tensor comes and goes on a `tape` in the order in which the code makes and drops it, so the
+peak of each phase, and what it consists of, follow. Tensors of the working set that a kernel makes
+inside are counted where they are as long as the rows. Not counted: what CUDA, NCCL and the
+allocator take (`Cluster.reserve`), gradients of norms and biases on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .clusters import Cluster
+from .layer import B
+from .models import Model
+from .settings import BYTES, Settings, check
+from .steps import Step
+from .tape import Moment
+
+
+@dataclass(frozen=True)
+class Account:
+    """The memory of one rank. states: item -> bytes that are always there; moments: of a step,
+    with the states; host: item -> bytes of host memory of this rank."""
+
+    model: Model
+    run: Settings
+    states: Mapping[str, int]
+    moments: tuple[Moment, ...]
+    host: Mapping[str, int]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def peaks(self) -> list[Moment]:
+        """Of every phase, in order, the moment with most bytes."""
+        most: dict[str, Moment] = {}
+        for moment in self.moments:
+            if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
+                most[moment.phase] = moment
+        return list(most.values())
+
+    @property
+    def activations(self) -> int:
+        """Bytes of the peak without the states."""
+        return self.peak.bytes - sum(self.states.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+class Fit(NamedTuple):
+    """What is left on a cluster; negative where it does not fit. binds: what is scarcer."""
+
+    device: float
+    host: float
+    binds: str
+
+    @property
+    def fits(self) -> bool:
+        return self.device >= 0 and self.host >= 0
+
+
+def account(model: Model, run: Settings, every: bool = True) -> Account:
+    """The memory of the rank of a run that takes most. every: also the moments of layers that are
+    like others, which a search can do without. ValueError for what cannot be."""
+    check(model, run)
+    found = (_of_stage(model, run, stage, every) for stage in sorted({0, run.pp - 1}))
+    return max(found, key=lambda one: one.peak.bytes)
+
+
+def fit(found: Account, cluster: Cluster) -> Fit:
+    """What an account leaves of a cluster's memory, per GPU."""
+    device = cluster.room - found.peak.bytes
+    host = cluster.host_per_rank - found.host_bytes
+    largest = max(found.peak.items, key=lambda item: found.peak.items[item])
+    tight = device / cluster.room < host / max(1.0, cluster.host_per_rank)
+    return Fit(device, host, f"GPU memory: {largest}" if tight else "host memory")
+
+
+def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
+    held = parameters(model, run, stage)
+    apart = run.dp * run.cp if run.distributed_optimizer else 1
+    dense, experts = held
+    optimizer = run.optimizer_bytes * (dense / apart + experts / max(1, apart / run.ep))
+    states = {
+        "parameters": round((dense + experts) * B),
+        "gradients": round((dense + experts) * BYTES[run.gradients]),
+        "optimizer": round(optimizer * (1 - run.optimizer_offload)),
+    }
+    step = Step(model, run, stage)
+    step.run_all(every)
+    host = {
+        "layer inputs and store": step.host,
+        "optimizer": round(optimizer - states["optimizer"]),
+    }
+    moments = tuple(Moment(m.phase, {**states, **m.items}) for m in step.tape.moments)
+    return Account(model, run, states, moments, {k: v for k, v in host.items() if v})
+
+
+def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
+    """Of one rank of a stage: those that all data-parallel ranks have, and those of experts."""
+    share = model.layers / run.pp
+    sparse = share * model.moe_layers / model.layers
+    mlp = model.dense_parameters * (sparse if model.experts else share)
+    if model.experts:
+        mlp += (share - sparse) * (3 if model.gated else 2) * model.hidden * model.dense_ffn
+    ends = (stage == 0) + (stage == run.pp - 1 and not (model.tied and run.pp == 1))
+    table = ends * model.vocabulary * model.hidden
+    norms = 2 * model.hidden * share + model.hidden * (stage == run.pp - 1)  # on every rank
+    dense = (share * (model.attention_parameters - 2 * model.hidden) + mlp + table) / run.tp
+    return dense + norms, sparse * model.expert_parameters / (run.ep * run.tp)

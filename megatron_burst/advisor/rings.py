@@ -1,0 +1,111 @@
+"""Bytes of ring buffers of a run's core attention, from the schedules that it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..layout import make
+from ..masks import Causal
+from ..options import WITH_SHARED_HEADS, ring_algorithm
+from ..schedule import cost
+from ..schedule.demand import wanted
+from ..schedule.sizes import Sizes as RowSizes
+from ..schedule.tables import Grid
+from .layer import Core, Sizes
+from .ring_buffers import ALIGNMENT, ENVELOPE, Rooms, rooms
+from .settings import BYTES, Settings
+
+ALL_GRADIENTS = (True, True, True)
+SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
+
+
+def core_of(x: Sizes, run: Settings) -> Core:
+    """What the core attention of one layer holds beside its tensors, for causal sequences."""
+    rows, chunk = run.rows, run.rows // run.sequence_chunks
+    whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
+    if run.cp == 1:
+        return Core(0, 0, chunk * x.query * 4 + rows * x.kv * 4 * whole, rows, run.store)
+    if run.algorithm in WITH_SHARED_HEADS:
+        raise ValueError(
+            f"--algorithm {run.algorithm}: ranks that share heads are not counted yet; take burst, "
+            "or raise --tp, which splits heads too"
+        )
+    side = side_of(x, run)
+    forward, backward = ring_rooms(
+        run.algorithm, run.layout, run.cp, run.intra or run.cp, side, run.wire == "bf16",
+        run.path == "cpu",
+    )  # fmt: skip
+    each = room_bytes(x, run)
+    rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
+
+    def total(found: Rooms) -> float:
+        return sum(
+            count
+            * each(kind, round(rows_of[kind.split()[0]] * found.rows[kind.split()[0]] / SHORT))
+            for kind, count in found.made.items()
+        )
+
+    own_query, own_keys = each("dquery", chunk), each("dkv", rows)
+    others = total(backward) - own_query - own_keys
+    return Core(total(forward), others, own_query + own_keys * whole, rows, run.store)
+
+
+def side_of(x: Sizes, run: Settings) -> str:
+    """What travels in backward: keys go round once per chunk of queries."""
+    if run.side != "auto":
+        return run.side
+    of = _row_sizes(x, run).backward
+    return "kv" if run.sequence_chunks * (of.kv + of.dkv) <= of.query + of.dquery else "query"
+
+
+def room_bytes(x: Sizes, run: Settings) -> Callable[[str, int], float]:
+    """(kind, rows) -> bytes of one buffer: on a CPU each has room for the longest message."""
+    of, least = _row_sizes(x, run), 0.0
+    wire = {"dkv wire": x.kv * BYTES[run.wire], "dquery wire": x.query * BYTES[run.wire]}
+    per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * 4,
+               "dquery": x.query * 4, "out": of.forward.out, **wire}  # fmt: skip
+    if run.path == "cpu":
+        travels = ("kv", side_of(x, run), "d" + side_of(x, run))
+        chunk = run.rows // run.sequence_chunks
+        longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) * chunk // run.rows
+                   for f in travels)  # fmt: skip
+        least = max(longest) + 4 * ALIGNMENT + ENVELOPE
+
+    def size(kind: str, rows: int) -> float:
+        return max(rows * per_row[kind], least)
+
+    return size
+
+
+def _row_sizes(x: Sizes, run: Settings) -> RowSizes:
+    kv_heads = x.kv // 2 // x.width
+    return RowSizes(run.rows, 1, x.heads, kv_heads, x.width, x.width, 2, 4, BYTES[run.wire],
+                    ALL_GRADIENTS)  # fmt: skip
+
+
+def ring_rooms(
+    algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool
+) -> tuple[Rooms, Rooms]:
+    """The most that any rank takes in forward and in backward, of shards of `SHORT` rows."""
+    intra = intra if cp % intra == 0 else cp
+    grid = Grid(cp // intra, intra)
+    shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
+    seen = wanted(Causal(), shards, shards)
+    sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
+    name = ring_algorithm(algorithm)
+    there = cost.forward_schedule(name, grid, seen, sizes)
+    back = cost.backward_schedule(name, grid, seen, sizes, side=side)
+    ranks = sorted({0, cp // 2, cp - 1})
+    return _most([rooms(there, r, wire=wire, packed=packed) for r in ranks]), _most(
+        [rooms(back, r, wire=wire, packed=packed) for r in ranks]
+    )
+
+
+def _most(found: list[Rooms]) -> Rooms:
+    """That with most rooms, by their rows."""
+
+    def size(one: Rooms) -> int:
+        rows: Mapping[str, int] = one.rows
+        return sum(count * rows[kind.split()[0]] for kind, count in one.made.items())
+
+    return max(found, key=size)

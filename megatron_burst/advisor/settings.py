@@ -1,0 +1,117 @@
+"""The settings of a run that its memory depends on: sizes of groups, and flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .models import Model
+
+# Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
+# SwiGLU), or Transformer Engine's on a GPU.
+Path = Literal["gpu", "cpu"]
+Recompute = Literal["none", "full"]
+Loss = Literal["off", "single_pass", "recompute"]
+Dtype = Literal["fp32", "bf16"]
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Fields bear the names of the flags; all sizes from 1.
+
+    seq: tokens of a sequence, over all context-parallel ranks. dp: data-parallel ranks besides
+    context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
+    recompute: "full" recomputes every layer in backward from its input. store: fraction of
+    attention results that this keeps. offload: fraction of inputs and store that waits on the host.
+    sequence_chunks, mlp_tiles: of rows. gradients: dtype in which they are summed.
+    optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
+    over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
+    rope_local: tables of this rank's rows only, not of the whole sequence.
+    algorithm, layout, side, wire: of attention. path: whose modules compute.
+    """
+
+    seq: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "full"
+    store: float = 0.0
+    offload: float = 0.0
+    sequence_chunks: int = 1
+    mlp_tiles: int = 1
+    lm_head_loss: Loss = "single_pass"
+    gradients: Dtype = "fp32"
+    distributed_optimizer: bool = True
+    optimizer_bytes: int = 12
+    optimizer_offload: float = 0.0
+    algorithm: str = "burst"
+    layout: str = "zigzag"
+    side: str = "auto"
+    wire: Dtype = "fp32"
+    rope_local: bool = True
+    intra: int | None = None
+    path: Path = "gpu"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def rows(self) -> int:
+        """Rows of a context-parallel rank, of all sequences of a micro-batch."""
+        return self.seq // self.cp * self.micro_batch
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the attention half runs chunk by chunk, or the MLP half tile by tile."""
+        return self.sequence_chunks > 1 or self.mlp_tiles > 1
+
+
+def check(model: Model, run: Settings) -> None:
+    """Raise ValueError, with what would do, for settings that no run could have."""
+    sizes = ("seq", "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches",
+             "sequence_chunks", "mlp_tiles")  # fmt: skip
+    for name in sizes:
+        value = getattr(run, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("store", "offload", "optimizer_offload"):
+        value = getattr(run, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1, got {value}")
+    if model.heads % run.tp:
+        good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
+        raise ValueError(
+            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}: take one of "
+            f"{', '.join(map(str, good))}"
+        )
+    if run.seq % (2 * run.cp):
+        near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
+        raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
+    if run.sequence_chunks > 1 and run.cp == 1:
+        raise ValueError(
+            f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
+            "ranks: it needs --cp above 1"
+        )
+    if model.layers % (run.pp * run.vpp):
+        raise ValueError(
+            f"--pp {run.pp} x --vpp {run.vpp} do not divide the {model.layers} layers of "
+            f"{model.name}"
+        )
+    if run.vpp > 1 and run.pp == 1:
+        raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
+    if model.experts and model.experts % run.ep:
+        raise ValueError(f"--ep {run.ep} does not divide {model.experts} experts of {model.name}")
+    if run.ep > 1 and not model.experts:
+        raise ValueError(f"--ep {run.ep}: {model.name} has no experts")
+    if run.recompute == "none" and (run.store or run.offload or run.chunked):
+        raise ValueError(
+            "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
+            "layers only: add --recompute full"
+        )

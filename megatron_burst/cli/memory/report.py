@@ -1,0 +1,93 @@
+"""The account as a table by item, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ...advisor.clusters import Cluster
+from ...advisor.memory import Account, Fit
+from ...units import byte_size, duration
+from ..console import wrapped
+
+
+def show(
+    found: Account, cluster: Cluster, left: Fit, time: float, binds: str | None, efficiency: float
+) -> None:
+    """Print the peak by item, what is left, and the time of a step."""
+    console, run, peak = wrapped(), found.run, found.peak
+    console.print(Text(_headline(found, cluster)))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("item")
+    table.add_column("bytes per GPU", justify="right")
+    table.add_column("share", justify="right")
+    for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
+        table.add_row(Text(item), byte_size(size), f"{size / peak.bytes:.0%}")
+    table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
+    table.add_row(f"there is, less {byte_size(cluster.reserve)} for others",
+                  byte_size(cluster.room), "")  # fmt: skip
+    for item, size in found.host.items():
+        table.add_row(Text(f"host: {item}"), byte_size(size), "")
+    if found.host_bytes:
+        table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
+    console.print(table)
+    if binds is not None:
+        console.print(Text(f"longest sequence: {run.seq:,} tokens; what binds: {binds}"))
+    elif left.fits:
+        console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
+    else:
+        what = "GPU memory" if left.device < 0 else "host memory"
+        lacks = -left.device if left.device < 0 else -left.host
+        console.print(Text(f"does not fit: {byte_size(lacks)} of {what} per GPU are missing; "
+                           f"{_advice(found, left)}", style="bold red"))  # fmt: skip
+    console.print(Text(f"a step: {duration(time) if time < 120 else f'{time / 60:,.0f} min'} at "
+                       f"{efficiency:.0%} of the peak (assumed)"))  # fmt: skip
+    console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
+
+
+def facts(
+    found: Account, cluster: Cluster, left: Fit, time: float, binds: str | None
+) -> dict[str, Any]:
+    """The same as plain data: bytes, seconds."""
+    run = found.run
+    groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
+    return {
+        "model": found.model.name,
+        "seq": run.seq,
+        "groups": groups,
+        "peak": {"bytes": found.peak.bytes, "phase": found.peak.phase,
+                 "items": dict(found.peak.items)},
+        "phases": [{"phase": p.phase, "bytes": p.bytes} for p in found.peaks],
+        "host": dict(found.host),
+        "room": cluster.room,
+        "host_room": round(cluster.host_per_rank),
+        "fits": left.fits,
+        "binds": binds,
+        "seconds": time,
+    }  # fmt: skip
+
+
+def _headline(found: Account, cluster: Cluster) -> str:
+    run = found.run
+    sizes = {"TP": run.tp, "CP": run.cp, "PP": run.pp, "EP": run.ep, "DP": run.dp}
+    groups = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
+           f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
+           f"gradients {run.gradients}"]  # fmt: skip
+    return (
+        f"{found.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
+        + ", ".join(how)
+    )
+
+
+def _advice(found: Account, left: Fit) -> str:
+    run = found.run
+    if left.device >= 0:
+        return "lower --store or --optimizer-offload, or raise --host-memory"
+    better = ["--recompute full"] * (run.recompute == "none")
+    better += ["--offload 1"] * (run.offload < 1)
+    better += ["--sequence-chunks 32 --mlp-tiles 64"] * (not run.chunked)
+    better += ["--optimizer-offload 1"] * (run.optimizer_offload < 1)
+    return f"what would help: {', '.join([*better, 'more GPUs, or a shorter sequence'])}"

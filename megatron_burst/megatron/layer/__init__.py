@@ -1,0 +1,1 @@
+"""Transformer layers of Megatron that run in chunks and tiles of rows."""

@@ -1,0 +1,115 @@
+"""What offloading asks of the host: measured in the first step, compared with what a node holds.
+
+Decides the words of the start-up line and of the error for a host that is too small. Plain numbers:
+no tensors, no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_burst.recompute.host.fraction import Chosen, choose_fraction
+from megatron_burst.units import byte_size, duration, rate
+
+
+class Node(NamedTuple):
+    """Host memory of a node, in bytes, and how many ranks share it."""
+
+    limit: int
+    ranks: int
+
+    @property
+    def share(self) -> int:
+        """Bytes of one rank."""
+        return self.limit // self.ranks
+
+
+class Demand(NamedTuple):
+    """What one rank moves, and would if there were room, at the fraction of the first step.
+
+    call_bytes: most that one call of a layer (or of a checkpoint around layers) leaves for the
+    host; call_seconds: median time of such a call's forward; pass_bytes: most that one micro-batch
+    leaves in one model chunk; passes: micro-batches, once per model chunk, in flight at the same
+    time; cut: whether some of it did not fit on the host.
+    """
+
+    call_bytes: int
+    call_seconds: float
+    pass_bytes: int
+    passes: int
+    cut: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes on the host at once."""
+        return self.pass_bytes * self.passes
+
+
+def passes_in_flight(warmup: int, total: int) -> int:
+    """Forward passes whose backward is outstanding at once in Megatron's 1F1B schedules.
+
+    warmup: passes before the first backward; total: passes of a step. Source: Megatron-Core,
+    `get_pp_rank_microbatches`.
+    """
+    return min(total, warmup + 1)
+
+
+def choice(demand: Demand, node: Node, link: float) -> Chosen:
+    """What `auto` takes for one rank; demand: of a first step that moved everything.
+
+    link: bytes/s that the slower direction of its link carries while all ranks of the node copy.
+    """
+    calls = demand.total / max(1, demand.call_bytes)
+    return choose_fraction(
+        demand.call_bytes, demand.call_seconds, link, node.limit, calls, node.ranks
+    )
+
+
+def too_small(fraction: float, told: Sequence[tuple[Demand, Node]]) -> str | None:
+    """The error if what a fraction moves does not fit on the host of some rank; None if it fits.
+
+    told: of every rank, so that all raise with the same words.
+    """
+    if not any(demand.cut for demand, _ in told):
+        return None
+    worst, node = max(told, key=lambda one: one[0].total / one[1].share)
+    # Blocks of changing sizes leave gaps: a little more than their sum may be needed.
+    need = max(worst.total, math.ceil(1.1 * node.share))
+    fitting = math.floor(100 * fraction * node.share / max(1, worst.total)) / 100
+    advice = f"--burst-host-memory {math.ceil(need * node.ranks / 2**20)}MiB would do"
+    if 0 < fitting < fraction:
+        advice += f", or --burst-offload {fitting:g}"
+    return (
+        f"--burst-offload {fraction:g} moves up to {byte_size(worst.total)} per rank "
+        f"({byte_size(worst.pass_bytes)} of each of {worst.passes} micro-batches in flight), and "
+        f"--burst-host-memory leaves {byte_size(node.share)} to each of {node.ranks} ranks of a "
+        f"node ({byte_size(node.limit)}): {advice}"
+    )
+
+
+def line(fraction: float, mine: Demand, node: Node, link: float | None = None) -> str:
+    """The line that says what is moved, with the numbers of this rank.
+
+    link: with `auto`, bytes/s that the slower direction carries while all ranks of a node copy; the
+    first step then moved everything.
+    """
+    auto = link is not None
+    parts = [f"--burst-offload {'auto: ' if auto else ''}{fraction:.3g} of what layers leave"]
+    parts.append(
+        f"a layer's forward {'leaves' if auto else 'moves'} {byte_size(mine.call_bytes)} and takes "
+        f"{duration(mine.call_seconds)}"
+    )
+    if link is not None:
+        chosen = choice(mine, node, link)
+        parts.append(
+            f"the link carries {rate(link, 'B/s')} with {node.ranks} ranks of a node copying: it "
+            f"hides {chosen.link:.3g}, and the host holds {chosen.host:.3g}"
+        )
+    parts.append(
+        f"at most {byte_size(mine.total * (fraction if auto else 1))} per rank ({mine.passes} "
+        f"micro-batches in flight), {byte_size(node.share)} allowed ({byte_size(node.limit)} per "
+        f"node of {node.ranks} ranks)"
+    )
+    return " | ".join(parts)

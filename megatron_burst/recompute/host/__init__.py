@@ -1,0 +1,1 @@
+"""Host memory as a tier: what backward needs waits there and is fetched one layer ahead."""

@@ -1,0 +1,108 @@
+"""What the ranks of `test_offload` run: training whose activations wait on the host."""
+
+import contextlib
+import functools
+import gc
+import itertools
+import logging
+from unittest import mock
+
+import session
+
+
+@contextlib.contextmanager
+def strict(**limits):
+    """Tensors of any size move, and a buffer that was not waited for holds NaN; the tiers made."""
+    from megatron_burst.megatron.offload import link, tier
+
+    made = []
+    host = functools.partial(tier.HostMemory, strict=True, **limits)
+
+    class Watched(tier.Tier):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    with (
+        mock.patch.object(tier, "MIN_BYTES", 1),
+        mock.patch.object(link, "_BYTES", 1 << 12),
+        mock.patch.object(tier, "Tier", Watched),
+        mock.patch.object(tier, "HostMemory", host),
+    ):
+        yield made
+
+
+def train(flags, limits):
+    """History of a run, the lines it logged, and per tier (fraction, bytes moved out, fetched back,
+    most at once, left at the end)."""
+    logger = logging.getLogger("megatron_burst")
+    with strict(**limits) as made, session._log() as told:
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        try:
+            history = session.train(flags)
+        finally:
+            logger.setLevel(level)
+    gc.collect()
+    hosts = [tier.host for tier in made]
+    counted = [
+        (tier.fraction, host.bytes_out, host.bytes_back, host.peak, host.used)
+        for tier, host in zip(made, hosts, strict=True)
+    ]
+    return history, told, counted
+
+
+class Broken(Exception):
+    """Of a layer that fails."""
+
+
+def train_with_a_failure(flags):
+    """As `train`; the third step is interrupted by an exception in its last layer, and run again.
+
+    Also returns what the interrupted step left on the host.
+    """
+    import pretrain_gpt
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    left, schedule = [], pretrain_gpt.get_forward_backward_func
+    with strict() as made:
+
+        def failing():
+            run, steps = schedule(), itertools.count(1)
+
+            def step(**named):
+                if next(steps) == 3:
+                    twice = [itertools.tee(one) for one in named["data_iterator"]]
+                    fails_once(run, named | {"data_iterator": [one for one, _ in twice]})
+                    named["data_iterator"] = [one for _, one in twice]
+                    for chunk in named["model"]:
+                        chunk.zero_grad_buffer()
+                    gc.collect()
+                    left.append(made[0].host.used)
+                return run(**named)
+
+            return step
+
+        def fails_once(run, named):
+            calls, stock = itertools.count(1), TransformerLayer._forward_mlp
+
+            def broken(*args, **kwargs):
+                if next(calls) == 2:
+                    raise Broken
+                return stock(*args, **kwargs)
+
+            with (
+                mock.patch.object(TransformerLayer, "_forward_mlp", broken),
+                contextlib.suppress(Broken),
+            ):
+                run(**named)
+
+        with mock.patch.object(pretrain_gpt, "get_forward_backward_func", failing):
+            history = session.train(flags)
+    return history, left, made[0].host.bytes_out
+
+
+def error(flags):
+    """As `session.error`, with tensors of any size."""
+    with strict():
+        return session.error(flags)

@@ -1,0 +1,111 @@
+"""Megatron-LM's own loop with activations on the host: every line of the log as without.
+
+In strict mode, and with tensors of any size; that the bits are the same is shown by
+tests/megatron/test_offload.py, whose losses are not rounded.
+"""
+
+import re
+
+import pytest
+from ranks import COMMON, SCRIPT
+from test_training import CP2, INTERLEAVED, MOE, RECOMPUTE, TP2
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+
+BEFORE = """
+import functools
+import megatron_burst.megatron
+from megatron.training import training
+from megatron_burst.megatron.offload import link, tier
+from megatron_burst.megatron.patching import registry
+tier.MIN_BYTES, link._BYTES = 1, 1 << 12
+tier.HostMemory = functools.partial(tier.HostMemory, strict=True)
+megatron_burst.megatron.install()
+_evaluate = training.evaluate
+
+def host():
+    return tier.tier_of(registry.installed("burst")).host
+
+def evaluate(*args, **named):
+    before = host().bytes_out
+    found = _evaluate(*args, **named)
+    print("moved in evaluation:", host().bytes_out - before)
+    return found
+
+training.evaluate = evaluate
+"""
+AFTER = """
+    print(f"host memory: {host().used} left, {host().bytes_out} moved, {host().frames} frames")
+"""
+
+
+@pytest.fixture(scope="module")
+def moved(ranks, tmp_path_factory):
+    """`moved(world, flags)` -> a `Run` with --burst-offload, none of whose ranks left anything."""
+    script = tmp_path_factory.mktemp("script") / "train.py"
+    script.write_text(BEFORE + SCRIPT.read_text() + AFTER)
+
+    def run(world, flags):
+        done = ranks.run(world, [*COMMON, *flags.split()], script=script)
+        assert done.codes == [0] * world, "\n".join(done.texts)[-3000:]
+        ends = re.findall(r"host memory: (\d+) left, (\d+) moved, (\d+) f", "\n".join(done.texts))
+        assert len(ends) == world
+        assert all(left == frames == "0" and int(out) for left, out, frames in ends)
+        evaluations = done.lines("moved in evaluation")
+        assert evaluations
+        assert all(line.endswith(" 0") for line in evaluations)
+        return done
+
+    return run
+
+
+def same(ours, plain, steps=range(1, 11)):
+    assert [ours.steps[step] for step in steps] == [plain.steps[step] for step in steps]
+    assert ours.evaluations == plain.evaluations[-len(ours.evaluations) :]
+
+
+# what is shown -> (ranks, flags of both runs, fraction)
+CASES = {
+    "four micro-batches over two stages of two chunks, attention in the store": (
+        4, f"{INTERLEAVED} {CP2} --burst-attention-store 0.5", "0.5",
+    ),
+}  # fmt: skip
+LONG = {
+    "experts, nothing recomputed": (2, f"{MOE} {CP2}", "1.0"),
+    "packed": (2, f"--packed {CP2} {RECOMPUTE}", "1.0"),
+    "further heads": (2, f"--mtp-num-layers 1 {CP2} {RECOMPUTE}", "1.0"),
+    "tensor and sequence parallel": (4, f"{CP2} {TP2} --recompute-activations", "auto"),
+    "Megatron's attention, data parallel": (2, "", "1.0"),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in LONG)])
+def test_the_log_is_the_same(moved, train, case):
+    world, flags, fraction = (CASES | LONG)[case]
+    run = moved(world, f"{flags} --burst-offload {fraction}")
+    same(run, train(world, flags))
+    (line,) = run.lines("of what layers leave")
+    assert "> megatron_burst: --burst-offload " in line
+
+
+@pytest.mark.slow
+def test_a_resumed_run_repeats_the_rest(moved, train, tmp_path):
+    flags = f"{CP2} {RECOMPUTE} --burst-offload 1.0"
+    whole = moved(2, f"{flags} --save {tmp_path} --save-interval 5")
+    same(whole, train(2, f"{CP2} {RECOMPUTE}"))
+    resumed = moved(2, f"{flags} --load {tmp_path} --ckpt-step 5")
+    assert min(resumed.steps) == 6
+    # Megatron's line of the second iteration after a start is an average over two.
+    same(resumed, whole, [6, 8, 9, 10])
+
+
+def test_what_excludes_it_is_refused_at_the_start(ranks):
+    flags = f"{CP2} --burst-offload 1.0 --burst-host-memory much --cpu-offloading-num-layers 1"
+    run = ranks.run(2, [*COMMON, *flags.split()])
+    assert all(code == 2 for code in run.codes)
+    told = [text.partition("megatron-burst pretrain: error: ")[2] for text in run.texts]
+    assert told[0] == told[1]
+    assert "--burst-offload 1.0 with --cpu-offloading-num-layers" in told[0]
+    assert "host_memory (--burst-host-memory) must be a size" in told[0]

@@ -1,0 +1,99 @@
+"""`megatron-burst memory` on the command line: table, JSON, picture, Megatron's arguments."""
+
+import json
+
+import pytest
+
+from megatron_burst.cli.main import main
+
+BASE = ["memory", "--model", "llama3-8b", "--gpus", "8"]
+FLAGS = ["--sequence-chunks", "32", "--mlp-tiles", "64", "--offload", "1"]
+
+
+def test_a_table_by_item(capsys):
+    assert main([*BASE, "--seq", "1M", "--tp", "4", "--cp", "2", *FLAGS]) == 0
+    shown = capsys.readouterr().out
+    for words in ("TP 4", "layer inputs", "peak, backward of layer 31", "host", "fits",
+                  "not a measurement"):  # fmt: skip
+        assert words in shown
+
+
+def test_what_does_not_fit_is_exit_status_1(capsys):
+    assert main([*BASE, "--seq", "5M"]) == 1
+    assert "--sequence-chunks 32" in capsys.readouterr().out
+
+
+def test_json_and_picture(capsys, tmp_path):
+    path = tmp_path / "memory.png"
+    words = [*BASE, "--longest", "--tp", "4", "--cp", "2", *FLAGS, "--json", "--png", str(path)]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seq"] > 5_000_000
+    assert found["peak"]["bytes"] == sum(found["peak"]["items"].values())
+    assert found["binds"]
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_megatron_command(capsys):
+    command = [
+        "pretrain_gpt.py",
+        "--num-layers",
+        "32",
+        "--hidden-size",
+        "4096",
+        "--ffn-hidden-size",
+        "14336",
+        "--swiglu",
+        "--num-attention-heads",
+        "32",
+        "--group-query-attention",
+        "--num-query-groups",
+        "8",
+        "--vocab-size",
+        "128256",
+        "--untie-embeddings-and-output-weights",
+        "--seq-length",
+        "1048576",
+        "--tensor-model-parallel-size",
+        "4",
+        "--context-parallel-size",
+        "2",
+        "--recompute-granularity",
+        "full",
+        "--use-distributed-optimizer",
+        "--burst-offload",
+        "1",
+        "--burst-sequence-chunks",
+        "32",
+        "--burst-mlp-tiles",
+        "64",
+        "--burst-lm-head-loss",
+        "single_pass",
+        "--some-other-flag",
+        "3",
+    ]
+    assert main(["memory", "--gpus", "8", "--json", "--", *command]) == 0
+    by_command = json.loads(capsys.readouterr().out)
+    own = ["--seq", "1M", "--tp", "4", "--cp", "2", "--json"]
+    assert main([*BASE, *own, *FLAGS]) == 0
+    by_name = json.loads(capsys.readouterr().out)
+    assert by_command["groups"] == by_name["groups"]
+    # Megatron pads the vocabulary to a multiple of 128 x TP.
+    assert by_command["peak"]["bytes"] == pytest.approx(by_name["peak"]["bytes"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--seq", "5X"], "128K or 5M"), ([], "--seq is needed"),
+     (["--seq", "1M", "--tp", "3"], "no multiple of the 3 ranks"),
+     (["--seq", "1M", "--gpu", "h99"], "one of a100-40g"),
+     (["--seq", "1M", "--host-memory", "lots"], "--host-memory must be a size")],
+)  # fmt: skip
+def test_bad_input_says_what_would_do(capsys, words, said):
+    assert main([*BASE, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_command_that_lacks_a_size(capsys):
+    assert main(["memory", "--gpus", "8", "--", "pretrain_gpt.py", "--num-layers", "2"]) == 2
+    assert "--hidden-size is missing" in capsys.readouterr().err
