@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..autotune.rates import Rates
+
 GB, GIB = 10**9, 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
     """memory: bytes; peak: dense bf16 operations per second; host_link: bytes per second between
-    one GPU and host memory, one way; source: of the figures."""
+    one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
+    GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
+    peak that long attention calls (forward) and large matrix products reach."""
 
     name: str
     memory: int
     peak: float
     host_link: float
     source: str
+    nvlink: float = 300 * GB
+    memory_rate: float = 2.0e12
+    attention: float = 0.6
+    linear: float = 0.7
 
 
 GPUS: dict[str, Gpu] = {
@@ -44,11 +52,17 @@ class Cluster:
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
     workspaces, and what the allocator cannot use.
     host_rate: bytes per second that one GPU gets of its link to the host while all copy.
+    nics: of one node, shared evenly by its GPUs; nic_rate: bytes per second of one, one way.
+    rates: measured ones; None takes published ones. source: where the rates come from.
     """
 
     gpu: Gpu
     gpus: int
     per_node: int = 8
+    nics: int = 8
+    nic_rate: float = 50 * GB
+    rates: Rates | None = None
+    source: str = "published rates"
     host_memory: int = int(0.8 * 2e12)
     reserve: int = 4 * GIB
     host_rate: float = 0.0

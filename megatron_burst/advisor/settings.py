@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..schedule.topology import Placement
 from .models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -28,7 +29,9 @@ class Settings:
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
-    algorithm, layout, side, wire: of attention. path: whose modules compute.
+    algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
+    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. fsdp:
+    parameters and gradients are shared out too (ZeRO-3). path: whose modules compute.
     """
 
     seq: int
@@ -56,6 +59,11 @@ class Settings:
     wire: Dtype = "fp32"
     rope_local: bool = True
     intra: int | None = None
+    ulysses: int = 1
+    placement: Placement = "head_first"
+    inner: int | None = None
+    head_chunks: int = 1
+    fsdp: bool = False
     path: Path = "gpu"
 
     @property

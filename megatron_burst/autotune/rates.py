@@ -26,6 +26,10 @@ class Rates:
     launch: seconds that each call of the local attention takes besides its FLOPs.
     posting: seconds of a rank's own time that starting an exchange takes, in which it computes
     nothing; 0 where the host runs ahead of a device.
+    backward: time of a backward over that of its forward, at equal rows.
+    half_rows: rows of a chunk with which a kernel reaches half of `compute`; 0: any rows reach it.
+    slowdown: by which fraction computing is slower while the rank's links carry something.
+    exchange: fraction of a link's rate that an all-to-all reaches.
 
     Raises ValueError that names the rate.
     """
@@ -36,18 +40,23 @@ class Rates:
     compute: float | None = None
     launch: float = 0.0
     posting: float = 0.0
+    backward: float = BACKWARD
+    half_rows: float = 0.0
+    slowdown: float = 0.0
+    exchange: float = 1.0
 
     def __post_init__(self):
-        for name in ("intra", "inter", "compute"):
+        for name in ("intra", "inter", "compute", "backward", "exchange"):
             value = getattr(self, name)
             if name == "compute" and value is None:
                 continue
             if not _is_number(value) or not value > 0:
                 raise ValueError(f"rates: {name} must be a positive number, got {value!r}")
-        for name in ("latency", "launch", "posting"):
+        for name in ("latency", "launch", "posting", "half_rows", "slowdown"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
-                raise ValueError(f"rates: {name} must be seconds, 0 or more, got {value!r}")
+                unit = {"half_rows": "rows", "slowdown": "a fraction"}.get(name, "seconds")
+                raise ValueError(f"rates: {name} must be {unit}, 0 or more, got {value!r}")
 
     def describe(self) -> str:
         """All rates on one line, with units."""
