@@ -86,7 +86,7 @@ def _run(
     orders: Sequence[Sequence[Turn]], forward: list[list[float]], backward: list[list[float]],
     hop: float,
 ) -> float:  # fmt: skip
-    """The end of the last turn; every rank runs its turns in order, each when its input is there."""
+    """The end of the last turn; every rank runs its turns in order, each when its input is in."""
     stages, last = len(orders), len(forward) - 1
     ended: dict[tuple[bool, int, int], float] = {}
     clock, at = [0.0] * stages, [0] * stages
