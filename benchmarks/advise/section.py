@@ -81,7 +81,7 @@ class Section:
 
 
 class Spread(NamedTuple):
-    """Of absolute relative errors: the median, the 90th percentile and the largest, as fractions."""
+    """Of absolute relative errors, as fractions: median, 90th percentile and largest."""
 
     median: float
     p90: float
