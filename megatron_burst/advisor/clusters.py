@@ -18,7 +18,8 @@ class Gpu:
     """memory: bytes; peak: dense bf16 operations per second; host_link: bytes per second between
     one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
     GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
-    peak that long attention calls (forward) and large matrix products reach."""
+    peak that long attention calls (forward) and large matrix products reach. small: a product of
+    sizes m x k x n takes longer by small / m + small / k + small / n of its time."""
 
     name: str
     memory: int
@@ -29,6 +30,7 @@ class Gpu:
     memory_rate: float = 2.0e12
     attention: float = 0.6
     linear: float = 0.7
+    small: float = 64.0
 
 
 GPUS: dict[str, Gpu] = {
@@ -52,6 +54,9 @@ class Cluster:
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
     workspaces, and what the allocator cannot use.
     host_rate: bytes per second that one GPU gets of its link to the host while all copy.
+    host_update: bytes per second of a node's host memory that an optimizer on the host reads and
+    writes. overlap: fraction of a reduction of gradients, or of a gathering of parameters, that can
+    hide behind computing.
     nics: of one node, shared evenly by its GPUs; nic_rate: bytes per second of one, one way.
     rates: measured ones; None takes published ones. source: where the rates come from.
     """
@@ -66,6 +71,8 @@ class Cluster:
     host_memory: int = int(0.8 * 2e12)
     reserve: int = 4 * GIB
     host_rate: float = 0.0
+    host_update: float = 200 * GB
+    overlap: float = 0.9
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.per_node < 1:
