@@ -11,7 +11,7 @@ Letters: R rows of a context-parallel rank, n = R / TP of them with sequence par
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from .settings import Settings
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
 Parts = Counter[str]
+Attention = Callable[..., AttentionTime]  # called as `attention_time`
 
 
 class Product(NamedTuple):
@@ -65,11 +66,17 @@ class LayerTime:
 
 
 def layer_time(
-    model: Model, cluster: Cluster, run: Settings, faults: object = None, experts: bool | None = None
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    faults: object = None,
+    experts: bool | None = None,
+    attention: Attention = attention_time,
 ) -> LayerTime:
-    """The time of one layer. experts: whether it has them; None: if the model has any."""
+    """The time of one layer. experts: whether it has them; None: if the model has any. attention:
+    times its core attention; a search gives one that remembers."""
     sparse = bool(model.experts) if experts is None else experts
-    core = attention_time(model, cluster, run, faults)
+    core = attention(model, cluster, run, faults)
     forward, backward = Parts(), Parts()
     for product in products(model, run, sparse):
         taken = product_seconds(cluster.gpu, product) * product.count

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .attention_time import attention_time
 from .clusters import Cluster
 from .layer import B
-from .layer_time import MEMORY, PRODUCTS, LayerTime, Product, layer_time, product_seconds
+from .layer_time import MEMORY, Attention, LayerTime, Product, layer_time, product_seconds
 from .links import ring_seconds, send_seconds
 from .memory import parameters
 from .models import Model
@@ -58,13 +59,19 @@ class Stage(NamedTuple):
         return self.forward.total() + self.backward.total()
 
 
-def step_time(model: Model, cluster: Cluster, run: Settings, faults: object = None) -> StepTime:
-    """The time of one step of a run.
+def step_time(
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    faults: object = None,
+    attention: Attention = attention_time,
+) -> StepTime:
+    """The time of one step of a run. attention: times the core attention of a layer.
 
     Raises ValueError for settings that no run could have.
     """
     check(model, run)
-    kinds = layers_by_kind(model, cluster, run, faults)
+    kinds = layers_by_kind(model, cluster, run, faults, attention)
     stages = [stage_of(model, cluster, run, index, kinds) for index in range(run.pp)]
     times = [stage.seconds for stage in stages]
     busiest = max(range(run.pp), key=times.__getitem__)
@@ -95,16 +102,23 @@ def model_operations(model: Model, seq: int) -> float:
 
 
 def layers_by_kind(
-    model: Model, cluster: Cluster, run: Settings, faults: object = None
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    faults: object = None,
+    attention: Attention = attention_time,
 ) -> list[tuple[float, LayerTime]]:
     """How many layers of a stage are of each kind, and the time of one."""
+
+    def timed(experts: bool | None) -> LayerTime:
+        return layer_time(model, cluster, run, faults, experts, attention)
+
     share = 1 / run.pp
     if not model.experts:
-        return [(model.layers * share, layer_time(model, cluster, run, faults))]
-    found = [(model.moe_layers * share, layer_time(model, cluster, run, faults, True))]
+        return [(model.layers * share, timed(None))]
+    found = [(model.moe_layers * share, timed(True))]
     if model.layers > model.moe_layers:
-        dense = layer_time(model, cluster, run, faults, False)
-        found.append(((model.layers - model.moe_layers) * share, dense))
+        found.append(((model.layers - model.moe_layers) * share, timed(False)))
     return found
 
 
