@@ -19,7 +19,7 @@ WORDS = st.text(max_size=20)
 def gpus():
     return st.builds(
         clusters.Gpu, WORDS, st.integers(1, 2**50), ABOVE, ABOVE, WORDS, ABOVE, ABOVE, FRACTION,
-        FRACTION, ABOVE,
+        FRACTION, ABOVE, FROM_0,
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def measured(draw):
         draw(gpus() | st.sampled_from(list(clusters.GPUS.values()))),
         per_node * draw(st.integers(1, 512)), per_node, draw(st.integers(0, 16)), draw(FROM_0),
         draw(st.none() | rates()), draw(WORDS), draw(st.integers(0, 2**50)),
-        draw(st.integers(0, 2**40)), draw(FROM_0), draw(FROM_0),
+        draw(st.integers(0, 2**40)), draw(FROM_0), draw(FROM_0), draw(ABOVE), draw(FRACTION),
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("memory_rate", Gpu, "memory_rate", float, "bytes/s, read and written together"),
         Figure("peak", Gpu, "peak", float, "dense bf16 FLOP/s"),
         Figure("linear", Gpu, "linear", float, "of the peak, large matrix products"),
+        Figure("small", Gpu, "small", float, "rows that double a product's time"),
         Figure("attention", Gpu, "attention", float, "of the peak, long attention calls, forward"),
         Figure("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
         Figure("launch", Rates, "launch", float, "seconds of an attention call without rows"),
@@ -67,11 +68,13 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("latency", Rates, "latency", float, "seconds of a message besides its bytes"),
         Figure("posting", Rates, "posting", float, "seconds that starting an exchange takes"),
         Figure("exchange", Rates, "exchange", float, "of a link's rate, in an all-to-all"),
+        Figure("overlap", Cluster, "overlap", float, "of gradients' reduction, hidden at most"),
         Figure("slowdown", Rates, "slowdown", float, "of computing while links carry something"),
     ),
     "host": (
         Figure("memory", Cluster, "host_memory", int, "bytes of a node that may be taken"),
         Figure("rate", Cluster, "host_rate", float, "bytes/s of one GPU, one way, while all copy"),
+        Figure("update", Cluster, "host_update", float, "bytes/s of an optimizer on the host"),
         Figure("link", Gpu, "host_link", float, "bytes/s of one GPU alone, one way"),
     ),
 }  # fmt: skip

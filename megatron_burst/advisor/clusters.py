@@ -30,7 +30,9 @@ class Cluster:
     middle half of the repeats, over their median. host_memory: bytes of one node that may be taken.
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
     workspaces, and what the allocator cannot use. host_rate: bytes per second that one GPU gets of
-    its link to the host while all copy.
+    its link to the host while all copy. host_update: bytes per second of a node's host memory that
+    an optimizer on the host reads and writes. overlap: fraction of a reduction of gradients, or of
+    a gathering of parameters, that can hide behind computing.
     """
 
     gpu: Gpu
@@ -44,6 +46,8 @@ class Cluster:
     reserve: int = 4 * GIB
     host_rate: float = 0.0
     spread: float = 0.0
+    host_update: float = 200 * GB
+    overlap: float = 0.9
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, str):
@@ -83,6 +87,11 @@ class Cluster:
         """Bytes per second between one GPU and the host, one way: half the bus while all copy,
         as two GPUs often share a switch, where no rate was measured."""
         return self.host_rate or self.gpu.host_link / 2
+
+    @property
+    def nic_share(self) -> float:
+        """Fraction of a NIC that each rank gets while all ranks of a node send."""
+        return min(1.0, self.nics / self.ranks_per_node)
 
     @property
     def measured(self) -> bool:

@@ -28,7 +28,8 @@ class Gpu:
     one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
     GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
     peak that long attention calls (forward) and large matrix products reach. nic: bytes per second
-    of a NIC of the vendor's node, one way, which has one for every GPU."""
+    of a NIC of the vendor's node, one way, which has one for every GPU. small: a product of sizes
+    m x k x n takes longer by small / m + small / k + small / n of its time."""
 
     name: str
     memory: int
@@ -40,6 +41,7 @@ class Gpu:
     attention: float = 0.6
     linear: float = 0.7
     nic: float = 50 * GB
+    small: float = 64.0
 
     def __post_init__(self) -> None:
         for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):

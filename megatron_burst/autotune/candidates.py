@@ -119,7 +119,7 @@ def on_grid(
         )
         wants = [wanted(workload.mask, shards, spans) for _, shards in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
-    there_heads, back_heads = _sharing(topology, sizes, rates, len(wants) > 1)
+    there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     algorithms = _algorithms(workload, topology, fixed)
     if fixed.algorithm is None and "prefetch" in algorithms and not _few_rows(want):
@@ -208,7 +208,7 @@ def _named(algorithm: str, topology: Topology) -> str:
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
-def _sharing(
+def sharing(
     topology: Topology, sizes: Sizes, rates: Rates, again: bool = False
 ) -> tuple[PassTime, PassTime]:
     """The times of the all-to-alls before and after the ring, of forward and of backward.
