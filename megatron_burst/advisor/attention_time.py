@@ -7,7 +7,7 @@ cluster. Decides nothing: `Settings` say which algorithm, side and groups there 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..autotune import simulator
 from ..autotune.candidates import shared_sizes, sharing
@@ -95,9 +95,6 @@ def cp_per_node(cluster: Cluster, run: Settings) -> int:
 
 
 def rates_of(cluster: Cluster) -> Rates:
-    """The cluster's measured rates, or those that its GPU and its NICs are published with."""
-    if cluster.rates is not None and cluster.rates.compute is not None:
-        return cluster.rates
-    gpu = cluster.gpu
-    each = cluster.nic_rate * min(1.0, cluster.nics / cluster.ranks_per_node)
-    return Rates(gpu.nvlink, each, 10e-6, gpu.peak * gpu.attention, 20e-6)
+    """Those of one rank while all ranks of a node send."""
+    alone = cluster.rank_rates()
+    return replace(alone, inter=alone.inter * cluster.nic_share)
