@@ -6,8 +6,10 @@ cluster. Decides nothing: `Settings` say which algorithm, side and groups there 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ..autotune import simulator
 from ..autotune.candidates import shared_sizes, sharing
@@ -22,6 +24,8 @@ from ..schedule.sizes import Sizes
 from ..schedule.tables import Grid
 from ..schedule.topology import Topology
 from .clusters import Cluster
+from .disturbed import UNDISTURBED, Disturbed, Group, draws
+from .faults import Faults
 from .models import Model
 from .settings import BYTES, Settings
 
@@ -32,13 +36,14 @@ class AttentionTime:
 
     forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
     busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
-    are in use.
+    are in use. spread: standard deviation of the seconds over the draws of jitter.
     """
 
     forward: float
     backward: float
     exchange: tuple[float, float]
     busy: Mapping[str, float]
+    spread: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -52,9 +57,15 @@ class AttentionTime:
 
 
 def attention_time(
-    model: Model, cluster: Cluster, run: Settings, faults: object = None
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    faults: Faults | None = None,
+    group: Group | None = None,
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences.
+
+    faults: what is slower; then of the slowest of all rings, or of those of one group.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
@@ -76,16 +87,37 @@ def attention_time(
         cost.forward_schedule(name, grid, want, sizes),
         cost.backward_schedule(name, grid, want, sizes, side=run.side),
     )
-    ring = [
-        simulator.pass_time(each, sizes, scale * seconds, rates, run.head_chunks)
-        for each, scale in zip(passes, (1.0, rates.backward), strict=True)
-    ]
     exchange = sharing(topology, own, rates)
-    forward, backward = (a + b for a, b in zip(ring, exchange, strict=True))
-    both = forward + backward
-    busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-    return AttentionTime(
-        forward.seconds, backward.seconds, (exchange[0].seconds, exchange[1].seconds), busy
+
+    def timed(ring: Disturbed) -> AttentionTime:
+        there, back = (
+            simulator.pass_time(each, sizes, scale * seconds, rates, run.head_chunks, disturbed=how)
+            for each, scale, how in zip(passes, (1.0, rates.backward), ring.passes, strict=True)
+        )
+        shared = [f * each.seconds for f, each in zip(ring.exchange, exchange, strict=True)]
+        both = there + back + exchange[0] + exchange[1]
+        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        return AttentionTime(
+            there.seconds + shared[0], back.seconds + shared[1], (shared[0], shared[1]), busy
+        )
+
+    if faults is None:
+        return timed(UNDISTURBED)
+    found = draws(faults, cluster, run, topology, group)
+    return _mean([[timed(ring) for ring in rings] for rings in found])
+
+
+def _mean(drawn: Sequence[Sequence[AttentionTime]]) -> AttentionTime:
+    """Over draws, each of several rings: of forward and of backward the slowest counts, as ranks
+    wait for one another after either."""
+    forward = np.array([max(ring.forward for ring in rings) for rings in drawn])
+    backward = np.array([max(ring.backward for ring in rings) for rings in drawn])
+    slowest = max(drawn[0], key=lambda ring: ring.seconds)
+    return replace(
+        slowest,
+        forward=float(forward.mean()),
+        backward=float(backward.mean()),
+        spread=float((forward + backward).std()),
     )
 
 
@@ -95,9 +127,6 @@ def cp_per_node(cluster: Cluster, run: Settings) -> int:
 
 
 def rates_of(cluster: Cluster) -> Rates:
-    """The cluster's measured rates, or those that its GPU and its NICs are published with."""
-    if cluster.rates is not None and cluster.rates.compute is not None:
-        return cluster.rates
-    gpu = cluster.gpu
-    each = cluster.nic_rate * min(1.0, cluster.nics / cluster.ranks_per_node)
-    return Rates(gpu.nvlink, each, 10e-6, gpu.peak * gpu.attention, 20e-6)
+    """Those of one rank while all ranks of a node send."""
+    alone = cluster.rank_rates()
+    return replace(alone, inter=alone.inter * cluster.nic_share)

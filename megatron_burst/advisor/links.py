@@ -9,15 +9,13 @@ from .clusters import Cluster
 
 
 def intra_rate(cluster: Cluster) -> float:
-    """Bytes per second that a rank sends within its node, one way; measured where it was."""
-    return cluster.rates.intra if cluster.rates is not None else cluster.gpu.nvlink
+    """Bytes per second that a rank sends within its node, one way."""
+    return cluster.rank_rates().intra
 
 
 def inter_rate(cluster: Cluster) -> float:
     """Bytes per second that a rank sends to other nodes while all ranks of its node do."""
-    if cluster.rates is not None:
-        return cluster.rates.inter
-    return cluster.nics * cluster.nic_rate / cluster.ranks_per_node
+    return cluster.rank_rates().inter * cluster.nic_share
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:
@@ -49,8 +47,8 @@ def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) ->
         return 0.0
     here = in_node(cluster, size, stride)
     within, beyond = sent * (here - 1) / size, sent * (size - here) / size
-    fraction = cluster.rates.exchange if cluster.rates is not None else 1.0
-    return max(within / intra_rate(cluster), beyond / inter_rate(cluster)) / fraction
+    taken = max(within / intra_rate(cluster), beyond / inter_rate(cluster))
+    return taken / cluster.rank_rates().exchange
 
 
 def send_seconds(cluster: Cluster, stride: int, size: float) -> float:

@@ -23,6 +23,7 @@ from ..schedule.cost import Sizes, message_bytes, pair_shares
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
 from ..schedule.tables import ALL, Grid, Tables
+from .disturbance import Disturbance
 from .exchanges import ONE_NIC, Exchange, Wave, Wires, exchanges, ports_of
 from .rates import Rates
 
@@ -89,21 +90,27 @@ def pass_time(
     rates: Rates,
     head_chunks: int = 1,
     wires: Wires = ONE_NIC,
+    disturbed: Disturbance | None = None,
 ) -> PassTime:
     """The time from the common start of all ranks to the end of the last rank's pass.
 
     seconds: float [G, G], what a device needs for the pair of query chunk i and key chunk j, all
-    heads; each head chunk computes its share of it.
+    heads; each head chunk computes its share of it. disturbed: ranks and messages that are slower.
     """
     tables, grid = schedule.tables, schedule.grid
     moved = tables.transfers
     between = moved.between(grid)
     per_byte = np.where(between, 1 / rates.inter, 1 / rates.intra)
+    if disturbed is not None:
+        per_byte = per_byte * disturbed.of_bytes(moved)
     taken = rates.latency + message_bytes(schedule, moved, sizes) / head_chunks * per_byte
     ports = ports_of(moved, grid, wires)
-    starting = exchanges(moved, grid, ports, taken)
     of_pair = seconds[tables.pairs.query, tables.pairs.key] * pair_shares(tables)
     of_pair = of_pair / head_chunks + rates.launch * (of_pair > 0)
+    if disturbed is not None:
+        taken = taken * disturbed.of_messages(moved)
+        of_pair = of_pair * disturbed.of_pairs(tables.pairs)
+    starting = exchanges(moved, grid, ports, taken)
     programs = [_program(tables, grid, starting, of_pair, last) for last in (False, True)]
     clocks = _Clocks(grid.size, int(ports.max(initial=0)) + 1, rates.posting)
     deferred = deferred_chunks(head_chunks)
