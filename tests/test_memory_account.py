@@ -227,7 +227,7 @@ def test_models_from_a_configuration(tmp_path):
               "vocab_size": 128256}  # fmt: skip
     path.write_text(json.dumps(fields))
     assert replace(models.named(str(tmp_path)), name="llama3-8b") == LLAMA
-    with pytest.raises(ValueError, match="latent"):
+    with pytest.raises(ValueError, match="qk_rope_head_dim"):
         models.from_config(fields | {"kv_lora_rank": 512})
     with pytest.raises(ValueError, match="hidden_size"):
         models.from_config({"num_attention_heads": 8})

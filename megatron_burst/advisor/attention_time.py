@@ -7,7 +7,7 @@ algorithm, side and groups there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -30,6 +30,8 @@ from ..schedule.sizes import Sizes
 from ..schedule.tables import Grid
 from ..schedule.topology import Topology
 from .clusters import Cluster
+from .disturbed import UNDISTURBED, Disturbed, Group, draws
+from .faults import Faults
 from .models import Model
 from .settings import BYTES, Settings
 
@@ -43,13 +45,14 @@ class AttentionTime:
 
     forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
     busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
-    are in use.
+    are in use. spread: standard deviation of the seconds over the draws of jitter.
     """
 
     forward: float
     backward: float
     exchange: tuple[float, float]
     busy: Mapping[str, float]
+    spread: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -91,9 +94,15 @@ class Passes(NamedTuple):
 
 
 def attention_time(
-    model: Model, cluster: Cluster, run: Settings, faults: object = None
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    faults: Faults | None = None,
+    group: Group | None = None,
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences.
+
+    faults: what is slower; then of the slowest of all rings, or of those of one group.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
@@ -102,16 +111,39 @@ def attention_time(
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     seconds = passes.pairs * (flops / rates.compute)
-    ring = [
-        simulator.pass_time(each, sizes, scale * seconds, rates, run.head_chunks)
-        for each, scale in ((passes.forward, 1.0), (passes.backward, rates.backward))
-    ]
-    exchange = sharing(topology_of(cluster, run), own, rates, per_nic=1 / cluster.nic_share)
-    forward, backward = (a + b for a, b in zip(ring, exchange, strict=True))
-    both = forward + backward
-    busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-    return AttentionTime(
-        forward.seconds, backward.seconds, (exchange[0].seconds, exchange[1].seconds), busy
+    both_passes = ((passes.forward, 1.0), (passes.backward, rates.backward))
+    topology = topology_of(cluster, run)
+    exchange = sharing(topology, own, rates, per_nic=1 / cluster.nic_share)
+
+    def timed(ring: Disturbed) -> AttentionTime:
+        there, back = (
+            simulator.pass_time(each, sizes, scale * seconds, rates, run.head_chunks, disturbed=how)
+            for (each, scale), how in zip(both_passes, ring.passes, strict=True)
+        )
+        shared = [f * each.seconds for f, each in zip(ring.exchange, exchange, strict=True)]
+        both = there + back + exchange[0] + exchange[1]
+        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        return AttentionTime(
+            there.seconds + shared[0], back.seconds + shared[1], (shared[0], shared[1]), busy
+        )
+
+    if faults is None:
+        return timed(UNDISTURBED)
+    found = draws(faults, cluster, run, topology, group)
+    return _mean([[timed(ring) for ring in rings] for rings in found])
+
+
+def _mean(drawn: Sequence[Sequence[AttentionTime]]) -> AttentionTime:
+    """Over draws, each of several rings: of forward and of backward the slowest counts, as ranks
+    wait for one another after either."""
+    forward = np.array([max(ring.forward for ring in rings) for rings in drawn])
+    backward = np.array([max(ring.backward for ring in rings) for rings in drawn])
+    slowest = max(drawn[0], key=lambda ring: ring.seconds)
+    return replace(
+        slowest,
+        forward=float(forward.mean()),
+        backward=float(backward.mean()),
+        spread=float((forward + backward).std()),
     )
 
 

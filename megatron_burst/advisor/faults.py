@@ -68,8 +68,8 @@ class Faults:
         for key in (*self.slow_ranks, *self.slow_links):
             named = _node(key) is not None
             most = cluster.gpus // cluster.ranks_per_node if named else cluster.gpus
-            numbers = [_node(key)] if named else key if isinstance(key, tuple) else [key]
-            for number in numbers:
+            numbers = _node(key) if named else key
+            for number in numbers if isinstance(numbers, tuple) else (numbers,):
                 if number >= most:
                     what = f"{most} nodes" if named else f"{most} GPUs"
                     raise ValueError(f"faults: {key!r}: there are {what}, numbered from 0")
@@ -80,20 +80,17 @@ class Faults:
 
     def links(self, cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
         """float [G, G]: how many times as long bytes take from one of these GPUs to another."""
-        at = {gpu: index for index, gpu in enumerate(gpus)}
-        nodes = np.array(gpus) // cluster.ranks_per_node
-        nics = np.array([_nic(cluster, gpu) for gpu in gpus])
+        numbers = np.array(gpus)
+        nodes, nics = numbers // cluster.ranks_per_node, _nic(cluster, numbers)
         between = nodes[:, None] != nodes
         found = np.ones((len(gpus), len(gpus)))
         for key, factor in self.slow_links.items():
             if isinstance(key, tuple):
-                if key[0] in at and key[1] in at:
-                    pair = at[key[0]], at[key[1]]
-                    found[pair] = max(found[pair], factor)
-                continue
-            node = _node(key)
-            ends = nodes == node if node is not None else nics == _nic(cluster, int(key))
-            slow = between & (ends[:, None] | ends)
+                slow = (numbers[:, None] == key[0]) & (numbers == key[1])
+            else:
+                node = _node(key)
+                ends = nodes == node if node is not None else nics == _nic(cluster, _number(key))
+                slow = between & (ends[:, None] | ends)
             found[slow] = np.maximum(found[slow], factor)
         return found
 
@@ -102,7 +99,7 @@ class Faults:
     ) -> Disturbance | None:
         """For a ring of these GPUs, in its order; None where nothing disturbs it.
 
-        seed: numbers that tell one draw from others, such as draw, pass and ring.
+        seed: numbers that tell one draw from others, such as those of the draw and of the pass.
         """
         ranks, links = self.compute(gpus), self.links(cluster, gpus)
         if not self.jitter and (ranks == 1).all() and (links == 1).all():
@@ -110,10 +107,15 @@ class Faults:
         return Disturbance(ranks, links, self.jitter, (self.seed, *seed))
 
 
-def _nic(cluster: Cluster, gpu: int) -> int:
-    """The number of the NIC that a GPU uses, over all nodes; of several, its first."""
-    node, index = divmod(gpu, cluster.ranks_per_node)
+def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
+    """The number of the NIC that each GPU uses, over all nodes; of several, its first."""
+    node, index = np.divmod(gpus, cluster.ranks_per_node)
     return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
+
+
+def _number(key: Link) -> np.ndarray:
+    assert isinstance(key, int)
+    return np.array(key)
 
 
 def _node(key: Link) -> int | None:
@@ -124,7 +126,7 @@ def _check_link(key: object) -> None:
     if isinstance(key, str):
         word, _, number = key.partition(" ")
         if word != "node" or not number.isdecimal():
-            raise ValueError(f"faults: slow_links: {key!r} is no GPU, no pair and no \"node 3\"")
+            raise ValueError(f'faults: slow_links: {key!r} is no GPU, no pair and no "node 3"')
     elif isinstance(key, tuple) and len(key) == 2:
         for each in key:
             _check_gpu("slow_links", each)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster, Gpu
+from .faults import Faults
 from .layer import B, F, Sizes
 from .links import all_to_all_seconds, ring_seconds
 from .models import Model
@@ -69,7 +70,7 @@ def layer_time(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: object = None,
+    faults: Faults | None = None,
     experts: bool | None = None,
     attention: Attention = attention_time,
 ) -> LayerTime:

@@ -16,8 +16,8 @@ from .clusters import Cluster
 from .layer import B
 from .models import Model
 from .settings import BYTES, Settings, check
-from .steps import Step
-from .tape import Moment
+from .steps import Step, layers_of
+from .tape import Moment, peaks
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,7 @@ class Account:
     @property
     def peaks(self) -> list[Moment]:
         """Of every phase, in order, the moment with most bytes."""
-        most: dict[str, Moment] = {}
-        for moment in self.moments:
-            if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
-                most[moment.phase] = moment
-        return list(most.values())
+        return peaks(self.moments)
 
     @property
     def activations(self) -> int:
@@ -106,13 +102,10 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
 
 def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
     """Of one rank of a stage: those that all data-parallel ranks have, and those of experts."""
-    share = model.layers / run.pp
-    sparse = share * model.moe_layers / model.layers
-    mlp = model.dense_parameters * (sparse if model.experts else share)
-    if model.experts:
-        mlp += (share - sparse) * (3 if model.gated else 2) * model.hidden * model.dense_ffn
     ends = (stage == 0) + (stage == run.pp - 1 and not (model.tied and run.pp == 1))
-    table = ends * model.vocabulary * model.hidden
-    norms = 2 * model.hidden * share + model.hidden * (stage == run.pp - 1)  # on every rank
-    dense = (share * (model.attention_parameters - 2 * model.hidden) + mlp + table) / run.tp
-    return dense + norms, sparse * model.expert_parameters / (run.ep * run.tp)
+    shared, experts = ends * model.vocabulary * model.hidden, 0
+    norms = model.hidden * (stage == run.pp - 1)  # on every tensor-parallel rank
+    for layer in layers_of(model, run, stage):
+        found = model.by_layer[layer]
+        shared, norms, experts = shared + found[0], norms + found[1], experts + found[2]
+    return shared / run.tp + norms, experts / (run.ep * run.tp)

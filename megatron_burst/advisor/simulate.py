@@ -10,6 +10,7 @@ from typing import Any, Literal
 from . import models
 from .attention_time import attention_time
 from .clusters import Cluster
+from .faults import Faults
 from .models import Model
 from .settings import Settings, check
 from .step_time import step_time
@@ -18,7 +19,12 @@ Part = Literal["attention", "layer", "step"]
 
 
 def simulate(
-    model: str | Model, cluster: Cluster, run: Settings, *, part: Part = "step", faults: Any = None
+    model: str | Model,
+    cluster: Cluster,
+    run: Settings,
+    *,
+    part: Part = "step",
+    faults: Faults | None = None,
 ) -> Any:
     """Predict the time of a part of a run.
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .attention_time import attention_time
 from .clusters import Cluster
+from .faults import Faults
 from .layer import B
 from .layer_time import MEMORY, Attention, LayerTime, Product, layer_time, product_seconds
 from .links import ring_seconds, send_seconds
@@ -63,7 +64,7 @@ def step_time(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: object = None,
+    faults: Faults | None = None,
     attention: Attention = attention_time,
 ) -> StepTime:
     """The time of one step of a run. attention: times the core attention of a layer.
@@ -105,7 +106,7 @@ def layers_by_kind(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: object = None,
+    faults: Faults | None = None,
     attention: Attention = attention_time,
 ) -> list[tuple[float, LayerTime]]:
     """How many layers of a stage are of each kind, and the time of one."""

@@ -138,7 +138,9 @@ def on_grid(
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
-                    backward = _time(each, sizes, rates.backward * seconds, rates, count) + back_heads
+                    backward = (
+                        _time(each, sizes, rates.backward * seconds, rates, count) + back_heads
+                    )
                 yield Candidate(
                     _named(algorithm, topology), each[0].side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,

@@ -40,9 +40,9 @@ class Disturbance:
         """float: factor for each row of `pairs`, with its draw."""
         return self.ranks[pairs.rank] * self._drawn(1, len(pairs.rank))
 
-    def of_exchange(self, links: np.ndarray) -> float:
-        """Factor for an exchange that waits for all of these messages, each with its draw."""
-        return float((links * self._drawn(2, len(links))).max(initial=1.0))
+    def of_exchange(self) -> float:
+        """Factor for an all-to-all of these ranks, which waits for every message and its draw."""
+        return float((self.links.ravel() * self._drawn(2, self.links.size)).max())
 
     def _drawn(self, stream: int, count: int) -> np.ndarray:
         """Log-normal factors of mean 1 and of the jitter's standard deviation."""
