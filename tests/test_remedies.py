@@ -25,7 +25,7 @@ def on(gpus, name="h100"):
         ("llama3-8b", 8, Settings(5 * MEGA, tp=4, cp=2)),
         ("llama3-8b", 8, Settings(MEGA, tp=8, recompute="none", lm_head_loss="off")),
         ("llama3-70b", 8, Settings(MEGA // 8, cp=8)),
-        ("llama3-405b", 64, Settings(MEGA // 8, tp=8, cp=8)),
+        ("mixtral-8x22b", 16, Settings(MEGA // 8, tp=8, cp=2)),
         ("deepseek-v3", 64, Settings(MEGA, tp=8, cp=8)),
     ],
 )
