@@ -43,7 +43,8 @@ def test_a_drawing_is_drawn(drawn, tmp_path):
 def documented_names():
     pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     # parentheses after a class keep its constructor off the page
-    return re.findall(r"^\.\. auto(?:function|class):: megatron_burst\.([\w.]+)(?:\(\))?$", pages, re.M)
+    name = r"^\.\. auto(?:function|class):: megatron_burst\.([\w.]+)(?:\(\))?$"
+    return re.findall(name, pages, re.M)
 
 
 def test_the_reference_has_every_public_name_once():

@@ -62,6 +62,18 @@ def test_equals_the_oracle_and_the_keys_go_round_once(case):
     assert ", visiting keys rest on the host" in plan.describe()
 
 
+def test_a_plan_of_the_same_groups_whose_keys_do_not_rest_is_no_base_for_it():
+    case = CASES[2]
+    given = rows.shards(case)
+
+    def plan(groups, visiting):
+        return mb.prepare(*given[:3], groups=groups, visiting=visiting, **case.choices()).ranks[0]
+
+    used = rows.groups_of(case)
+    plan(used, "ring")
+    assert plan(used, "host").traffic() == plan(rows.groups_of(case), "host").traffic()
+
+
 def on_ranks(case):
     groups = mb.Groups.flat(dist.group.WORLD)
     given = [each[groups.rank] for each in rows.shards(case)]

@@ -153,7 +153,7 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         key = (request.kernel.name, q.device, request.mask, request.layout,
                tuple(map(tuple, spans)), sizes,
                options.algorithm, options.side, options.kv_cache, options.store,
-               options.sequence_chunks, options.row_blocks)  # fmt: skip
+               options.sequence_chunks, options.row_blocks, options.visiting)  # fmt: skip
         make = partial(known(groups.cache).work, key, make)
     made = make()
     job = Job(

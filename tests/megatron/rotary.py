@@ -27,6 +27,8 @@ KINDS = {
 
 
 class Group:
+    """What the functions under test ask of a process group, for a rank that is not running."""
+
     def __init__(self, rank, size):
         self.rank, self.size = (lambda: rank), (lambda: size)
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_config import TransformerConfig
+from rotary import Group, config
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
@@ -20,19 +20,6 @@ from megatron_burst.megatron.data import sequences
 from megatron_burst.megatron.data.cut import Cut, cut_for, cut_of_run, layer_windows
 from megatron_burst.megatron.data.packed import Packs, pack_of
 from megatron_burst.megatron.data.rope import packed_rope
-
-
-class Group:
-    """What the functions under test ask of a process group, for a rank that is not running."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = (lambda: rank), (lambda: size)
-
-
-def config(**changes):
-    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-    settings |= {"context_parallel_size": 2, "attention_dropout": 0.0}
-    return TransformerConfig(**settings | {"calculate_per_token_loss": True} | changes)
 
 
 @pytest.fixture(params=["zigzag", "striped", "balanced"])

@@ -79,7 +79,7 @@ def check_pack(config: Any, layout: mb.layout.Layout, total: int, size: int, unc
     if isinstance(layout, mb.layout.Balanced) and uncut:
         raise ValueError(
             f"layout balanced: nothing here cut the {total} tokens of this pack by it. "
-            "Whoever cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
+            "What cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
             "for another model) gave this rank other tokens: let "
             "utils.get_batch_on_this_cp_rank of Megatron-Core or "
             "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "

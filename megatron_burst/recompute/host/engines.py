@@ -6,8 +6,8 @@ does the same in the same order, and sleeps, if a rate is stated, until as many 
 passed. A test of this package runs the CUDA half with streams that only record what they are
 told: no GPU was at hand, and nothing else of it has been checked.
 
-strict: a copy arrives beside its target and is put there by whoever waits for it first, so that who
-forgets to wait reads what was there before, however fast the copy was.
+strict: a copy arrives beside its target, and the first wait for it puts it there. Code that forgets
+to wait therefore reads what was there before, however fast the copy was.
 """
 
 from __future__ import annotations
