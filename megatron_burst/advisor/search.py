@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from ..autotune.select import TIE
 from .attention_choice import Attention
 from .clusters import Cluster
-from .memory import Account, Fit, account, fit, parameters
+from .memory import Account, Fit, account, fit, states_of
 from .models import Model
-from .settings import BYTES, Settings
+from .settings import Settings
 from .search_space import Wanted, groups_of, options_of
 from .step_time import StepTime, step_time
 
@@ -185,10 +185,7 @@ def sorted_out(
 
 def least_bytes(model: Model, run: Settings) -> float:
     """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
-    held = parameters(model, run, 0)
-    apart = run.dp * run.cp if run.distributed_optimizer else 1
-    optimizer = run.optimizer_bytes * (held[0] / apart + held[1] / max(1, apart / run.ep))
-    states = sum(held) * (2 + BYTES[run.gradients]) + optimizer * (1 - run.optimizer_offload)
+    states = max(sum(states_of(model, run, stage)[0].values()) for stage in {0, run.pp - 1})
     plain = model.attentions == model.mlps == model.layers
     rows, hidden = run.rows, run.rows / run.tp * model.hidden
     out = rows * (model.heads // run.tp) * model.value_dim
