@@ -43,6 +43,10 @@ class Attention:
         self._times: dict[Any, AttentionTime] = {}
         self._choices: dict[Any, Settings] = {}
 
+    def on(self, cluster: Cluster) -> Attention:
+        """The attention of the same model on another cluster."""
+        return Attention(self.model, cluster, self.pinned)
+
     def settled(self, run: Settings) -> Settings:
         """The run with the attention settings that are predicted to be fastest."""
         if run.cp == 1:
@@ -61,8 +65,12 @@ class Attention:
         if faults is not None:
             return attention_time(model, cluster, run, faults, **others)
         if key not in self._times:
-            self._times[key] = attention_time(model, cluster, run, **others)
+            self._times[key] = self.timed(run, **others)
         return self._times[key]
+
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+        """The time of a run that is not remembered yet."""
+        return attention_time(self.model, self.cluster, run, **others)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
@@ -120,7 +128,7 @@ class Attention:
         kept = [
             grid
             for grid in found
-            if size in (None, grid.ulysses) and (placement is None or grid.placement == placement)
+            if size in (None, grid.ulysses) and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
