@@ -15,12 +15,13 @@ from ..autotune.candidates import Candidate, Fixed, Workload, grids
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
+from ..autotune.rates import Rates
 from ..schedule.sizes import Sizes
 from ..schedule.topology import Topology
-from .attention_time import AttentionTime, attention_time, cp_per_node, rates_of
+from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
 from .clusters import Cluster
 from .models import Model
-from .settings import BYTES, Settings
+from .settings import Settings
 
 # What the time of an attention call depends on.
 OWN = (
@@ -42,6 +43,12 @@ class Attention:
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
         self._choices: dict[Any, Settings] = {}
+
+    @property
+    def rates(self) -> Rates:
+        """Of one rank while all ranks of a node send."""
+        alone = self.cluster.rank_rates()
+        return replace(alone, inter=alone.inter * self.cluster.nic_share)
 
     def on(self, cluster: Cluster) -> Attention:
         """The attention of the same model on another cluster."""
@@ -98,7 +105,7 @@ class Attention:
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
-        return select.best(work, self._grids(run, work.sizes), rates_of(self.cluster),
+        return select.best(work, self._grids(run, work.sizes), self.rates,
                            self._fixed()).taken  # fmt: skip
 
     def mask(self, run: Settings) -> Mask:
@@ -140,11 +147,3 @@ class Attention:
             )
         return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept
 
-
-def sizes_of(model: Model, run: Settings) -> Sizes:
-    """What one rank of a run brings to an attention call."""
-    return Sizes(
-        run.seq // run.cp, run.micro_batch, model.heads // run.tp,
-        max(1, model.kv_heads // run.tp), model.head_dim, model.head_dim, 2, 4, BYTES[run.wire],
-        (True, True, True),
-    )  # fmt: skip

@@ -63,16 +63,21 @@ class Faults:
         """How many draws a mean is over: one where nothing is drawn."""
         return self.draws if self.jitter else 1
 
+    @property
+    def slowest_nic(self) -> float:
+        """How many times as long bytes take through the slowest NIC."""
+        of_nics = [f for key, f in self.slow_links.items() if not isinstance(key, tuple)]
+        return float(max(of_nics, default=1.0))
+
     def check(self, cluster: Cluster) -> None:
         """Raise ValueError for a GPU or a node that the cluster does not have."""
+        nodes = cluster.gpus // cluster.ranks_per_node
         for key in (*self.slow_ranks, *self.slow_links):
-            named = _node(key) is not None
-            most = cluster.gpus // cluster.ranks_per_node if named else cluster.gpus
-            numbers = _node(key) if named else key
-            for number in numbers if isinstance(numbers, tuple) else (numbers,):
-                if number >= most:
-                    what = f"{most} nodes" if named else f"{most} GPUs"
-                    raise ValueError(f"faults: {key!r}: there are {what}, numbered from 0")
+            node = _node(key)
+            if node is not None and node >= nodes:
+                raise ValueError(f"faults: {key!r}: there are {nodes} nodes, numbered from 0")
+            if max(_gpus(key), default=-1) >= cluster.gpus:
+                raise ValueError(f"faults: {key!r}: there are {cluster.gpus} GPUs, from 0")
 
     def compute(self, gpus: Sequence[int]) -> np.ndarray:
         """float: how many times as long each of these GPUs computes."""
@@ -88,11 +93,23 @@ class Faults:
             if isinstance(key, tuple):
                 slow = (numbers[:, None] == key[0]) & (numbers == key[1])
             else:
-                node = _node(key)
-                ends = nodes == node if node is not None else nics == _nic(cluster, _number(key))
+                named = isinstance(key, str)
+                ends = nodes == _node(key) if named else nics == _nic(cluster, np.array(_gpus(key)))
                 slow = between & (ends[:, None] | ends)
             found[slow] = np.maximum(found[slow], factor)
         return found
+
+    def touches(self, cluster: Cluster, gpus: range) -> bool:
+        """Whether one of these neighbouring GPUs is slow, or one of their links."""
+        if any(gpu in gpus for gpu in self.slow_ranks):
+            return True
+        nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}
+        near = range(min(nodes), max(nodes) + 1)
+        for key in self.slow_links:
+            node = _node(key)
+            if node in near or any(gpu // cluster.ranks_per_node in near for gpu in _gpus(key)):
+                return True
+        return False
 
     def disturbance(
         self, cluster: Cluster, gpus: Sequence[int], seed: Sequence[int] = ()
@@ -113,9 +130,11 @@ def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
     return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
 
 
-def _number(key: Link) -> np.ndarray:
-    assert isinstance(key, int)
-    return np.array(key)
+def _gpus(key: Link) -> tuple[int, ...]:
+    """The GPUs that a key names; none where it names a node."""
+    if isinstance(key, str):
+        return ()
+    return key if isinstance(key, tuple) else (key,)
 
 
 def _node(key: Link) -> int | None:

@@ -18,8 +18,8 @@ from ..layout import Layout, make
 from ..masks import Causal, Documents, Mask
 from ..schedule.topology import Topology
 from ..units import tokens_of
-from .attention_choice import Attention, sizes_of
-from .attention_time import AttentionTime, cp_per_node, rates_of
+from .attention_choice import Attention
+from .attention_time import AttentionTime, cp_per_node, sizes_of
 from .clusters import Cluster
 from .model import Model
 from .settings import Settings
@@ -130,7 +130,7 @@ class PackedAttention(Attention):
         taken = self.candidate(run)
         there, back = taken.forward, taken.backward
         topology = Topology(run.cp, cp_per_node(self.cluster, run), taken.ulysses, taken.placement)
-        shared = sharing(topology, sizes_of(self.model, run), rates_of(self.cluster))
+        shared = sharing(topology, sizes_of(self.model, run), self.rates)
         both = there + back
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds

@@ -20,8 +20,8 @@ from .attention_choice import Attention
 from .clusters import Cluster
 from .memory import Account, Fit, account, fit, states_of
 from .models import Model
-from .settings import Settings
 from .search_space import Wanted, groups_of, options_of
+from .settings import Settings
 from .step_time import StepTime, step_time
 
 Progress = Callable[[int, int], None]  # ways done, of how many

@@ -15,6 +15,7 @@ Path = Literal["gpu", "cpu"]
 Recompute = Literal["none", "full"]
 Loss = Literal["off", "single_pass", "recompute"]
 Dtype = Literal["fp32", "bf16"]
+Route = Literal["auto", "ring", "direct"]
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -26,12 +27,15 @@ class Settings:
     context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
     recompute: "full" recomputes every layer in backward from its input. store: fraction of
     attention results that this keeps. offload: fraction of inputs and store that waits on the host.
-    sequence_chunks, mlp_tiles: of rows. gradients: dtype in which they are summed.
+    sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
+    head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
+    which they are summed.
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
     algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
-    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. fsdp:
+    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
+    chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
     parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
     whole at a time. chunks_on_host: queries, keys, values and results of all chunks but two wait on
     the host (FPDT; no flag of ours does that). path: whose modules compute.
@@ -52,6 +56,7 @@ class Settings:
     sequence_chunks: int = 1
     mlp_tiles: int = 1
     lm_head_loss: Loss = "single_pass"
+    logits_bytes: int = 10
     gradients: Dtype = "fp32"
     distributed_optimizer: bool = True
     optimizer_bytes: int = 12
@@ -65,6 +70,7 @@ class Settings:
     ulysses: int = 1
     placement: Placement = "head_first"
     inner: int | None = None
+    route: Route = "auto"
     head_chunks: int = 1
     fsdp: bool = False
     gathered: int = 2
@@ -107,7 +113,7 @@ def check(model: Model, run: Settings) -> None:
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
         raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
-    if run.sequence_chunks > 1 and run.cp == 1:
+    if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
         raise ValueError(
             f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
             "ranks: it needs --cp above 1"

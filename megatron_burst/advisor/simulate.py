@@ -11,9 +11,11 @@ from . import models
 from .attention_time import attention_time
 from .clusters import Cluster
 from .faults import Faults
+from .layer_time import layer_time
 from .models import Model
 from .settings import Settings, check
 from .step_time import step_time
+from .stragglers import layer_under, step_under
 
 Part = Literal["attention", "layer", "step"]
 
@@ -30,13 +32,17 @@ def simulate(
 
     model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: `mb.Cluster`.
     part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
-    "step". Every result has `seconds` and `bottleneck`. Raises ValueError for settings that no run
-    could have.
+    "step". faults: what is slower than `cluster` says. Every result has `seconds` and
+    `bottleneck`. Raises ValueError for settings that no run could have.
     """
     model = models.named(model) if isinstance(model, str) else model
     check(model, run)
     if part == "attention":
         return attention_time(model, cluster, run, faults)
+    if part == "layer":
+        return (
+            layer_under(model, cluster, run, faults) if faults else layer_time(model, cluster, run)
+        )
     if part == "step":
-        return step_time(model, cluster, run)
+        return step_under(model, cluster, run, faults) if faults else step_time(model, cluster, run)
     raise ValueError(f"part must be attention, layer or step, got {part!r}")
