@@ -212,7 +212,7 @@ def test_settings_that_cannot_be(fields, words):
 
 def test_what_does_not_fit_says_what_would_help():
     cluster = clusters.Cluster(clusters.GPUS["a100-40g"], 8)
-    with pytest.raises(ValueError, match=r"--tp above 1.*more than 8 GPUs"):
+    with pytest.raises(ValueError, match=r"states, where 38 are there; add --tp 8 .*GPUs"):
         longest(models.named("llama3-70b"), cluster, Settings(seq=1, cp=8))
     with pytest.raises(ValueError, match="h100"):
         clusters.gpu("h99")

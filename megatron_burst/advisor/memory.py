@@ -81,23 +81,37 @@ def fit(found: Account, cluster: Cluster) -> Fit:
 
 
 def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
-    held = parameters(model, run, stage)
-    apart = run.dp * run.cp if run.distributed_optimizer else 1
-    dense, experts = held
-    optimizer = run.optimizer_bytes * (dense / apart + experts / max(1, apart / run.ep))
-    states = {
-        "parameters": round((dense + experts) * B),
-        "gradients": round((dense + experts) * BYTES[run.gradients]),
-        "optimizer": round(optimizer * (1 - run.optimizer_offload)),
-    }
+    states, optimizer = states_of(model, run, stage)
     step = Step(model, run, stage)
     step.run_all(every)
-    host = {
-        "layer inputs and store": step.host,
-        "optimizer": round(optimizer - states["optimizer"]),
-    }
+    host = {"layer inputs and store": step.host, "optimizer": optimizer}
     moments = tuple(Moment(m.phase, {**states, **m.items}) for m in step.tape.moments)
     return Account(model, run, states, moments, {k: v for k, v in host.items() if v})
+
+
+def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
+    """Item -> bytes of what is always there on a rank of a stage; bytes of it on the host.
+
+    With `fsdp` parameters and gradients are shared out as the optimizer is, and `gathered` layers
+    of parameters and the gradients of one are whole, or the LM head with its own if that is more.
+    """
+    dense, experts = parameters(model, run, stage)
+    ranks = run.dp * run.cp
+    own = dense / ranks + experts / max(1, ranks / run.ep)
+    optimizer = run.optimizer_bytes * (own if run.distributed_optimizer else dense + experts)
+    held = own if run.fsdp else dense + experts
+    states = {
+        "parameters": round(held * B),
+        "gradients": round(held * BYTES[run.gradients]),
+        "optimizer": round(optimizer * (1 - run.optimizer_offload)),
+    }
+    if run.fsdp:
+        layers = [model.by_layer[layer] for layer in layers_of(model, run, stage)]
+        layer = max(shared + experts / run.ep for shared, _, experts in layers) / run.tp
+        head = model.vocabulary * model.hidden / run.tp * (stage in (0, run.pp - 1))
+        whole = max(layer * run.gathered * B + layer * B, 2 * head * B)
+        states["gathered layers"] = round(whole)
+    return states, round(optimizer) - states["optimizer"]
 
 
 def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:

@@ -146,7 +146,7 @@ def _pattern(config: Config, name: str) -> tuple[str, int]:
         odd = sorted(set(types) - set(LAYER_TYPES))
         if odd:
             raise ValueError(
-                f"{name}: layer_types (or layers_block_type) has {odd[0]!r}, which is not known; known: "
+                f"{name}: layer_types (or layers_block_type) has {odd[0]!r}; known are "
                 f"{', '.join(LAYER_TYPES)}"
             )
         return "".join(LAYER_TYPES[kind] for kind in types), window

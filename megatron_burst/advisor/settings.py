@@ -15,6 +15,7 @@ Path = Literal["gpu", "cpu"]
 Recompute = Literal["none", "full"]
 Loss = Literal["off", "single_pass", "recompute"]
 Dtype = Literal["fp32", "bf16"]
+Route = Literal["auto", "ring", "direct"]
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -31,7 +32,8 @@ class Settings:
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
     algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
-    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. fsdp:
+    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
+    chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
     parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
     whole at a time. chunks_on_host: queries, keys, values and results of all chunks but two wait on
     the host (FPDT; no flag of ours does that). path: whose modules compute.
@@ -65,6 +67,7 @@ class Settings:
     ulysses: int = 1
     placement: Placement = "head_first"
     inner: int | None = None
+    route: Route = "auto"
     head_chunks: int = 1
     fsdp: bool = False
     gathered: int = 2
