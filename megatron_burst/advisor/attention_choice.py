@@ -12,10 +12,10 @@ from typing import Any
 
 from ..autotune import select
 from ..autotune.candidates import Candidate, Fixed, Workload, grids
+from ..autotune.rates import Rates
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
-from ..autotune.rates import Rates
 from ..schedule.sizes import Sizes
 from ..schedule.topology import Topology
 from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
@@ -135,7 +135,8 @@ class Attention:
         kept = [
             grid
             for grid in found
-            if size in (None, grid.ulysses) and (grid.ulysses == 1 or placement in (None, grid.placement))
+            if size in (None, grid.ulysses)
+            and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
@@ -146,4 +147,3 @@ class Attention:
                 f"{sorted({grid.ulysses for grid in found})}"
             )
         return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept
-
