@@ -33,6 +33,7 @@ OUTSIDE = {
     "comm": {"greenlet"},
     "options": {"torch"},  # for type checkers only, which a subprocess test below confirms
     "linear_cross_entropy": {"triton"},
+    "advisor": {"tomli"},  # Python 3.10 has no tomllib
     "cli": {"rich", "matplotlib", "PIL"},
     "kernels": {"triton"},
     "megatron": {"megatron"},

@@ -14,6 +14,7 @@ from megatron_burst.autotune import select, simulator
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
 from megatron_burst.autotune.pair_counts import pairs_seen
+from megatron_burst.autotune.prepared import Prepared
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import PassTime, pass_time
@@ -287,8 +288,7 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
     plan, seconds = made
     size, moved = plan.grid.size, plan.tables.transfers
     ports = ports_of(moved, plan.grid, Wires())
-    number = np.arange(len(moved.src), dtype=float)
-    starting = exchanges(moved, plan.grid, ports, number)
+    starting = exchanges(moved, plan.grid, ports)
     got = []
     for post, some in starting.items():
         keys = []
@@ -300,7 +300,7 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
                 assert (leaves % size == src).all()
                 assert (arrives % size == dst).all()
                 assert wave.ends.tolist() == [src.tolist(), (dst + size).tolist()]
-                order += wave.seconds.astype(int).tolist()
+                order += wave.which.tolist()
             these = moved.where(np.array(order))
             alike = {*zip(these.post, these.ring, these.accumulated, these.land, strict=True)}
             assert {(post, exchange.land)} == {(each[0], each[3]) for each in alike}
@@ -312,10 +312,10 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
             got += order
         # Each exchange once, in the order in which ranks start them.
         assert keys == sorted(set(keys))
-    assert sorted(got) == list(range(len(number)))
+    assert sorted(got) == list(range(len(moved.src)))
     table = plan.tables
     each = seconds[table.pairs.query, table.pairs.key] * pair_shares(table)
-    program = simulator._program(table, plan.grid, starting, each, own_last)
+    program = simulator._program(Prepared(plan), each, own_last)
     share = dict(zip(zip(*table.pairs[2:], strict=True), each, strict=True))
     for rank in range(size):
         for boundary in plan.program(rank, own_last):

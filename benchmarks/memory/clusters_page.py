@@ -53,7 +53,7 @@ def found() -> list[dict[str, Any]]:
     """One row per cluster and way."""
     model, rows = models.named(MODEL), []
     for gpus, there in PUBLISHED.items():
-        cluster = clusters.Cluster(clusters.GPUS["h100"], gpus, 8, int(0.8 * HOST))
+        cluster = clusters.Cluster(clusters.GPUS["h100"], gpus, 8, host_memory=int(0.8 * HOST))
         for way, fields in WAYS.items():
             one = best(model, cluster, layouts_of(model, cluster, replace(CHUNKED, **fields)))
             rows.append(_row(model, cluster, one, way) | there._asdict())
@@ -111,7 +111,7 @@ def picture(path: Path) -> None:
     """The memory over one step of 5M tokens on 8 GPUs."""
     from megatron_burst.cli.memory import picture as drawn
 
-    cluster = clusters.Cluster(clusters.GPUS["h100"], 8, 8, int(0.8 * HOST))
+    cluster = clusters.Cluster(clusters.GPUS["h100"], 8, 8, host_memory=int(0.8 * HOST))
     run = replace(CHUNKED, seq=5 * 2**20, tp=4, cp=2)
     drawn.draw(account(models.named(MODEL), run), cluster, path)
 

@@ -1,73 +1,57 @@
-"""What clusters are made of: GPUs by name, and the nodes around them.
+"""Clusters: nodes of equal GPUs, and the rates that a run of them gets.
 
-Memory is what torch reports as total capacity of the device (less than the name says); rates are
-the vendor's dense peaks. Host links are the rates that pinned copies reach, not those of the bus.
+Decides what stands in for a figure that nobody measured: `Cluster.rank_rates` makes rates from
+published ones, or takes those of a cluster file (`cluster_file`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..autotune.rates import Rates
+from ..autotune.rates import BACKWARD, Rates
+from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu
 
-GB, GIB = 10**9, 2**30
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """memory: bytes; peak: dense bf16 operations per second; host_link: bytes per second between
-    one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
-    GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
-    peak that long attention calls (forward) and large matrix products reach."""
-
-    name: str
-    memory: int
-    peak: float
-    host_link: float
-    source: str
-    nvlink: float = 300 * GB
-    memory_rate: float = 2.0e12
-    attention: float = 0.6
-    linear: float = 0.7
-
-
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100-40g", int(39.4 * GIB), 312e12, 25 * GB, "A100 datasheet, SXM; PCIe 4.0 x16"),
-        Gpu("a100", int(79.1 * GIB), 312e12, 25 * GB, "A100 datasheet, SXM; PCIe 4.0 x16"),
-        Gpu("a800", int(79.1 * GIB), 312e12, 25 * GB, "A800 datasheet, SXM; PCIe 4.0 x16"),
-        Gpu("h100", int(79.1 * GIB), 989e12, 50 * GB, "H100 datasheet, SXM; PCIe 5.0 x16"),
-        Gpu("h200", int(139.8 * GIB), 989e12, 50 * GB, "H200 datasheet, SXM; PCIe 5.0 x16"),
-        Gpu("b200", int(178.3 * GIB), 2250e12, 50 * GB, "DGX B200 datasheet; PCIe 5.0 x16"),
-    )
-}
+# What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
+# bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC: headers and flow control taken off.
+NVLINK, NIC = 0.8, 0.9
+# Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, rows, fractions.
+LATENCY, LAUNCH, HALF_ROWS, SLOWDOWN, EXCHANGE = 15e-6, 30e-6, 256.0, 0.05, 0.8
+SOURCE = "published rates"
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal GPUs.
 
-    gpus: of all nodes; per_node: of one; host_memory: bytes of one node that may be taken.
+    gpu: or its name. gpus: of all nodes; per_node: of one. nics: of one node, shared evenly by its
+    GPUs, 0: one for each GPU; nic_rate: bytes per second of one, one way, 0: those of the vendor's
+    node. rates: measured, of a rank that sends alone on its NIC; None takes published ones.
+    source: where the rates come from; spread: of measured rates, the largest: half the range of the
+    middle half of the repeats, over their median. host_memory: bytes of one node that may be taken.
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
-    workspaces, and what the allocator cannot use.
-    host_rate: bytes per second that one GPU gets of its link to the host while all copy.
-    nics: of one node, shared evenly by its GPUs; nic_rate: bytes per second of one, one way.
-    rates: measured ones; None takes published ones. source: where the rates come from.
+    workspaces, and what the allocator cannot use. host_rate: bytes per second that one GPU gets of
+    its link to the host while all copy. host_update: bytes per second of a node's host memory that
+    an optimizer on the host reads and writes. overlap: fraction of a reduction of gradients, or of
+    a gathering of parameters, that can hide behind computing.
     """
 
     gpu: Gpu
     gpus: int
     per_node: int = 8
-    nics: int = 8
-    nic_rate: float = 50 * GB
+    nics: int = 0
+    nic_rate: float = 0.0
     rates: Rates | None = None
-    source: str = "published rates"
+    source: str = SOURCE
     host_memory: int = int(0.8 * 2e12)
     reserve: int = 4 * GIB
     host_rate: float = 0.0
+    spread: float = 0.0
+    host_update: float = 200 * GB
+    overlap: float = 0.9
 
     def __post_init__(self) -> None:
+        if isinstance(self.gpu, str):
+            object.__setattr__(self, "gpu", gpu(self.gpu))
         if self.gpus < 1 or self.per_node < 1:
             raise ValueError(f"--gpus {self.gpus} --per-node {self.per_node}: both from 1")
         if self.gpus > self.per_node and self.gpus % self.per_node:
@@ -75,6 +59,13 @@ class Cluster:
                 f"--gpus {self.gpus} are no whole nodes of --per-node {self.per_node}: give a "
                 f"multiple, such as {-(-self.gpus // self.per_node) * self.per_node}"
             )
+        if self.nics < 0 or not self.nic_rate >= 0 or not self.host_rate >= 0:
+            raise ValueError(
+                f"cluster: nics {self.nics}, nic_rate {self.nic_rate}, host_rate {self.host_rate}: "
+                "none can be below 0"
+            )
+        object.__setattr__(self, "nics", self.nics or self.per_node)
+        object.__setattr__(self, "nic_rate", self.nic_rate or self.gpu.nic)
 
     @property
     def ranks_per_node(self) -> int:
@@ -97,12 +88,41 @@ class Cluster:
         as two GPUs often share a switch, where no rate was measured."""
         return self.host_rate or self.gpu.host_link / 2
 
+    @property
+    def nic_share(self) -> float:
+        """Fraction of a NIC that each rank gets while all ranks of a node send."""
+        return min(1.0, self.nics / self.ranks_per_node)
 
-def gpu(name: str) -> Gpu:
-    """A GPU by its name. ValueError with the names that there are for any other."""
-    found = GPUS.get(name.lower())
-    if found is None:
-        raise ValueError(
-            f"--gpu {name}: unknown; one of {', '.join(GPUS)}, with another --gpu-memory if need be"
+    @property
+    def measured(self) -> bool:
+        return self.rates is not None
+
+    @property
+    def described(self) -> str:
+        """Where the rates come from, and how far that can be off, on one line."""
+        if self.measured:
+            return f"measured: {self.source}; figures within {self.spread:.0%}"
+        return f"{self.source}, not measured here: `megatron-burst calibrate` measures them"
+
+    def rank_rates(self) -> Rates:
+        """The rates of one rank: what was measured, or else what published ones become in a run.
+
+        `inter` is that of a rank alone on its NIC: who shares it is told to the simulator apart.
+        """
+        compute = self.gpu.peak * self.gpu.attention
+        if self.rates is not None:
+            return self.rates if self.rates.compute else replace(self.rates, compute=compute)
+        return Rates(
+            intra=self.gpu.nvlink * NVLINK,
+            inter=self.nic_rate * NIC,
+            latency=LATENCY,
+            compute=compute,
+            launch=LAUNCH,
+            backward=BACKWARD / SLOWER,
+            half_rows=HALF_ROWS,
+            slowdown=SLOWDOWN,
+            exchange=EXCHANGE,
         )
-    return found
+
+
+__all__ = ["GB", "GIB", "GPUS", "Cluster", "Gpu", "gpu"]

@@ -23,32 +23,71 @@ ATTENTION, MLP, RING = "attention half", "MLP half", "ring buffers"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements in a row of each tensor of a layer on one tensor-parallel rank."""
+    """Elements in a row of each tensor of a layer on one tensor-parallel rank.
+
+    heads of queries, kv_heads of keys; width of a query or key head, value_width of a value head.
+    ffn: of the MLP, or of all experts that see a row; experts: how many these are. gate: the
+    attention's result is multiplied by one. latent: the narrow rows of multi-head latent attention,
+    on every rank; up: what keys and values are expanded to. mixer: (into, out).
+    """
 
     hidden: int
-    query: int
-    kv: int
     heads: int
+    kv_heads: int
     width: int
+    value_width: int
     ffn: int
+    experts: int
     gated: bool
     tp: int
     cpu: bool
+    gate: bool = False
+    latent: int = 0
+    up: int = 0
+    mixer: tuple[int, int] = (0, 0)
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.width
+
+    @property
+    def values(self) -> int:
+        return self.kv_heads * self.value_width
+
+    @property
+    def kv(self) -> int:
+        return self.keys + self.values
+
+    @property
+    def out(self) -> int:
+        return self.heads * self.value_width
 
     @classmethod
-    def of(cls, model: Model, run: Settings) -> Sizes:
-        kv_heads = max(1, model.kv_heads // run.tp)  # with fewer heads than ranks they are copied
-        ffn = model.top_k * model.ffn + model.shared if model.experts else model.ffn
+    def of(cls, model: Model, run: Settings, sparse: bool | None = None) -> Sizes:
+        """sparse: of a layer with experts; None: if the model has any."""
+        heads = model.heads // run.tp
+        sparse = bool(model.moe_layers) if sparse is None else sparse
+        ffn = model.dense_ffn if model.experts and not sparse else model.ffn
+        low, mixer = model.latent, model.mixer
         return cls(
             hidden=model.hidden,
-            query=model.heads // run.tp * model.head_dim,
-            kv=2 * kv_heads * model.head_dim,
-            heads=model.heads // run.tp,
+            heads=heads,
+            kv_heads=max(1, model.kv_heads // run.tp),  # with fewer heads than ranks: copies
             width=model.head_dim,
-            ffn=max(1, ffn // run.tp),
+            value_width=model.value_dim,
+            ffn=max(1, (model.top_k * ffn + model.shared if sparse else ffn) // run.tp),
+            experts=model.top_k if sparse else 0,
             gated=model.gated,
             tp=run.tp,
             cpu=run.path == "cpu",
+            gate=model.output_gate,
+            latent=low.q_rank + low.kv_rank + low.rope if low else 0,
+            up=heads * (model.head_dim - low.rope + model.value_dim) if low else 0,
+            mixer=(mixer.into // run.tp, mixer.out // run.tp) if mixer else (0, 0),
         )
 
 
@@ -57,6 +96,8 @@ class Core:
     """What the core attention of a layer needs besides its tensors: bytes of ring buffers in
     forward and backward, without the sums of its own gradients; `sums`, of which these are.
     keys: rows of keys that a kernel sees at a time; store: fraction of out that is there already.
+    heads_shared: by how many ranks; parts: head chunks, whose results are joined; wire: bytes of a
+    number of gradients that travel.
     """
 
     forward: float = 0
@@ -64,23 +105,59 @@ class Core:
     sums: float = 0
     keys: int = 0
     store: float = 0.0
+    heads_shared: int = 1
+    parts: int = 1
+    wire: int = F
 
 
 def attention_half(x: Sizes, rows: int, core: Core, prefix: str = "") -> Half:
     """Norm, projections, rope, core attention and residual, of `rows` rows."""
     n = rows / x.tp
     given = {"x": n * x.hidden * B}
-    ops = [*_norm_linear(x, rows, "x", "mixed", x.query + x.kv, "qkv"), *_rope(x, rows)]
-    ops += [_core(x, rows, core), _projection(x, rows, "out", x.query, "projected", "proj")]
+    if x.latent:
+        ops = _latent(x, rows)
+    else:
+        ops = _norm_linear(x, rows, "x", "mixed", x.query * (1 + x.gate) + x.kv, "qkv")
+    ops += [*_rope(x, rows), *core_ops(x, rows, core)]
+    out = "out"
+    if x.gate:
+        gated = {"gated": rows * x.query * B}
+        ops += [Op("gate", ("out", "mixed"), gated, ("out", "mixed"))]
+        out = "gated"
+    ops += [_projection(x, rows, out, x.out, "projected", "proj")]
     ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
     # A view of the mixed projection is the value of Megatron's forward until it returns.
     return Half(ATTENTION, ops, given, {"mixed": "proj", "x": "add"}, prefix)
 
 
-def mlp_half(x: Sizes, rows: int, prefix: str = "", experts: float = 0) -> Half:
-    """Norm, MLP and residual, of `rows` rows. experts: how many of them see a row; then rows are
-    copied to them and back."""
-    n, wide = rows / x.tp, (2 if x.gated else 1) * x.ffn
+def mixer_half(x: Sizes, rows: int, prefix: str = "") -> Half:
+    """Norm, projections and residual of a layer without softmax attention; what the scan between
+    them holds is not counted."""
+    n, (into, out) = rows / x.tp, x.mixer
+    ops = _norm_linear(x, rows, "x", "mixed", into, "in")
+    ops += [Op("scan", ("mixed",), {"out": rows * out * B}, ("mixed", "out"))]
+    ops += [_projection(x, rows, "out", out, "projected", "proj")]
+    ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
+    return Half(ATTENTION, ops, {"x": n * x.hidden * B}, {"x": "add"}, prefix)
+
+
+def _latent(x: Sizes, rows: int) -> list[Op]:
+    """Multi-head latent attention: down to a few numbers per row, whole on every tensor-parallel
+    rank's share of rows, a norm of these, and up to heads."""
+    n = rows / x.tp
+    ops = _norm_linear(x, rows, "x", "mixed", x.query + x.up, "qkv")
+    norm, linear = ops
+    down = Op("down", ("normed",), {"low": n * x.latent * B}, ("normed",))
+    both = {"low normed": n * x.latent * B}
+    again = Op("norm of low", ("low",), both, ("low",), {"rstd of low": 2 * n * F})
+    gathered = {ATTENTION: rows * x.latent * B if x.tp > 1 else 0.0}
+    up = Op("up", ("low normed",), linear.makes, ("low normed",), during=gathered, back=gathered)
+    return [norm, down, again, up]
+
+
+def mlp_half(x: Sizes, rows: int, prefix: str = "") -> Half:
+    """Norm, MLP and residual, of `rows` rows, which are copied to experts and back."""
+    n, wide, experts = rows / x.tp, (2 if x.gated else 1) * x.ffn, x.experts
     ops = _norm_linear(x, rows, "x", "wide", wide, "fc1")
     if experts:
         copied = {"permuted": rows * experts * x.hidden * B}
@@ -100,7 +177,7 @@ def _norm_linear(x: Sizes, rows: int, given: str, made: str, wide: int, name: st
     """A norm and a column-parallel linear layer; with sequence parallelism rows are gathered for
     the product, and again in backward for the weight's gradient."""
     n, h = rows / x.tp, x.hidden
-    item = ATTENTION if name == "qkv" else MLP
+    item = MLP if name == "fc1" else ATTENTION
     gathered = rows * h * B if x.tp > 1 else 0.0
     weight = h * wide * B if x.cpu else 0.0
     statistics = {f"rstd of {name}": n * F}
@@ -119,34 +196,61 @@ def _norm_linear(x: Sizes, rows: int, given: str, made: str, wide: int, name: st
 
 def _rope(x: Sizes, rows: int) -> list[Op]:
     """q is copied out of the mixed projection, q and k are turned, v is made contiguous."""
-    q, k = rows * x.query * B, rows * x.kv / 2 * B
+    q, k, v = (rows * each * B for each in (x.query, x.keys, x.values))
     cut = Op("cut", ("mixed",), {"q": q})
     if not x.cpu:
-        return [cut, Op("rope", ("q",), {"q2": q, "k2": k, "v2": k})]
+        return [cut, Op("rope", ("q",), {"q2": q, "k2": k, "v2": v})]
     tables = {f"{name} of {t}": rows * x.width * B for name in ("cos", "sin") for t in "qk"}
-    return [cut, Op("rope", ("q",), {"q2": q, "k2": k, "v2": k}, (), tables,
+    return [cut, Op("rope", ("q",), {"q2": q, "k2": k, "v2": v}, (), tables,
                     before={ATTENTION: 3.5 * q}, back={ATTENTION: 2.5 * q})]  # fmt: skip
 
 
-def _core(x: Sizes, rows: int, core: Core) -> Op:
+def core_ops(x: Sizes, rows: int, core: Core) -> list[Op]:
     """Core attention over the ring. Forward sums out in fp32; backward dq, dk and dv.
 
     A stock kernel sums dq in fp32 besides, and on a GPU dk and dv too where heads share keys; on a
     CPU it sees a tile of half the rows.
     """
-    q, kv, lse = rows * x.query, core.keys * x.kv, rows * x.heads * F
+    if core.heads_shared > 1:
+        return _with_all_to_all(x, rows, core)
+    q, kv, lse, out = rows * x.query, core.keys * x.kv, rows * x.heads * F, rows * x.out
     kernel = (q / 2 + kv) * B if x.cpu else q * (B + F) + kv * (B + F)
-    rest = 1 - core.store
-    new = {"out": q * B if rest else 0, "lse": lse if rest else 0}  # else they are the store's
-    sums = {ATTENTION: q * F * rest, RING: core.forward * (rest > 0)}
-    return Op(
+    rest, joined = 1 - core.store, core.parts > 1
+    new = {"out": out * B if rest else 0, "lse": lse if rest else 0}  # else they are the store's
+    sums = {ATTENTION: out * F * rest + out * B * rest * joined, RING: core.forward * (rest > 0)}
+    return [Op(
         "core", ("q2", "k2", "v2"), {"out": new["out"]}, ("q2", "k2", "v2", "out"),
         {"lse": new["lse"]},
         during=sums,
         back_before={ATTENTION: core.sums + kernel + lse, RING: core.backward},
-        back={ATTENTION: core.sums + lse},
-        elsewhere={} if rest else {"out": q * B},
-    )  # fmt: skip
+        back={ATTENTION: core.sums * (1 + joined) + lse},
+        elsewhere={} if rest else {"out": out * B},
+    )]  # fmt: skip
+
+
+def _with_all_to_all(x: Sizes, rows: int, core: Core) -> list[Op]:
+    """The same where ranks share heads (`execution.ulysses`): q, k and v go to where their heads
+    are computed, as copies, and out comes back; backward brings its gradient there, and those of q,
+    k and v back. What backward needs is what the ring saw: q, k, v, out and lse of this rank's
+    heads and all rows of the ranks that share them. Keys have copies where heads are fewer."""
+    ranks = core.heads_shared
+    q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
+    copies = max(1, ranks / x.kv_heads)
+    there, seen = kv * copies, core.keys * x.kv * copies  # keys and values as the ring has them
+    kernel = (q / 2 + seen) * B if x.cpu else (q + seen) * (B + F)
+    rest = 1 - core.store
+    sent = {"q there": q * B, "kv there": there * B}
+    saved = {"out there": out * B if rest else 0, "lse": lse if rest else 0}
+    grads = core.sums * core.wire / F  # as they travel
+    return [
+        Op("heads to rows", ("q2", "k2", "v2"), sent, during={ATTENTION: (q + there) * B},
+           back={ATTENTION: grads}),
+        Op("core", ("q there", "kv there"), {"out": out * B}, ("q there", "kv there"), saved,
+           before={ATTENTION: out * F * rest, RING: core.forward * (rest > 0)},
+           during={ATTENTION: out * B},
+           back_before={ATTENTION: out * B + core.sums + kernel + lse, RING: core.backward},
+           back={ATTENTION: core.sums + lse}),
+    ]  # fmt: skip
 
 
 def _activation(x: Sizes, rows: int) -> list[Op]:

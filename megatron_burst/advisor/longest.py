@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from .clusters import Cluster
 from .memory import Account, Fit, account, fit
 from .models import Model
+from .remedies import does_not_fit, own_flag
 from .settings import Settings
 
 EFFICIENCY = 0.5  # of a GPU's peak, of all products: an assumption, stated wherever it is used
@@ -46,8 +47,7 @@ def longest(
         middle = (low + high) // 2
         low, high = (middle, high) if tried(middle)[1].fits else (low, middle)
     if not low:
-        found, left = tried(1)
-        raise ValueError(_does_not_fit(found, left, cluster))
+        raise ValueError(does_not_fit(tried(1)[0], cluster, own_flag))
     found, left = tried(low)
     _, beyond = tried(high)
     binds = beyond.binds if beyond.device < 0 else "host memory"
@@ -102,26 +102,3 @@ def host_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
     query = model.heads // run.tp * model.head_dim
     each = rows * model.hidden * 2 + run.store * run.rows * (query * 2 + model.heads // run.tp * 4)
     return run.offload * each * model.layers / run.pp * run.micro_batches / cluster.link
-
-
-def _does_not_fit(found: Account, left: Fit, cluster: Cluster) -> str:
-    states = sum(found.states.values())
-    need, there = found.peak.bytes / 1e9, cluster.room / 1e9
-    if left.host < 0 and left.device >= 0:
-        return (
-            f"does not fit: {found.host_bytes / 1e9:.0f} GB of host memory per GPU, "
-            f"{cluster.host_per_rank / 1e9:.0f} are there; lower --store or --optimizer-offload, "
-            "or raise --host-memory"
-        )
-    helps = []
-    if states > cluster.room:
-        helps += [f"--tp above {found.run.tp}", f"more than {cluster.gpus} GPUs"]
-        helps += ["--optimizer-offload 1"] * (found.run.optimizer_offload < 1)
-    else:
-        helps += ["--offload 1"] * (found.run.offload < 1)
-        helps += ["--sequence-chunks 32 --mlp-tiles 64"] * (not found.run.chunked)
-        helps += ["more GPUs"]
-    return (
-        f"does not fit: {need:.0f} GB on a GPU, {states / 1e9:.0f} of it states, and {there:.0f} "
-        f"are there; what would help: {', or '.join(helps)}"
-    )

@@ -16,8 +16,8 @@ from .clusters import Cluster
 from .layer import B
 from .models import Model
 from .settings import BYTES, Settings, check
-from .steps import Step
-from .tape import Moment
+from .steps import Step, layers_of
+from .tape import Moment, peaks
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,7 @@ class Account:
     @property
     def peaks(self) -> list[Moment]:
         """Of every phase, in order, the moment with most bytes."""
-        most: dict[str, Moment] = {}
-        for moment in self.moments:
-            if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
-                most[moment.phase] = moment
-        return list(most.values())
+        return peaks(self.moments)
 
     @property
     def activations(self) -> int:
@@ -68,8 +64,8 @@ class Fit(NamedTuple):
 
 
 def account(model: Model, run: Settings, every: bool = True) -> Account:
-    """The memory of the rank of a run that takes most. every: also the moments of layers that are
-    like others, which a search can do without. ValueError for what cannot be."""
+    """The memory of the rank of a run that takes most. every: all moments, also of layers that are
+    like others; a search can do with the peak of each phase. ValueError for what cannot be."""
     check(model, run)
     found = (_of_stage(model, run, stage, every) for stage in sorted({0, run.pp - 1}))
     return max(found, key=lambda one: one.peak.bytes)
@@ -85,34 +81,46 @@ def fit(found: Account, cluster: Cluster) -> Fit:
 
 
 def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
-    held = parameters(model, run, stage)
-    apart = run.dp * run.cp if run.distributed_optimizer else 1
-    dense, experts = held
-    optimizer = run.optimizer_bytes * (dense / apart + experts / max(1, apart / run.ep))
-    states = {
-        "parameters": round((dense + experts) * B),
-        "gradients": round((dense + experts) * BYTES[run.gradients]),
-        "optimizer": round(optimizer * (1 - run.optimizer_offload)),
-    }
+    states, optimizer = states_of(model, run, stage)
     step = Step(model, run, stage)
     step.run_all(every)
-    host = {
-        "layer inputs and store": step.host,
-        "optimizer": round(optimizer - states["optimizer"]),
-    }
-    moments = tuple(Moment(m.phase, {**states, **m.items}) for m in step.tape.moments)
+    host = {"layer inputs and store": step.host, "optimizer": optimizer}
+    shown = step.tape.moments if every else peaks(step.tape.moments)
+    moments = tuple(Moment(m.phase, {**states, **m.items}) for m in shown)
     return Account(model, run, states, moments, {k: v for k, v in host.items() if v})
+
+
+def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
+    """Item -> bytes of what is always there on a rank of a stage; bytes of it on the host.
+
+    With `fsdp` parameters and gradients are shared out as the optimizer is, and `gathered` layers
+    of parameters and the gradients of one are whole, or the LM head with its own if that is more.
+    """
+    dense, experts = parameters(model, run, stage)
+    ranks = run.dp * run.cp
+    own = dense / ranks + experts / max(1, ranks / run.ep)
+    optimizer = run.optimizer_bytes * (own if run.distributed_optimizer else dense + experts)
+    held = own if run.fsdp else dense + experts
+    states = {
+        "parameters": round(held * B),
+        "gradients": round(held * BYTES[run.gradients]),
+        "optimizer": round(optimizer * (1 - run.optimizer_offload)),
+    }
+    if run.fsdp:
+        layers = [model.by_layer[layer] for layer in layers_of(model, run, stage)]
+        layer = max(shared + experts / run.ep for shared, _, experts in layers) / run.tp
+        head = model.vocabulary * model.hidden / run.tp * (stage in (0, run.pp - 1))
+        whole = max(layer * run.gathered * B + layer * B, 2 * head * B)
+        states["gathered layers"] = round(whole)
+    return states, round(optimizer) - states["optimizer"]
 
 
 def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
     """Of one rank of a stage: those that all data-parallel ranks have, and those of experts."""
-    share = model.layers / run.pp
-    sparse = share * model.moe_layers / model.layers
-    mlp = model.dense_parameters * (sparse if model.experts else share)
-    if model.experts:
-        mlp += (share - sparse) * (3 if model.gated else 2) * model.hidden * model.dense_ffn
     ends = (stage == 0) + (stage == run.pp - 1 and not (model.tied and run.pp == 1))
-    table = ends * model.vocabulary * model.hidden
-    norms = 2 * model.hidden * share + model.hidden * (stage == run.pp - 1)  # on every rank
-    dense = (share * (model.attention_parameters - 2 * model.hidden) + mlp + table) / run.tp
-    return dense + norms, sparse * model.expert_parameters / (run.ep * run.tp)
+    shared, experts = ends * model.vocabulary * model.hidden, 0
+    norms = model.hidden * (stage == run.pp - 1)  # on every tensor-parallel rank
+    for layer in layers_of(model, run, stage):
+        found = model.by_layer[layer]
+        shared, norms, experts = shared + found[0], norms + found[1], experts + found[2]
+    return shared / run.tp + norms, experts / (run.ep * run.tp)

@@ -1,119 +1,94 @@
-"""Shapes of models, by name, from a Hugging Face `config.json` or from numbers.
+"""Shapes of models by name, from the config.json files that their makers publish on Hugging Face.
 
-Dense and mixture-of-experts decoders with multi-head or grouped-query attention, gated MLPs.
-Multi-head latent attention and hybrid stacks are refused: their memory is not counted.
+Decoders only: vision towers and heads that predict several tokens are named as not counted.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder. head_dim: width of a head; ffn: of the MLP, or of one expert; vocabulary: with
-    padding. tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a
-    token, and `shared` wide is what every token sees besides. moe_layers: those with experts; the
-    others have an MLP `dense_ffn` wide."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    head_dim: int = 0
-    gated: bool = True
-    tied: bool = False
-    experts: int = 0
-    top_k: int = 0
-    shared: int = 0
-    moe_layers: int = 0
-    dense_ffn: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model {self.name}: {name} must be from 1, {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model {self.name}: {self.kv_heads} key/value heads do not divide {self.heads} "
-                "query heads"
-            )
-        if self.experts and not 1 <= self.top_k <= self.experts:
-            raise ValueError(
-                f"model {self.name}: top_k must be 1 to {self.experts} experts, got {self.top_k}"
-            )
-
-    @property
-    def attention_parameters(self) -> int:
-        """Of one layer, norms included."""
-        q, kv = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        return self.hidden * (2 * q + kv) + 2 * self.hidden
-
-    @property
-    def dense_parameters(self) -> int:
-        """Of the MLP of one layer without experts; of one with experts, router and shared part."""
-        each = (3 if self.gated else 2) * self.hidden
-        if self.experts:
-            return each * self.shared + self.hidden * self.experts
-        return each * self.ffn
-
-    @property
-    def expert_parameters(self) -> int:
-        """Of all experts of one layer."""
-        return self.experts * (3 if self.gated else 2) * self.hidden * self.ffn
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model."""
-        ends = self.hidden * (self.vocabulary * (1 if self.tied else 2) + 1)
-        each = self.attention_parameters
-        if not self.experts:
-            return ends + self.layers * (each + self.dense_parameters)
-        dense = (self.layers - self.moe_layers) * (3 if self.gated else 2) * self.hidden
-        sparse = self.moe_layers * (self.dense_parameters + self.expert_parameters)
-        return ends + self.layers * each + dense * self.dense_ffn + sparse
-
-    @property
-    def active_parameters(self) -> int:
-        """That multiply a token: of experts only those that see it, and no embedding."""
-        unseen = (self.experts - self.top_k) * self.expert_parameters // max(1, self.experts)
-        embedding = 0 if self.tied else self.hidden * self.vocabulary
-        return self.parameters - self.moe_layers * unseen - embedding
+from .model import Latent, Mixer, Model, padded
+from .model_config import from_config
 
 
 def _moe(layers: int, **fields: Any) -> dict[str, Any]:
     return {"layers": layers, "moe_layers": layers} | fields
 
 
-# From the models' config.json on Hugging Face; FPDT's GPT sizes from its table 1 (gated MLPs left
-# out: two matrices of 4 hidden).
-NAMED: dict[str, Model] = {
-    model.name: model
-    for model in (
-        Model("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
-        Model("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
-        Model("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
-        Model("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
-        Model("llama3-405b", 126, 16384, 128, 8, 53248, 128256),
-        Model("mistral-7b", 32, 4096, 32, 8, 14336, 32000),
-        Model("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064),
-        Model("qwen2.5-72b", 80, 8192, 64, 8, 29568, 152064),
-        Model("qwen3-8b", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
-        Model("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
-        Model("mixtral-8x7b", hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=32000,
-              **_moe(32, experts=8, top_k=2)),
-        Model("qwen3-30b-a3b", hidden=2048, heads=32, kv_heads=4, ffn=768, vocabulary=151936,
-              head_dim=128, **_moe(48, experts=128, top_k=8)),
-    )
-}  # fmt: skip
+def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, dim: int) -> Model:
+    """Five layers of a window of 1,024 tokens, then one that sees all (Gemma 3 report)."""
+    pattern = ("WWWWWF" * layers)[:layers]
+    return Model(name, layers, hidden, heads, kv, ffn, 262208, dim, tied=True, pattern=pattern,
+                 window=1024, also=("the vision tower",))  # fmt: skip
+
+
+def _gpt_oss(name: str, layers: int, experts: int) -> Model:
+    """A window of 128 tokens in every other layer, and sinks (gpt-oss model card)."""
+    return Model(name, hidden=2880, heads=64, kv_heads=8, ffn=2880, vocabulary=201088, head_dim=64,
+                 pattern="WF" * (layers // 2), window=128, sinks=True,
+                 **_moe(layers, experts=experts, top_k=4))  # fmt: skip
+
+
+_LLAMA = (
+    Model("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
+    Model("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
+    Model("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
+    *(Model(f"llama{v}-8b", 32, 4096, 32, 8, 14336, 128256) for v in ("3", "3.1")),
+    *(Model(f"llama{v}-70b", 80, 8192, 64, 8, 28672, 128256) for v in ("3", "3.1", "3.3")),
+    *(Model(f"llama{v}-405b", 126, 16384, 128, 8, 53248, 128256) for v in ("3", "3.1")),
+    Model("llama3.2-1b", 16, 2048, 32, 8, 8192, 128256, tied=True),
+    Model("llama3.2-3b", 28, 3072, 24, 8, 8192, 128256, tied=True),
+    Model("mistral-7b", 32, 4096, 32, 8, 14336, 32000),
+    Model("mixtral-8x7b", hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=32000,
+          **_moe(32, experts=8, top_k=2)),
+    Model("mixtral-8x22b", hidden=6144, heads=48, kv_heads=8, ffn=16384, vocabulary=32768,
+          **_moe(56, experts=8, top_k=2)),
+)  # fmt: skip
+_QWEN = (
+    Model("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064),
+    Model("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064),
+    Model("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064),
+    Model("qwen2.5-72b", 80, 8192, 64, 8, 29568, 152064),
+    Model("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, 128, tied=True),
+    Model("qwen3-1.7b", 28, 2048, 16, 8, 6144, 151936, 128, tied=True),
+    Model("qwen3-4b", 36, 2560, 32, 8, 9728, 151936, 128, tied=True),
+    Model("qwen3-8b", 36, 4096, 32, 8, 12288, 151936, 128),
+    Model("qwen3-14b", 40, 5120, 40, 8, 17408, 151936, 128),
+    Model("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, 128),
+    Model("qwen3-30b-a3b", hidden=2048, heads=32, kv_heads=4, ffn=768, vocabulary=151936,
+          head_dim=128, **_moe(48, experts=128, top_k=8)),
+    Model("qwen3-235b-a22b", hidden=4096, heads=64, kv_heads=4, ffn=1536, vocabulary=151936,
+          head_dim=128, **_moe(94, experts=128, top_k=8)),
+    Model("qwen3-next-80b-a3b", hidden=2048, heads=16, kv_heads=2, ffn=512, vocabulary=151936,
+          head_dim=256, output_gate=True, pattern="LLLF" * 12,
+          mixer=Mixer("gated delta net", 2 * 16 * 128 + 2 * 32 * 128 + 2 * 32, 32 * 128, 32,
+                      4 * (2 * 16 * 128 + 32 * 128)),
+          also=("the head that predicts several tokens",),
+          **_moe(48, experts=512, top_k=10, shared=512)),
+)  # fmt: skip
+_OTHERS = (
+    Model("deepseek-v2-lite", 27, 2048, 16, 16, 1408, 102400, head_dim=192, value_dim=128,
+          latent=Latent(512, 64), experts=64, top_k=6, shared=2 * 1408, moe_layers=26,
+          dense_ffn=10944),
+    Model("deepseek-v2", 60, 5120, 128, 128, 1536, 102400, head_dim=192, value_dim=128,
+          latent=Latent(512, 64, 1536), experts=160, top_k=6, shared=2 * 1536, moe_layers=59,
+          dense_ffn=12288),
+    Model("deepseek-v3", 61, 7168, 128, 128, 2048, 129280, head_dim=192, value_dim=128,
+          latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
+          dense_ffn=18432, also=("the head that predicts several tokens",)),
+    _gpt_oss("gpt-oss-20b", 24, 32),
+    _gpt_oss("gpt-oss-120b", 36, 128),
+    _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240, 256),
+    _gemma3("gemma-3-12b", 48, 3840, 16, 8, 15360, 256),
+    _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, 128),
+    Model("nemotron-h-8b", 52, 4096, 32, 8, 21504, 131072, head_dim=128, gated=False,
+          pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+          mixer=Mixer("Mamba-2", 2 * 8192 + 2 * 8 * 128 + 128, 8192, 128,
+                      5 * (8192 + 2 * 8 * 128) + 3 * 128 + 8192)),
+)  # fmt: skip
+NAMED: dict[str, Model] = {model.name: model for model in (*_LLAMA, *_QWEN, *_OTHERS)}
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
@@ -133,42 +108,4 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
     return padded(from_config(json.loads(path.read_text()), str(path)), vocabulary_multiple)
 
 
-def padded(model: Model, multiple: int) -> Model:
-    """The same with a vocabulary that `multiple` divides."""
-    return replace(model, vocabulary=-(-model.vocabulary // multiple) * multiple)
-
-
-def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
-    """From the fields of a Hugging Face configuration. ValueError for what is not counted."""
-    if any(config.get(key) for key in ("kv_lora_rank", "ssm_state_size", "mamba_d_state")):
-        raise ValueError(
-            f"{name}: multi-head latent attention and state-space layers are not counted yet; "
-            "the memory of a dense or mixture-of-experts model with grouped-query attention is"
-        )
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        layers, ffn = config["num_hidden_layers"], config["intermediate_size"]
-        vocabulary = config["vocab_size"]
-    except KeyError as error:
-        raise ValueError(
-            f"{name}: has no {error}; a config.json of a decoder with num_hidden_layers, "
-            "hidden_size, num_attention_heads, intermediate_size and vocab_size would do"
-        ) from None
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    return Model(
-        name=config.get("_name_or_path") or name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        ffn=(config.get("moe_intermediate_size") or ffn) if experts else ffn,
-        vocabulary=vocabulary,
-        head_dim=config.get("head_dim") or hidden // heads,
-        gated=config.get("hidden_act", "silu") in ("silu", "swiglu"),
-        tied=bool(config.get("tie_word_embeddings")),
-        experts=experts,
-        top_k=config.get("num_experts_per_tok") or 0,
-        shared=config.get("shared_expert_intermediate_size") or 0,
-        moe_layers=layers if experts else 0,
-        dense_ffn=ffn if experts else 0,
-    )
+__all__ = ["NAMED", "Latent", "Mixer", "Model", "from_config", "named", "padded"]

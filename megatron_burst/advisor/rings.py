@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..layout import make
 from ..masks import Causal
-from ..options import WITH_SHARED_HEADS, ring_algorithm
+from ..options import ring_algorithm
 from ..schedule import cost
 from ..schedule.demand import wanted
 from ..schedule.sizes import Sizes as RowSizes
 from ..schedule.tables import Grid
+from ..schedule.topology import Topology
 from .layer import Core, Sizes
 from .ring_buffers import ALIGNMENT, ENVELOPE, Rooms, rooms
 from .settings import BYTES, Settings
@@ -21,18 +24,16 @@ SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each
 
 def core_of(x: Sizes, run: Settings) -> Core:
     """What the core attention of one layer holds beside its tensors, for causal sequences."""
-    rows, chunk = run.rows, run.rows // run.sequence_chunks
+    shared, x = run.ulysses, on_ring(x, run)
+    rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
     whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
-    if run.cp == 1:
-        return Core(0, 0, chunk * x.query * 4 + rows * x.kv * 4 * whole, rows, run.store)
-    if run.algorithm in WITH_SHARED_HEADS:
-        raise ValueError(
-            f"--algorithm {run.algorithm}: ranks that share heads are not counted yet; take burst, "
-            "or raise --tp, which splits heads too"
-        )
+    rest = Core(0, 0, chunk * x.query * 4 + rows * x.kv * 4 * whole, run.rows, run.store, shared,
+                run.head_chunks, BYTES[run.wire])  # fmt: skip
+    if run.cp == shared:
+        return rest
     side = side_of(x, run)
     forward, backward = ring_rooms(
-        run.algorithm, run.layout, run.cp, run.intra or run.cp, side, run.wire == "bf16",
+        run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu",
     )  # fmt: skip
     each = room_bytes(x, run)
@@ -47,11 +48,27 @@ def core_of(x: Sizes, run: Settings) -> Core:
 
     own_query, own_keys = each("dquery", chunk), each("dkv", rows)
     others = total(backward) - own_query - own_keys
-    return Core(total(forward), others, own_query + own_keys * whole, rows, run.store)
+    sums = own_query + own_keys * whole
+    return replace(rest, forward=total(forward), backward=others, sums=sums)
+
+
+def on_ring(x: Sizes, run: Settings) -> Sizes:
+    """What a rank has of a row on its ring: its share of the heads, copies where these are few."""
+    heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
+    return replace(x, heads=heads, kv_heads=kv_heads)
+
+
+def intra_of(run: Settings) -> int:
+    """Ranks of an inner ring: `run.inner`, or those of a ring that are on one node."""
+    size = run.cp // run.ulysses
+    if run.inner is not None:
+        return run.inner if size % run.inner == 0 else size
+    node = run.intra if run.intra and run.cp % run.intra == 0 else run.cp
+    return Topology(run.cp, node, run.ulysses, run.placement).intra_size
 
 
 def side_of(x: Sizes, run: Settings) -> str:
-    """What travels in backward: keys go round once per chunk of queries."""
+    """What travels in backward, of sizes on the ring: keys go round once per chunk of queries."""
     if run.side != "auto":
         return run.side
     of = _row_sizes(x, run).backward
@@ -59,16 +76,16 @@ def side_of(x: Sizes, run: Settings) -> str:
 
 
 def room_bytes(x: Sizes, run: Settings) -> Callable[[str, int], float]:
-    """(kind, rows) -> bytes of one buffer: on a CPU each has room for the longest message."""
+    """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
+    message. x: sizes on the ring."""
     of, least = _row_sizes(x, run), 0.0
     wire = {"dkv wire": x.kv * BYTES[run.wire], "dquery wire": x.query * BYTES[run.wire]}
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * 4,
                "dquery": x.query * 4, "out": of.forward.out, **wire}  # fmt: skip
     if run.path == "cpu":
         travels = ("kv", side_of(x, run), "d" + side_of(x, run))
-        chunk = run.rows // run.sequence_chunks
-        longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) * chunk // run.rows
-                   for f in travels)  # fmt: skip
+        chunks = run.sequence_chunks
+        longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
         least = max(longest) + 4 * ALIGNMENT + ENVELOPE
 
     def size(kind: str, rows: int) -> float:
@@ -78,11 +95,11 @@ def room_bytes(x: Sizes, run: Settings) -> Callable[[str, int], float]:
 
 
 def _row_sizes(x: Sizes, run: Settings) -> RowSizes:
-    kv_heads = x.kv // 2 // x.width
-    return RowSizes(run.rows, 1, x.heads, kv_heads, x.width, x.width, 2, 4, BYTES[run.wire],
-                    ALL_GRADIENTS)  # fmt: skip
+    return RowSizes(run.rows * run.ulysses, 1, x.heads, x.kv_heads, x.width, x.value_width, 2, 4,
+                    BYTES[run.wire], ALL_GRADIENTS)  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)  # the same for all runs with these groups
 def ring_rooms(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool
 ) -> tuple[Rooms, Rooms]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..schedule.head_shares import shareable
 from ..schedule.topology import Placement
 from .models import Model
 
@@ -14,6 +15,7 @@ Path = Literal["gpu", "cpu"]
 Recompute = Literal["none", "full"]
 Loss = Literal["off", "single_pass", "recompute"]
 Dtype = Literal["fp32", "bf16"]
+Route = Literal["auto", "ring", "direct"]
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -25,13 +27,18 @@ class Settings:
     context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
     recompute: "full" recomputes every layer in backward from its input. store: fraction of
     attention results that this keeps. offload: fraction of inputs and store that waits on the host.
-    sequence_chunks, mlp_tiles: of rows. gradients: dtype in which they are summed.
+    sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
+    head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
+    which they are summed.
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
     algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
-    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. fsdp:
-    parameters and gradients are shared out too (ZeRO-3). path: whose modules compute.
+    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
+    chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
+    parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
+    whole at a time. chunks_on_host: queries, keys, values and results of all chunks but two wait on
+    the host (FPDT; no flag of ours does that). path: whose modules compute.
     """
 
     seq: int
@@ -49,6 +56,7 @@ class Settings:
     sequence_chunks: int = 1
     mlp_tiles: int = 1
     lm_head_loss: Loss = "single_pass"
+    logits_bytes: int = 10
     gradients: Dtype = "fp32"
     distributed_optimizer: bool = True
     optimizer_bytes: int = 12
@@ -62,8 +70,11 @@ class Settings:
     ulysses: int = 1
     placement: Placement = "head_first"
     inner: int | None = None
+    route: Route = "auto"
     head_chunks: int = 1
     fsdp: bool = False
+    gathered: int = 2
+    chunks_on_host: bool = False
     path: Path = "gpu"
 
     @property
@@ -84,7 +95,7 @@ class Settings:
 def check(model: Model, run: Settings) -> None:
     """Raise ValueError, with what would do, for settings that no run could have."""
     sizes = ("seq", "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches",
-             "sequence_chunks", "mlp_tiles")  # fmt: skip
+             "sequence_chunks", "mlp_tiles", "ulysses", "head_chunks", "gathered")  # fmt: skip
     for name in sizes:
         value = getattr(run, name)
         if value < 1:
@@ -102,7 +113,7 @@ def check(model: Model, run: Settings) -> None:
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
         raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
-    if run.sequence_chunks > 1 and run.cp == 1:
+    if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
         raise ValueError(
             f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
             "ranks: it needs --cp above 1"
@@ -118,8 +129,34 @@ def check(model: Model, run: Settings) -> None:
         raise ValueError(f"--ep {run.ep} does not divide {model.experts} experts of {model.name}")
     if run.ep > 1 and not model.experts:
         raise ValueError(f"--ep {run.ep}: {model.name} has no experts")
+    _check_heads(model, run)
     if run.recompute == "none" and (run.store or run.offload or run.chunked):
         raise ValueError(
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
             "layers only: add --recompute full"
+        )
+
+
+def _check_heads(model: Model, run: Settings) -> None:
+    """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
+    heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
+    fit = [n for n in range(1, run.cp + 1) if run.cp % n == 0 and shareable(heads, kv_heads, n)]
+    if run.ulysses not in fit:
+        raise ValueError(
+            f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
+            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take one of "
+            f"{', '.join(map(str, fit))}"
+        )
+    if run.algorithm == "ulysses" and run.ulysses != run.cp:
+        raise ValueError(
+            f"--algorithm ulysses shares heads over all --cp {run.cp} ranks, --ulysses "
+            f"{run.ulysses}: take --ulysses {run.cp}, or --algorithm hybrid"
+        )
+    if run.algorithm == "hybrid" and run.ulysses == 1 < run.cp:
+        raise ValueError("--algorithm hybrid needs ranks that share heads: --ulysses 2, say")
+    here = max(1, kv_heads // run.ulysses)
+    if here % run.head_chunks:
+        raise ValueError(
+            f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
+            "rank computes"
         )

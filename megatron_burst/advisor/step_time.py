@@ -1,20 +1,45 @@
-"""How long a training step takes, and what it spends its time on."""
+"""How long a training step takes, and what it spends its time on.
+
+Layers and ends of the model run on pipeline stages, micro-batch by micro-batch; then gradients are
+summed and the optimizer updates. The busiest stage is what the parts are of; what it waits for is
+the pipeline's bubble. Decides nothing: `Settings` say what runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
+from .attention_time import attention_time
 from .clusters import Cluster
-from .longest import seconds
-from .models import Model
-from .settings import Settings
+from .layer import B
+from .layer_time import MEMORY, Attention, LayerTime, layer_time, visible
+from .layer_work import Product, product_seconds
+from .links import ring_seconds, send_seconds
+from .memory import parameters
+from .model import Model, Part
+from .parts import Parts
+from .settings import Settings, check
+from .states_time import states_seconds
+from .steps import layers_of
+
+HEAD, RECOMPUTE = "LM head and loss", "recompute"
+BUBBLE, SENDS = "pipeline bubble", "pipeline sends"
+# Bytes that the loss reads and writes per logit besides the products: fused, bf16 logits are read
+# and their gradient written in place, once or (recompute) with another pass before; apart, fp32
+# copies of them go through softmax, target and gradient one by one.
+LOSS_BYTES = {"single_pass": 6, "recompute": 8, "off": 24}
+LOSS_PRODUCTS = {"single_pass": 3, "recompute": 4, "off": 3}
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Predicted for one step. parts: seconds of the busiest rank by what it does, whose
-    sum is `seconds`; bottleneck: the part to improve first; tokens: of one step, all ranks."""
+    sum is `seconds`; bottleneck: the part to improve first; tokens: of one step, all ranks.
+    mfu: operations of the model (`model_operations`) over those of the GPUs' peak in that time."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -27,8 +52,111 @@ class StepTime:
         return self.tokens / self.seconds / gpus
 
 
-def step_time(model: Model, cluster: Cluster, run: Settings) -> StepTime:
-    """The time of one step of a run."""
+class Stage(NamedTuple):
+    """Seconds by part of one micro-batch on one stage: forward, and backward with recompute."""
+
+    forward: Parts
+    backward: Parts
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.total + self.backward.total
+
+
+def step_time(
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    attention: Attention = attention_time,
+) -> StepTime:
+    """The time of one step of a run, without faults. attention: times the core attention of a
+    layer; a search gives one that remembers.
+
+    Raises ValueError for settings that no run could have.
+    """
+    check(model, run)
+
+    def layer(part: Part) -> LayerTime:
+        return layer_time(model, cluster, run, part=part, attention=attention)
+
+    stages = stages_of(model, cluster, run, layer)
+    times = [stage.seconds for stage in stages]
+    busiest = max(range(run.pp), key=times.__getitem__)
+    stage = stages[busiest]
+    parts = Parts()
+    for each in stage:
+        parts.add(each, run.micro_batches)
+    parts[BUBBLE] = (sum(times) - times[busiest]) / run.vpp
+    parts[SENDS] = send_time(model, cluster, run)
+    hiding = stage.forward.total, stage.backward.total
+    parts.add(states_seconds(cluster, run, parameters(model, run, busiest), hiding))
+    parts = parts.taken()
+    seconds = parts.total
     tokens = run.seq * run.micro_batch * run.micro_batches * run.dp
-    found = seconds(model, cluster, run)
-    return StepTime(found, {"compute": found}, "compute", tokens, 0.5)
+    mfu = model_operations(model, run.seq) * tokens / (seconds * run.gpus * cluster.gpu.peak)
+    return StepTime(seconds, parts, parts.largest, tokens, mfu)
+
+
+def model_operations(model: Model, seq: int) -> float:
+    """Operations per token that the model needs: six per parameter that multiplies a token (the LM
+    head, not the embedding) and three passes of attention's two products over the keys that it
+    sees: of a causal sequence half. Nothing that is recomputed counts. BurstEngine counts so."""
+    widths = model.heads * (model.head_dim + model.value_dim)
+    full = (model.attentions - model.windows) * visible(seq)
+    seen = full + model.windows * visible(seq, model.window)
+    return 6.0 * model.active_parameters + 6.0 * widths * seen
+
+
+# --- stages --------------------------------------------------------------------------------------
+
+
+def stages_of(
+    model: Model, cluster: Cluster, run: Settings, layer: Callable[[Part], LayerTime]
+) -> list[Stage]:
+    """One micro-batch on every stage. layer: the time of a layer that is made of this."""
+    timed = cache(layer)
+    return [stage_of(model, cluster, run, index, timed) for index in range(run.pp)]
+
+
+def stage_of(
+    model: Model, cluster: Cluster, run: Settings, index: int, layer: Callable[[Part], LayerTime]
+) -> Stage:
+    """One micro-batch on a stage: its layers, the embedding on the first, the head on the last."""
+    forward = Parts()
+    backward = Parts()
+    kinds = Counter(model.parts[each] for each in layers_of(model, run, index))
+    for part, count in kinds.items():
+        one = layer(part)
+        forward.add(one.forward, count)
+        backward.add(one.backward, count)
+        backward[RECOMPUTE] += count * one.recompute.total
+    if index == 0:
+        moved = 3 * run.rows / run.tp * model.hidden * B / cluster.gpu.memory_rate
+        forward[MEMORY] += moved
+        backward[MEMORY] += moved
+    if index == run.pp - 1:
+        forward[HEAD], backward[HEAD] = head_seconds(model, cluster, run)
+    return Stage(forward, backward)
+
+
+def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, float]:
+    """Forward and backward of the LM head and its loss: three products, four if logits are made
+    again; with `single_pass` all of them are in forward."""
+    columns = max(1, model.vocabulary // run.tp)
+    each = product_seconds(cluster.gpu, Product(run.rows, model.hidden, columns))
+    loss = LOSS_BYTES[run.lm_head_loss] * run.rows * columns / cluster.gpu.memory_rate
+    gathers = 3 * ring_seconds(cluster, run.tp, 1, run.rows * model.hidden * B)
+    count = LOSS_PRODUCTS[run.lm_head_loss]
+    first = count if run.lm_head_loss == "single_pass" else 1
+    return first * each + loss, (count - first) * each + gathers
+
+
+def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
+    """Of activations and their gradients between stages: every micro-batch waits for its own in
+    1F1B; interleaved, only those that fill and empty the pipeline do."""
+    if run.pp == 1:
+        return 0.0
+    stride = run.tp * run.cp * run.dp
+    each = send_seconds(cluster, stride, run.rows / run.tp * model.hidden * B)
+    times = run.micro_batches if run.vpp == 1 else 2 * (run.pp - 1)
+    return 2 * times * each

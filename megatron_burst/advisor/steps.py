@@ -1,24 +1,21 @@
 """One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
 
-Three ways through a layer: nothing recomputed (all that modules save stays), every layer
-recomputed from its input, and that with chunks and tiles of rows. With a pipeline the step is the
-backward of the oldest micro-batch, beside what the others in flight have left.
+`walk` goes through a layer. With a pipeline the step is the backward of the oldest micro-batch,
+beside what the others in flight have left.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .head import head_bytes
-from .layer import ATTENTION, B, F, Half, Sizes, attention_half, mlp_half
+from .layer import B, F
+from .model import FULL, WINDOW, Part
 from .models import Model
-from .rings import core_of
 from .settings import Settings
 from .tape import Tape
+from .walk import BETWEEN, INPUTS, Walk
 
-INPUTS, STORE, BETWEEN = "layer inputs", "attention store", "between layers"
-HEAD, ROPE, BATCH, IN_FLIGHT = "LM head and loss", "rope tables", "batch", "other micro-batches"
-SUMS = "weight gradients of a layer"
+STORE, HEAD, ROPE = "attention store", "LM head and loss", "rope tables"
+BATCH, IN_FLIGHT, SAVED = "batch", "other micro-batches", "saved activations"
 
 
 class Step:
@@ -26,27 +23,22 @@ class Step:
 
     def __init__(self, model: Model, run: Settings, stage: int):
         self.model, self.run, self.stage = model, run, stage
-        self.tape, self.sizes = Tape(), Sizes.of(model, run)
-        again = core_of(self.sizes, run)  # of a recompute, which finds what the store kept
-        self.cores = {"first": replace(again, store=0.0), "again": again}
-        self.layers = model.layers // run.pp
-        rows = run.rows
-        self.hidden = rows / run.tp * model.hidden * B
-        self.out = rows * (self.sizes.query * B + self.sizes.heads * F)
-        self.store = run.store * self.out
+        self.tape = Tape()
+        self.walk = Walk(model, run, self.tape)
+        self.parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
+        self.layers = len(self.parts)
+        self.hidden = self.walk.hidden
         self.host = 0
-
-    # --- the step ----------------------------------------------------------------------------
+        self._saved: dict[Part, float] = {}
 
     def run_all(self, every: bool = True) -> None:
         """The step; unless `every`, layers between the first and the last two only leave what they
         leave: they are like these, and the peak is never theirs alone."""
-        tape, run, model = self.tape, self.run, self.model
-        shown = set(range(self.layers)) if every else {0, 1, self.layers - 2, self.layers - 1}
+        tape, run = self.tape, self.run
+        shown = set(range(self.layers)) if every else self._different()
         tape.begin("batch and embedding")
         tape.make("batch", BATCH, run.rows * (3 * 8 + 4))
-        table = (run.rows if run.rope_local else run.seq) * model.head_dim * F
-        tape.make("rope", ROPE, table)
+        tape.make("rope", ROPE, self._rope_bytes())
         self._others()
         tape.make("input 0", INPUTS, self.hidden)
         for layer in range(self.layers):
@@ -59,12 +51,28 @@ class Step:
             tape.drop(last)
             tape.make("dy", BETWEEN, self.hidden)
         for layer in reversed(range(self.layers)):
-            if layer in shown or run.recompute == "none":
+            if layer in shown:
                 self._backward(layer)
             else:
-                tape.drop(f"input {layer}", f"store {layer}")
+                tape.drop(f"input {layer}", f"store {layer}", f"saved {layer}")
+        if run.chunks_on_host:
+            self.host += round(self.walk.on_host)
         tape.begin("end")
         tape.drop("dy", "rope", "batch")
+
+    def _different(self) -> set[int]:
+        """The layers that a search must see: the first and last two, and the last of each kind."""
+        last = {part: layer for layer, part in enumerate(self.parts)}
+        return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
+
+    def _rope_bytes(self) -> int:
+        low = self.model.latent
+        rows = self.run.rows if self.run.rope_local else self.run.seq
+        return rows * (low.rope if low else self.model.head_dim) * F
+
+    def _stored(self, layer: int) -> float:
+        """Bytes of attention results that a layer keeps."""
+        return self.walk.store * (self.parts[layer].attention in (FULL, WINDOW))
 
     def _others(self) -> None:
         """Micro-batches in flight beside this one: 1F1B, interleaved if stages are several."""
@@ -72,19 +80,21 @@ class Step:
         first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
         chunks = first if run.vpp > 1 else run.pp - self.stage
         layers = min(chunks, run.micro_batches * run.vpp) * self.layers / run.vpp - self.layers
+        if layers <= 0:
+            return
         if run.recompute == "full":
-            left = (self.hidden + self.store) * (1 - run.offload)
-            self.host += round(max(0.0, layers) * (self.hidden + self.store) * run.offload)
+            store = sum(map(self._stored, range(self.layers))) / self.layers
+            left = (self.hidden + store) * (1 - run.offload)
+            self.host += round(layers * (self.hidden + store) * run.offload)
         else:
-            left = self._saved()
-        if layers > 0:
-            self.tape.make("others", IN_FLIGHT, layers * left)
+            left = sum(map(self.walk.saved, self.parts)) / self.layers
+        self.tape.make("others", IN_FLIGHT, layers * left)
 
     def _head(self, hidden: str) -> None:
         """Final norm, LM head, loss; its backward. What comes out is the last layer's gradient."""
         tape, found = self.tape, head_bytes(self.model, self.run)
         tape.begin("LM head and loss")
-        cpu = 2 * self.hidden / B * F * (self.sizes.cpu and self.run.mlp_tiles == 1)
+        cpu = 2 * self.hidden / B * F * (self.run.path == "cpu" and self.run.mlp_tiles == 1)
         tape.make("normed", HEAD, self.hidden + cpu)
         with tape.while_there({HEAD: found["while"]}):
             pass
@@ -95,181 +105,69 @@ class Step:
         tape.make("dy", BETWEEN, self.hidden)
         tape.drop("kept", "normed", hidden)
 
-    # --- a layer forward ---------------------------------------------------------------------
+    # --- a layer, and what it leaves ---------------------------------------------------------
 
     def _forward(self, layer: int, shown: bool) -> None:
-        tape, run = self.tape, self.run
-        if not shown and run.recompute == "full":
-            tape.make(f"input {layer + 1}", INPUTS, self.hidden)
-            if self.store:
-                tape.make(f"store {layer}", STORE, self.store)
-            self._move_out(layer)
+        tape, made, part = self.tape, f"input {layer + 1}", self.parts[layer]
+        if self.run.recompute == "none":
+            if shown:
+                self.walk.forward_saving(part, f"{layer} ", made)
+                return
+            if part not in self._saved:
+                self._saved[part] = self.walk.saved(part)
+            tape.make(made, INPUTS, self.hidden)
+            tape.make(f"saved {layer}", SAVED, self._saved[part] - self.hidden)
             return
-        if run.recompute == "none":
-            attention, mlp = self._halves("first", f"{layer} ")
-            attention.forward(tape, grad=True)
-            mlp.forward(tape, grad=True)
-            tape.move(mlp.named("y"), f"input {layer + 1}", INPUTS)
-            return
-        if run.sequence_chunks > 1:
-            self._chunks_forward("y1", "first")
+        store = self._stored(layer)
+        if shown:
+            self.walk.attend(part, made)
         else:
-            attention, _ = self._halves("first")
-            attention.forward(tape, grad=False)
-            tape.move(attention.named("y"), "y1", ATTENTION)
-        if self.store:
-            tape.make(f"store {layer}", STORE, self.store)
-        if run.mlp_tiles > 1:
-            self._tiles_forward(f"input {layer + 1}", INPUTS)
-        else:
-            mlp = self._halves("first")[1]
-            mlp.forward(tape, grad=False)
-            tape.move(mlp.named("y"), f"input {layer + 1}", INPUTS)
-        tape.drop("y1")
+            tape.make(made, INPUTS, self.hidden)
+        if store:
+            tape.make(f"store {layer}", STORE, store)
+        if shown:
+            self.walk.transform(part, made)
         self._move_out(layer)
+
+    def _backward(self, layer: int) -> None:
+        part = self.parts[layer]
+        if self.run.recompute == "none":
+            self.tape.begin(f"backward of layer {layer}")
+            self.walk.backward_saved(part, f"{layer} ")
+            self.tape.drop(f"input {layer}")
+            return
+        self.tape.begin(f"recompute of layer {layer}")
+        for back in (layer, layer - 1):  # the next one is fetched meanwhile
+            self._fetch(back)
+        self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
         """What a layer left goes to the host: its input when it ends, its store beside the next."""
         offload, tape = self.run.offload, self.tape
         if offload:
-            self.host += round(offload * (self.hidden + self.store))
+            self.host += round(offload * (self.hidden + self._stored(layer)))
             tape.drop(f"input {layer}")
             tape.make(f"input {layer}", INPUTS, (1 - offload) * self.hidden)
             self._shrink_store(layer - 1)
 
     def _shrink_store(self, layer: int) -> None:
-        if self.store and layer >= 0:
+        if layer >= 0 and (store := self._stored(layer)):
             self.tape.drop(f"store {layer}")
-            self.tape.make(f"store {layer}", STORE, (1 - self.run.offload) * self.store)
-
-    # --- a layer backward --------------------------------------------------------------------
-
-    def _backward(self, layer: int) -> None:
-        tape, run = self.tape, self.run
-        if run.recompute == "none":
-            tape.begin(f"backward of layer {layer}")
-            self._backward_through(*self._halves("first", f"{layer} "))
-            tape.drop(f"input {layer}")
-            return
-        tape.begin(f"recompute of layer {layer}")
-        for back in (layer, layer - 1):  # the next one is fetched meanwhile
-            self._fetch(back)
-        attention, mlp = self._halves("again")
-        if run.sequence_chunks > 1:
-            self._chunks_forward("y1", "again")
-            tape.make("results", ATTENTION, self.out * (run.store < 1))
-        else:
-            attention.forward(tape, grad=True)
-            tape.move(attention.named("y"), "y1", ATTENTION)
-        if run.mlp_tiles > 1:
-            self._tiles_forward("y", BETWEEN)
-        else:
-            mlp.forward(tape, grad=True)
-            tape.move(mlp.named("y"), "y", BETWEEN)
-        if self.sizes.cpu and run.mlp_tiles == 1:
-            tape.drop("y1")  # the norm has saved it in fp32
-        tape.begin(f"backward of layer {layer}: MLP half")
-        if run.mlp_tiles > 1:
-            self._tiles_backward()
-        else:
-            mlp.backward(tape)
-            tape.move(mlp.gradient("x"), "dy1", BETWEEN)
-        tape.drop("y1")
-        tape.begin(f"backward of layer {layer}: attention half")
-        if run.sequence_chunks > 1:
-            self._chunks_backward()
-        else:
-            attention.backward(tape)
-            tape.move(attention.gradient("x"), "dx", BETWEEN)
-        tape.drop("results", "dy1", "dy", "y", f"input {layer}", f"store {layer}")
-        tape.move("dx", "dy", BETWEEN)
-
-    def _backward_through(self, attention: Half, mlp: Half) -> None:
-        """Without recompute: both halves, and the gradient of the layer's input."""
-        tape = self.tape
-        mlp.backward(tape)
-        tape.drop(attention.named("y"))
-        tape.move(mlp.gradient("x"), "dy1", BETWEEN)
-        tape.drop("dy")
-        attention.backward(tape)
-        tape.drop("dy1")
-        tape.move(attention.gradient("x"), "dy", BETWEEN)
+            self.tape.make(f"store {layer}", STORE, (1 - self.run.offload) * store)
 
     def _fetch(self, layer: int) -> None:
         """A layer's input and store come back, whole."""
-        for name, item, size in (("input", INPUTS, self.hidden), ("store", STORE, self.store)):
-            if layer >= 0 and size:
+        if layer < 0:
+            return
+        sizes = (("input", INPUTS, self.hidden), ("store", STORE, self._stored(layer)))
+        for name, item, size in sizes:
+            if size:
                 self.tape.drop(f"{name} {layer}")
                 self.tape.make(f"{name} {layer}", item, size)
 
-    # --- in chunks and tiles -----------------------------------------------------------------
 
-    def _chunks_forward(self, made: str, time: str) -> None:
-        """Keys and values of all rows first, then chunk by chunk; results of all chunks stay."""
-        tape, run, x = self.tape, self.run, self.sizes
-        tape.make("keys", ATTENTION, run.rows * x.kv * B)
-        tape.make("chunk results", ATTENTION, self.out * (self.cores[time].store < 1))
-        tape.make(made, ATTENTION, self.hidden)
-        half = self._chunk(time)
-        with tape.while_there({ATTENTION: self.hidden / run.sequence_chunks}):
-            half.forward(tape, grad=False)
-        tape.drop(half.named("y"), "keys", "chunk results")
-
-    def _chunks_backward(self) -> None:
-        """Each chunk again for its queries, then again for its keys and values."""
-        tape, run, x = self.tape, self.run, self.sizes
-        tape.make("dx", BETWEEN, self.hidden)
-        tape.make("keys", ATTENTION, run.rows * x.kv * B)
-        tape.make("dkv", ATTENTION, run.rows * x.kv * F)
-        tape.make("sums", SUMS, self._summed(self.model.attention_parameters))
-        half, part = self._chunk("again"), self.hidden / run.sequence_chunks
-        with tape.while_there({ATTENTION: 2 * part}):  # rows of the input and of the gradient
-            half.forward(tape, grad=True)
-            half.backward(tape)
-        tape.drop(half.named("y"), half.gradient("x"), "keys", "dkv", "sums")
-
-    def _tiles_forward(self, made: str, item: str) -> None:
-        tape = self.tape
-        tape.make(made, item, self.hidden)
-        half = self._tile()
-        half.forward(tape, grad=False)
-        tape.drop(half.named("y"))
-
-    def _tiles_backward(self) -> None:
-        tape, model = self.tape, self.model
-        tape.make("dy1", BETWEEN, self.hidden)
-        weights = model.dense_parameters + model.expert_parameters / max(1, self.run.ep)
-        tape.make("sums", SUMS, self._summed(weights))
-        half = self._tile()
-        half.forward(tape, grad=True)
-        half.backward(tape)
-        tape.drop(half.named("y"), half.gradient("x"), "sums")
-
-    def _summed(self, parameters: float) -> float:
-        """fp32 sums of a half's weight gradients over its pieces, and one piece's; Transformer
-        Engine adds to Megatron's own gradients in place."""
-        return parameters / self.run.tp * (F + B) if self.sizes.cpu else 0.0
-
-    # --- halves ------------------------------------------------------------------------------
-
-    def _halves(self, time: str, prefix: str = "") -> tuple[Half, Half]:
-        rows, experts = self.run.rows, self.model.top_k
-        return (
-            attention_half(self.sizes, rows, self.cores[time], prefix),
-            mlp_half(self.sizes, rows, prefix, experts),
-        )
-
-    def _chunk(self, time: str) -> Half:
-        rows = self.run.rows // self.run.sequence_chunks
-        return attention_half(self.sizes, rows, self.cores[time], "chunk ")
-
-    def _tile(self) -> Half:
-        rows = -(-self.run.rows // self.run.mlp_tiles)
-        return mlp_half(self.sizes, rows, "tile ", self.model.top_k)
-
-    def _saved(self) -> float:
-        """Bytes that a layer leaves for backward if nothing is recomputed."""
-        tape, halves = Tape(), self._halves("first")
-        for half in halves:
-            half.forward(tape, grad=True)
-        return sum(tape.moments[-1].items.values())
+def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
+    """The layers of a stage: of each of its virtual stages, equally many in a row."""
+    each = model.layers // (run.pp * run.vpp)
+    starts = [(chunk * run.pp + stage) * each for chunk in range(run.vpp)]
+    return [layer for start in starts for layer in range(start, start + each)]

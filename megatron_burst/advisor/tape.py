@@ -25,6 +25,15 @@ class Moment(NamedTuple):
         return sum(self.items.values())
 
 
+def peaks(moments: Iterable[Moment]) -> list[Moment]:
+    """Of every phase, in order, the moment with most bytes."""
+    most: dict[str, Moment] = {}
+    for moment in moments:
+        if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
+            most[moment.phase] = moment
+    return list(most.values())
+
+
 class Tape:
     """What is in memory, by item, and every change of it."""
 
@@ -78,14 +87,6 @@ class Tape:
     def _note(self) -> None:
         now = {item: size for item, size in self._items.items() if size}
         self.moments.append(Moment(self._phase, now))
-
-    def peaks(self) -> list[Moment]:
-        """Of every phase, in order, the moment with most bytes."""
-        most: dict[str, Moment] = {}
-        for moment in self.moments:
-            if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
-                most[moment.phase] = moment
-        return list(most.values())
 
 
 @dataclass(frozen=True)

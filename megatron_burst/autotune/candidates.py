@@ -24,7 +24,7 @@ from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator
 from .pair_counts import pairs_seen
-from .rates import BACKWARD, Rates
+from .rates import Rates
 from .simulator import PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
@@ -119,7 +119,7 @@ def on_grid(
         )
         wants = [wanted(workload.mask, shards, spans) for _, shards in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
-    there_heads, back_heads = _sharing(topology, sizes, rates, len(wants) > 1)
+    there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     algorithms = _algorithms(workload, topology, fixed)
     if fixed.algorithm is None and "prefetch" in algorithms and not _few_rows(want):
@@ -138,7 +138,9 @@ def on_grid(
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
-                    backward = _time(each, sizes, BACKWARD * seconds, rates, count) + back_heads
+                    backward = (
+                        _time(each, sizes, rates.backward * seconds, rates, count) + back_heads
+                    )
                 yield Candidate(
                     _named(algorithm, topology), each[0].side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
@@ -208,22 +210,27 @@ def _named(algorithm: str, topology: Topology) -> str:
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
-def _sharing(
-    topology: Topology, sizes: Sizes, rates: Rates, again: bool = False
+def sharing(
+    topology: Topology, sizes: Sizes, rates: Rates, again: bool = False, per_nic: float = 1.0
 ) -> tuple[PassTime, PassTime]:
     """The times of the all-to-alls before and after the ring, of forward and of backward.
 
-    Nothing is computed beside them, and both link classes are busy at the same time.
+    Nothing is computed beside them, and both link classes are busy at the same time, as are the
+    copies. per_nic: how many ranks send by one NIC at once.
     """
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
+    if not links:
+        return IDLE, IDLE
+    inter = min(rates.inter, (rates.nic or rates.inter) / per_nic)
     passes = []
     messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
     for size, count in zip(sizes.scattered_bytes(topology.ulysses, again), messages, strict=True):
         busy = [
-            links.count(link) * (count * rates.latency + size / rate)
-            for link, rate in (("intra", rates.intra), ("inter", rates.inter))
+            links.count(link) * (count * rates.latency + size / (rate * rates.exchange))
+            for link, rate in (("intra", rates.intra), ("inter", inter))
         ]
-        passes.append(PassTime(max(busy) + 2 * rates.posting * bool(links), 0.0, *busy))
+        taken = max(*busy, size * topology.ulysses / rates.copying)
+        passes.append(PassTime(taken + 2 * (rates.posting + rates.exchange_start), 0.0, *busy))
     return passes[0], passes[1]
 
 

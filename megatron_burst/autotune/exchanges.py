@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedule.tables import Grid, Transfers
+from .places import Places
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,18 @@ class Wires:
     """How ranks are connected.
 
     pairs: within a node any two ranks have a link of their own; otherwise, and between nodes, a
-    rank has one NIC.
+    rank has one port. places: which node and NIC each rank has; None: nodes are those of the grid,
+    and every rank has a NIC of its own. together: messages that a rank starts at one boundary share
+    its ports and end together, as streams of TCP do; otherwise they follow one another.
     """
 
     pairs: bool = False
+    places: Places | None = None
+    together: bool = False
+
+    def between(self, moved: Transfers, grid: Grid) -> np.ndarray:
+        """Which transfers cross between nodes?"""
+        return moved.between(grid) if self.places is None else self.places.between(moved)
 
 
 ONE_NIC = Wires()
@@ -35,12 +44,13 @@ class Wave(NamedTuple):
     """Messages of one exchange of which no two have the same sender or the same receiver.
 
     clocks: [4, n], of each its sender, its receiver and their ports, as indices of `_Clocks.free`;
-    ends: [2, n], its sender and its receiver, as of `done` of `_Clocks.send`; seconds: it takes.
+    ends: [2, n], its sender and its receiver, as of `done` of `_Clocks.send`; which: its row of the
+    schedule's transfers.
     """
 
     clocks: np.ndarray
     ends: np.ndarray
-    seconds: np.ndarray
+    which: np.ndarray
 
 
 class Exchange(NamedTuple):
@@ -56,7 +66,7 @@ class Exchange(NamedTuple):
 
 def ports_of(moved: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
     """int [2, n]: the port from which each message leaves, and the one at which it arrives."""
-    size, between = grid.size, moved.between(grid)
+    size, between = grid.size, wires.between(moved, grid)
     leaves, arrives = between * size + moved.src, (2 + between) * size + moved.dst
     if wires.pairs:
         own = 4 * size + moved.src.astype(np.int64) * size + moved.dst
@@ -64,9 +74,7 @@ def ports_of(moved: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
     return np.stack([leaves, arrives]).astype(np.int64)
 
 
-def exchanges(
-    moved: Transfers, grid: Grid, ports: np.ndarray, taken: np.ndarray
-) -> dict[int, list[Exchange]]:
+def exchanges(moved: Transfers, grid: Grid, ports: np.ndarray) -> dict[int, list[Exchange]]:
     """Boundary -> the exchanges that start there, in the order in which ranks start them."""
     starting: dict[int, list[Exchange]] = {}
     if not len(moved.src):
@@ -79,9 +87,9 @@ def exchanges(
     src, dst = moved.src[order], moved.dst[order]
     clocks = np.concatenate([[src, dst], grid.size + ports[:, order]])
     ends = np.stack([src, grid.size + dst])
-    seconds, post, land = taken[order], moved.post[order], moved.land[order]
+    post, land = moved.post[order], moved.land[order]
     edges = _edges(exchange, wave)
-    waves = [Wave(clocks[:, i:j], ends[:, i:j], seconds[i:j]) for i, j in pairwise(edges)]
+    waves = [Wave(clocks[:, i:j], ends[:, i:j], order[i:j]) for i, j in pairwise(edges)]
     bounds = _edges(exchange)
     first = np.searchsorted(edges, bounds).tolist()
     for index, (i, j) in enumerate(pairwise(bounds)):

@@ -30,6 +30,14 @@ class Rates:
     half_rows: rows of a chunk with which a kernel reaches half of `compute`; 0: any rows reach it.
     slowdown: by which fraction computing is slower while the rank's links carry something.
     exchange: fraction of a link's rate that an all-to-all reaches.
+    nic: bytes per second of a NIC that several ranks send by at once, all of them together; None:
+    `inter`, as of one rank alone.
+    start: seconds that a pass takes before its first message and its first call; exchange_start:
+    seconds that each all-to-all takes besides its messages.
+    handling: seconds of a rank's own time for each byte that it sends round a ring; 0 where links
+    fetch it themselves.
+    copying: bytes per second at which an all-to-all's tensors are cut up and joined, beside its
+    messages.
 
     Raises ValueError that names the rate.
     """
@@ -44,15 +52,23 @@ class Rates:
     half_rows: float = 0.0
     slowdown: float = 0.0
     exchange: float = 1.0
+    nic: float | None = None
+    start: float = 0.0
+    exchange_start: float = 0.0
+    copying: float = math.inf
+    handling: float = 0.0
 
     def __post_init__(self):
-        for name in ("intra", "inter", "compute", "backward", "exchange"):
+        for name in ("intra", "inter", "compute", "backward", "exchange", "nic", "copying"):
             value = getattr(self, name)
-            if name == "compute" and value is None:
+            if name in ("compute", "nic") and value is None:
                 continue
             if not _is_number(value) or not value > 0:
                 raise ValueError(f"rates: {name} must be a positive number, got {value!r}")
-        for name in ("latency", "launch", "posting", "half_rows", "slowdown"):
+        for name in (
+            "latency", "launch", "posting", "half_rows", "slowdown", "start", "exchange_start",
+            "handling",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
                 unit = {"half_rows": "rows", "slowdown": "a fraction"}.get(name, "seconds")

@@ -19,12 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedule.cost import Sizes, message_bytes, pair_shares
+from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
-from ..schedule.tables import ALL, Grid, Tables
-from .exchanges import ONE_NIC, Exchange, Wave, Wires, exchanges, ports_of
+from .disturbance import Disturbance
+from .exchanges import ONE_NIC, Exchange, Wave, Wires
+from .prepared import Prepared
 from .rates import Rates
+from .recording import Recording
 
 
 class GridBoundary(NamedTuple):
@@ -48,18 +50,62 @@ class PassTime(NamedTuple):
 
 
 class _Clocks:
-    """Until when every rank and every port of its links is occupied."""
+    """Until when every rank and every port of its links is occupied.
 
-    def __init__(self, size: int, ports: int, posting: float):
+    taken: seconds of each transfer; handled: of its sender's own time. busy: until when each rank's
+    links carry something, as sender and as receiver; counted where that slows it down.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        taken: np.ndarray,
+        handled: np.ndarray | None,
+        rates: Rates,
+        recording: Recording | None = None,
+    ):
+        size, ports = prepared.grid.size, int(prepared.ports.max(initial=0)) + 1
         self.free = np.zeros(size + ports)  # of ranks, then of ports
         self.clock = self.free[:size]
-        self.posting = posting
+        self.busy = np.zeros(2 * size)
+        self.taken, self.posting, self.slowdown = taken, rates.posting, rates.slowdown
+        self.handled, self.together = handled, prepared.wires.together
+        self.between, self.recording = prepared.between, recording
+
+    def start(self, exchange: Exchange) -> None:
+        """What starting it takes of the ranks' own time."""
+        self.clock[exchange.ranks] += self.posting  # once also to those listed twice
+        if self.handled is not None:
+            for wave in exchange.waves:
+                self.clock[wave.clocks[0]] += self.handled[wave.which]
 
     def send(self, wave: Wave, done: np.ndarray) -> None:
         """done: when each rank is done with what it sends, and with what it receives [2 G]."""
-        end = self.free[wave.clocks].max(axis=0) + wave.seconds
+        end = self.free[wave.clocks].max(axis=0) + self.taken[wave.which]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
+        if self.recording is not None:
+            which = wave.which
+            self.recording.sent(wave.clocks[:2], self.between[which], self.taken[which], end)
+
+    def share(self, exchanges: Sequence[Exchange], landing: dict[int, np.ndarray]) -> None:
+        """Messages that started together end together: when the last one at their ports does."""
+        for exchange in exchanges:
+            done = landing[exchange.land]
+            for wave in exchange.waves:
+                end = self.free[wave.clocks[2:]].max(axis=0)
+                done[wave.ends] = np.maximum(done[wave.ends], end)
+
+    def compute(self, seconds: np.ndarray) -> None:
+        """seconds: of each rank without traffic; with it they are 1 + slowdown times as long."""
+        if self.slowdown:
+            until = self.busy.reshape(2, -1).max(axis=0)
+            beside = np.maximum(until - self.clock, 0.0) / (1 + self.slowdown)
+            seconds = seconds + self.slowdown * np.minimum(seconds, beside)
+        begin = self.clock.copy() if self.recording is not None else self.clock
+        self.clock += seconds
+        if self.recording is not None:
+            self.recording.computed(begin, self.clock)
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
         """The pass of one head chunk; yields where the executor does, to be staggered like it."""
@@ -73,49 +119,72 @@ class _Clocks:
         for index, boundary in enumerate(program):
             land(index)
             for exchange in boundary.starting:
-                self.clock[exchange.ranks] += self.posting  # once also to those listed twice
+                self.start(exchange)
                 done = landing.setdefault(exchange.land, np.zeros(2 * len(self.clock)))
                 for wave in exchange.waves:
                     self.send(wave, done)
+                if self.slowdown:
+                    np.maximum(self.busy, done, out=self.busy)
+            if self.together:
+                self.share(boundary.starting, landing)
             yield
             land(index)
-            self.clock += boundary.seconds
+            self.compute(boundary.seconds)
 
 
 def pass_time(
-    schedule: Schedule,
+    schedule: Schedule | Prepared,
     sizes: Sizes,
     seconds: np.ndarray,
     rates: Rates,
     head_chunks: int = 1,
     wires: Wires = ONE_NIC,
+    disturbed: Disturbance | None = None,
+    recording: Recording | None = None,
 ) -> PassTime:
     """The time from the common start of all ranks to the end of the last rank's pass.
 
-    seconds: float [G, G], what a device needs for the pair of query chunk i and key chunk j, all
-    heads; each head chunk computes its share of it.
+    schedule: where it is `Prepared`, the wires are its own. seconds: float [G, G], what a device
+    needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
+    share of it. disturbed: ranks and messages that are slower. recording: told what
+    happens when.
     """
-    tables, grid = schedule.tables, schedule.grid
-    moved = tables.transfers
-    between = moved.between(grid)
-    per_byte = np.where(between, 1 / rates.inter, 1 / rates.intra)
-    taken = rates.latency + message_bytes(schedule, moved, sizes) / head_chunks * per_byte
-    ports = ports_of(moved, grid, wires)
-    starting = exchanges(moved, grid, ports, taken)
-    of_pair = seconds[tables.pairs.query, tables.pairs.key] * pair_shares(tables)
-    of_pair = of_pair / head_chunks + rates.launch * (of_pair > 0)
-    programs = [_program(tables, grid, starting, of_pair, last) for last in (False, True)]
-    clocks = _Clocks(grid.size, int(ports.max(initial=0)) + 1, rates.posting)
+    prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
+    pairs, between = prepared.tables.pairs, prepared.between
+    per_byte = _per_byte(prepared, rates)
+    of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
+    if rates.half_rows:
+        of_pair = of_pair * (1 + rates.half_rows / np.maximum(prepared.pair_rows, 1))
+    of_pair = of_pair + rates.launch * (of_pair > 0)
+    if disturbed is not None:
+        per_byte = per_byte * disturbed.of_bytes(prepared.tables.transfers)
+    sent = prepared.bytes_of(sizes) / head_chunks
+    taken = rates.latency + sent * per_byte
+    if disturbed is not None:
+        taken = taken * disturbed.of_messages(prepared.tables.transfers)
+        of_pair = of_pair * disturbed.of_pairs(pairs)
+    programs = [_program(prepared, of_pair, last) for last in (False, True)]
+    handled = rates.handling * sent if rates.handling else None
+    clocks = _Clocks(prepared, taken, handled, rates, recording)
     deferred = deferred_chunks(head_chunks)
     _staggered(
         [clocks.run(programs[index >= head_chunks - deferred]) for index in range(head_chunks)]
     )
-    computing = np.bincount(tables.pairs.rank, of_pair, 1).max()
+    computing = np.bincount(pairs.rank, of_pair, 1).max()
     sending = (
-        np.bincount(ports[0], np.where(between == link, taken, 0.0), 1).max() for link in (0, 1)
+        np.bincount(prepared.ports[0], np.where(between == link, taken, 0.0), 1).max()
+        for link in (0, 1)
     )
     busy = (head_chunks * float(each) for each in (computing, *sending))
-    return PassTime(float(clocks.clock.max()), *busy)
+    return PassTime(float(clocks.clock.max()) + rates.start, *busy)
+
+
+def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
+    """float: seconds per byte of each transfer, by its link and by who shares its NIC."""
+    inter = 1 / rates.inter
+    if prepared.load is not None:
+        inter = np.maximum(inter, prepared.load / (rates.nic or rates.inter))
+    return np.where(prepared.between, inter, 1 / rates.intra)
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
@@ -127,25 +196,11 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
         running = [run for run in running if next(run, True) is None]
 
 
-def _program(
-    tables: Tables,
-    grid: Grid,
-    starting: dict[int, list[Exchange]],
-    seconds: np.ndarray,
-    own_last: bool,
-) -> list[GridBoundary]:
+def _program(prepared: Prepared, seconds: np.ndarray, own_last: bool) -> list[GridBoundary]:
     """`Schedule.program` of all ranks at once; seconds: of each row of `tables.pairs`."""
-    size, pairs, moved = grid.size, tables.pairs, tables.transfers
-    at = pairs.step
-    end = max(tables.steps, int(moved.land.max(initial=0)), int(at.max(initial=0)))
-    if own_last and moved.accumulated.any():
-        # The boundary at which each rank posts its last partial result: its own pair runs beside.
-        last = np.full(size, tables.steps)
-        sums = moved.where(moved.accumulated)
-        np.maximum.at(last, sums.src, sums.post)
-        own = (pairs.query == pairs.rank) & (pairs.key == pairs.rank)
-        own &= (pairs.query_rows == ALL) & (pairs.key_rows == ALL)
-        at = np.where(own, last[pairs.rank], at)
-        end = max(end, int(last.max()) + 1)
-    work = np.bincount(at * size + pairs.rank, seconds, (end + 1) * size).reshape(-1, size)
+    size, tables, starting = prepared.grid.size, prepared.tables, prepared.starting
+    at = prepared.own_last if own_last else tables.pairs.step
+    end = max(tables.steps, int(tables.transfers.land.max(initial=0)), int(at.max(initial=0)))
+    end += own_last and at is not tables.pairs.step
+    work = np.bincount(at * size + tables.pairs.rank, seconds, (end + 1) * size).reshape(-1, size)
     return [GridBoundary(starting.get(index, ()), work[index]) for index in range(end + 1)]

@@ -179,8 +179,8 @@ def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
         gpu,
         arguments.gpus,
         arguments.per_node,
-        size_of(arguments.host_memory, "--host-memory"),
-        size_of(arguments.reserve, "--reserve"),
+        host_memory=size_of(arguments.host_memory, "--host-memory"),
+        reserve=size_of(arguments.reserve, "--reserve"),
     )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ...advisor.clusters import Cluster
 from ...advisor.memory import Account, Fit
+from ...advisor.remedies import does_not_fit, own_flag
 from ...units import byte_size, duration
 from ..console import wrapped
 
@@ -38,10 +39,7 @@ def show(
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
     else:
-        what = "GPU memory" if left.device < 0 else "host memory"
-        lacks = -left.device if left.device < 0 else -left.host
-        console.print(Text(f"does not fit: {byte_size(lacks)} of {what} per GPU are missing; "
-                           f"{_advice(found, left)}", style="bold red"))  # fmt: skip
+        console.print(Text(does_not_fit(found, cluster, own_flag), style="bold red"))
     console.print(Text(f"a step: {duration(time) if time < 120 else f'{time / 60:,.0f} min'} at "
                        f"{efficiency:.0%} of the peak (assumed)"))  # fmt: skip
     console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
@@ -80,14 +78,3 @@ def _headline(found: Account, cluster: Cluster) -> str:
         f"{found.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
         + ", ".join(how)
     )
-
-
-def _advice(found: Account, left: Fit) -> str:
-    run = found.run
-    if left.device >= 0:
-        return "lower --store or --optimizer-offload, or raise --host-memory"
-    better = ["--recompute full"] * (run.recompute == "none")
-    better += ["--offload 1"] * (run.offload < 1)
-    better += ["--sequence-chunks 32 --mlp-tiles 64"] * (not run.chunked)
-    better += ["--optimizer-offload 1"] * (run.optimizer_offload < 1)
-    return f"what would help: {', '.join([*better, 'more GPUs, or a shorter sequence'])}"

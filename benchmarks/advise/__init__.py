@@ -1,0 +1,1 @@
+"""Published tables and our own measurements beside what the advisor predicts."""

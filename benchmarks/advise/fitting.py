@@ -1,0 +1,62 @@
+"""Least squares for a few positive constants, and how far off a fit is. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Residuals = Callable[[np.ndarray], np.ndarray]
+
+
+class Errors(NamedTuple):
+    """Sizes of relative errors: fractions, of all rows."""
+
+    median: float
+    p90: float
+    worst: float
+
+
+def errors(predicted: Sequence[float], published: Sequence[float]) -> Errors:
+    """Of predictions, relative to what was published."""
+    off = np.abs(np.asarray(predicted) / np.asarray(published) - 1)
+    return Errors(float(np.median(off)), float(np.quantile(off, 0.9)), float(off.max()))
+
+
+def fit(
+    residuals: Residuals, start: Sequence[float], low: Sequence[float], high: Sequence[float],
+    rounds: int = 30, tight: float = 0.02,
+) -> np.ndarray:  # fmt: skip
+    """The constants between `low` and `high`, all above 0, that make residuals small.
+
+    Levenberg and Marquardt on logarithms; each residual's weight falls beyond `tight` (soft L1), so
+    that a row which contradicts others does not draw the fit to itself.
+    """
+    below, above = np.log(low), np.log(high)
+    at = np.clip(np.log(start), below, above)
+    found, damping = residuals(np.exp(at)), 1e-2
+    for _ in range(rounds):
+        slope = np.stack([
+            (residuals(np.exp(at + step)) - found) / 1e-3 for step in 1e-3 * np.eye(len(at))
+        ], axis=1)  # fmt: skip
+        weight = 1 / np.sqrt(1 + (found / tight) ** 2)
+        normal = slope.T @ (slope * weight[:, None])
+        downhill = -slope.T @ (found * weight)
+        better = False
+        for _ in range(8):
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), downhill)
+            there = np.clip(at + step, below, above)
+            tried = residuals(np.exp(there))
+            if _loss(tried, tight) < _loss(found, tight):
+                better = _loss(tried, tight) < (1 - 1e-5) * _loss(found, tight)
+                at, found, damping = there, tried, damping / 5
+                break
+            damping *= 5
+        if not better:
+            break
+    return np.exp(at)
+
+
+def _loss(off: np.ndarray, tight: float) -> float:
+    return float((np.sqrt(1 + (off / tight) ** 2) - 1).sum())

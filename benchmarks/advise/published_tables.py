@@ -1,0 +1,15 @@
+"""The published tables as rows of text, as they stand in their files."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "published"
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
+
+
+def table(name: str) -> list[dict[str, str]]:
+    """The rows of one table, by column; comments are left out."""
+    lines = (FOLDER / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))

@@ -1,0 +1,149 @@
+"""Which attention settings a run takes, and how long its attention takes, remembered for a search.
+
+Decides nothing of its own: `autotune.select.best` chooses, as it does for `--context-parallel-algo
+auto` in a run, so that a run and the advice agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..autotune import select
+from ..autotune.candidates import Candidate, Fixed, Workload, grids
+from ..autotune.rates import Rates
+from ..layout import Layout, make
+from ..masks import Causal, Mask
+from ..options import ring_algorithm
+from ..schedule.sizes import Sizes
+from ..schedule.topology import Topology
+from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
+from .clusters import Cluster
+from .models import Model
+from .settings import Settings
+
+# What the time of an attention call depends on.
+OWN = (
+    "seq", "tp", "cp", "micro_batch", "sequence_chunks", "algorithm", "layout", "side", "wire",
+    "intra", "ulysses", "placement", "inner", "head_chunks",
+)  # fmt: skip
+CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+LARGEST_RING = 256  # ranks; larger rings are tried only where heads cannot be shared
+
+
+class Attention:
+    """The attention of one model on one cluster.
+
+    pinned: fields of `Settings` that the user has fixed; algorithm "hybrid" or "ulysses" fixes that
+    ranks share heads.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
+        self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
+        self._times: dict[Any, AttentionTime] = {}
+        self._choices: dict[Any, Settings] = {}
+
+    @property
+    def rates(self) -> Rates:
+        """Of one rank while all ranks of a node send."""
+        alone = self.cluster.rank_rates()
+        return replace(alone, inter=alone.inter * self.cluster.nic_share)
+
+    def on(self, cluster: Cluster) -> Attention:
+        """The attention of the same model on another cluster."""
+        return Attention(self.model, cluster, self.pinned)
+
+    def settled(self, run: Settings) -> Settings:
+        """The run with the attention settings that are predicted to be fastest."""
+        if run.cp == 1:
+            return run
+        key = self._key(replace(run, sequence_chunks=1))
+        if key not in self._choices:
+            self._choices[key] = self._chosen(run)
+        chosen = self._choices[key]
+        return replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+
+    def time(
+        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+    ) -> AttentionTime:
+        """`attention_time`, remembered."""
+        key = (self._key(run), tuple(sorted(others.items())))
+        if faults is not None:
+            return attention_time(model, cluster, run, faults, **others)
+        if key not in self._times:
+            self._times[key] = self.timed(run, **others)
+        return self._times[key]
+
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+        """The time of a run that is not remembered yet."""
+        return attention_time(self.model, self.cluster, run, **others)
+
+    def at_least(
+        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+    ) -> AttentionTime:
+        """A bound of `time`: nothing travels, and all ranks compute equally much."""
+        alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
+                        intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
+        whole = self.time(model, cluster, alone, faults, **others)
+        computing = {"compute": whole.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
+        return replace(
+            whole, forward=whole.forward / run.cp, backward=whole.backward / run.cp,
+            exchange=(0.0, 0.0), busy=computing,
+        )  # fmt: skip
+
+    def _key(self, run: Settings) -> tuple[Any, ...]:
+        return tuple(getattr(run, name) for name in OWN)
+
+    def _chosen(self, run: Settings) -> Settings:
+        taken = self.candidate(run)
+        return replace(
+            run, algorithm=taken.algorithm, side=taken.side, head_chunks=taken.head_chunks,
+            ulysses=taken.ulysses, placement=taken.placement,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+    def candidate(self, run: Settings) -> Candidate:
+        """What `select.best` takes for this run's rows, heads and nodes."""
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
+        return select.best(work, self._grids(run, work.sizes), self.rates,
+                           self._fixed()).taken  # fmt: skip
+
+    def mask(self, run: Settings) -> Mask:
+        """Who sees whom."""
+        return Causal()
+
+    def layout(self, run: Settings) -> Layout:
+        """Which positions each rank holds."""
+        return make(run.layout, cp_size=run.cp)
+
+    def _fixed(self) -> Fixed:
+        pinned = self.pinned
+        algorithm = pinned.get("algorithm", "auto")
+        side = pinned.get("side", "auto")
+        return Fixed(
+            None if algorithm == "auto" else ring_algorithm(algorithm),
+            None if side == "auto" else side,
+            pinned.get("head_chunks"),
+        )
+
+    def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
+        """Grids with the groups that are fixed; rings of moderate size where there are some."""
+        found = grids(run.cp, cp_per_node(self.cluster, run), sizes)
+        size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
+        size = self.pinned.get("ulysses", size)
+        placement = self.pinned.get("placement")
+        kept = [
+            grid
+            for grid in found
+            if size in (None, grid.ulysses)
+            and (grid.ulysses == 1 or placement in (None, grid.placement))
+        ]
+        if self.pinned.get("algorithm") == "hybrid" and size is None:
+            kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
+        if not kept:
+            raise ValueError(
+                f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
+                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take one of "
+                f"{sorted({grid.ulysses for grid in found})}"
+            )
+        return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept

@@ -1,0 +1,158 @@
+"""Faults of a cluster that a prediction can be asked with: slow GPUs, slow links, jitter.
+
+States what is slow in terms of the cluster, GPUs being numbered as Megatron numbers ranks, and
+tells which ranks and messages of a ring that makes slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..autotune.disturbance import Disturbance
+from .clusters import Cluster
+
+Link = int | str | tuple[int, int]  # the NIC of a GPU, "node 3", messages from one GPU to another
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is slower than `Cluster` says, and by how much; every factor says how many times as long
+    a thing takes, so half the rate is 2.0.
+
+    slow_ranks: GPU -> factor of all that it computes. slow_links: factor of bytes between nodes,
+    under the number of a GPU (its NIC, in both directions, also for others that share it) or under
+    "node 3" (all NICs of a node); under (source, destination), of the messages from one GPU to
+    another, in a node too. jitter: standard deviation of the time of every computed pair and every
+    message as a fraction of it, drawn from a log-normal distribution of mean 1. seed, draws: of how
+    many passes the times are a mean, and where their random numbers start.
+
+    Raises ValueError that names what cannot be.
+    """
+
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)
+    slow_links: Mapping[Link, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+    draws: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("slow_ranks", "slow_links"):
+            for key, factor in getattr(self, name).items():
+                if not isinstance(factor, (int, float)) or not 1 <= factor < math.inf:
+                    raise ValueError(
+                        f"faults: {name}[{key!r}] must say how many times as long it takes, from "
+                        f"1, got {factor!r}; half the rate is 2.0"
+                    )
+        for key in self.slow_ranks:
+            _check_gpu("slow_ranks", key)
+        for key in self.slow_links:
+            _check_link(key)
+        if not isinstance(self.jitter, (int, float)) or not 0 <= self.jitter < 1:
+            raise ValueError(f"faults: jitter must be a fraction from 0, got {self.jitter!r}")
+        for name, least in (("seed", 0), ("draws", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"faults: {name} must be a whole number from {least}: {value!r}")
+
+    @property
+    def passes(self) -> int:
+        """How many draws a mean is over: one where nothing is drawn."""
+        return self.draws if self.jitter else 1
+
+    @property
+    def slowest_nic(self) -> float:
+        """How many times as long bytes take through the slowest NIC."""
+        of_nics = [f for key, f in self.slow_links.items() if not isinstance(key, tuple)]
+        return float(max(of_nics, default=1.0))
+
+    def check(self, cluster: Cluster) -> None:
+        """Raise ValueError for a GPU or a node that the cluster does not have."""
+        nodes = cluster.gpus // cluster.ranks_per_node
+        for key in (*self.slow_ranks, *self.slow_links):
+            node = _node(key)
+            if node is not None and node >= nodes:
+                raise ValueError(f"faults: {key!r}: there are {nodes} nodes, numbered from 0")
+            if max(_gpus(key), default=-1) >= cluster.gpus:
+                raise ValueError(f"faults: {key!r}: there are {cluster.gpus} GPUs, from 0")
+
+    def compute(self, gpus: Sequence[int]) -> np.ndarray:
+        """float: how many times as long each of these GPUs computes."""
+        return np.array([float(self.slow_ranks.get(gpu, 1.0)) for gpu in gpus])
+
+    def links(self, cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
+        """float [G, G]: how many times as long bytes take from one of these GPUs to another."""
+        numbers = np.array(gpus)
+        nodes, nics = numbers // cluster.ranks_per_node, _nic(cluster, numbers)
+        between = nodes[:, None] != nodes
+        found = np.ones((len(gpus), len(gpus)))
+        for key, factor in self.slow_links.items():
+            if isinstance(key, tuple):
+                slow = (numbers[:, None] == key[0]) & (numbers == key[1])
+            else:
+                named = isinstance(key, str)
+                ends = nodes == _node(key) if named else nics == _nic(cluster, np.array(_gpus(key)))
+                slow = between & (ends[:, None] | ends)
+            found[slow] = np.maximum(found[slow], factor)
+        return found
+
+    def touches(self, cluster: Cluster, gpus: range) -> bool:
+        """Whether one of these neighbouring GPUs is slow, or one of their links."""
+        if any(gpu in gpus for gpu in self.slow_ranks):
+            return True
+        nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}
+        near = range(min(nodes), max(nodes) + 1)
+        for key in self.slow_links:
+            node = _node(key)
+            if node in near or any(gpu // cluster.ranks_per_node in near for gpu in _gpus(key)):
+                return True
+        return False
+
+    def disturbance(
+        self, cluster: Cluster, gpus: Sequence[int], seed: Sequence[int] = ()
+    ) -> Disturbance | None:
+        """For a ring of these GPUs, in its order; None where nothing disturbs it.
+
+        seed: numbers that tell one draw from others, such as those of the draw and of the pass.
+        """
+        ranks, links = self.compute(gpus), self.links(cluster, gpus)
+        if not self.jitter and (ranks == 1).all() and (links == 1).all():
+            return None
+        return Disturbance(ranks, links, self.jitter, (self.seed, *seed))
+
+
+def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
+    """The number of the NIC that each GPU uses, over all nodes; of several, its first."""
+    node, index = np.divmod(gpus, cluster.ranks_per_node)
+    return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
+
+
+def _gpus(key: Link) -> tuple[int, ...]:
+    """The GPUs that a key names; none where it names a node."""
+    if isinstance(key, str):
+        return ()
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _node(key: Link) -> int | None:
+    return int(key.split()[1]) if isinstance(key, str) else None
+
+
+def _check_link(key: object) -> None:
+    if isinstance(key, str):
+        word, _, number = key.partition(" ")
+        if word != "node" or not number.isdecimal():
+            raise ValueError(f'faults: slow_links: {key!r} is no GPU, no pair and no "node 3"')
+    elif isinstance(key, tuple) and len(key) == 2:
+        for each in key:
+            _check_gpu("slow_links", each)
+    else:
+        _check_gpu("slow_links", key)
+
+
+def _check_gpu(name: str, key: object) -> None:
+    if type(key) is not int or key < 0:
+        raise ValueError(f"faults: {name}: {key!r} is no number of a GPU")

@@ -1,0 +1,102 @@
+"""GPUs by name: what their vendor publishes, and what kernels of others are published to reach.
+
+Memory is what torch reports as total capacity of the device (less than the name says); rates are
+dense peaks, and of links one way: a datasheet's NVLink rate counts both. Host links are the rates
+that pinned copies reach, not those of the bus. Left out are GPUs that have a link of their own to
+each other GPU of the node instead of a switch: one rate does not say what a ring gets there.
+
+Fractions of the peak: `attention` is of long calls, head width 128, bf16: up to 230 of 312 TFLOP/s
+on A100 (FlashAttention-2, 0.73), 648 of 989 on H100 (FlashAttention-3, 0.66), 693 to 702 on H200
+(cuDNN 9, NVIDIA's figures, 0.7), up to 1613 of 2250 on B200 (FlashAttention-4, abstract, 0.71);
+somewhat less than that is taken. `linear` is nine tenths of what a search over shapes found for
+matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS": A100 0.87,
+H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
+on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 TFLOP/s).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB, GIB = 10**9, 2**30
+SLOWER = 0.86  # rate of an attention backward over that of a forward
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory: bytes; peak: dense bf16 operations per second; host_link: bytes per second between
+    one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
+    GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
+    peak that long attention calls (forward) and large matrix products reach. nic: bytes per second
+    of a NIC of the vendor's node, one way, which has one for every GPU. small: a product of sizes
+    m x k x n takes longer by small / m + small / k + small / n of its time."""
+
+    name: str
+    memory: int
+    peak: float
+    host_link: float
+    source: str
+    nvlink: float = 300 * GB
+    memory_rate: float = 2.0e12
+    attention: float = 0.6
+    linear: float = 0.7
+    nic: float = 50 * GB
+    small: float = 64.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"gpu {self.name}: {name} must be above 0: {getattr(self, name)}")
+        for name in ("attention", "linear"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"gpu {self.name}: {name} is a fraction of the peak, above 0 and at most 1: "
+                    f"{getattr(self, name)}"
+                )
+
+
+_A100 = "A100 datasheet, SXM; PCIe 4.0 x16; DGX A100, HDR 200 Gb/s"
+_H100 = "H100 datasheet, SXM; PCIe 5.0 x16; DGX H100, NDR 400 Gb/s"
+_A, _H, _B = (0.70, 0.78, 25 * GB), (0.65, 0.72, 50 * GB), (0.65, 0.70, 50 * GB)
+
+# Name, memory, peak, host link, source, NVLink one way, memory rate; attention, linear, NIC.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40g", int(39.4 * GIB), 312e12, 25 * GB, _A100, 300 * GB, 1555 * GB, *_A),
+        Gpu("a100", int(79.1 * GIB), 312e12, 25 * GB, _A100, 300 * GB, 2039 * GB, *_A),
+        Gpu("a800", int(79.1 * GIB), 312e12, 25 * GB, f"{_A100}; NVLink 400 GB/s both ways",
+            200 * GB, 2039 * GB, *_A),
+        Gpu("h100", int(79.1 * GIB), 989e12, 50 * GB, _H100, 450 * GB, 3350 * GB, *_H),
+        Gpu("h800", int(79.1 * GIB), 989e12, 50 * GB, f"{_H100}; NVLink 400 GB/s both ways",
+            200 * GB, 3350 * GB, *_H),
+        Gpu("h200", int(139.8 * GIB), 989e12, 50 * GB, "H200 datasheet, SXM; PCIe 5.0 x16; NDR",
+            450 * GB, 4800 * GB, 0.68, *_H[1:]),
+        Gpu("b200", int(178.3 * GIB), 2250e12, 50 * GB, "DGX B200 datasheet; PCIe 5.0 x16; NDR",
+            900 * GB, 8000 * GB, *_B),
+        # Two GPUs share 450 GB/s one way to their CPU; four fifths of it are assumed to be reached.
+        Gpu("gb200", int(184.3 * GIB), 2500e12, 360 * GB, "GB200 NVL72 datasheet; NVLink-C2C; NDR",
+            900 * GB, 8000 * GB, *_B),
+    )
+}  # fmt: skip
+
+
+def gpu(name: str) -> Gpu:
+    """A GPU by its name. ValueError with the names that there are for any other."""
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise ValueError(
+            f"--gpu {name}: unknown; one of {', '.join(GPUS)}, with another --gpu-memory if need be"
+        )
+    return found
+
+
+def of_device(title: str) -> Gpu | None:
+    """The GPU of the table that CUDA calls so, such as "NVIDIA H100 80GB HBM3"; None for others,
+    and for the cards of the same names, which have other peaks and no NVLink switch."""
+    words = title.upper().replace("-", " ").split()
+    if "PCIE" in words or "NVL" in words:
+        return None
+    if "A100" in words and "40GB" in words:
+        return GPUS["a100-40g"]
+    return next((gpu for name, gpu in GPUS.items() if name.upper() in words), None)

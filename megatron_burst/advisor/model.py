@@ -1,0 +1,260 @@
+"""Shapes of models: what a decoder's layers are made of, and how many parameters they have.
+
+A layer is an attention half (softmax attention, or a mixer such as Mamba) and an MLP half, or only
+one of them. `models` has shapes by name, `model_config` reads a `config.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+# What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
+FULL, WINDOW, MIXER = "full", "window", "mixer"
+KINDS: dict[str, tuple[str | None, bool]] = {
+    "F": (FULL, True),
+    "W": (WINDOW, True),
+    "L": (MIXER, True),
+    "*": (FULL, False),
+    "M": (MIXER, False),
+    "-": (None, True),
+}
+
+
+class Part(NamedTuple):
+    """A layer: its attention half ("full", "window", "mixer" or None), and whether it has an MLP
+    half and whether that has experts."""
+
+    attention: str | None
+    mlp: bool
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) with expanded heads:
+    keys and values come out of `kv_rank` numbers, queries of `q_rank` (0: of the hidden states).
+    rope: width of the part of a head that is turned, which all heads of a key share."""
+
+    kv_rank: int
+    rope: int
+    q_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A layer that mixes rows without softmax attention (Mamba-2, gated delta net). into, out:
+    widths of its projections from and to hidden states; others: its other parameters (convolution,
+    decay). What its scan computes and holds is not counted. heads: tensor-parallel ranks divide
+    them."""
+
+    name: str
+    into: int
+    out: int
+    heads: int
+    others: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder.
+
+    head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn: of the
+    MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
+    tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
+    `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
+    the others have an MLP `dense_ffn` wide.
+    latent: of multi-head latent attention. output_gate: attention's result is multiplied by a gate
+    as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
+    tokens that a query of a "W" layer sees, itself included; mixer: of "L" and "M" layers.
+    sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
+    counts, in words.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    head_dim: int = 0
+    gated: bool = True
+    tied: bool = False
+    experts: int = 0
+    top_k: int = 0
+    shared: int = 0
+    moe_layers: int = 0
+    dense_ffn: int = 0
+    value_dim: int = 0
+    latent: Latent | None = None
+    output_gate: bool = False
+    pattern: str = ""
+    window: int = 0
+    mixer: Mixer | None = None
+    sinks: bool = False
+    also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, default in (
+            ("head_dim", self.hidden // max(1, self.heads)),
+            ("value_dim", self.head_dim or self.hidden // max(1, self.heads)),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model {self.name}: {name} must be from 1, {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model {self.name}: {self.kv_heads} key/value heads do not divide {self.heads} "
+                "query heads"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"model {self.name}: top_k must be 1 to {self.experts} experts, got {self.top_k}"
+            )
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        if set(self.letters) - set(KINDS) or len(self.letters) != self.layers:
+            raise ValueError(
+                f"model {self.name}: pattern {self.pattern!r} needs a letter of {''.join(KINDS)} "
+                f"for each of the {self.layers} layers"
+            )
+        if self.windows and self.window < 1:
+            raise ValueError(f"model {self.name}: layers W need a window from 1, {self.window}")
+        if self.mixers and self.mixer is None:
+            raise ValueError(f"model {self.name}: layers L and M need a mixer")
+        if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
+            raise ValueError(
+                f"model {self.name}: moe_layers {self.moe_layers} of {self.mlps} layers with an "
+                f"MLP and {self.experts} experts"
+            )
+
+    # --- which layers there are --------------------------------------------------------------
+
+    @property
+    def letters(self) -> str:
+        """A letter of `KINDS` for each layer."""
+        return self.pattern or "F" * self.layers
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What each layer is made of; the last `moe_layers` of those with an MLP have experts."""
+        found, mlps = [], 0
+        for letter in self.letters:
+            attention, mlp = KINDS[letter]
+            found.append(Part(attention, mlp, mlp and mlps >= self.mlps - self.moe_layers))
+            mlps += mlp
+        return tuple(found)
+
+    @property
+    def attentions(self) -> int:
+        """Layers with softmax attention, windows among them."""
+        return self._with(FULL) + self.windows
+
+    @property
+    def windows(self) -> int:
+        """Layers whose attention sees a window."""
+        return self._with(WINDOW)
+
+    @property
+    def mixers(self) -> int:
+        """Layers with a mixer instead of attention."""
+        return self._with(MIXER)
+
+    @property
+    def mlps(self) -> int:
+        """Layers with an MLP half, with experts or without."""
+        return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
+
+    def _with(self, kind: str) -> int:
+        return sum(self.letters.count(letter) for letter, (of, _) in KINDS.items() if of == kind)
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Parts that neither time nor memory counts, in words."""
+        mixers = ()
+        if self.mixer is not None and self.mixers:
+            mixers = (f"scans and states of {self.mixers} {self.mixer.name} layers",)
+        return (*mixers, *self.also)
+
+    # --- parameters --------------------------------------------------------------------------
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the attention half of one layer, and both its norms."""
+        q, out = self.heads * self.head_dim, self.heads * self.value_dim
+        if (low := self.latent) is not None:
+            query = self.hidden * low.q_rank + low.q_rank + low.q_rank * q
+            down = self.hidden * (low.kv_rank + low.rope) + low.kv_rank
+            up = low.kv_rank * self.heads * (self.head_dim - low.rope + self.value_dim)
+            query = query if low.q_rank else self.hidden * q
+            return query + down + up + self.hidden * out + 2 * self.hidden
+        kv = self.kv_heads * (self.head_dim + self.value_dim)
+        return self.hidden * (q * (1 + self.output_gate) + kv + out) + 2 * self.hidden
+
+    @property
+    def mixer_parameters(self) -> int:
+        """Of the mixer of one layer, and both its norms."""
+        if self.mixer is None:
+            return 0
+        projections = self.hidden * (self.mixer.into + self.mixer.out)
+        return projections + self.mixer.others + 2 * self.hidden
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of the MLP of one layer without experts; of one with experts, router and shared part."""
+        if self.experts:
+            return self._mlp(self.shared) + self.hidden * self.experts
+        return self._mlp(self.ffn)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of one layer."""
+        return self.experts * self._mlp(self.ffn)
+
+    @cached_property
+    def by_layer(self) -> tuple[tuple[int, int, int], ...]:
+        """Parameters of each layer: those that tensor-parallel ranks share, of norms, of
+        experts."""
+        of = {part: self._of_part(part) for part in set(self.parts)}
+        return tuple(of[part] for part in self.parts)
+
+    def _of_part(self, part: Part) -> tuple[int, int, int]:
+        norms = 2 * self.hidden
+        found = self.mixer_parameters if part.attention == MIXER else self.attention_parameters
+        found = found - norms if part.attention else 0
+        experts = self.expert_parameters if part.sparse else 0
+        found += round(self.mlp_parameters(part)) - experts if part.mlp else 0
+        halves = (part.attention is not None) + part.mlp
+        return found, halves * self.hidden, experts
+
+    def mlp_parameters(self, part: Part, ep: int = 1) -> float:
+        """Of the MLP half of a layer on one of `ep` expert-parallel ranks."""
+        if part.sparse:
+            return self.dense_parameters + self.expert_parameters / ep
+        return self._mlp(self.dense_ffn if self.experts else self.ffn)
+
+    def _mlp(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole decoder; small ones (biases, norms of heads, sinks) left out."""
+        ends = self.hidden * (self.vocabulary * (1 if self.tied else 2) + 1)
+        return ends + sum(map(sum, self.by_layer))
+
+    @property
+    def active_parameters(self) -> int:
+        """That multiply a token: of experts only those that see it, and no embedding."""
+        unseen = (self.experts - self.top_k) * self.expert_parameters // max(1, self.experts)
+        embedding = 0 if self.tied else self.hidden * self.vocabulary
+        return self.parameters - self.moe_layers * unseen - embedding
+
+
+def padded(model: Model, multiple: int) -> Model:
+    """The same with a vocabulary that `multiple` divides."""
+    return replace(model, vocabulary=-(-model.vocabulary // multiple) * multiple)

@@ -1,0 +1,194 @@
+"""The shape of a model from the fields of a Hugging Face `config.json`.
+
+Names of fields are those of transformers' configuration classes. A part that nothing here counts is
+named in `Model.also`, and a kind of layer that nothing here knows is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .model import Latent, Mixer, Model
+
+Config = dict[str, Any]
+# transformers' names of kinds of layers -> letters of `model.KINDS`.
+LAYER_TYPES = {
+    "full_attention": "F", "sliding_attention": "W", "linear_attention": "L",
+    "chunked_attention": "W", "mamba": "M", "attention": "*", "mlp": "-", "moe": "-",
+}  # fmt: skip
+NEEDED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
+UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
+
+
+def from_config(config: Config, name: str = "config.json") -> Model:
+    """The model of a configuration. ValueError naming the field that is missing or not known."""
+    also: tuple[str, ...] = ()
+    if isinstance(config.get("text_config"), dict):
+        also = ("what is not the text model (a vision or audio tower)",)
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | dict(
+            config["text_config"]
+        )
+    for key in NEEDED:
+        if key not in config:
+            raise ValueError(
+                f"{name}: has no {key!r}; a config.json of a decoder with num_hidden_layers, "
+                "hidden_size, num_attention_heads, intermediate_size and vocab_size would do"
+            )
+    if config.get("num_nextn_predict_layers"):
+        also += ("the head that predicts several tokens",)
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    pattern, window = _pattern(config, name)
+    fields: Config = {
+        "name": config.get("_name_or_path") or name,
+        "layers": config["num_hidden_layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "vocabulary": config["vocab_size"],
+        "head_dim": config.get("head_dim") or config.get("attention_head_dim") or hidden // heads,
+        "gated": _gated(config),
+        "tied": bool(config.get("tie_word_embeddings", _like(config, "gemma"))),
+        "output_gate": bool(config.get("attn_output_gate", _like(config, "qwen3_next"))),
+        "pattern": pattern,
+        "window": window,
+        "sinks": _like(config, "gpt_oss"),
+        "mixer": _mixer(config, name) if set(pattern) & set("LM") else None,
+        "also": also,
+    }
+    return Model(**(fields | _latent(config, name) | _mlp(config, pattern, name)))
+
+
+def _like(config: Config, family: str) -> bool:
+    return str(config.get("model_type", "")).startswith(family)
+
+
+def _gated(config: Config) -> bool:
+    """Whether the MLP has three matrices: silu always has, gelu only where the family says so."""
+    act = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
+    act = str(config.get("mlp_hidden_act", act))
+    return act not in UNGATED or _like(config, "gemma")
+
+
+def _latent(config: Config, name: str) -> Config:
+    """Multi-head latent attention, with expanded heads: as many keys as queries."""
+    if not config.get("kv_lora_rank"):
+        return {}
+    for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
+        if key not in config:
+            raise ValueError(
+                f"{name}: has kv_lora_rank but no {key!r}, a width of latent attention"
+            )
+    rope = config["qk_rope_head_dim"]
+    return {
+        "kv_heads": config["num_attention_heads"],
+        "head_dim": config["qk_nope_head_dim"] + rope,
+        "value_dim": config["v_head_dim"],
+        "latent": Latent(config["kv_lora_rank"], rope, config.get("q_lora_rank") or 0),
+    }
+
+
+def _mlp(config: Config, pattern: str, name: str) -> Config:
+    """The MLP halves: dense, or experts in the last layers of those that have one."""
+    ffn = config.get("intermediate_size")
+    experts = next((config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts")
+                    if config.get(key)), 0)  # fmt: skip
+    of_expert = config.get("moe_intermediate_size") or ffn
+    if of_expert is None or (ffn is None and not experts):
+        raise ValueError(f"{name}: has no 'intermediate_size'")
+    if not experts:
+        return {"ffn": ffn}
+    shared = config.get("shared_expert_intermediate_size") or (
+        (config.get("n_shared_experts") or 0)
+        * (config.get("moe_shared_expert_intermediate_size") or of_expert)
+    )
+    with_mlp = sum(letter in "FWL-" for letter in pattern or "F" * config["num_hidden_layers"])
+    return {
+        "ffn": of_expert,
+        "experts": experts,
+        "top_k": config.get("num_experts_per_tok") or 0,
+        "shared": shared,
+        "moe_layers": _moe_layers(config, with_mlp),
+        "dense_ffn": ffn or of_expert,
+    }
+
+
+def _moe_layers(config: Config, layers: int) -> int:
+    """How many layers have experts. Which ones changes neither time nor memory: taken as last."""
+    override = config.get("hybrid_override_pattern")
+    if override:
+        return override.count("E")
+    if "moe" in (config.get("layers_block_type") or ()):
+        return config["layers_block_type"].count("moe")
+    if "first_k_dense_replace" in config:
+        every = config.get("moe_layer_freq") or 1
+        dense = config["first_k_dense_replace"]
+        return sum(layer >= dense and layer % every == 0 for layer in range(layers))
+    step = config.get("decoder_sparse_step") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _pattern(config: Config, name: str) -> tuple[str, int]:
+    """A letter for each layer, and the window of those that have one."""
+    layers = config["num_hidden_layers"]
+    override = config.get("hybrid_override_pattern")
+    if override:
+        odd = set(override) - set("M*-E")
+        if odd or len(override) != layers:
+            raise ValueError(
+                f"{name}: hybrid_override_pattern {override!r} needs one of M, *, - and E for each "
+                f"of the {layers} layers"
+            )
+        return override.replace("E", "-"), 0
+    types = config.get("layer_types") or config.get("layers_block_type")
+    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    if types:
+        odd = sorted(set(types) - set(LAYER_TYPES))
+        if odd:
+            raise ValueError(
+                f"{name}: layer_types (or layers_block_type) has {odd[0]!r}; known are "
+                f"{', '.join(LAYER_TYPES)}"
+            )
+        return "".join(LAYER_TYPES[kind] for kind in types), window
+    if config.get("full_attention_interval"):
+        every = config["full_attention_interval"]
+        return "".join("LF"[(i + 1) % every == 0] for i in range(layers)), 0
+    if any(config.get(key) for key in ("ssm_state_size", "mamba_d_state", "state_size")):
+        raise ValueError(
+            f"{name}: has state-space layers but no hybrid_override_pattern and no layer_types, "
+            "which say where they are"
+        )
+    return _windows(config, layers, window)
+
+
+def _windows(config: Config, layers: int, window: int) -> tuple[str, int]:
+    """Where only numbers say which layers have a window."""
+    if not window or config.get("use_sliding_window") is False:
+        return "", 0
+    if every := config.get("sliding_window_pattern"):
+        return "".join("WF"[(i + 1) % every == 0] for i in range(layers)), window
+    full = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
+    return ("F" * min(full, layers)).ljust(layers, "W"), window
+
+
+def _mixer(config: Config, name: str) -> Mixer:
+    """Mamba-2 as Nemotron-H names its sizes, or Qwen3-Next's gated delta net."""
+    try:
+        if "linear_num_value_heads" in config:
+            heads = config["linear_num_value_heads"]
+            keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            values = heads * config["linear_value_head_dim"]
+            convolution = config["linear_conv_kernel_dim"] * (2 * keys + values)
+            return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
+                         convolution)  # fmt: skip
+        heads = config["mamba_num_heads"]
+        inner = heads * config["mamba_head_dim"]
+        states = 2 * config["n_groups"] * config["ssm_state_size"]
+        convolution = (config["conv_kernel"] + 1) * (inner + states)
+        return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
+                     convolution + 3 * heads + inner)  # fmt: skip
+    except KeyError as error:
+        raise ValueError(
+            f"{name}: has linear-attention or state-space layers but no {error}, which their size "
+            "depends on"
+        ) from None

@@ -1,0 +1,113 @@
+"""How long the micro-batches of a step take on a pipeline, stage times being given.
+
+Runs the order in which Megatron-Core's schedules run (`pipeline_parallel/schedules.py`): 1F1B
+(PipeDream-Flush, arXiv 2006.09503) and, with several chunks of layers per rank, its interleaved
+form (arXiv 2104.04473, section 2.2). Stages and micro-batches may differ, so slow ranks and
+packed documents of unequal work cost what they cost; no formula of a bubble is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class PipelineTime(NamedTuple):
+    """seconds: from the first forward to the last backward; busy: [stages] seconds that the rank
+    of each stage computes."""
+
+    seconds: float
+    busy: np.ndarray
+
+    @property
+    def bubble(self) -> float:
+        """Seconds in which the busiest rank waits."""
+        return self.seconds - float(self.busy.max())
+
+
+class Turn(NamedTuple):
+    """One pass of one micro-batch through one chunk of layers, of `stages` x `vpp` chunks in the
+    order of the layers."""
+
+    backward: bool
+    chunk: int
+    micro_batch: int
+
+
+def pipeline_time(
+    forward: np.ndarray, backward: np.ndarray, *, vpp: int = 1, hop: float = 0.0
+) -> PipelineTime:
+    """The time of one step's forwards and backwards.
+
+    forward, backward: seconds [stages * vpp, micro_batches] of each chunk of layers, chunk c being
+    on rank c % stages; with recompute, backward includes it. hop: seconds that a message takes to
+    a neighbour, in which neither end waits for it unless it has nothing else to do.
+
+    Raises ValueError for shapes that are no such table.
+    """
+    forward, backward = (np.asarray(each, dtype=float) for each in (forward, backward))
+    if forward.shape != backward.shape or forward.ndim != 2 or not forward.size:
+        raise ValueError(
+            f"forward and backward must be [stages * vpp, micro_batches] alike, got "
+            f"{forward.shape} and {backward.shape}"
+        )
+    stages, rest = divmod(len(forward), vpp)
+    if rest:
+        raise ValueError(f"vpp {vpp} does not divide {len(forward)} chunks of layers")
+    orders = [turns(stage, stages, forward.shape[1], vpp) for stage in range(stages)]
+    seconds = _run(orders, forward.tolist(), backward.tolist(), hop)
+    busy = (forward + backward).sum(axis=1).reshape(vpp, stages).sum(axis=0)
+    return PipelineTime(seconds, busy)
+
+
+def turns(stage: int, stages: int, micro_batches: int, vpp: int = 1) -> list[Turn]:
+    """What the rank of one stage runs, in order: forwards to fill the pipeline, then one forward
+    and one backward by turns, then the backwards that are left."""
+    passes = [
+        (part, micro_batch)
+        for first in range(0, micro_batches, stages)
+        for part in range(vpp)
+        for micro_batch in range(first, min(first + stages, micro_batches))
+    ]
+    there = [Turn(False, part * stages + stage, each) for part, each in passes]
+    back = [Turn(True, (vpp - 1 - part) * stages + stage, each) for part, each in passes]
+    ahead = stages - stage - 1
+    if vpp > 1:
+        ahead = 2 * ahead + (vpp - 1) * stages
+    ahead = min(ahead, len(passes))
+    steady = len(passes) - ahead
+    both = [turn for pair in zip(there[ahead:], back[:steady], strict=True) for turn in pair]
+    return [*there[:ahead], *both, *back[steady:]]
+
+
+def _run(
+    orders: Sequence[Sequence[Turn]], forward: list[list[float]], backward: list[list[float]],
+    hop: float,
+) -> float:  # fmt: skip
+    """The end of the last turn; every rank runs its turns in order, each when its input is in."""
+    stages, last = len(orders), len(forward) - 1
+    ended: dict[tuple[bool, int, int], float] = {}
+    clock, at = [0.0] * stages, [0] * stages
+    ready = list(range(stages))
+    while ready:
+        stage = ready.pop()
+        order = orders[stage]
+        while at[stage] < len(order):
+            back, chunk, each = order[at[stage]]
+            # The last chunk's backward follows its own forward, without a message.
+            turned = back and chunk == last
+            before = (back and not turned, chunk if turned else chunk + (1 if back else -1), each)
+            arrived = 0.0
+            if back or chunk:
+                if before not in ended:
+                    break  # the rank that ends it looks here again
+                arrived = ended[before] + hop * (not turned and stages > 1)
+            taken = (backward if back else forward)[chunk][each]
+            clock[stage] = max(clock[stage], arrived) + taken
+            ended[back, chunk, each] = clock[stage]
+            at[stage] += 1
+            ready.append((stage + (-1 if back else 1)) % stages)
+    assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "turns wait in a ring"
+    return max(clock)

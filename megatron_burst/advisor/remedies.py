@@ -1,0 +1,183 @@
+"""What would make a run fit that does not: the cheap changes, tried, and only those that do.
+
+A change is tried alone; if none is enough, all that cost little time are taken together, and more
+GPUs beside them. What is said is the account's, so it holds as far as that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .clusters import Cluster
+from .memory import Account, account, fit, states_of
+from .models import Model
+from .settings import Settings
+
+CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
+MOST = 3  # changes that are named
+# The flag of a Megatron command for a field, and what follows it where that is not the value.
+MEGATRON: dict[str, str] = {
+    "tp": "--tensor-model-parallel-size", "ep": "--expert-model-parallel-size",
+    "offload": "--burst-offload", "lm_head_loss": "--burst-lm-head-loss",
+    "sequence_chunks": "--burst-sequence-chunks", "mlp_tiles": "--burst-mlp-tiles",
+    "store": "--burst-store", "recompute": "--recompute-granularity",
+    "optimizer_offload": "--optimizer-cpu-offload --optimizer-offload-fraction",
+    "distributed_optimizer": "--use-distributed-optimizer",
+}  # fmt: skip
+
+
+class Change(NamedTuple):
+    """Fields of `Settings` with the values that they would need, and GPUs if more are needed."""
+
+    fields: dict[str, Any]
+    gpus: int | None = None
+
+    def said(self, flag: Callable[[str], str]) -> str:
+        """In words: flags to add, and how many GPUs."""
+        words = [
+            flag(name) if value is True else f"{flag(name)} {value:g}"
+            if isinstance(value, float) else f"{flag(name)} {value}"
+            for name, value in self.fields.items()
+        ]  # fmt: skip
+        return " ".join(words + [f"{'and ' if words else ''}{self.gpus} GPUs"] * bool(self.gpus))
+
+
+def megatron_flag(name: str) -> str:
+    """The flag of a Megatron command that sets a field of `Settings`."""
+    return MEGATRON[name]
+
+
+def own_flag(name: str) -> str:
+    """The flag of `megatron-burst memory` that sets it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def what_would_fit(
+    model: Model, cluster: Cluster, run: Settings, flag: Callable[[str], str] = megatron_flag
+) -> list[str]:
+    """Changes of a run that does not fit, each of which makes it fit, the cheapest first: flags to
+    add, in the words of `flag`, or how many GPUs. Empty where nothing that is tried does."""
+    return [change.said(flag) for change in changes(model, cluster, run)]
+
+
+def changes(model: Model, cluster: Cluster, run: Settings) -> list[Change]:
+    """The same as fields."""
+    found = [one for one in _alone(model, cluster, run) if _fits(model, cluster, run, one)]
+    if len(found) < MOST:
+        if not found:  # no single one is enough
+            several = map(Change, _together(model, cluster, run))
+            found += [one for one in several if _fits(model, cluster, run, one)][:1]
+        more = _more_gpus(model, cluster, run, alone=bool(found))
+        found += [more] * (more is not None)
+    return found[:MOST]
+
+
+def does_not_fit(
+    found: Account, cluster: Cluster, flag: Callable[[str], str] = megatron_flag
+) -> str:
+    """An error's words: how much a run takes, how much there is, and what would make it fit."""
+    left, run = fit(found, cluster), found.run
+    if left.device < 0:
+        taken = f"{found.peak.bytes / 1e9:.0f} GB at TP {run.tp}"
+        taken += f" x PP {run.pp}" * (run.pp > 1)
+        states = sum(found.states.values()) / 1e9
+        what = f"{taken}, {states:.0f} of it states, where {cluster.room / 1e9:.0f} are there"
+    else:
+        what = (
+            f"{found.host_bytes / 1e9:.0f} GB of host memory per GPU, where "
+            f"{cluster.host_per_rank / 1e9:.0f} are there"
+        )
+    helps = what_would_fit(found.model, cluster, run, flag)
+    if not helps:
+        helps = ["take a shorter sequence, or many more GPUs"]
+    else:
+        helps[0] = ("take " if helps[0][0].isdigit() else "add ") + helps[0]
+    return f"does not fit: {what}; {', or '.join(helps)}"
+
+
+def _alone(model: Model, cluster: Cluster, run: Settings) -> Iterator[Change]:
+    """Changes that cost no GPU and little time, the cheapest first."""
+    if run.lm_head_loss == "off":
+        yield Change({"lm_head_loss": "single_pass"})
+    if not run.distributed_optimizer:
+        yield Change({"distributed_optimizer": True})
+    if run.recompute == "none":
+        yield Change({"recompute": "full"})
+    elif run.offload < 1:
+        yield Change({"offload": 1.0})
+    if run.recompute == "full" and not run.chunked and run.cp > 1:
+        yield Change(CHUNKS)
+    if run.store:
+        yield Change({"store": 0.0})
+    if run.optimizer_offload < 1:
+        yield Change({"optimizer_offload": 1.0})
+    tp = 2 * run.tp
+    while tp <= cluster.ranks_per_node and model.heads % tp == 0 and run.cp % (tp // run.tp) == 0:
+        yield Change({"tp": tp})
+        tp *= 2
+
+
+def _together(model: Model, cluster: Cluster, run: Settings) -> Iterator[dict[str, Any]]:
+    """More and more of them together; first, where states are too many, wider groups."""
+    fields: dict[str, Any] = {}
+    if sum(states_of(model, run, 0)[0].values()) > cluster.room / 2:
+        fields |= _wider(model, cluster, run)
+    fields |= {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {}
+    tp = fields.get("tp", run.tp)
+    chunks = CHUNKS if run.cp * run.tp > tp else {"mlp_tiles": 64}
+    steps = ({"recompute": "full"}, {"offload": 1.0}, chunks, {"optimizer_offload": 1.0})
+    for step in steps:
+        fields |= {name: x for name, x in step.items() if getattr(run, name) != x}
+        yield dict(fields)
+
+
+def _wider(model: Model, cluster: Cluster, run: Settings) -> dict[str, int]:
+    """The most tensor- and expert-parallel ranks that a node, the heads and the experts allow."""
+    ranks = run.tp * run.cp
+    tp = max(
+        (n for n in range(run.tp, cluster.ranks_per_node + 1)
+         if ranks % n == 0 and model.heads % n == 0 and model.kv_heads % n == 0),
+        default=run.tp,
+    )  # fmt: skip
+    fields = {} if tp == run.tp else {"tp": tp}
+    if model.experts:
+        others = ranks // tp * run.dp
+        ep = max(n for n in range(1, others + 1) if others % n == 0 and model.experts % n == 0)
+        fields |= {"ep": ep} if ep > run.ep else {}
+    return fields
+
+
+def _more_gpus(model: Model, cluster: Cluster, run: Settings, *, alone: bool) -> Change | None:
+    """The fewest GPUs, doubled up to 64 times; unless `alone`, with what costs little beside."""
+    beside = () if alone else tuple(_together(model, cluster, run))
+    for doubled in range(1, 7):
+        stages = {"pp": run.pp << doubled}
+        for fields in ({}, *beside, *(each | stages for each in beside)):
+            change = Change(fields, cluster.gpus << doubled)
+            if _fits(model, cluster, run, change):
+                return change
+    return None
+
+
+def _fits(model: Model, cluster: Cluster, run: Settings, change: Change) -> bool:
+    """Whether the run fits after a change; more tensor-parallel ranks come out of the
+    context-parallel ones, more GPUs are stages if the change says so, else context-parallel, or
+    data-parallel if that cannot be."""
+    fields = dict(change.fields)
+    if "tp" in fields:
+        fields["cp"] = run.cp * run.tp // fields["tp"]
+        fields["intra"] = max(1, cluster.ranks_per_node // fields["tp"])
+    after = replace(run, **fields)
+    if change.gpus:
+        times = change.gpus * run.pp // (cluster.gpus * after.pp)
+        cluster = replace(cluster, gpus=change.gpus)
+        longer = replace(after, cp=after.cp * times)
+        after = longer if run.seq % (2 * longer.cp) == 0 else replace(after, dp=after.dp * times)
+    try:
+        if sum(states_of(model, after, 0)[0].values()) > cluster.room:
+            return False
+        return fit(account(model, after, every=False), cluster).fits
+    except ValueError:  # sizes that do not divide each other, or a cluster of no whole nodes
+        return False

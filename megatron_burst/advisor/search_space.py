@@ -1,0 +1,166 @@
+"""The runs that a search tries: sizes of groups, then what each of them recomputes and moves.
+
+Decides what is tried, not what is good. Groups: tensor-parallel ranks within a node, stages that
+divide the layers, context-parallel ranks that divide the rows, the rest data-parallel. Options:
+recompute, store, offload, chunks and tiles, from short lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from ..schedule.topology import divisors
+from .clusters import Cluster
+from .models import Model
+from .settings import Settings
+
+STAGES = 16  # of a pipeline at most
+VIRTUAL = (1, 2, 4)  # chunks of layers on each rank of a pipeline
+FEW_ROWS = 4096  # a rank with fewer rows may take several sequences at a time
+SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
+STORES = (1.0, 0.5, 0.0)
+OFFLOADS = (0.0, 1.0)
+TILES = (1, 8)  # of the MLP half, beside a whole attention half
+CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
+# What `Settings` says of groups; the rest are options.
+GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
+    of `Settings` that the user has fixed."""
+
+    seq: int
+    sequences: int
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+
+    def values(self, name: str, tried: Any) -> list[Any]:
+        """The values of a field to try: the one that is fixed, or `tried`."""
+        return [self.pinned[name]] if name in self.pinned else list(tried)
+
+
+def groups_of(model: Model, cluster: Cluster, want: Wanted) -> Iterator[Settings]:
+    """Every way to share the GPUs out, without options."""
+    options = {k: v for k, v in want.pinned.items() if k not in (*GROUPS, "micro_batches")}
+    for tp, pp in product(_tensor(model, cluster, want), _stages(model, cluster, want)):
+        left = cluster.gpus // (tp * pp)
+        if cluster.gpus % (tp * pp):
+            continue
+        for cp in want.values("cp", divisors(left)):
+            if left % cp or not _rows_fit(cluster, want, tp, cp):
+                continue
+            dp = left // cp
+            if dp not in want.values("dp", [dp]):
+                continue
+            base = replace(Settings(want.seq), **options)
+            intra = cp_ranks_per_node(cluster, tp, cp)
+            base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra)
+            yield from _micro_batches(model, want, base)
+
+
+def cp_ranks_per_node(cluster: Cluster, tp: int, cp: int) -> int:
+    """Context-parallel ranks on each node; tensor-parallel ranks are neighbours."""
+    return min(cp, max(1, cluster.ranks_per_node // tp))
+
+
+def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
+    """Tensor-parallel sizes that Megatron-Core takes: they divide a node and the heads, and divide
+    the key/value heads or are a multiple of them (it copies heads then)."""
+    return [
+        tp
+        for tp in divisors(cluster.ranks_per_node)
+        if model.heads % tp == 0
+        and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+        and model.hidden % tp == 0
+        and model.ffn % tp == 0
+    ]
+
+
+def _tensor(model: Model, cluster: Cluster, want: Wanted) -> list[int]:
+    return want.values("tp", tensor_sizes(model, cluster))
+
+
+def _stages(model: Model, cluster: Cluster, want: Wanted) -> list[int]:
+    tried = [pp for pp in divisors(model.layers) if pp <= min(STAGES, cluster.gpus)]
+    return want.values("pp", tried)
+
+
+def _rows_fit(cluster: Cluster, want: Wanted, tp: int, cp: int) -> bool:
+    """Do ranks get equal rows, of zigzag and of sequence parallelism, and nodes equal ranks?"""
+    if want.seq % (2 * cp) or want.seq % (cp * tp):
+        return False
+    return cp % cp_ranks_per_node(cluster, tp, cp) == 0
+
+
+def _micro_batches(model: Model, want: Wanted, base: Settings) -> Iterator[Settings]:
+    """With every number of sequences at a time, virtual stages and expert-parallel ranks."""
+    few = want.seq // base.cp < FEW_ROWS
+    for size in want.values("micro_batch", SEQUENCES if few else SEQUENCES[:1]):
+        count, rest = divmod(want.sequences, base.dp * size)
+        if rest or not count:
+            continue
+        for vpp in want.values("vpp", VIRTUAL if base.pp > 1 else (1,)):
+            # Megatron interleaves micro-batches in rounds of as many as there are stages.
+            if model.layers % (base.pp * vpp) or (vpp > 1 and count % base.pp):
+                continue
+            for ep in _experts(model, want, base):
+                yield replace(base, micro_batch=size, micro_batches=count, vpp=vpp, ep=ep)
+
+
+def _experts(model: Model, want: Wanted, base: Settings) -> list[int]:
+    """Expert-parallel ranks: among data- and context-parallel ones."""
+    if not model.experts:
+        return want.values("ep", [1])
+    tried = want.values("ep", divisors(model.experts))
+    return [ep for ep in tried if (base.dp * base.cp) % ep == 0 and model.experts % ep == 0]
+
+
+def options_of(run: Settings, want: Wanted, chunked: bool) -> Iterator[Settings]:
+    """What a run with these groups may recompute, store and move. chunked: with the attention half
+    in chunks of rows, which only runs over several context-parallel ranks can."""
+    moved = want.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
+    for optimizer in moved:
+        there = replace(run, optimizer_offload=optimizer)
+        if not chunked and "none" in want.values("recompute", ["none"]) and _plain(want):
+            yield replace(there, recompute="none", layout=layout_of(want, 1.0))
+        if "full" not in want.values("recompute", ["full"]):
+            continue
+        for store, offload in product(want.values("store", STORES),
+                                      want.values("offload", OFFLOADS)):  # fmt: skip
+            for chunks, tiles in _pieces(run, want, chunked):
+                yield replace(
+                    there, recompute="full", store=store, offload=offload, sequence_chunks=chunks,
+                    mlp_tiles=tiles, layout=layout_of(want, store),
+                )  # fmt: skip
+
+
+def layout_of(want: Wanted, store: float) -> str:
+    """The layout that `flags` takes where none is named: striped balances a partial store."""
+    return want.pinned.get("layout") or ("striped" if 0 < store < 1 else "zigzag")
+
+
+def _plain(want: Wanted) -> bool:
+    """Is nothing fixed that only recomputed layers have?"""
+    pinned = want.pinned
+    moved = any(pinned.get(name) for name in ("store", "offload"))
+    return not moved and all(pinned.get(n, 1) == 1 for n in ("sequence_chunks", "mlp_tiles"))
+
+
+def _pieces(run: Settings, want: Wanted, chunked: bool) -> list[tuple[int, int]]:
+    """Pairs (sequence chunks, MLP tiles) to try."""
+    pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
+    pinned = want.pinned
+    found = [
+        (pinned.get("sequence_chunks", chunks), pinned.get("mlp_tiles", tiles))
+        for chunks, tiles in pairs
+    ]
+    rows = run.rows // run.tp
+    return [
+        pair
+        for pair in dict.fromkeys(found)
+        if not (pair[0] > 1 and run.cp == 1) and rows % pair[0] == 0 and pair[1] <= rows
+    ]

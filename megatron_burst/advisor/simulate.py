@@ -1,0 +1,48 @@
+"""`mb.simulate`: how long one attention call, one layer or one step takes, from plain numbers.
+
+The public door of the model of time; `advise` and the fits of the documentation use the same code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from . import models
+from .attention_time import attention_time
+from .clusters import Cluster
+from .faults import Faults
+from .layer_time import layer_time
+from .models import Model
+from .settings import Settings, check
+from .step_time import step_time
+from .stragglers import layer_under, step_under
+
+Part = Literal["attention", "layer", "step"]
+
+
+def simulate(
+    model: str | Model,
+    cluster: Cluster,
+    run: Settings,
+    *,
+    part: Part = "step",
+    faults: Faults | None = None,
+) -> Any:
+    """Predict the time of a part of a run.
+
+    model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: `mb.Cluster`.
+    part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
+    "step". faults: what is slower than `cluster` says. Every result has `seconds` and
+    `bottleneck`. Raises ValueError for settings that no run could have.
+    """
+    model = models.named(model) if isinstance(model, str) else model
+    check(model, run)
+    if part == "attention":
+        return attention_time(model, cluster, run, faults)
+    if part == "layer":
+        return (
+            layer_under(model, cluster, run, faults) if faults else layer_time(model, cluster, run)
+        )
+    if part == "step":
+        return step_under(model, cluster, run, faults) if faults else step_time(model, cluster, run)
+    raise ValueError(f"part must be attention, layer or step, got {part!r}")

@@ -1,0 +1,57 @@
+"""Where the ranks of rings are: on which node, behind which NIC, and who sends beside them.
+
+Rings that share nothing but NICs run the same schedule at the same time: those of other members of
+a ulysses group, and those of tensor-parallel neighbours. Decides how many messages cross a NIC
+together; one ring is simulated for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..schedule.tables import Transfers
+from ..schedule.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """node, nic: int [R, G], of the ranks of R rings; the first ring is the one simulated."""
+
+    node: np.ndarray
+    nic: np.ndarray
+
+    def between(self, moved: Transfers) -> np.ndarray:
+        """Which transfers cross between nodes?"""
+        node = self.node[0]
+        return node[moved.src] != node[moved.dst]
+
+    def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        """Of messages that start together in every ring: how many share a NIC with each one of the
+        first ring, itself too, at its fuller end; 1 within a node."""
+        crosses = self.node[:, src] != self.node[:, dst]
+        found = np.ones(len(src))
+        for end in (src, dst):
+            nic = self.nic[:, end]
+            count = np.bincount(nic[crosses], minlength=int(nic.max(initial=0)) + 1)
+            found = np.maximum(found, np.where(crosses[0], count[nic[0]], 1))
+        return found
+
+    @property
+    def shared(self) -> bool:
+        """Do any two ranks share a NIC?"""
+        return len(np.unique(self.nic)) < self.nic.size
+
+
+def places(topology: Topology, per_node: int, nics: int, tp: int = 1) -> Places:
+    """Of the rings of a grid on nodes of `per_node` GPUs that share `nics` NICs evenly; a GPU with
+    several counts as one with one.
+
+    tp: tensor-parallel neighbours of each rank, with consecutive numbers, each in a ring of its
+    own.
+    """
+    rings = [topology.ring(topology.rank_at(index, 0)) for index in range(topology.ulysses)]
+    gpus = np.array(rings)[:, None, :] * tp + np.arange(tp)[:, None]
+    node, at = np.divmod(gpus.reshape(-1, topology.ring_size), per_node)
+    return Places(node, node * per_node + at * min(nics, per_node) // per_node)

@@ -1,0 +1,101 @@
+"""What the simulator needs of a schedule besides sizes and rates, worked out once.
+
+A search asks for the same schedule with other heads and rates; then only the arithmetic of the
+simulation itself is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..schedule.cost import pair_shares, rows_sent
+from ..schedule.rings import Schedule
+from ..schedule.sizes import Sizes
+from ..schedule.tables import ALL, Grid, Tables
+from .exchanges import ONE_NIC, Exchange, Wires, exchanges, ports_of
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A schedule on its wires. Arrays over transfers and over pairs are in the tables' order."""
+
+    schedule: Schedule
+    wires: Wires = ONE_NIC
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Of the schedule."""
+        return self.schedule.tables
+
+    @property
+    def grid(self) -> Grid:
+        """Of the schedule."""
+        return self.schedule.grid
+
+    @cached_property
+    def between(self) -> np.ndarray:
+        """bool: which transfers cross between nodes?"""
+        return self.wires.between(self.tables.transfers, self.grid)
+
+    @cached_property
+    def ports(self) -> np.ndarray:
+        """As of `ports_of`."""
+        return ports_of(self.tables.transfers, self.grid, self.wires)
+
+    @cached_property
+    def starting(self) -> dict[int, list[Exchange]]:
+        """As of `exchanges`."""
+        return exchanges(self.tables.transfers, self.grid, self.ports)
+
+    @cached_property
+    def load(self) -> np.ndarray | None:
+        """float: how many messages share a NIC with each transfer; None where none does."""
+        places = self.wires.places
+        if places is None or not places.shared:
+            return None
+        found = np.ones(len(self.between))
+        for exchange in (one for some in self.starting.values() for one in some):
+            for wave in exchange.waves:
+                found[wave.which] = places.load(*wave.clocks[:2])
+        return found
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64: rows of each transfer."""
+        return rows_sent(self.tables, self.tables.transfers)
+
+    def bytes_of(self, sizes: Sizes) -> np.ndarray:
+        """int64: payload bytes of each transfer."""
+        each = np.array(sizes.row_bytes(self.schedule), dtype=np.int64)
+        return self.rows * each[self.tables.transfers.family]
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """float: as of `pair_shares`."""
+        return pair_shares(self.tables)
+
+    @cached_property
+    def pair_rows(self) -> np.ndarray:
+        """int64: of each pair the rows of its queries or of its keys, whichever are fewer."""
+        tables, pairs = self.tables, self.tables.pairs
+        return np.minimum(
+            tables.queries.rows_of(pairs.query, pairs.query_rows),
+            tables.keys.rows_of(pairs.key, pairs.key_rows),
+        )
+
+    @cached_property
+    def own_last(self) -> np.ndarray:
+        """int: the step of each pair where every rank's own pair waits for the boundary at which
+        the rank posts its last partial result, and runs beside it."""
+        size, pairs, moved = self.grid.size, self.tables.pairs, self.tables.transfers
+        if not moved.accumulated.any():
+            return pairs.step
+        last = np.full(size, self.tables.steps)
+        sums = moved.where(moved.accumulated)
+        np.maximum.at(last, sums.src, sums.post)
+        own = (pairs.query == pairs.rank) & (pairs.key == pairs.rank)
+        own &= (pairs.query_rows == ALL) & (pairs.key_rows == ALL)
+        return np.where(own, last[pairs.rank], pairs.step)
