@@ -15,6 +15,10 @@ BYTES: Sequence[Unit] = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB",
 SECONDS: Sequence[Unit] = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 PREFIXES: Sequence[Unit] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
+# Bytes of logits alive at once in a fused LM head, by device. A tile pays for one pass over the
+# fp32 gradient of the weight, so a device that multiplies fast wants it large.
+LOGITS_TILE = {"cpu": 1 << 27, "cuda": 1 << 30}
+
 
 def byte_size(count: float) -> str:
     """A number of bytes in four digits and a binary unit: 1536 is "1.5 KiB"."""

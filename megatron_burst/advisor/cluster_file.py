@@ -41,7 +41,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("source", Cluster, "source", str, "where the figures come from"),
         Figure("gpus", Cluster, "gpus", int, "of all nodes"),
         Figure("per_node", Cluster, "per_node", int, "GPUs of a node"),
-        Figure("spread", Cluster, "spread", float, "the largest of the spreads below"),
+        Figure("spread", Cluster, "spread", float, "the largest of rates below"),
     ),
     "gpu": (
         Figure("name", Gpu, "name", str, ""),
@@ -91,7 +91,7 @@ def read(path: str | Path) -> Cluster:
     wrong = [*_unknown(found), *_unfit(found)]
     if not wrong:
         try:
-            return _cluster(found)
+            return made(found)
         except ValueError as error:
             wrong = [str(error)]
     raise ValueError(f"{path}: {'; '.join(wrong)}")
@@ -119,6 +119,20 @@ def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
             comment = "; ".join(filter(None, [figure.unit, note]))
             lines.append(f"{figure.key} = {_toml(value)}" + f"  # {comment}" * bool(comment))
     return "\n".join(lines) + "\n"
+
+
+def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
+    """The cluster of these values, by section and key, in which no key is unknown and no type
+    wrong."""
+    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}}
+    for section, figure in _figures():
+        value = _at(found, section, figure.key)
+        if value is not None:
+            given[figure.of][figure.field] = figure.kind(value)
+    known = GPUS.get(given[Gpu]["name"])
+    gpu = Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu])
+    rates = Rates(**given[Rates]) if given[Rates] else None
+    return Cluster(gpu, **given[Cluster], rates=rates)
 
 
 def _value(cluster: Cluster, figure: Figure) -> Any:
@@ -169,19 +183,6 @@ def _needed(figure: Figure, named: bool, measured: bool) -> bool:
     if figure.of is Gpu:
         return not named or figure.field == "name"
     return measured or figure.of is Cluster
-
-
-def _cluster(found: Mapping[str, Any]) -> Cluster:
-    """Of a file in which no key is unknown and no type wrong."""
-    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}}
-    for section, figure in _figures():
-        value = _at(found, section, figure.key)
-        if value is not None:
-            given[figure.of][figure.field] = figure.kind(value)
-    known = GPUS.get(given[Gpu]["name"])
-    gpu = Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu])
-    rates = Rates(**given[Rates]) if given[Rates] else None
-    return Cluster(gpu, **given[Cluster], rates=rates)
 
 
 def _figures() -> Iterator[tuple[str, Figure]]:

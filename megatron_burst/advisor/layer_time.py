@@ -1,69 +1,57 @@
 """How long one transformer layer takes: forward, recompute and backward of one micro-batch.
 
-Four kinds of work, one after another on a rank: matrix products (their operations over the rate
-that products of this size reach), what is bound by memory (norms, rope, activation, residuals: their
-bytes), the core attention (`attention_time`), and collectives of tensor- and expert-parallel ranks.
+Four kinds of work, one after another on a rank: matrix products and what is bound by memory
+(`layer_work`), core attention (`attention_time`), collectives of tensor- and expert-parallel ranks.
 Copies to the host run beside them and cost what is left over.
-
-Letters: R rows of a context-parallel rank, n = R / TP of them with sequence parallelism, h hidden.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from .attention_time import AttentionTime, attention_time
-from .clusters import Cluster, Gpu
+from .clusters import Cluster
+from .disturbed import Group
 from .faults import Faults
 from .layer import B, F, Sizes
+from .layer_work import memory_bytes, product_seconds, products
 from .links import all_to_all_seconds, ring_seconds
-from .models import Model
+from .model import FULL, MIXER, WINDOW, Model, Part
+from .parts import Parts
 from .settings import Settings
 
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
-Parts = Counter[str]
 Attention = Callable[..., AttentionTime]  # called as `attention_time`
-
-
-class Product(NamedTuple):
-    """A matrix product [rows, inner] x [inner, columns] of a layer, on one rank, `count` times.
-    again: how many times more chunks or tiles run it in forward, and in backward."""
-
-    rows: float
-    inner: int
-    columns: int
-    count: float = 1.0
-    again: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class LayerTime:
     """Seconds of one layer and micro-batch by part. recompute: the forward that backward runs
-    again; backward: without it."""
+    again; backward: without it. core: of the core attention, None if the layer has none."""
 
-    forward: Mapping[str, float]
-    recompute: Mapping[str, float]
-    backward: Mapping[str, float]
-    attention: AttentionTime
+    forward: Parts
+    recompute: Parts
+    backward: Parts
+    core: AttentionTime | None = None
 
     @property
-    def parts(self) -> Mapping[str, float]:
+    def parts(self) -> Parts:
         """Of forward, recompute and backward together."""
-        return Counter(self.forward) + Counter(self.recompute) + Counter(self.backward)
+        found = Parts()
+        for each in (self.forward, self.recompute, self.backward):
+            found.add(each)
+        return found
 
     @property
     def seconds(self) -> float:
-        return sum(self.parts.values())
+        return self.parts.total
 
     @property
     def bottleneck(self) -> str:
         """The part that takes most."""
-        parts = self.parts
-        return max(parts, key=lambda name: parts[name])
+        return self.parts.largest
 
 
 def layer_time(
@@ -71,115 +59,84 @@ def layer_time(
     cluster: Cluster,
     run: Settings,
     faults: Faults | None = None,
-    experts: bool | None = None,
+    part: Part | None = None,
     attention: Attention = attention_time,
+    group: Group | None = None,
 ) -> LayerTime:
-    """The time of one layer. experts: whether it has them; None: if the model has any. attention:
-    times its core attention; a search gives one that remembers."""
-    sparse = bool(model.experts) if experts is None else experts
-    core = attention(model, cluster, run, faults)
-    forward, backward = Parts(), Parts()
-    for product in products(model, run, sparse):
-        taken = product_seconds(cluster.gpu, product) * product.count
+    """The time of one layer.
+
+    part: what it is made of, as `Model.parts` lists them; None: the last layer's. attention: times
+    its core attention; a search gives one that remembers. group: with faults, whose ranks' time.
+    """
+    part = part or model.parts[-1]
+    forward, backward, again = Parts(), Parts(), Parts()
+    for product in products(model, run, part):
+        taken = product_seconds(cluster.gpu, product) * product.times
         forward[PRODUCTS] += taken * (1 + product.again[0])
         backward[PRODUCTS] += taken * (2 + product.again[1])
-    there, back = memory_bytes(model, run, sparse)
+    there, back = memory_bytes(model, run, part)
     forward[MEMORY] = there / cluster.gpu.memory_rate
     backward[MEMORY] = back / cluster.gpu.memory_rate
-    tensor = tensor_seconds(model, cluster, run)
-    forward[TENSOR], backward[TENSOR] = 4 * tensor, 6 * tensor
-    if sparse:
-        exchange = 2 * expert_seconds(model, cluster, run)
-        forward[EXPERTS] = backward[EXPERTS] = exchange
-    again = Parts(forward) if run.recompute == "full" else Parts()
-    forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
-    if run.recompute == "full":
-        again[ATTENTION] = recomputed_attention(core, run)
-    copied = host_bytes(model, run) / cluster.link
-    forward[HOST] = max(0.0, copied - sum(forward.values()))
-    backward[HOST] = max(0.0, copied - sum(backward.values()) - sum(again.values()))
-    return LayerTime(+forward, +again, +backward, core)
+    collectives(model, cluster, run, part, forward, backward)
+    full = run.recompute == "full"
+    if full:
+        again.add(forward)
+    core = None
+    if part.attention in (FULL, WINDOW):
+        core = attention(model, cluster, run, faults, **({"group": group} if group else {}))
+        if part.attention == WINDOW:
+            core = windowed(core, model.window, run.seq)
+        forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
+        if full:
+            again[ATTENTION] = recomputed_attention(core, run)
+    copied = host_bytes(model, run, part) / cluster.link
+    forward[HOST] = max(0.0, copied - forward.total)
+    backward[HOST] = max(0.0, copied - backward.total - again.total)
+    return LayerTime(forward.taken(), again.taken(), backward.taken(), core)
 
 
-# --- matrix products ---------------------------------------------------------------------------
+def collectives(
+    model: Model, cluster: Cluster, run: Settings, part: Part, forward: Parts, backward: Parts
+) -> None:
+    """Add those of tensor- and of expert-parallel ranks.
 
-
-def products(model: Model, run: Settings, sparse: bool = False) -> Iterator[Product]:
-    """The products of a layer's forward on one rank; backward has two of each.
-
-    Chunks of rows compute queries, keys and values twice in forward, and three times more in
-    backward; tiles of rows compute the MLP once more in backward.
+    Rows are gathered before and scattered after each half; backward gathers them once more for the
+    gradients of weights. All-to-alls bring rows to their experts and back.
     """
-    x = Sizes.of(model, run)
-    chunks, tiles = run.sequence_chunks, run.mlp_tiles
-    rows = run.rows / chunks
-    cut = (1.0, 3.0) if chunks > 1 else (0.0, 0.0)
-    yield Product(rows, x.hidden, x.query + x.kv, chunks, cut)
-    yield Product(rows, x.query, x.hidden, chunks, (0.0, float(chunks > 1)))
-    rows = run.rows / tiles
-    tiled = (0.0, float(tiles > 1))
-    wide = 2 if model.gated else 1
-    widths = [(model.ffn, rows, tiles)]
-    if sparse:
-        yield Product(rows / run.tp, x.hidden, model.experts, tiles, tiled)  # the router
-        here = model.experts // run.ep
-        widths = [(model.ffn, rows * model.top_k * run.ep / model.experts, tiles * here)]
-        widths += [(model.shared, rows, tiles)] * bool(model.shared)
-    elif model.experts:
-        widths = [(model.dense_ffn, rows, tiles)]
-    for ffn, seen, count in widths:
-        each = max(1, ffn // run.tp)
-        yield Product(seen, x.hidden, wide * each, count, tiled)
-        yield Product(seen, each, x.hidden, count, tiled)
+    rows = run.rows * model.hidden * B
+    halves = (part.attention is not None) + part.mlp
+    each = halves * ring_seconds(cluster, run.tp, 1, rows)
+    forward[TENSOR], backward[TENSOR] = 2 * each, 3 * each
+    if part.sparse:
+        sent = rows / run.tp * model.top_k
+        taken = 2 * all_to_all_seconds(cluster, run.ep, run.tp, sent)
+        forward[EXPERTS] = backward[EXPERTS] = taken
 
 
-def product_seconds(gpu: Gpu, product: Product) -> float:
-    """Of one product: its operations at the rate of large ones, longer where a size is small; at
-    least as long as memory takes for its three matrices."""
-    m, k, n = product.rows, product.inner, product.columns
-    lost = gpu.small * (1 / m + 1 / k + 1 / n)
-    computing = 2 * m * k * n / (gpu.peak * gpu.linear) * (1 + lost)
-    return max(computing, B * (m * k + k * n + m * n) / gpu.memory_rate)
-
-
-# --- the rest ----------------------------------------------------------------------------------
-
-
-def memory_bytes(model: Model, run: Settings, sparse: bool = False) -> tuple[float, float]:
-    """Bytes that a forward and a backward of a layer read and write outside products and attention.
-
-    Forward: norms and residuals read and write rows (2 + 3 per half), rope reads and writes queries
-    and keys, the activation reads what it turns into a third (gated) or as many. Backward: the norm
-    reads its input too; the activation reads its input and a gradient, and writes one.
-    """
-    x = Sizes.of(model, run)
-    n = run.rows / run.tp
-    turned = 2 * run.rows * (x.query + x.kv / 2)
-    ffn = x.ffn if sparse or not model.experts else model.dense_ffn / run.tp
-    wide, narrow = run.rows * ffn * (2 if model.gated else 1), run.rows * ffn
-    copied = 4 * n * model.top_k * x.hidden if sparse else 0.0  # to experts and back
-    there = 10 * n * x.hidden + turned + wide + narrow + copied
-    back = 12 * n * x.hidden + turned + 2 * wide + narrow + copied
-    return B * there, B * back
-
-
-def tensor_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
-    """One gathering or scattering of rows over tensor-parallel ranks: forward has four, backward
-    six, as rows are gathered again for the gradients of weights."""
-    return ring_seconds(cluster, run.tp, 1, run.rows * model.hidden * B)
-
-
-def expert_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
-    """One all-to-all that brings rows to their experts, or back."""
-    sent = run.rows / run.tp * model.top_k * model.hidden * B
-    return all_to_all_seconds(cluster, run.ep, run.tp, sent)
-
-
-def host_bytes(model: Model, run: Settings) -> float:
+def host_bytes(model: Model, run: Settings, part: Part) -> float:
     """Bytes of a layer's input and store that one rank copies to the host, and later back."""
-    x = Sizes.of(model, run)
-    out = run.rows * (x.query * B + x.heads * F)
+    x = Sizes.of(model, run, part.sparse)
+    out = 0.0 if part.attention in (None, MIXER) else run.rows * (x.out * B + x.heads * F)
     return run.offload * (run.rows / run.tp * model.hidden * B + run.store * out)
+
+
+# --- parts of attention ------------------------------------------------------------------------
+
+
+def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
+    """Of a layer that sees a window, from the time of one that sees all: by its visible pairs. An
+    estimate: the layout's imbalance and the keys that no longer travel are not followed."""
+    share = visible(seq, window) / visible(seq)
+    return replace(
+        core, forward=core.forward * share, backward=core.backward * share,
+        busy={name: share * taken for name, taken in core.busy.items()},
+    )  # fmt: skip
+
+
+def visible(seq: int, window: int = 0) -> float:
+    """Keys that a query of a causal sequence sees on average; window: at most so many."""
+    w = min(window or seq, seq)
+    return w * (1 - (w - 1) / (2 * seq))
 
 
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
@@ -187,9 +144,8 @@ def recomputed_attention(core: AttentionTime, run: Settings) -> float:
 
     Computing falls as the busiest rank's visible pairs do, transfers as the keys that travel do.
     """
-    left = 1 - run.store
     pairs = recomputed_pairs(run.layout, run.cp, run.store)
-    return core.forward * (pairs if core.bottleneck == "compute" else left)
+    return core.forward * (pairs if core.bottleneck == "compute" else 1 - run.store)
 
 
 def recomputed_pairs(layout: str, cp: int, store: float) -> float:

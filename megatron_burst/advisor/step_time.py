@@ -8,23 +8,30 @@ the pipeline's bubble. Decides nothing: `Settings` say what runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from .attention_time import attention_time
+import numpy as np
+
+from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
+from .disturbed import Group
 from .faults import Faults
 from .layer import B
-from .layer_time import MEMORY, Attention, LayerTime, Product, layer_time, product_seconds
+from .layer_time import MEMORY, Attention, LayerTime, layer_time, visible
+from .layer_work import Product, product_seconds
 from .links import ring_seconds, send_seconds
 from .memory import parameters
-from .models import Model
+from .model import Model, Part
+from .parts import Parts
+from .pipeline import pipeline_time
 from .settings import Settings, check
 from .states_time import states_seconds
+from .steps import layers_of
 
 HEAD, RECOMPUTE = "LM head and loss", "recompute"
-BUBBLE, SENDS = "pipeline bubble", "pipeline sends"
+BUBBLE, SENDS, FAULTS = "pipeline bubble", "pipeline sends", "faults"
 # Bytes that the loss reads and writes per logit besides the products: fused, bf16 logits are read
 # and their gradient written in place, once or (recompute) with another pass before; apart, fp32
 # copies of them go through softmax, target and gradient one by one.
@@ -52,12 +59,12 @@ class StepTime:
 class Stage(NamedTuple):
     """Seconds by part of one micro-batch on one stage: forward, and backward with recompute."""
 
-    forward: Counter[str]
-    backward: Counter[str]
+    forward: Parts
+    backward: Parts
 
     @property
     def seconds(self) -> float:
-        return self.forward.total() + self.backward.total()
+        return self.forward.total + self.backward.total
 
 
 def step_time(
@@ -67,72 +74,77 @@ def step_time(
     faults: Faults | None = None,
     attention: Attention = attention_time,
 ) -> StepTime:
-    """The time of one step of a run. attention: times the core attention of a layer.
+    """The time of one step of a run. faults: what is slower, whose cost is a part of its own.
+    attention: times the core attention of a layer.
 
     Raises ValueError for settings that no run could have.
     """
     check(model, run)
-    kinds = layers_by_kind(model, cluster, run, faults, attention)
-    stages = [stage_of(model, cluster, run, index, kinds) for index in range(run.pp)]
+    stages = stages_of(model, cluster, run, attention)
     times = [stage.seconds for stage in stages]
     busiest = max(range(run.pp), key=times.__getitem__)
     stage = stages[busiest]
-    parts: Counter[str] = Counter()
-    for each in (stage.forward, stage.backward):
-        parts.update({name: run.micro_batches * taken for name, taken in each.items()})
+    parts = Parts()
+    for each in stage:
+        parts.add(each, run.micro_batches)
     parts[BUBBLE] = (sum(times) - times[busiest]) / run.vpp
     parts[SENDS] = send_time(model, cluster, run)
-    hiding = stage.forward.total(), stage.backward.total()
-    parts.update(states_seconds(cluster, run, parameters(model, run, busiest), hiding))
-    parts = +parts
-    seconds = parts.total()
+    hiding = stage.forward.total, stage.backward.total
+    parts.add(states_seconds(cluster, run, parameters(model, run, busiest), hiding))
+    if faults is not None:
+        parts[FAULTS] = faults_seconds(model, cluster, run, stages, faults)
+    parts = parts.taken()
+    seconds = parts.total
     tokens = run.seq * run.micro_batch * run.micro_batches * run.dp
     mfu = model_operations(model, run.seq) * tokens / (seconds * run.gpus * cluster.gpu.peak)
-    return StepTime(seconds, dict(parts), max(parts, key=parts.__getitem__), tokens, mfu)
+    return StepTime(seconds, parts, parts.largest, tokens, mfu)
 
 
 def model_operations(model: Model, seq: int) -> float:
     """Operations per token that the model needs: six per parameter that multiplies a token (the LM
-    head, not the embedding) and three passes of the causal half of attention's two products.
-    Nothing that is recomputed counts. BurstEngine's tables count so."""
-    attention = 6 * model.layers * model.heads * model.head_dim * seq
-    return 6.0 * model.active_parameters + attention
+    head, not the embedding) and three passes of attention's two products over the keys that it
+    sees: of a causal sequence half. Nothing that is recomputed counts. BurstEngine counts so."""
+    widths = model.heads * (model.head_dim + model.value_dim)
+    full = (model.attentions - model.windows) * visible(seq)
+    seen = full + model.windows * visible(seq, model.window)
+    return 6.0 * model.active_parameters + 6.0 * widths * seen
 
 
 # --- stages --------------------------------------------------------------------------------------
 
 
-def layers_by_kind(
+def stages_of(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: Faults | None = None,
     attention: Attention = attention_time,
-) -> list[tuple[float, LayerTime]]:
-    """How many layers of a stage are of each kind, and the time of one."""
+    faults: Faults | None = None,
+    group: Group | None = None,
+) -> list[Stage]:
+    """One micro-batch on every stage; with faults, on that of a group only."""
+    timed: dict[Part, LayerTime] = {}
 
-    def timed(experts: bool | None) -> LayerTime:
-        return layer_time(model, cluster, run, faults, experts, attention)
+    def layer(part: Part) -> LayerTime:
+        if part not in timed:
+            timed[part] = layer_time(model, cluster, run, faults, part, attention, group)
+        return timed[part]
 
-    share = 1 / run.pp
-    if not model.experts:
-        return [(model.layers * share, timed(None))]
-    found = [(model.moe_layers * share, timed(True))]
-    if model.layers > model.moe_layers:
-        found.append(((model.layers - model.moe_layers) * share, timed(False)))
-    return found
+    shown = range(run.pp) if group is None else [group.pp]
+    return [stage_of(model, cluster, run, index, layer) for index in shown]
 
 
 def stage_of(
-    model: Model, cluster: Cluster, run: Settings, index: int, kinds: list[tuple[float, LayerTime]]
+    model: Model, cluster: Cluster, run: Settings, index: int, layer: Callable[[Part], LayerTime]
 ) -> Stage:
     """One micro-batch on a stage: its layers, the embedding on the first, the head on the last."""
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
-    for count, layer in kinds:
-        forward.update({name: count * taken for name, taken in layer.forward.items()})
-        backward.update({name: count * taken for name, taken in layer.backward.items()})
-        backward[RECOMPUTE] += count * sum(layer.recompute.values())
+    forward = Parts()
+    backward = Parts()
+    kinds = Counter(model.parts[each] for each in layers_of(model, run, index))
+    for part, count in kinds.items():
+        one = layer(part)
+        forward.add(one.forward, count)
+        backward.add(one.backward, count)
+        backward[RECOMPUTE] += count * one.recompute.total
     if index == 0:
         moved = 3 * run.rows / run.tp * model.hidden * B / cluster.gpu.memory_rate
         forward[MEMORY] += moved
@@ -163,3 +175,52 @@ def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
     each = send_seconds(cluster, stride, run.rows / run.tp * model.hidden * B)
     times = run.micro_batches if run.vpp == 1 else 2 * (run.pp - 1)
     return 2 * times * each
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def faults_seconds(
+    model: Model, cluster: Cluster, run: Settings, stages: Sequence[Stage], faults: Faults
+) -> float:
+    """What faults add to a step: the pipelines of all replicas are run again with the times of
+    their own ranks, and the slowest counts, as gradients wait for it."""
+    faults.check(cluster)
+    found: dict[tuple[bool, float, int], tuple[float, float]] = {}
+
+    def times(group: Group) -> tuple[float, float]:
+        members = group.members(run)
+        slow = float(faults.compute(members).max())
+        touched = slow > 1 or bool((faults.links(cluster, members) > 1).any())
+        key = (False, 1.0, group.pp) if not touched else (True, slow, members.start)
+        if key not in found:
+            stage = stages[group.pp]
+            if touched or faults.jitter:
+                stage = _slow_stage(model, cluster, run, faults, group, slow)
+            found[key] = stage.forward.total, stage.backward.total
+        return found[key]
+
+    def taken(pairs: Sequence[tuple[float, float]]) -> float:
+        table = np.array(pairs).T[:, :, None] / run.vpp * np.ones(run.micro_batches)
+        there, back = np.concatenate([table] * run.vpp, axis=1)
+        return pipeline_time(there, back, vpp=run.vpp).seconds
+
+    usual = taken([(each.forward.total, each.backward.total) for each in stages])
+    replicas = {tuple(times(Group(dp, pp)) for pp in range(run.pp)) for dp in range(run.dp)}
+    return max(taken(replica) for replica in replicas) - usual
+
+
+def _slow_stage(
+    model: Model, cluster: Cluster, run: Settings, faults: Faults, group: Group, slow: float
+) -> Stage:
+    """One micro-batch on the stage of a group, all of which waits for its slowest rank; its core
+    attention is simulated rank by rank."""
+    gpu = cluster.gpu
+    all_slow = replace(
+        cluster, gpu=replace(gpu, peak=gpu.peak / slow, memory_rate=gpu.memory_rate / slow)
+    )
+
+    def attention(model: Model, _: Cluster, *rest: Any, **fields: Any) -> AttentionTime:
+        return attention_time(model, cluster, *rest, **fields)
+
+    return stages_of(model, all_slow, run, attention, faults, group)[0]
