@@ -1,9 +1,9 @@
 """FPDT's longest contexts (its table 1) beside the account's. No constant is fitted.
 
-Published: "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer",
-arXiv 2408.16978, table 1. Everywhere the same: heads shared by all ranks (Ulysses) as far as they
-divide, ZeRO-3 over all ranks, chunks of 64K tokens of which two are on the device and the others on
-the host, MLPs in chunks half as long, layer inputs on the host.
+Published: "Fully Pipelined Distributed Transformer", arXiv 2408.16978, table 1. Everywhere the
+same: heads shared by all ranks (Ulysses) as far as they divide, ZeRO-3 over all ranks, chunks of
+64K tokens of which two are on the device and the others on the host, MLPs in chunks half as long,
+layer inputs on the host.
 
     python -m benchmarks.advise.fpdt
 """
@@ -50,8 +50,8 @@ MODELS = {
 
 
 class Cell(NamedTuple):
-    """One cell: what was published ("-", "512K", "8M+") and the longest of `TRIED` that fits (0: not
-    even `LEAST`); what the next one lacks."""
+    """One cell: what was published ("-", "512K", "8M+") and the longest of `TRIED` that fits (0:
+    none does); what the next one lacks."""
 
     model: str
     gpus: str
