@@ -21,6 +21,7 @@ from ..autotune.exchanges import Wires
 from ..autotune.pair_counts import pairs_seen
 from ..autotune.places import places
 from ..autotune.prepared import Prepared
+from ..autotune.recording import Recording
 from ..layout import make
 from ..masks import Causal
 from ..options import ring_algorithm
@@ -99,10 +100,12 @@ def attention_time(
     run: Settings,
     faults: Faults | None = None,
     group: Group | None = None,
+    recordings: tuple[Recording | None, Recording | None] = (None, None),
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences.
 
-    faults: what is slower; then of the slowest of all rings, or of those of one group.
+    faults: what is slower; then of the slowest of all rings, or of those of one group. recordings:
+    told what the ring of each pass does when.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
@@ -112,14 +115,18 @@ def attention_time(
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     seconds = passes.pairs * (flops / rates.compute)
-    both_passes = ((passes.forward, 1.0), (passes.backward, rates.backward))
+    both_passes = (
+        (passes.forward, 1.0, recordings[0]), (passes.backward, rates.backward, recordings[1])
+    )  # fmt: skip
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, per_nic=1 / cluster.nic_share)
 
     def timed(ring: Disturbed) -> AttentionTime:
         there, back = (
-            simulator.pass_time(each, sizes, scale * seconds, rates, run.head_chunks, disturbed=how)
-            for (each, scale), how in zip(both_passes, ring.passes, strict=True)
+            simulator.pass_time(
+                each, sizes, scale * seconds, rates, run.head_chunks, disturbed=how, recording=told
+            )
+            for (each, scale, told), how in zip(both_passes, ring.passes, strict=True)
         )
         shared = [f * each.seconds for f, each in zip(ring.exchange, exchange, strict=True)]
         both = there + back + exchange[0] + exchange[1]
