@@ -63,7 +63,7 @@ def pipeline_time(
 def timeline(
     forward: np.ndarray, backward: np.ndarray, *, vpp: int = 1, hop: float = 0.0
 ) -> list[tuple[int, Turn, float, float]]:
-    """(stage, turn, start, end) of all turns, by stage and time. Arguments as of `pipeline_time`."""
+    """(stage, turn, start, end) of all turns, by stage and time. Arguments: `pipeline_time`."""
     stages = len(forward) // vpp
     ended = _run(stages, vpp, forward.tolist(), backward.tolist(), hop)
     found = []
