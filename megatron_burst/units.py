@@ -15,6 +15,10 @@ BYTES: Sequence[Unit] = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB",
 SECONDS: Sequence[Unit] = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 PREFIXES: Sequence[Unit] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
+# Bytes of logits alive at once in a fused LM head, by device. A tile pays for one pass over the
+# fp32 gradient of the weight, so a device that multiplies fast wants it large.
+LOGITS_TILE = {"cpu": 1 << 27, "cuda": 1 << 30}
+
 
 def byte_size(count: float) -> str:
     """A number of bytes in four digits and a binary unit: 1536 is "1.5 KiB"."""
@@ -50,3 +54,14 @@ def size_of(text: object, title: str) -> int:
     if size < 1:
         raise ValueError(f'{title} must be a size such as "1.5TB" or "800GiB", got {text!r}')
     return size
+
+
+def tokens_of(text: object, title: str) -> int:
+    """Tokens of "128K", "5M" or 131072: K is 1,024 and M 1,048,576. ValueError naming `title`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KM]?)", str(text).strip().upper())
+    count = 0.0
+    if found is not None and not isinstance(text, bool):
+        count = float(found.group(1)) * {"": 1, "K": 2**10, "M": 2**20}[found.group(2)]
+    if count < 1 or count != int(count):
+        raise ValueError(f"{title} {text}: a whole number of tokens such as 131072, 128K or 5M")
+    return int(count)

@@ -106,7 +106,8 @@ def attention_time(
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
-    sizes, rates = shared_sizes(sizes_of(model, run), run.ulysses), cluster.rank_rates()
+    rates = cluster.rank_rates()
+    sizes = shared_sizes(sizes_of(model, run), run.ulysses)
     passes = passes_of(ring_of(model, cluster, run))
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)

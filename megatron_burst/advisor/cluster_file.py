@@ -41,7 +41,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("source", Cluster, "source", str, "where the figures come from"),
         Figure("gpus", Cluster, "gpus", int, "of all nodes"),
         Figure("per_node", Cluster, "per_node", int, "GPUs of a node"),
-        Figure("spread", Cluster, "spread", float, "the largest of the spreads below"),
+        Figure("spread", Cluster, "spread", float, "the largest of rates below"),
     ),
     "gpu": (
         Figure("name", Gpu, "name", str, ""),
@@ -65,9 +65,13 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("nic", Gpu, "nic", float, "bytes/s of a NIC of the vendor's node, one way"),
         Figure("intra", Rates, "intra", float, "bytes/s of a rank within its node, one way"),
         Figure("inter", Rates, "inter", float, "bytes/s of a rank alone on its NIC, one way"),
+        Figure("nic_shared", Rates, "nic", float, "bytes/s of one NIC, several ranks at once"),
         Figure("latency", Rates, "latency", float, "seconds of a message besides its bytes"),
         Figure("posting", Rates, "posting", float, "seconds that starting an exchange takes"),
         Figure("exchange", Rates, "exchange", float, "of a link's rate, in an all-to-all"),
+        Figure("exchange_start", Rates, "exchange_start", float, "seconds of it without bytes"),
+        Figure("copying", Rates, "copying", float, "bytes/s of its tensors, cut up and joined"),
+        Figure("start", Rates, "start", float, "seconds before a pass of a ring begins"),
         Figure("overlap", Cluster, "overlap", float, "of gradients' reduction, hidden at most"),
         Figure("slowdown", Rates, "slowdown", float, "of computing while links carry something"),
     ),
@@ -91,7 +95,7 @@ def read(path: str | Path) -> Cluster:
     wrong = [*_unknown(found), *_unfit(found)]
     if not wrong:
         try:
-            return _cluster(found)
+            return made(found)
         except ValueError as error:
             wrong = [str(error)]
     raise ValueError(f"{path}: {'; '.join(wrong)}")
@@ -119,6 +123,20 @@ def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
             comment = "; ".join(filter(None, [figure.unit, note]))
             lines.append(f"{figure.key} = {_toml(value)}" + f"  # {comment}" * bool(comment))
     return "\n".join(lines) + "\n"
+
+
+def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
+    """The cluster of these values, by section and key, in which no key is unknown and no type
+    wrong."""
+    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}}
+    for section, figure in _figures():
+        value = _at(found, section, figure.key)
+        if value is not None:
+            given[figure.of][figure.field] = figure.kind(value)
+    known = GPUS.get(given[Gpu]["name"])
+    gpu = Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu])
+    rates = Rates(**given[Rates]) if given[Rates] else None
+    return Cluster(gpu, **given[Cluster], rates=rates)
 
 
 def _value(cluster: Cluster, figure: Figure) -> Any:
@@ -169,19 +187,6 @@ def _needed(figure: Figure, named: bool, measured: bool) -> bool:
     if figure.of is Gpu:
         return not named or figure.field == "name"
     return measured or figure.of is Cluster
-
-
-def _cluster(found: Mapping[str, Any]) -> Cluster:
-    """Of a file in which no key is unknown and no type wrong."""
-    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}}
-    for section, figure in _figures():
-        value = _at(found, section, figure.key)
-        if value is not None:
-            given[figure.of][figure.field] = figure.kind(value)
-    known = GPUS.get(given[Gpu]["name"])
-    gpu = Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu])
-    rates = Rates(**given[Rates]) if given[Rates] else None
-    return Cluster(gpu, **given[Cluster], rates=rates)
 
 
 def _figures() -> Iterator[tuple[str, Figure]]:

@@ -26,7 +26,7 @@ class Cluster:
     gpu: or its name. gpus: of all nodes; per_node: of one. nics: of one node, shared evenly by its
     GPUs, 0: one for each GPU; nic_rate: bytes per second of one, one way, 0: those of the vendor's
     node. rates: measured, of a rank that sends alone on its NIC; None takes published ones.
-    source: where the rates come from; spread: of measured ones, the largest: half the range of the
+    source: where the rates come from; spread: of measured rates, the largest: half the range of the
     middle half of the repeats, over their median. host_memory: bytes of one node that may be taken.
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
     workspaces, and what the allocator cannot use. host_rate: bytes per second that one GPU gets of

@@ -89,3 +89,14 @@ def gpu(name: str) -> Gpu:
             f"--gpu {name}: unknown; one of {', '.join(GPUS)}, with another --gpu-memory if need be"
         )
     return found
+
+
+def of_device(title: str) -> Gpu | None:
+    """The GPU of the table that CUDA calls so, such as "NVIDIA H100 80GB HBM3"; None for others,
+    and for the cards of the same names, which have other peaks and no NVLink switch."""
+    words = title.upper().replace("-", " ").split()
+    if "PCIE" in words or "NVL" in words:
+        return None
+    if "A100" in words and "40GB" in words:
+        return GPUS["a100-40g"]
+    return next((gpu for name, gpu in GPUS.items() if name.upper() in words), None)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from ..units import LOGITS_TILE
 from .layer import B, F
 from .models import Model
 from .settings import Settings
-
-LOGITS_TILE = {"cpu": 1 << 27, "gpu": 1 << 30}  # bytes, as in linear_cross_entropy.tiling
 
 
 def head_bytes(model: Model, run: Settings) -> dict[str, float]:
     """Of the LM head and its loss: while they run, and what waits for backward then."""
     rows, columns = run.rows, model.vocabulary / run.tp
     hidden = rows / run.tp * model.hidden * B
-    if run.lm_head_loss == "off":  # bf16 logits, fp32 copies of them, and their gradient in bf16
-        return {"while": rows * columns * (B + 2 * F), "kept": rows * columns * (B + F)}
-    tile = min(LOGITS_TILE[run.path], rows * columns * B)
+    if run.lm_head_loss == "off":
+        each = run.logits_bytes
+        return {"while": rows * columns * each, "kept": rows * columns * (each - F)}
+    tile = min(LOGITS_TILE["cpu" if run.path == "cpu" else "cuda"], rows * columns * B)
     gathered = tile / (columns * B) * model.hidden * B
     gradients = hidden + columns * model.hidden * F
     if run.lm_head_loss == "single_pass":

@@ -27,7 +27,9 @@ class Settings:
     context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
     recompute: "full" recomputes every layer in backward from its input. store: fraction of
     attention results that this keeps. offload: fraction of inputs and store that waits on the host.
-    sequence_chunks, mlp_tiles: of rows. gradients: dtype in which they are summed.
+    sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
+    head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
+    which they are summed.
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
@@ -54,6 +56,7 @@ class Settings:
     sequence_chunks: int = 1
     mlp_tiles: int = 1
     lm_head_loss: Loss = "single_pass"
+    logits_bytes: int = 10
     gradients: Dtype = "fp32"
     distributed_optimizer: bool = True
     optimizer_bytes: int = 12
@@ -110,7 +113,7 @@ def check(model: Model, run: Settings) -> None:
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
         raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
-    if run.sequence_chunks > 1 and run.cp == 1:
+    if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
         raise ValueError(
             f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
             "ranks: it needs --cp above 1"

@@ -24,11 +24,13 @@ class Wires:
 
     pairs: within a node any two ranks have a link of their own; otherwise, and between nodes, a
     rank has one port. places: which node and NIC each rank has; None: nodes are those of the grid,
-    and every rank has a NIC of its own.
+    and every rank has a NIC of its own. together: messages that a rank starts at one boundary share
+    its ports and end together, as streams of TCP do; otherwise they follow one another.
     """
 
     pairs: bool = False
     places: Places | None = None
+    together: bool = False
 
     def between(self, moved: Transfers, grid: Grid) -> np.ndarray:
         """Which transfers cross between nodes?"""

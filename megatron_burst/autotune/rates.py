@@ -34,6 +34,8 @@ class Rates:
     `inter`, as of one rank alone.
     start: seconds that a pass takes before its first message and its first call; exchange_start:
     seconds that each all-to-all takes besides its messages.
+    handling: seconds of a rank's own time for each byte that it sends round a ring; 0 where links
+    fetch it themselves.
     copying: bytes per second at which an all-to-all's tensors are cut up and joined, beside its
     messages.
 
@@ -54,6 +56,7 @@ class Rates:
     start: float = 0.0
     exchange_start: float = 0.0
     copying: float = math.inf
+    handling: float = 0.0
 
     def __post_init__(self):
         for name in ("intra", "inter", "compute", "backward", "exchange", "nic", "copying"):
@@ -63,7 +66,8 @@ class Rates:
             if not _is_number(value) or not value > 0:
                 raise ValueError(f"rates: {name} must be a positive number, got {value!r}")
         for name in (
-            "latency", "launch", "posting", "half_rows", "slowdown", "start", "exchange_start"
+            "latency", "launch", "posting", "half_rows", "slowdown", "start", "exchange_start",
+            "handling",
         ):  # fmt: skip
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:

@@ -26,6 +26,7 @@ from .disturbance import Disturbance
 from .exchanges import ONE_NIC, Exchange, Wave, Wires
 from .prepared import Prepared
 from .rates import Rates
+from .recording import Recording
 
 
 class GridBoundary(NamedTuple):
@@ -51,22 +52,49 @@ class PassTime(NamedTuple):
 class _Clocks:
     """Until when every rank and every port of its links is occupied.
 
-    taken: seconds of each transfer. busy: until when each rank's links carry something, as sender
-    and as receiver; counted where that slows it down.
+    taken: seconds of each transfer; handled: of its sender's own time. busy: until when each rank's
+    links carry something, as sender and as receiver; counted where that slows it down.
     """
 
-    def __init__(self, prepared: Prepared, taken: np.ndarray, rates: Rates):
+    def __init__(
+        self,
+        prepared: Prepared,
+        taken: np.ndarray,
+        handled: np.ndarray | None,
+        rates: Rates,
+        recording: Recording | None = None,
+    ):
         size, ports = prepared.grid.size, int(prepared.ports.max(initial=0)) + 1
         self.free = np.zeros(size + ports)  # of ranks, then of ports
         self.clock = self.free[:size]
         self.busy = np.zeros(2 * size)
         self.taken, self.posting, self.slowdown = taken, rates.posting, rates.slowdown
+        self.handled, self.together = handled, prepared.wires.together
+        self.between, self.recording = prepared.between, recording
+
+    def start(self, exchange: Exchange) -> None:
+        """What starting it takes of the ranks' own time."""
+        self.clock[exchange.ranks] += self.posting  # once also to those listed twice
+        if self.handled is not None:
+            for wave in exchange.waves:
+                self.clock[wave.clocks[0]] += self.handled[wave.which]
 
     def send(self, wave: Wave, done: np.ndarray) -> None:
         """done: when each rank is done with what it sends, and with what it receives [2 G]."""
         end = self.free[wave.clocks].max(axis=0) + self.taken[wave.which]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
+        if self.recording is not None:
+            which = wave.which
+            self.recording.sent(wave.clocks[:2], self.between[which], self.taken[which], end)
+
+    def share(self, exchanges: Sequence[Exchange], landing: dict[int, np.ndarray]) -> None:
+        """Messages that started together end together: when the last one at their ports does."""
+        for exchange in exchanges:
+            done = landing[exchange.land]
+            for wave in exchange.waves:
+                end = self.free[wave.clocks[2:]].max(axis=0)
+                done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def compute(self, seconds: np.ndarray) -> None:
         """seconds: of each rank without traffic; with it they are 1 + slowdown times as long."""
@@ -74,7 +102,10 @@ class _Clocks:
             until = self.busy.reshape(2, -1).max(axis=0)
             beside = np.maximum(until - self.clock, 0.0) / (1 + self.slowdown)
             seconds = seconds + self.slowdown * np.minimum(seconds, beside)
+        begin = self.clock.copy() if self.recording is not None else self.clock
         self.clock += seconds
+        if self.recording is not None:
+            self.recording.computed(begin, self.clock)
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
         """The pass of one head chunk; yields where the executor does, to be staggered like it."""
@@ -88,12 +119,14 @@ class _Clocks:
         for index, boundary in enumerate(program):
             land(index)
             for exchange in boundary.starting:
-                self.clock[exchange.ranks] += self.posting  # once also to those listed twice
+                self.start(exchange)
                 done = landing.setdefault(exchange.land, np.zeros(2 * len(self.clock)))
                 for wave in exchange.waves:
                     self.send(wave, done)
                 if self.slowdown:
                     np.maximum(self.busy, done, out=self.busy)
+            if self.together:
+                self.share(boundary.starting, landing)
             yield
             land(index)
             self.compute(boundary.seconds)
@@ -107,12 +140,14 @@ def pass_time(
     head_chunks: int = 1,
     wires: Wires = ONE_NIC,
     disturbed: Disturbance | None = None,
+    recording: Recording | None = None,
 ) -> PassTime:
     """The time from the common start of all ranks to the end of the last rank's pass.
 
     schedule: where it is `Prepared`, the wires are its own. seconds: float [G, G], what a device
     needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
-    share of it. disturbed: ranks and messages that are slower.
+    share of it. disturbed: ranks and messages that are slower. recording: told what
+    happens when.
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
     pairs, between = prepared.tables.pairs, prepared.between
@@ -123,12 +158,14 @@ def pass_time(
     of_pair = of_pair + rates.launch * (of_pair > 0)
     if disturbed is not None:
         per_byte = per_byte * disturbed.of_bytes(prepared.tables.transfers)
-    taken = rates.latency + prepared.bytes_of(sizes) / head_chunks * per_byte
+    sent = prepared.bytes_of(sizes) / head_chunks
+    taken = rates.latency + sent * per_byte
     if disturbed is not None:
         taken = taken * disturbed.of_messages(prepared.tables.transfers)
         of_pair = of_pair * disturbed.of_pairs(pairs)
     programs = [_program(prepared, of_pair, last) for last in (False, True)]
-    clocks = _Clocks(prepared, taken, rates)
+    handled = rates.handling * sent if rates.handling else None
+    clocks = _Clocks(prepared, taken, handled, rates, recording)
     deferred = deferred_chunks(head_chunks)
     _staggered(
         [clocks.run(programs[index >= head_chunks - deferred]) for index in range(head_chunks)]

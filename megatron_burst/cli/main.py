@@ -36,6 +36,9 @@ COMMANDS = (
     ),
     Command("patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
     Command("memory", "megatron_burst.cli.memory", "what a run holds in memory, by item"),
+    Command(
+        "calibrate", "megatron_burst.cli.calibrate", "measure a cluster, for `advise --cluster`"
+    ),
     Command("trace", "megatron_burst.cli.trace", "record when each rank computes, sends and waits"),
 )
 

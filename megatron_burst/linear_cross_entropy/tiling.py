@@ -1,7 +1,4 @@
-"""How many tokens make a tile: as many as a budget for logits allows.
-
-Decides the budget, in bytes of logits alive at once.
-"""
+"""How many tokens make a tile: as many as a budget for logits allows."""
 
 from __future__ import annotations
 
@@ -11,13 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.online_softmax import accumulation_dtype
-from ..units import byte_size
+from ..units import LOGITS_TILE, byte_size
 from .products import logits_dtype
 from .split import Split
-
-# A tile pays for one pass over the fp32 gradient of the weight, so a device that multiplies fast
-# wants it large.
-TILE_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 
 
 class Tiling(NamedTuple):
@@ -31,7 +24,7 @@ class Tiling(NamedTuple):
 def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None) -> Tiling:
     """Tiles of hidden [..., d] that are as even as they get within `tile` bytes of logits."""
     count = hidden.shape[:-1].numel()
-    budget = tile if tile is not None else TILE_BYTES.get(hidden.device.type, 1 << 30)
+    budget = tile if tile is not None else LOGITS_TILE.get(hidden.device.type, LOGITS_TILE["cuda"])
     row_bytes = split.parts * len(weight) * logits_dtype(hidden).itemsize
     tiles = max(1, -(-count // max(1, budget // row_bytes)))
     return Tiling(max(1, -(-count // tiles)), tiles, row_bytes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-LEAST = 1024  # tokens of a tile
+LEAST = 1024  # tokens of a tile of an MLP half
+FEWEST_ROWS = 8192  # rows of a chunk of an attention half
 
 
 def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bool = False) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import flags
 from ...advisor.models import Model, padded
+from ...recompute import tile_counts
 
 NUMBERS: dict[str, int | None] = {
     "--num-layers": None, "--hidden-size": None, "--ffn-hidden-size": None,
@@ -32,7 +33,7 @@ SWITCHES = (
 NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
 # Counted so where left to the run, and pieces of no fewer rows than the run would take.
 AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
-FEWEST_ROWS = {"sequence_chunks": 8192, "mlp_tiles": 1024}
+FEWEST_ROWS = {"sequence_chunks": tile_counts.FEWEST_ROWS, "mlp_tiles": tile_counts.LEAST}
 
 
 def read(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron_burst.recompute.tile_counts import FEWEST_ROWS
 from megatron_burst.units import byte_size
-
-FEWEST_ROWS = 8192
 
 
 def chunk_count(q: Any, k: Any, v: Any, *, width: int, blocks: int) -> tuple[int, str]:

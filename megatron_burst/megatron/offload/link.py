@@ -10,9 +10,7 @@ import torch
 from megatron_burst.megatron.offload.demand import Node
 from megatron_burst.recompute.host.limits import host_limit
 from megatron_burst.recompute.host.mover import HostMemory
-
-_BYTES = 64 << 20  # of one copy that is measured: long enough for a link's full rate
-_COPIES = 3  # the first one maps and pins host memory
+from megatron_burst.recompute.host.rate import copy_rate
 
 
 def gather(mine: Any) -> list[Any]:
@@ -43,15 +41,5 @@ def lone_node(stated: int | None) -> Node:
 
 def measured_rate(host: HostMemory) -> float:
     """Bytes per second of the slower direction while all ranks of a node copy both ways;
-    collective. No more than a quarter of the host memory is used."""
-    size = max(1, min(_BYTES, host.limit // 4))
-    data = torch.zeros(size, dtype=torch.uint8, device=host.device)
-    for _ in range(_COPIES):
-        gather(None)  # so that all begin together
-        moved = host.move(data)
-        moved.release()
-        moved.get()
-        if data.is_cuda:
-            torch.cuda.synchronize()
-    rates = [rate for rate in host.rates() if rate is not None]
-    return min(rates)
+    collective."""
+    return copy_rate(host, lambda: gather(None))
