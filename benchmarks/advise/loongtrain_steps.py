@@ -91,12 +91,12 @@ def cluster(constants: Constants) -> Cluster:
     return Cluster(gpu, RANKS, nics=4, nic_rate=25 * GB, rates=rates)
 
 
-def predicted(row: Row, constants: Constants = Constants()) -> StepTime:  # noqa: B008
+def predicted(row: Row, constants: Constants = Constants()) -> StepTime:
     """By the released code."""
     return step_time(row.model, cluster(constants), row.run)
 
 
-def fitted(rows: Sequence[Row], start: Constants = Constants()) -> Constants:  # noqa: B008
+def fitted(rows: Sequence[Row], start: Constants = Constants()) -> Constants:
     """The constants that fit these rows."""
     there = np.array([row.published for row in rows])
 
@@ -158,8 +158,8 @@ def run(fit: bool = False) -> Section:
         ),
         notes=(f"In the wrong order: {wrong or 'none'}.",
                "The largest error is the ring over all 32 ranks at 1M with 32 key/value heads: its "
-               "published step takes 25 % longer than that of 2 x 16, where table 4 has 6 % between "
-               "the same two. Rows of 32 x 1 are the slower than predicted the longer they are, by "
-               "3 to 6 % at 512K and 1M. The MFU column counts 48.0e9 operations per token besides causal attention, "
-               "as of 8.0e9 parameters."),
+               "published step takes 25 % longer than that of 2 x 16, where table 4 has 6 % "
+               "between the same two. Rows of 32 x 1 are slower than predicted at 512K and 1M, by "
+               "3 to 6 %. The MFU column counts 48.0e9 operations per token besides causal "
+               "attention, as of 8.0e9 parameters."),
     )  # fmt: skip
