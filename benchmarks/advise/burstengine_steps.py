@@ -202,8 +202,9 @@ def run(fit: bool = False) -> Section:
             f"slowdown {constants.slowdown:.3f} of computing while links carry something",
         ),
         notes=("Table 5's rows are predicted with all attention results stored: with half of them "
-               "as in table 2's row 5, its last one would take 11 % longer (8 % if fitted so). Table "
-               "2's row 5 saves two thirds of attention's recompute and holds 36 % of what row 6 "
-               "holds, which is a store of 0.4; the paper states no fraction, the authors' code "
-               "has 0.5. Its window is taken to be computed in blocks as long as itself.",),
+               "as in table 2's row 5, its last one would take 11 % longer (8 % if fitted so). "
+               "Table 2's row 5 saves two thirds of attention's recompute and holds 36 % of what "
+               "row 6 holds, which is a store of 0.4; the paper states no fraction, the authors' "
+               "code has 0.5. Table 3's window is taken to be computed in blocks as long as "
+               "itself.",),
     )  # fmt: skip
