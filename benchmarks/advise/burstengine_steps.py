@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from megatron_burst.advisor.clusters import GB, Cluster
 from megatron_burst.advisor.gpus import GPUS
 from megatron_burst.advisor.layer_time import visible
 from megatron_burst.advisor.models import Model
+from megatron_burst.advisor.ring_passes import Rings
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.step_time import StepTime, model_operations, step_time
 from megatron_burst.autotune.rates import Rates
@@ -104,28 +106,31 @@ def cluster(gpus: int, constants: Constants) -> Cluster:
     return Cluster(gpu, gpus, rates=rates)
 
 
-def predicted(row: Row, constants: Constants = Constants()) -> StepTime:
-    """By the released code."""
-    return step_time(MODEL, cluster(row.gpus, constants), row.run)
+def predicted(row: Row, constants: Constants = Constants(), rings: Rings | None = None) -> StepTime:
+    """By the released code. rings: where schedules are remembered."""
+    attention = partial(attention_time, rings=rings)
+    return step_time(MODEL, cluster(row.gpus, constants), row.run, attention=attention)
 
 
-def fitted(rows: Sequence[Row], start: Constants = Constants()) -> Constants:
+def fitted(
+    rows: Sequence[Row], start: Constants = Constants(), rings: Rings | None = None
+) -> Constants:
     """The constants that fit these rows."""
-    there = np.array([row.seconds for row in rows])
+    there, rings = np.array([row.seconds for row in rows]), rings or Rings()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())
-        return np.log([predicted(row, constants).seconds for row in rows] / there)
+        return np.log([predicted(row, constants, rings).seconds for row in rows] / there)
 
     return Constants(*fit(residuals, astuple(start), astuple(LOW), astuple(HIGH)).tolist())
 
 
 def leave_one_out(rows: Sequence[Row]) -> list[Point]:
     """Each row by the constants that fit the others."""
-    found = []
+    found, rings = [], Rings()
     for index, row in enumerate(rows):
-        constants = fitted([*rows[:index], *rows[index + 1 :]])
-        found.append(Point(row.label, row.seconds, predicted(row, constants).seconds))
+        constants = fitted([*rows[:index], *rows[index + 1 :]], rings=rings)
+        found.append(Point(row.label, row.seconds, predicted(row, constants, rings).seconds))
     return found
 
 
