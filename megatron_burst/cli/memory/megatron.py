@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import flags
 from ...advisor.models import Model, padded
+from ...megatron.checks.config import ulysses_size
 from ...recompute import tile_counts
 
 NUMBERS: dict[str, int | None] = {
@@ -43,6 +44,7 @@ def read(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
         parser.add_argument(name, type=int, default=default)
     for name in SWITCHES:
         parser.add_argument(name, action="store_true")
+    parser.add_argument("--hierarchical-context-parallel-sizes", type=int, nargs="+")
     parser.add_argument("--recompute-granularity")
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--optimizer-offload-fraction", type=float, default=1.0)
@@ -110,8 +112,14 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "layout": choices.layout if choices.layout != "balanced" else "zigzag",
         "side": choices.side,
         "wire": choices.wire_dtype or "fp32",
+        "ulysses": ulysses_size(choices, args.context_parallel_size) if ours else 1,
+        "placement": choices.placement,
+        "head_chunks": choices.head_chunks or 1,
         "path": "cpu" if args.transformer_impl == "local" else "gpu",
     }
+    sizes = args.hierarchical_context_parallel_sizes
+    if sizes or choices.intra_size:
+        found["intra"] = sizes[0] if sizes else choices.intra_size
     rows = args.seq_length // max(1, args.context_parallel_size)
     for name, counted in AUTO.items():
         value = getattr(choices, name)
