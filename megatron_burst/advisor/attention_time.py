@@ -18,10 +18,8 @@ from .clusters import Cluster
 from .disturbed import UNDISTURBED, Disturbed, Group, draws
 from .faults import Faults
 from .models import Model
-from .ring_passes import Rings, cp_per_node, made, ring_of, sizes_of, topology_of
+from .ring_passes import Rings, made, ring_of, sizes_of, topology_of
 from .settings import Settings
-
-__all__ = ["AttentionTime", "attention_time", "cp_per_node", "sizes_of"]
 
 
 @dataclass(frozen=True)
