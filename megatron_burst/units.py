@@ -54,3 +54,14 @@ def size_of(text: object, title: str) -> int:
     if size < 1:
         raise ValueError(f'{title} must be a size such as "1.5TB" or "800GiB", got {text!r}')
     return size
+
+
+def tokens_of(text: object, title: str) -> int:
+    """Tokens of "128K", "5M" or 131072: K is 1,024 and M 1,048,576. ValueError naming `title`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KM]?)", str(text).strip().upper())
+    count = 0.0
+    if found is not None and not isinstance(text, bool):
+        count = float(found.group(1)) * {"": 1, "K": 2**10, "M": 2**20}[found.group(2)]
+    if count < 1 or count != int(count):
+        raise ValueError(f"{title} {text}: a whole number of tokens such as 131072, 128K or 5M")
+    return int(count)

@@ -58,6 +58,12 @@ BAD = {
     "patch --check": "--check: expected one argument",
     "patch --check no/such/folder": "no megatron/core/package_info.py in there",
     "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
+    # calibrate
+    "calibrate --minutes 0": "--minutes must be above 0, got 0.0",
+    "calibrate --gpu h99": "--gpu h99: unknown; one of a100-40g",
+    "calibrate --model gpt9": "--model gpt9",
+    "calibrate --out no/such/folder/x.toml": "its folder does not exist",
+    "calibrate --per-node 3": "--per-node 3 does not divide the 1 ranks",
     # recipe
     "recipe": "NAME is missing",
     "recipe --nonsense": "--nonsense",

@@ -9,18 +9,15 @@ tokens counted in thousands where lengths are in units of 1,024.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from benchmarks.advise.fitting import Errors, errors, fit
-from megatron_burst.advisor.clusters import GB, GPUS, Cluster
+from megatron_burst.advisor.clusters import GB, GPUS
 from megatron_burst.advisor.models import Model
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.step_time import StepTime, model_operations, step_time
+from megatron_burst.advisor.step_time import model_operations
 
 TABLES = Path(__file__).parent / "published"
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)

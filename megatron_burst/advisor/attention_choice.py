@@ -12,15 +12,16 @@ from typing import Any
 
 from ..autotune import select
 from ..autotune.candidates import Candidate, Fixed, Workload, grids
+from ..autotune.rates import Rates
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
 from ..schedule.sizes import Sizes
 from ..schedule.topology import Topology
-from .attention_time import AttentionTime, attention_time, cp_per_node, rates_of
+from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
 from .clusters import Cluster
 from .models import Model
-from .settings import BYTES, Settings
+from .settings import Settings
 
 # What the time of an attention call depends on.
 OWN = (
@@ -43,6 +44,16 @@ class Attention:
         self._times: dict[Any, AttentionTime] = {}
         self._choices: dict[Any, Settings] = {}
 
+    @property
+    def rates(self) -> Rates:
+        """Of one rank while all ranks of a node send."""
+        alone = self.cluster.rank_rates()
+        return replace(alone, inter=alone.inter * self.cluster.nic_share)
+
+    def on(self, cluster: Cluster) -> Attention:
+        """The attention of the same model on another cluster."""
+        return Attention(self.model, cluster, self.pinned)
+
     def settled(self, run: Settings) -> Settings:
         """The run with the attention settings that are predicted to be fastest."""
         if run.cp == 1:
@@ -61,8 +72,12 @@ class Attention:
         if faults is not None:
             return attention_time(model, cluster, run, faults, **others)
         if key not in self._times:
-            self._times[key] = attention_time(model, cluster, run, **others)
+            self._times[key] = self.timed(run, **others)
         return self._times[key]
+
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+        """The time of a run that is not remembered yet."""
+        return attention_time(self.model, self.cluster, run, **others)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
@@ -90,7 +105,7 @@ class Attention:
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
-        return select.best(work, self._grids(run, work.sizes), rates_of(self.cluster),
+        return select.best(work, self._grids(run, work.sizes), self.rates,
                            self._fixed()).taken  # fmt: skip
 
     def mask(self, run: Settings) -> Mask:
@@ -120,7 +135,8 @@ class Attention:
         kept = [
             grid
             for grid in found
-            if size in (None, grid.ulysses) and (placement is None or grid.placement == placement)
+            if size in (None, grid.ulysses)
+            and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
@@ -131,12 +147,3 @@ class Attention:
                 f"{sorted({grid.ulysses for grid in found})}"
             )
         return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept
-
-
-def sizes_of(model: Model, run: Settings) -> Sizes:
-    """What one rank of a run brings to an attention call."""
-    return Sizes(
-        run.seq // run.cp, run.micro_batch, model.heads // run.tp,
-        max(1, model.kv_heads // run.tp), model.head_dim, model.head_dim, 2, 4, BYTES[run.wire],
-        (True, True, True),
-    )  # fmt: skip

@@ -106,14 +106,15 @@ def attention_time(
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
-    own, rates = sizes_of(model, run), cluster.rank_rates()
-    sizes, passes = shared_sizes(own, run.ulysses), passes_of(ring_of(model, cluster, run))
+    rates = cluster.rank_rates()
+    sizes = shared_sizes(sizes_of(model, run), run.ulysses)
+    passes = passes_of(ring_of(model, cluster, run))
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     seconds = passes.pairs * (flops / rates.compute)
     both_passes = ((passes.forward, 1.0), (passes.backward, rates.backward))
     topology = topology_of(cluster, run)
-    exchange = sharing(topology, own, rates, per_nic=1 / cluster.nic_share)
+    exchange = sharing(topology, sizes, rates, per_nic=1 / cluster.nic_share)
 
     def timed(ring: Disturbed) -> AttentionTime:
         there, back = (

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
-from .disturbed import Group
 from .faults import Faults
 from .layer import B, F, Sizes
 from .layer_work import memory_bytes, product_seconds, products
@@ -61,12 +60,11 @@ def layer_time(
     faults: Faults | None = None,
     part: Part | None = None,
     attention: Attention = attention_time,
-    group: Group | None = None,
 ) -> LayerTime:
     """The time of one layer.
 
     part: what it is made of, as `Model.parts` lists them; None: the last layer's. attention: times
-    its core attention; a search gives one that remembers. group: with faults, whose ranks' time.
+    its core attention; a search gives one that remembers.
     """
     part = part or model.parts[-1]
     forward, backward, again = Parts(), Parts(), Parts()
@@ -83,7 +81,7 @@ def layer_time(
         again.add(forward)
     core = None
     if part.attention in (FULL, WINDOW):
-        core = attention(model, cluster, run, faults, **({"group": group} if group else {}))
+        core = attention(model, cluster, run, faults)
         if part.attention == WINDOW:
             core = windowed(core, model.window, run.seq)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward

@@ -64,8 +64,8 @@ class Fit(NamedTuple):
 
 
 def account(model: Model, run: Settings, every: bool = True) -> Account:
-    """The memory of the rank of a run that takes most. every: also the moments of layers that are
-    like others, which a search can do without. ValueError for what cannot be."""
+    """The memory of the rank of a run that takes most. every: all moments, also of layers that are
+    like others; a search can do with the peak of each phase. ValueError for what cannot be."""
     check(model, run)
     found = (_of_stage(model, run, stage, every) for stage in sorted({0, run.pp - 1}))
     return max(found, key=lambda one: one.peak.bytes)
@@ -85,7 +85,8 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
     step = Step(model, run, stage)
     step.run_all(every)
     host = {"layer inputs and store": step.host, "optimizer": optimizer}
-    moments = tuple(Moment(m.phase, {**states, **m.items}) for m in step.tape.moments)
+    shown = step.tape.moments if every else peaks(step.tape.moments)
+    moments = tuple(Moment(m.phase, {**states, **m.items}) for m in shown)
     return Account(model, run, states, moments, {k: v for k, v in host.items() if v})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -98,6 +99,7 @@ def _row_sizes(x: Sizes, run: Settings) -> RowSizes:
                     BYTES[run.wire], ALL_GRADIENTS)  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)  # the same for all runs with these groups
 def ring_rooms(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool
 ) -> tuple[Rooms, Rooms]:

@@ -9,16 +9,19 @@ is taken.
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..autotune.select import TIE
 from .attention_choice import Attention
 from .clusters import Cluster
-from .memory import Account, Fit, account, fit, parameters
+from .memory import Account, Fit, account, fit, states_of
 from .models import Model
 from .search_space import Wanted, groups_of, options_of
-from .settings import BYTES, Settings
+from .settings import Settings
 from .step_time import StepTime, step_time
 
 Progress = Callable[[int, int], None]  # ways done, of how many
@@ -51,6 +54,14 @@ class Found:
     closest: Configuration | None
 
 
+class Way(NamedTuple):
+    """What may be tried: a bound of its seconds, and of how simple the best of it can be."""
+
+    bound: float
+    simplest: tuple[float, ...]
+    what: Any
+
+
 class Search:
     """The search for one model, cluster and wish."""
 
@@ -58,30 +69,62 @@ class Search:
         self.model, self.cluster, self.want = model, cluster, want
         self.attention = attention
         self.closest: Configuration | None = None
+        self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> Found:
         """The `top` fastest. prune: False tries all, which takes long and finds the same."""
-        ways = [(self.at_least(run), run) for run in groups_of(self.model, self.cluster, self.want)]
-        ways.sort(key=lambda way: (way[0], simplicity(way[1])))
-        found: list[Configuration] = []
-        tried = 0
-        for index, (bound, groups) in enumerate(ways):
-            if progress is not None:
-                progress(index, len(ways))
-            if prune and len(found) >= top and bound > self._limit(found, top):
-                break
-            tried += 1
-            best = self.best_of(groups)
-            if best is not None:
-                found.append(best)
-                found.sort(key=lambda each: each.seconds)
-        if progress is not None:
-            progress(len(ways), len(ways))
+        self.prune = prune
+        variants: dict[tuple[int, ...], list[Way]] = {}
+        for run in groups_of(self.model, self.cluster, self.want):
+            way = variants.setdefault((run.tp, run.pp, run.cp, run.dp), [])
+            way.append(Way(self.at_least(run), optimistic(run), run))
+        ways = [
+            Way(min(each.bound for each in way), min(each.simplest for each in way), way)
+            for way in variants.values()
+        ]
+        found, tried = self._explore(ways, top, self._best_variant, progress)
         return Found(simplest_first(found)[:top], len(ways), tried, self.closest)
 
-    def _limit(self, found: Sequence[Configuration], top: int) -> float:
-        """Seconds beyond which a run is neither among the fastest nor in a tie with the first."""
-        return max(found[top - 1].seconds, found[0].seconds * (1 + TIE))
+    def _best_variant(self, variants: list[Way]) -> Configuration | None:
+        """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
+        found, _ = self._explore(variants, 1, self.best_of)
+        return simplest_first(found)[0] if found else None
+
+    def _explore(
+        self,
+        ways: Sequence[Way],
+        top: int,
+        best: Callable[[Any], Configuration | None],
+        progress: Progress | None = None,
+    ) -> tuple[list[Configuration], int]:
+        """The best of every way that may be among the `top` fastest, or that may tie with the
+        fastest and be simpler than it, by time; and how many were tried."""
+        found: list[Configuration] = []
+        left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
+
+        def take(way: Way) -> None:
+            if (one := best(way.what)) is not None:
+                insort(found, one, key=lambda each: each.seconds)
+            if progress is not None:
+                progress(len(ways) - len(left), len(ways))
+
+        while left and not self._passed_over(left[0], found, top):
+            take(left.popleft())
+        tried = len(ways) - len(left)
+        if found and left:
+            limit = found[0].seconds * (1 + TIE)
+            for way in sorted(left, key=lambda way: way.simplest):
+                if way.simplest >= simplicity(simplest_first(found)[0].run):
+                    break
+                if way.bound <= limit:
+                    take(way)
+                    tried += 1
+        if progress is not None:
+            progress(len(ways), len(ways))
+        return found, tried
+
+    def _passed_over(self, way: Way, found: Sequence[Configuration], top: int) -> bool:
+        return self.prune and len(found) >= top and way.bound > found[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
         """A bound of the time of all runs with these groups."""
@@ -142,17 +185,20 @@ def sorted_out(
 
 def least_bytes(model: Model, run: Settings) -> float:
     """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
-    held = parameters(model, run, 0)
-    apart = run.dp * run.cp if run.distributed_optimizer else 1
-    optimizer = run.optimizer_bytes * (held[0] / apart + held[1] / max(1, apart / run.ep))
-    states = sum(held) * (2 + BYTES[run.gradients]) + optimizer * (1 - run.optimizer_offload)
-    left = run.rows / run.tp * model.hidden * 2
-    out = run.rows * model.heads // run.tp * model.head_dim * 2
-    if run.recompute == "full":
-        left = (left + run.store * out) * (1 - run.offload)
-    else:
-        left += out
-    return states + left * (model.layers // run.pp)
+    states = max(sum(states_of(model, run, stage)[0].values()) for stage in {0, run.pp - 1})
+    plain = model.attentions == model.mlps == model.layers
+    rows, hidden = run.rows, run.rows / run.tp * model.hidden
+    out = rows * (model.heads // run.tp) * model.value_dim
+    if not plain:
+        left = hidden * (1 - run.offload)
+    elif run.recompute == "full":
+        left = (hidden + run.store * out) * (1 - run.offload)
+    else:  # inputs of both norms, queries, results, and what goes into the last product
+        ffn = model.top_k * model.ffn if model.experts else model.ffn
+        ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
+        left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
+        left += rows * ffn / run.tp
+    return states + 2 * left * (model.layers // run.pp)
 
 
 def needs_more(run: Settings, other: Settings) -> bool:
@@ -190,6 +236,12 @@ def simplicity(run: Settings) -> tuple[float, ...]:
         run.tp,
         run.micro_batch,
     )
+
+
+def optimistic(groups: Settings) -> tuple[float, ...]:
+    """`simplicity` of the simplest run with these groups."""
+    return simplicity(replace(groups, recompute="none", store=0.0, offload=0.0, mlp_tiles=1,
+                              optimizer_offload=0.0, sequence_chunks=1, ulysses=1))  # fmt: skip
 
 
 def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:

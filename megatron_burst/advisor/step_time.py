@@ -8,16 +8,13 @@ the pipeline's bubble. Decides nothing: `Settings` say what runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
-import numpy as np
-
-from .attention_time import AttentionTime, attention_time
+from .attention_time import attention_time
 from .clusters import Cluster
-from .disturbed import Group
-from .faults import Faults
 from .layer import B
 from .layer_time import MEMORY, Attention, LayerTime, layer_time, visible
 from .layer_work import Product, product_seconds
@@ -25,13 +22,12 @@ from .links import ring_seconds, send_seconds
 from .memory import parameters
 from .model import Model, Part
 from .parts import Parts
-from .pipeline import pipeline_time
 from .settings import Settings, check
 from .states_time import states_seconds
 from .steps import layers_of
 
 HEAD, RECOMPUTE = "LM head and loss", "recompute"
-BUBBLE, SENDS, FAULTS = "pipeline bubble", "pipeline sends", "faults"
+BUBBLE, SENDS = "pipeline bubble", "pipeline sends"
 # Bytes that the loss reads and writes per logit besides the products: fused, bf16 logits are read
 # and their gradient written in place, once or (recompute) with another pass before; apart, fp32
 # copies of them go through softmax, target and gradient one by one.
@@ -71,16 +67,19 @@ def step_time(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: Faults | None = None,
     attention: Attention = attention_time,
 ) -> StepTime:
-    """The time of one step of a run. faults: what is slower, whose cost is a part of its own.
-    attention: times the core attention of a layer.
+    """The time of one step of a run, without faults. attention: times the core attention of a
+    layer; a search gives one that remembers.
 
     Raises ValueError for settings that no run could have.
     """
     check(model, run)
-    stages = stages_of(model, cluster, run, attention)
+
+    def layer(part: Part) -> LayerTime:
+        return layer_time(model, cluster, run, part=part, attention=attention)
+
+    stages = stages_of(model, cluster, run, layer)
     times = [stage.seconds for stage in stages]
     busiest = max(range(run.pp), key=times.__getitem__)
     stage = stages[busiest]
@@ -91,8 +90,6 @@ def step_time(
     parts[SENDS] = send_time(model, cluster, run)
     hiding = stage.forward.total, stage.backward.total
     parts.add(states_seconds(cluster, run, parameters(model, run, busiest), hiding))
-    if faults is not None:
-        parts[FAULTS] = faults_seconds(model, cluster, run, stages, faults)
     parts = parts.taken()
     seconds = parts.total
     tokens = run.seq * run.micro_batch * run.micro_batches * run.dp
@@ -114,23 +111,11 @@ def model_operations(model: Model, seq: int) -> float:
 
 
 def stages_of(
-    model: Model,
-    cluster: Cluster,
-    run: Settings,
-    attention: Attention = attention_time,
-    faults: Faults | None = None,
-    group: Group | None = None,
+    model: Model, cluster: Cluster, run: Settings, layer: Callable[[Part], LayerTime]
 ) -> list[Stage]:
-    """One micro-batch on every stage; with faults, on that of a group only."""
-    timed: dict[Part, LayerTime] = {}
-
-    def layer(part: Part) -> LayerTime:
-        if part not in timed:
-            timed[part] = layer_time(model, cluster, run, faults, part, attention, group)
-        return timed[part]
-
-    shown = range(run.pp) if group is None else [group.pp]
-    return [stage_of(model, cluster, run, index, layer) for index in shown]
+    """One micro-batch on every stage. layer: the time of a layer that is made of this."""
+    timed = cache(layer)
+    return [stage_of(model, cluster, run, index, timed) for index in range(run.pp)]
 
 
 def stage_of(
@@ -175,52 +160,3 @@ def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
     each = send_seconds(cluster, stride, run.rows / run.tp * model.hidden * B)
     times = run.micro_batches if run.vpp == 1 else 2 * (run.pp - 1)
     return 2 * times * each
-
-
-# --- faults --------------------------------------------------------------------------------------
-
-
-def faults_seconds(
-    model: Model, cluster: Cluster, run: Settings, stages: Sequence[Stage], faults: Faults
-) -> float:
-    """What faults add to a step: the pipelines of all replicas are run again with the times of
-    their own ranks, and the slowest counts, as gradients wait for it."""
-    faults.check(cluster)
-    found: dict[tuple[bool, float, int], tuple[float, float]] = {}
-
-    def times(group: Group) -> tuple[float, float]:
-        members = group.members(run)
-        slow = float(faults.compute(members).max())
-        touched = slow > 1 or bool((faults.links(cluster, members) > 1).any())
-        key = (False, 1.0, group.pp) if not touched else (True, slow, members.start)
-        if key not in found:
-            stage = stages[group.pp]
-            if touched or faults.jitter:
-                stage = _slow_stage(model, cluster, run, faults, group, slow)
-            found[key] = stage.forward.total, stage.backward.total
-        return found[key]
-
-    def taken(pairs: Sequence[tuple[float, float]]) -> float:
-        table = np.array(pairs).T[:, :, None] / run.vpp * np.ones(run.micro_batches)
-        there, back = np.concatenate([table] * run.vpp, axis=1)
-        return pipeline_time(there, back, vpp=run.vpp).seconds
-
-    usual = taken([(each.forward.total, each.backward.total) for each in stages])
-    replicas = {tuple(times(Group(dp, pp)) for pp in range(run.pp)) for dp in range(run.dp)}
-    return max(taken(replica) for replica in replicas) - usual
-
-
-def _slow_stage(
-    model: Model, cluster: Cluster, run: Settings, faults: Faults, group: Group, slow: float
-) -> Stage:
-    """One micro-batch on the stage of a group, all of which waits for its slowest rank; its core
-    attention is simulated rank by rank."""
-    gpu = cluster.gpu
-    all_slow = replace(
-        cluster, gpu=replace(gpu, peak=gpu.peak / slow, memory_rate=gpu.memory_rate / slow)
-    )
-
-    def attention(model: Model, _: Cluster, *rest: Any, **fields: Any) -> AttentionTime:
-        return attention_time(model, cluster, *rest, **fields)
-
-    return stages_of(model, all_slow, run, attention, faults, group)[0]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from .head import head_bytes
 from .layer import B, F
-from .model import FULL, WINDOW
+from .model import FULL, WINDOW, Part
 from .models import Model
 from .settings import Settings
 from .tape import Tape
 from .walk import BETWEEN, INPUTS, Walk
 
 STORE, HEAD, ROPE = "attention store", "LM head and loss", "rope tables"
-BATCH, IN_FLIGHT = "batch", "other micro-batches"
+BATCH, IN_FLIGHT, SAVED = "batch", "other micro-batches", "saved activations"
 
 
 class Step:
@@ -29,6 +29,7 @@ class Step:
         self.layers = len(self.parts)
         self.hidden = self.walk.hidden
         self.host = 0
+        self._saved: dict[Part, float] = {}
 
     def run_all(self, every: bool = True) -> None:
         """The step; unless `every`, layers between the first and the last two only leave what they
@@ -50,10 +51,10 @@ class Step:
             tape.drop(last)
             tape.make("dy", BETWEEN, self.hidden)
         for layer in reversed(range(self.layers)):
-            if layer in shown or run.recompute == "none":
+            if layer in shown:
                 self._backward(layer)
             else:
-                tape.drop(f"input {layer}", f"store {layer}")
+                tape.drop(f"input {layer}", f"store {layer}", f"saved {layer}")
         if run.chunks_on_host:
             self.host += round(self.walk.on_host)
         tape.begin("end")
@@ -109,7 +110,13 @@ class Step:
     def _forward(self, layer: int, shown: bool) -> None:
         tape, made, part = self.tape, f"input {layer + 1}", self.parts[layer]
         if self.run.recompute == "none":
-            self.walk.forward_saving(part, f"{layer} ", made)
+            if shown:
+                self.walk.forward_saving(part, f"{layer} ", made)
+                return
+            if part not in self._saved:
+                self._saved[part] = self.walk.saved(part)
+            tape.make(made, INPUTS, self.hidden)
+            tape.make(f"saved {layer}", SAVED, self._saved[part] - self.hidden)
             return
         store = self._stored(layer)
         if shown:

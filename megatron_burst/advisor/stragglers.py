@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +19,18 @@ from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
 from .disturbed import Group, groups
 from .faults import Faults
-from .layer_time import ATTENTION, HOST, TENSOR, LayerTime, layer_time, products
-from .models import Model
+from .layer_time import ATTENTION, EXPERTS, HOST, TENSOR, LayerTime, layer_time
+from .layer_work import products
+from .model import Model, Part
+from .parts import Parts
 from .pipeline import pipeline_time
 from .settings import Settings
 from .states_time import GATHERING, GRADIENTS
-from .step_time import HEAD, StepTime, layers_by_kind, stage_of, step_time
+from .step_time import HEAD, StepTime, stages_of, step_time
+from .steps import layers_of
 
 STRAGGLERS = "stragglers"
-COMMUNICATED = (TENSOR, HOST, ATTENTION)  # not computed by this rank, or simulated
+COMMUNICATED = (TENSOR, EXPERTS, HOST, ATTENTION)  # not computed by this rank, or simulated
 SAMPLES = 256
 
 
@@ -61,12 +64,12 @@ def step_under(model: Model, cluster: Cluster, run: Settings, faults: Faults) ->
         reduced = plain.parts.get(GRADIENTS, 0.0) + plain.parts.get(GATHERING, 0.0)
         extra += (faults.slowest_nic - 1) * reduced
     seconds = plain.seconds + extra
-    parts = {name: taken for name, taken in {**plain.parts, STRAGGLERS: extra}.items() if taken}
+    parts = Parts({**plain.parts, STRAGGLERS: extra}).taken()
     return replace(
         plain,
         seconds=seconds,
         parts=parts,
-        bottleneck=max(parts, key=lambda name: parts[name]),
+        bottleneck=parts.largest,
         mfu=plain.mfu * plain.seconds / seconds,
     )
 
@@ -80,7 +83,7 @@ def _factors(
     Under jitter each product is drawn on each rank, and a layer waits for the slowest sum.
     """
     random = np.random.default_rng([faults.seed, 1 << 20])
-    count = sum(1 for _ in products(model, run, bool(model.experts)))
+    count = sum(1 for _ in products(model, run, model.parts[-1]))
     width = faults.jitter / math.sqrt(count)
     size = run.tp * run.cp
     drawn = 1.0
@@ -105,7 +108,7 @@ def _timed_in(group: Group | None) -> partial[AttentionTime]:
 def _slowed(layer: LayerTime, factor: float) -> LayerTime:
     """The same with everything that the slowest rank computes outside attention taking longer."""
     forward, recompute, backward = (
-        {name: taken * (1 if name in COMMUNICATED else factor) for name, taken in parts.items()}
+        Parts({n: taken * (1 if n in COMMUNICATED else factor) for n, taken in parts.items()})
         for parts in (layer.forward, layer.recompute, layer.backward)
     )
     return replace(layer, forward=forward, recompute=recompute, backward=backward)
@@ -127,16 +130,17 @@ def _stages(
     factor: float,
 ) -> list[_Stage]:  # fmt: skip
     """Every stage as it would be on the ranks of one group."""
-    kinds = [
-        (count, _slowed(layer, factor))
-        for count, layer in layers_by_kind(model, cluster, run, faults, _timed_in(group))
-    ]
-    # Layers follow one another, so their deviations add up as those of independent draws do.
-    spread = math.sqrt(sum(count * layer.attention.spread**2 for count, layer in kinds))
+
+    @cache
+    def layer(part: Part) -> LayerTime:
+        return _slowed(layer_time(model, cluster, run, faults, part, _timed_in(group)), factor)
+
     found = []
-    for index in range(run.pp):
-        forward, backward = stage_of(model, cluster, run, index, kinds)
-        there, back = (each.total() + (factor - 1) * each[HEAD] for each in (forward, backward))
+    for index, (forward, backward) in enumerate(stages_of(model, cluster, run, layer)):
+        there, back = (each.total + (factor - 1) * each[HEAD] for each in (forward, backward))
+        cores = (layer(model.parts[each]).core for each in layers_of(model, run, index))
+        # Layers follow one another, so their deviations add up as those of independent draws do.
+        spread = math.sqrt(sum(core.spread**2 for core in cores if core is not None))
         found.append(_Stage(there, back, spread))
     return found
 

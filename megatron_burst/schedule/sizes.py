@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .demand import RowBytes
-from .head_shares import Share
 from .rings import Schedule
 
 
@@ -82,11 +81,14 @@ class Sizes:
 
     def scattered_bytes(self, ranks: int, again: bool = False) -> tuple[int, int]:
         """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
-        in backward. Of fewer key/value heads than ranks, several take a copy of the same one. again:
-        backward, of row chunks, brings q with delta again."""
+<<<<<<< HEAD
+        in backward. These are the sizes on its ring, of heads that are shared already: of fewer
+        key/value heads than ranks, several take a copy of the same one. again: backward, of row
+        chunks, brings q with delta again."""
+=======
+        in backward. again: backward, of row chunks, brings q with delta again."""
+>>>>>>> faults
         query, key, value, out = (self.tokens * each for each in self._elements)
-        copies = Share(self.kv_heads, ranks).each * ranks // self.kv_heads
-        key, value = key * copies, value * copies
         q, k, v = self.needs_grad
         # Forward brings q, k and v to where their heads are computed and out back to its rows;
         # backward brings dout there and the gradients back.

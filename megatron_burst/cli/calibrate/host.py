@@ -7,7 +7,7 @@ from ...recompute.host.mover import HostMemory
 from ...recompute.host.rate import BYTES, copy_rate
 from .ranks import Found, Ranks, found
 
-REPEATS = 5
+REPEATS = {"cuda": 5, "cpu": 3}
 
 
 def links(ranks: Ranks) -> tuple[Found, Found]:
@@ -21,7 +21,7 @@ def links(ranks: Ranks) -> tuple[Found, Found]:
         return copy_rate(host, lambda: None)
 
     together, alone = [], []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS[ranks.device.type]):
         ranks.each(0.0)
         together.append(min(ranks.each(rate())))
         ranks.each(0.0)

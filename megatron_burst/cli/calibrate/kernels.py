@@ -195,17 +195,24 @@ def _product_sizes(ranks: Ranks, model: Model) -> list[tuple[int, int, int]]:
     return [(m, k, n) for m in PRODUCTS[kind]]
 
 
-def memory(ranks: Ranks) -> Found:
-    """Bytes per second of a device's own memory: a copy reads and writes."""
-    size = COPY[ranks.device.type]
+def memory(ranks: Ranks, model: Model) -> tuple[Found, Found]:
+    """Bytes per second of a device's own memory, read and written together, and those of a tensor
+    whose heads are dealt out to ranks."""
+    size, (count, _) = COPY[ranks.device.type], heads(model, ranks)
 
     def measure() -> list[float]:
         data = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
         into = torch.empty_like(data)
-        return list(_median(ranks.repeats(lambda: into.copy_(data))))
+        rows = size // (count * model.head_dim)
+        shape = rows, 2, count // 2 or 1, model.head_dim
+        cut = data[: np.prod(shape)].view(shape).transpose(0, 1)
+        joined = into[: np.prod(shape)].view(cut.shape)
+        plain = _median(ranks.repeats(lambda: into.copy_(data)))
+        return [*plain, *_median(ranks.repeats(lambda: joined.copy_(cut))), cut.numel()]
 
-    took, spread = middle(ranks.locally("memory", measure))
-    return Found(2 * size / took, spread, f"copies of {size >> 20} MiB on all ranks at once")
+    took, spread, cutting, varies, moved = middle(ranks.locally("memory", measure))
+    how = f"copies of {size >> 20} MiB on all ranks at once"
+    return Found(2 * size / took, spread, how), Found(moved / cutting, varies, f"{how}, by heads")
 
 
 def _median(samples: Sequence[float]) -> tuple[float, float]:

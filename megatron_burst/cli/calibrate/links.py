@@ -20,7 +20,7 @@ from .ranks import Found, Ranks, found
 
 FLAT = Channel("flat", False)
 FIRST = 2**18  # bytes of the first guess
-LARGEST = {"cuda": 2**28, "cpu": 2**23}  # bytes of a message
+LARGEST = {"cuda": 2**28, "cpu": 2**22}  # bytes of a message
 LONG = 0.05  # seconds that a message should take
 CHAIN = 8  # small messages in a row, of which latency is the mean
 SHARED = 1.4  # a hop that takes so many times as long beside another shares its NIC
@@ -81,7 +81,8 @@ def _within(ranks: Ranks, seen: Links) -> Found:
     peers = [hop for hop in range(ranks.per_node) if hop != ranks.local]
     first = ranks.node * ranks.per_node
     hops = [Hop(first + peer, first + peer) for peer in peers]
-    seen.figures["exchange"] = _all_to_all(ranks, "the ranks of a node", hops, every.value, latency)
+    shared = _all_to_all(ranks, "the ranks of a node", hops, every.value, latency)
+    seen.figures["exchange"], seen.figures["exchange_start"] = shared
     return latency
 
 
@@ -93,15 +94,18 @@ def _between(ranks: Ranks, seen: Links) -> Found:
     every = _rate(ranks, "all ranks at once", ring, size, latency)
     seen.nics = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
     seen.alone = seen.figures["inter"] = alone
+    if seen.nics.value < ranks.per_node:
+        together = every.value * ranks.per_node / seen.nics.value
+        seen.figures["nic_shared"] = every._replace(value=together)
     seen.busiest = ring, every.value
     steps = range(ranks.per_node, ranks.size, ranks.per_node)
     rank, all_ = ranks.groups.rank, ranks.size
     hops = [Hop((rank + step) % all_, (rank - step) % all_) for step in steps]
     shared = _all_to_all(ranks, "one rank of each node", hops, every.value, latency)
     if ranks.per_node == 1:
-        seen.figures["exchange"] = shared
+        seen.figures["exchange"], seen.figures["exchange_start"] = shared
     seen.words["inter"] = (
-        f"all ranks at once {every.value:.3g} each, in an all-to-all {shared.value:.2f} of it"
+        f"all ranks at once {every.value:.3g} each, in an all-to-all {shared[0].value:.2f} of it"
     )
     return latency
 
@@ -123,11 +127,19 @@ def _nics(ranks: Ranks, share: float, size: int, alone: float, latency: Found) -
     return Found(count, None, how)
 
 
-def _all_to_all(ranks: Ranks, who: str, hops: Sequence[Hop], rate: float, latency: Found) -> Found:
-    """The fraction of a link's rate that an all-to-all gets."""
-    size = max(SMALL, min(LARGEST[ranks.device.type], round(rate * LONG / len(hops))))
+def _all_to_all(
+    ranks: Ranks, who: str, hops: Sequence[Hop], rate: float, latency: Found
+) -> tuple[Found, Found]:
+    """(the fraction of a link's rate that an all-to-all gets, its seconds without bytes)."""
+    many = len(hops)
+    if many == 1:
+        return Found(1.0, None, "two ranks: as a hop"), Found(0.0, None, "two ranks: as a hop")
+    empty = found(_seconds(ranks, hops, SMALL), f"all-to-all of {who}, {SMALL} bytes to each")
+    begin = max(0.0, empty.value - many * latency.value)
+    size = max(SMALL, min(LARGEST[ranks.device.type], round(rate * LONG / many)))
     took = found(_seconds(ranks, hops, size), f"all-to-all of {who}, {size} bytes to each")
-    return took._replace(value=(latency.value + len(hops) * size / rate) / took.value)
+    carrying = max(took.value - many * latency.value - begin, took.value / 2)
+    return took._replace(value=many * size / rate / carrying), empty._replace(value=begin)
 
 
 def _sized(ranks: Ranks, hops: Sequence[Hop]) -> tuple[Found, int]:

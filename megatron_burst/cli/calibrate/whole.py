@@ -113,12 +113,13 @@ def measured(
     figures = Figures()
     ranks.say("matrix products and memory")
     linear, small = kernels.products(ranks, model)
-    rate = kernels.memory(ranks)
+    rate, cutting = kernels.memory(ranks, model)
     stated = device.gpu(ranks, wanted.gpu, linear.value)
     for key, (value, note) in device.figures(stated, ranks).items():
         figures.state(key, value, note)
     peak = figures.values["gpu.peak"]
     figures.add("gpu.memory_rate", rate)
+    figures.add("links.copying", cutting)
     figures.add("gpu.linear", linear._replace(value=min(1.0, linear.value / peak)))
     figures.add("gpu.small", small)
     chunks = kernels.CHUNKS[ranks.device.type]
