@@ -81,13 +81,9 @@ class Sizes:
 
     def scattered_bytes(self, ranks: int, again: bool = False) -> tuple[int, int]:
         """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
-<<<<<<< HEAD
         in backward. These are the sizes on its ring, of heads that are shared already: of fewer
         key/value heads than ranks, several take a copy of the same one. again: backward, of row
         chunks, brings q with delta again."""
-=======
-        in backward. again: backward, of row chunks, brings q with delta again."""
->>>>>>> faults
         query, key, value, out = (self.tokens * each for each in self._elements)
         q, k, v = self.needs_grad
         # Forward brings q, k and v to where their heads are computed and out back to its rows;
