@@ -1,4 +1,4 @@
-"""The file of a run: JSON lines, each on disk as soon as it is known, even if a process is killed next.
+"""The file of a run: JSON lines, each on disk as soon as it is known, so that no kill loses it.
 
 Lines: a head (machine, versions), the commands, the items of each stage, and of each item that it
 began, how it ended, or that its end is dropped. An item is a test or a cell of a table. Runs and

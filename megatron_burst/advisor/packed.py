@@ -79,8 +79,8 @@ def _words(stated: str) -> list[str]:
     listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
     if not listed and not path.is_file():
         raise ValueError(
-            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one of "
-            f"{', '.join(NAMED)}"
+            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one "
+            f"of {', '.join(NAMED)}"
         )
     return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
 

@@ -97,7 +97,8 @@ def training_flags(run: Settings) -> Iterator[str]:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     if run.optimizer_offload:
         yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
-        yield f"--overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction {run.optimizer_offload:g}"
+        yield "--overlap-cpu-optimizer-d2h-h2d"
+        yield f"--optimizer-offload-fraction {run.optimizer_offload:g}"
 
 
 def burst_flags(run: Settings, packed: bool = False) -> list[str]:
