@@ -13,22 +13,22 @@ import csv
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.advise.fitting import Errors, errors, fit
-from megatron_burst.advisor.attention_time import AttentionTime
-from megatron_burst.advisor.clusters import GB, Cluster
+from megatron_burst.advisor.attention_time import AttentionTime, attention_time
+from megatron_burst.advisor.clusters import GB, Cluster, gpu
 from megatron_burst.advisor.models import Model, named
+from megatron_burst.advisor.ring_passes import Rings
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.simulate import simulate
 from megatron_burst.autotune.rates import Rates
 
 TABLE = Path(__file__).parent / "published" / "loongtrain_table4_attention_ms.csv"
 GPUS = 64
 BACKWARD = 3.0  # time of a backward over a forward's: LoongTrain's own model of time has it
-NVLINK = 240 * GB  # four fifths of the datasheet's 300; what nccl-tests report. Never the bottleneck
+NVLINK = 240 * GB  # four fifths of the datasheet's 300, as nccl-tests report; never what binds
 WEIGHT = 0.1  # of the all-to-all's column, whose times are a few percent of the whole
 
 MODELS = {"mha": named("llama2-7b"), "gqa8": replace(named("llama2-7b"), kv_heads=8)}
@@ -46,16 +46,16 @@ class Constants:
     per second at which an all-to-all's tensors are cut up and joined.
     """
 
-    compute: float = 229.7e12
-    half_rows: float = 921.0
-    launch: float = 88e-6
-    start: float = 2.6e-3
-    inter: float = 20.46 * GB
-    nic: float = 22.65 * GB
-    latency: float = 13.7e-6
-    slowdown: float = 0.0763
-    exchange_start: float = 0.28e-3
-    copying: float = 124 * GB
+    compute: float = 229.0e12
+    half_rows: float = 488.0
+    launch: float = 131e-6
+    start: float = 2.33e-3
+    inter: float = 20.49 * GB
+    nic: float = 22.76 * GB
+    latency: float = 17.3e-6
+    slowdown: float = 0.0876
+    exchange_start: float = 0.338e-3
+    copying: float = 121 * GB
 
     @property
     def rates(self) -> Rates:
@@ -95,27 +95,29 @@ def cells() -> list[Cell]:
     for row in csv.DictReader(lines):
         if row["hp"] == "1" and row["placement"] == "context_first":
             continue  # the same runs as head_first, with the same times
-        run = Settings(int(row["seq"]), cp=GPUS, ulysses=int(row["hp"]), algorithm="ring",
-                       placement=row["placement"], side="kv", wire="bf16", route="ring")  # fmt: skip # pyright: ignore[reportArgumentType]
+        placement: Any = row["placement"]
+        run = Settings(int(row["seq"]), cp=GPUS, ulysses=int(row["hp"]), placement=placement,
+                       algorithm="ring", side="kv", wire="bf16", route="ring")  # fmt: skip
         times = (float(row[name]) / 1e3 for name in ("overall_ms", "seqalltoall_ms"))
         found.append(Cell(row["heads"], run, *times))
     return found
 
 
-def predicted(cell: Cell, constants: Constants) -> AttentionTime:
-    """By the released code."""
-    cluster = Cluster("a100", GPUS, nics=4, nic_rate=25 * GB, rates=constants.rates)  # pyright: ignore[reportArgumentType]
-    return simulate(cell.model, cluster, cell.run, part="attention")
+def predicted(cell: Cell, constants: Constants, rings: Rings | None = None) -> AttentionTime:
+    """By the released code: what `mb.simulate(..., part="attention")` does. rings: that remember
+    schedules."""
+    cluster = Cluster(gpu("a100"), GPUS, nics=4, nic_rate=25 * GB, rates=constants.rates)
+    return attention_time(cell.model, cluster, cell.run, rings=rings)
 
 
 def fitted(some: Sequence[Cell], start: Constants = Constants(), rounds: int = 12) -> Constants:
     """The constants that fit these cells."""
     published = np.array([cell.seconds for cell in some])
     shared = np.array([cell.exchange for cell in some])
-    has = shared > 0
+    has, rings = shared > 0, Rings()
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        found = [predicted(cell, Constants(*values.tolist())) for cell in some]
+        found = [predicted(cell, Constants(*values.tolist()), rings) for cell in some]
         whole = np.log(np.array([each.seconds for each in found]) / published)
         part = np.array([sum(each.exchange) for each in found])[has] / shared[has]
         return np.concatenate([whole, WEIGHT * np.log(part)])

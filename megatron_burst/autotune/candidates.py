@@ -23,7 +23,10 @@ from ..schedule.row_cut import row_cuts
 from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator
+from .exchanges import ONE_NIC, Wires
 from .pair_counts import pairs_seen
+from .places import Nodes, places
+from .prepared import Prepared
 from .rates import Rates
 from .simulator import PassTime
 
@@ -101,9 +104,13 @@ class Candidate:
 
 
 def on_grid(
-    workload: Workload, topology: Topology, rates: Rates, fixed: Fixed
+    workload: Workload, topology: Topology, rates: Rates, fixed: Fixed, nodes: Nodes | None = None
 ) -> Iterator[Candidate]:
-    """Every algorithm, side and number of head chunks on one grid; rates with `compute` stated."""
+    """Every algorithm, side and number of head chunks on one grid; rates with `compute` stated.
+
+    nodes: whose NICs are shared, with the rates of a rank alone; None: the rates are those while
+    all ranks send.
+    """
     sizes = shared_sizes(workload.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
@@ -119,7 +126,11 @@ def on_grid(
         )
         wants = [wanted(workload.mask, shards, spans) for _, shards in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
-    there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1)
+    longer, wires = rates.backward * seconds, ONE_NIC
+    if nodes is not None:
+        wires = Wires(places=places(topology, nodes))
+    per_nic = 1.0 if nodes is None else nodes.per_nic
+    there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1, per_nic)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     algorithms = _algorithms(workload, topology, fixed)
     if fixed.algorithm is None and "prefetch" in algorithms and not _few_rows(want):
@@ -133,27 +144,27 @@ def on_grid(
             for side in ([fixed.side] if fixed.side else sides)
         ]  # fmt: skip
         sent = [_sent((*theres, *each), topology, sizes, len(wants) > 1) for each in backs]
+        ready, *backs = ([Prepared(one, wires) for one in each] for each in (theres, *backs))
         for count in _head_chunks(sizes, fixed, alone):
-            forward = _time(theres, sizes, seconds, rates, count) + there_heads
+            forward = _time(ready, sizes, seconds, rates, count) + there_heads
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
-                    backward = (
-                        _time(each, sizes, rates.backward * seconds, rates, count) + back_heads
-                    )
+                    backward = _time(each, sizes, longer, rates, count) + back_heads
+                side = each[0].schedule.side
                 yield Candidate(
-                    _named(algorithm, topology), each[0].side, count, topology.ulysses,
+                    _named(algorithm, topology), side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
                 )  # fmt: skip
 
 
 def _time(
-    schedules: Sequence[Schedule], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int
+    passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int
 ) -> PassTime:
     """Of the passes of all chunks, one after another."""
     total = IDLE
-    for schedule in schedules:
-        total += simulator.pass_time(schedule, sizes, seconds, rates, count)
+    for each in passes:
+        total += simulator.pass_time(each, sizes, seconds, rates, count)
     return total
 
 

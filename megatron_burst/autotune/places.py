@@ -8,6 +8,7 @@ together; one ring is simulated for all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,13 +45,26 @@ class Places:
         return len(np.unique(self.nic)) < self.nic.size
 
 
-def places(topology: Topology, per_node: int, nics: int, tp: int = 1) -> Places:
-    """Of the rings of a grid on nodes of `per_node` GPUs that share `nics` NICs evenly; a GPU with
-    several counts as one with one.
+class Nodes(NamedTuple):
+    """`per_node` GPUs that share `nics` NICs evenly; a GPU with several counts as one with one.
 
-    tp: tensor-parallel neighbours of each rank, with consecutive numbers, each in a ring of its
-    own.
+    tp: tensor-parallel neighbours of each rank of a grid, with consecutive numbers, each in a ring
+    of its own.
     """
+
+    per_node: int
+    nics: int
+    tp: int = 1
+
+    @property
+    def per_nic(self) -> float:
+        """How many GPUs send by one NIC while all of a node send."""
+        return max(1.0, self.per_node / self.nics)
+
+
+def places(topology: Topology, nodes: Nodes) -> Places:
+    """Of the rings of a grid."""
+    per_node, nics, tp = nodes
     rings = [topology.ring(topology.rank_at(index, 0)) for index in range(topology.ulysses)]
     gpus = np.array(rings)[:, None, :] * tp + np.arange(tp)[:, None]
     node, at = np.divmod(gpus.reshape(-1, topology.ring_size), per_node)

@@ -19,6 +19,7 @@ from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
 from ..units import duration
 from .candidates import Candidate, Fixed, Workload, grids, on_grid
+from .places import Nodes
 from .rates import Rates, check_rates
 
 OPEN = Fixed()
@@ -139,13 +140,18 @@ def choose(
 
 
 def best(
-    workload: Workload, topologies: Sequence[Topology], rates: Rates, fixed: Fixed = OPEN
+    workload: Workload,
+    topologies: Sequence[Topology],
+    rates: Rates,
+    fixed: Fixed = OPEN,
+    nodes: Nodes | None = None,
 ) -> Choice:
     """The candidate that is predicted to be fastest; of those within TIE of it the simplest.
 
-    topologies: the grids to try. Raises ValueError where rates are too small to compare times.
+    topologies: the grids to try; nodes: as of `on_grid`. Raises ValueError where rates are too
+    small to compare times.
     """
-    found = [c for topology in topologies for c in on_grid(workload, topology, rates, fixed)]
+    found = [c for each in topologies for c in on_grid(workload, each, rates, fixed, nodes)]
     found.sort(key=lambda candidate: candidate.seconds)
     if not all(math.isfinite(candidate.seconds) for candidate in found):
         raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")

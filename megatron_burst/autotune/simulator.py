@@ -48,6 +48,9 @@ class PassTime(NamedTuple):
     def __add__(self, other: PassTime) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
         return PassTime(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def __rmul__(self, times: float) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return PassTime(*(times * each for each in self))
+
 
 class _Clocks:
     """Until when every rank and every port of its links is occupied.
