@@ -66,6 +66,8 @@ class BurstConfig:
     of what a node has free.
     sequence_chunks: into how many chunks of rows the attention half of a layer is cut.
     mlp_tiles: into how many tiles of rows the MLP half of a layer is cut.
+    head_chunks: into how many chunks the key/value heads of a rank are cut, whose rings run
+    staggered; None: 1, or what algorithm "auto" takes.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -180,6 +182,13 @@ class BurstConfig:
             "tiles of rows in which the MLP half of a layer runs, each computed again in backward"
         ),
     ] = 1
+    head_chunks: Annotated[
+        int | None,
+        Described(
+            "chunks of a rank's key/value heads, whose rings run staggered: more messages, and the "
+            "last hops of one overlap with the next; default: 1, or what auto takes"
+        ),
+    ] = None
 
     def __post_init__(self):
         for name in CHOICES:
@@ -220,6 +229,7 @@ class BurstConfig:
             "side": self.side,
             "kernel": self.kernel,
             "grad_wire_dtype": self.wire_dtype,
+            "head_chunks": self.head_chunks,
             "kv_cache": self.kv_cache,
             "store": self.store,
         }

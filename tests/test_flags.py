@@ -32,7 +32,7 @@ def test_all_flags_reach_the_configuration():
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
         "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents "
         "--burst-offload 0.5 --burst-host-memory 1.5TB --burst-sequence-chunks auto "
-        "--burst-mlp-tiles 4"
+        "--burst-mlp-tiles 4 --burst-head-chunks 2"
     )
     assert flags.burst_config(args) == BurstConfig(
         "hybrid",
@@ -52,6 +52,7 @@ def test_all_flags_reach_the_configuration():
         "1.5TB",
         "auto",
         4,
+        2,
     )
 
 

@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help=model_arguments.HELP)
     add("--seq", metavar="N", help="tokens of a sequence, such as 131072, 128K or 1M")
     add("--tokens-per-step", metavar="N", help="over all ranks (4M, or one sequence if longer)")
-    add("--packed", metavar="LENGTHS",
-        help=f"documents in packs of --seq tokens: 8K,32K,128K, a file, or {', '.join(NAMED)}")  # fmt: skip
+    lengths = f"8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
+    add("--packed", metavar="LENGTHS", help=f"documents in packs of --seq tokens: {lengths}")
     add("--cluster", type=Path, metavar="FILE", help="what `megatron-burst calibrate` measured")
     add("--gpus", type=int, metavar="N", help="of all nodes")
     add("--per-node", type=int, metavar="N", help="GPUs of a node (8)")
