@@ -12,7 +12,6 @@ from typing import Any
 
 from ..autotune import select
 from ..autotune.candidates import Candidate, Fixed, Workload, grids
-from ..autotune.rates import Rates
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
@@ -21,6 +20,7 @@ from ..schedule.topology import Topology
 from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
 from .clusters import Cluster
 from .models import Model
+from .ring_passes import Rings, nodes_of
 from .settings import Settings
 
 # What the time of an attention call depends on.
@@ -42,13 +42,8 @@ class Attention:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
+        self.rings = Rings()
         self._choices: dict[Any, Settings] = {}
-
-    @property
-    def rates(self) -> Rates:
-        """Of one rank while all ranks of a node send."""
-        alone = self.cluster.rank_rates()
-        return replace(alone, inter=alone.inter * self.cluster.nic_share)
 
     def on(self, cluster: Cluster) -> Attention:
         """The attention of the same model on another cluster."""
@@ -58,7 +53,7 @@ class Attention:
         """The run with the attention settings that are predicted to be fastest."""
         if run.cp == 1:
             return run
-        key = self._key(replace(run, sequence_chunks=1))
+        key = self._key(run)
         if key not in self._choices:
             self._choices[key] = self._chosen(run)
         chosen = self._choices[key]
@@ -77,7 +72,7 @@ class Attention:
 
     def timed(self, run: Settings, **others: Any) -> AttentionTime:
         """The time of a run that is not remembered yet."""
-        return attention_time(self.model, self.cluster, run, **others)
+        return attention_time(self.model, self.cluster, run, rings=self.rings, **others)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
@@ -104,9 +99,10 @@ class Attention:
 
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
-        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
-        return select.best(work, self._grids(run, work.sizes), self.rates,
-                           self._fixed()).taken  # fmt: skip
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run),
+                        chunks=run.sequence_chunks)  # fmt: skip
+        return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
+                           self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
 
     def mask(self, run: Settings) -> Mask:
         """Who sees whom."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..autotune.candidates import sharing
+from ..autotune.candidates import shared_sizes, sharing
 from ..layout import Layout, make
 from ..masks import Causal, Documents, Mask
 from ..schedule.topology import Topology
@@ -22,6 +22,7 @@ from .attention_choice import Attention
 from .attention_time import AttentionTime, cp_per_node, sizes_of
 from .clusters import Cluster
 from .model import Model
+from .ring_passes import nodes_of
 from .settings import Settings
 
 TITLE = "--packed"
@@ -130,7 +131,9 @@ class PackedAttention(Attention):
         taken = self.candidate(run)
         there, back = taken.forward, taken.backward
         topology = Topology(run.cp, cp_per_node(self.cluster, run), taken.ulysses, taken.placement)
-        shared = sharing(topology, sizes_of(self.model, run), self.rates)
+        sizes = shared_sizes(sizes_of(self.model, run), taken.ulysses)
+        shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
+                         nodes_of(self.cluster, run).per_nic)  # fmt: skip
         both = there + back
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds
