@@ -100,7 +100,7 @@ class Faults:
         return found
 
     def touches(self, cluster: Cluster, gpus: range) -> bool:
-        """Whether one of these neighbouring `gpus` of a `cluster` is slow, or one of their links."""
+        """Whether one of these neighbouring `gpus` of a `cluster`, or a link of one, is slow."""
         if any(gpu in gpus for gpu in self.slow_ranks):
             return True
         nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}

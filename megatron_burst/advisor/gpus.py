@@ -26,8 +26,8 @@ SLOWER = 0.86  # rate of an attention backward over that of a forward
 class Gpu:
     """One GPU, by its datasheet or measured.
 
-    name: for messages; memory: bytes; peak: dense bf16 operations per second; host_link: bytes per second between
-    one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
+    name: for messages; memory: bytes; peak: dense bf16 operations per second; host_link: bytes per
+    second between one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
     GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
     peak that long attention calls (forward) and large matrix products reach. nic: bytes per second
     of a NIC of the vendor's node, one way, which has one for every GPU. small: a product of sizes

@@ -61,8 +61,8 @@ class Model:
     """A decoder.
 
     name: for messages; hidden: width of a token; heads, kv_heads: of queries, and of keys and
-    values. head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn: of the
-    MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
+    values. head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn:
+    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
     tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
     `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
     the others have an MLP `dense_ffn` wide.

@@ -24,8 +24,8 @@ class Settings:
     """One run. Fields bear the names of the flags; all sizes from 1.
 
     seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
-    pipeline- and expert-parallel ranks; vpp: chunks of layers of each pipeline stage; dp: data-parallel ranks besides
-    context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
+    pipeline- and expert-parallel ranks; vpp: chunks of layers of each pipeline stage; dp:
+    data-parallel ranks besides context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
     recompute: "full" recomputes every layer in backward from its input. store: fraction of
     attention results that this keeps. offload: fraction of inputs and store that waits on the host.
     sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
