@@ -12,15 +12,15 @@ from typing import Any
 
 from ..autotune import select
 from ..autotune.candidates import Candidate, Fixed, Workload, grids
-from ..autotune.rates import Rates
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
 from ..schedule.sizes import Sizes
 from ..schedule.topology import Topology
-from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
+from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
 from .models import Model
+from .ring_passes import cp_per_node, nodes_of, sizes_of
 from .settings import Settings
 
 # What the time of an attention call depends on.
@@ -43,12 +43,6 @@ class Attention:
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
         self._choices: dict[Any, Settings] = {}
-
-    @property
-    def rates(self) -> Rates:
-        """Of one rank while all ranks of a node send."""
-        alone = self.cluster.rank_rates()
-        return replace(alone, inter=alone.inter * self.cluster.nic_share)
 
     def on(self, cluster: Cluster) -> Attention:
         """The attention of the same model on another cluster."""
@@ -105,8 +99,8 @@ class Attention:
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
-        return select.best(work, self._grids(run, work.sizes), self.rates,
-                           self._fixed()).taken  # fmt: skip
+        return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
+                           self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
 
     def mask(self, run: Settings) -> Mask:
         """Who sees whom."""

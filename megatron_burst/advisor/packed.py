@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..autotune.candidates import sharing
+from ..autotune.candidates import shared_sizes, sharing
 from ..layout import Layout, make
 from ..masks import Causal, Documents, Mask
 from ..schedule.topology import Topology
 from ..units import tokens_of
 from .attention_choice import Attention
-from .attention_time import AttentionTime, cp_per_node, sizes_of
+from .attention_time import AttentionTime
 from .clusters import Cluster
 from .model import Model
+from .ring_passes import cp_per_node, nodes_of, sizes_of
 from .settings import Settings
 
 TITLE = "--packed"
@@ -79,8 +80,8 @@ def _words(stated: str) -> list[str]:
     listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
     if not listed and not path.is_file():
         raise ValueError(
-            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one of "
-            f"{', '.join(NAMED)}"
+            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one "
+            f"of {', '.join(NAMED)}"
         )
     return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
 
@@ -130,7 +131,9 @@ class PackedAttention(Attention):
         taken = self.candidate(run)
         there, back = taken.forward, taken.backward
         topology = Topology(run.cp, cp_per_node(self.cluster, run), taken.ulysses, taken.placement)
-        shared = sharing(topology, sizes_of(self.model, run), self.rates)
+        sizes = shared_sizes(sizes_of(self.model, run), taken.ulysses)
+        per_nic = nodes_of(self.cluster, run).per_nic
+        shared = sharing(topology, sizes, self.cluster.rank_rates(), per_nic=per_nic)
         both = there + back
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds

@@ -1,7 +1,7 @@
 """A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
 
 Decides which flags say what a `Model` and `Settings` are. They are read back by
-`cli.memory.megatron`, and tests compare.
+`cli.megatron_arguments`, and tests compare.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def training_flags(run: Settings) -> Iterator[str]:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     if run.optimizer_offload:
         yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
-        yield f"--overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction {run.optimizer_offload:g}"
+        yield "--overlap-cpu-optimizer-d2h-h2d"
+        yield f"--optimizer-offload-fraction {run.optimizer_offload:g}"
 
 
 def burst_flags(run: Settings, packed: bool = False) -> list[str]:

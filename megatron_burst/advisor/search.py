@@ -114,9 +114,12 @@ class Search:
         if found and left:
             limit = found[0].seconds * (1 + TIE)
             for way in sorted(left, key=lambda way: way.simplest):
-                if way.simplest >= simplicity(simplest_first(found)[0].run):
+                taken = simplest_first(found)[0]
+                if way.simplest > simplicity(taken.run):
                     break
-                if way.bound <= limit:
+                if way.bound <= min(limit, taken.seconds) or (
+                    way.bound <= limit and (way.simplest < simplicity(taken.run))
+                ):
                     take(way)
                     tried += 1
         if progress is not None:
@@ -140,12 +143,12 @@ class Search:
             if first is not None:
                 limit = first.seconds * (1 + TIE)
                 tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
-                tied.sort(key=lambda each: simplicity(each[1]))
+                tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
                 return next(self._fitting(tied), first)
         return None
 
     def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
-        """Runs with their times, the fastest first; runs that attention cannot have are left out."""
+        """Runs with their times, the fastest first."""
         found = []
         for run in runs:
             settled = self.attention.settled(run)
@@ -219,22 +222,18 @@ def lacks(each: Configuration) -> float:
 
 
 def simplicity(run: Settings) -> tuple[float, ...]:
-    """Of runs that tie the one with the least of these is taken: what lies on the host, then what
-    is cut into pieces, then stages, then groups of other kinds."""
+    """Of runs that tie the one with the least of these is taken, of equals the fastest: what lies
+    on the host, pieces, stages, a part of the store, recompute, ranks that share heads."""
     return (
         run.optimizer_offload,
         run.offload,
         run.sequence_chunks,
         run.mlp_tiles,
         run.vpp,
-        run.pp,
+        run.pp > 1,
         run.store not in (0.0, 1.0),
         run.recompute == "full",
-        run.ep,
-        run.ulysses,
-        run.cp,
-        run.tp,
-        run.micro_batch,
+        run.ulysses > 1,
     )
 
 
@@ -250,6 +249,6 @@ def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:
         return ()
     limit = min(each.seconds for each in found) * (1 + TIE)
     tied = [each for each in found if each.seconds <= limit]
-    taken = min(tied, key=lambda each: simplicity(each.run))
+    taken = min(tied, key=lambda each: (simplicity(each.run), each.seconds))
     others = sorted((each for each in found if each is not taken), key=lambda each: each.seconds)
     return (taken, *others)

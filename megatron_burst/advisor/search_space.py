@@ -27,6 +27,12 @@ TILES = (1, 8)  # of the MLP half, beside a whole attention half
 CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
 # What `Settings` says of groups; the rest are options.
 GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
+# What a user may fix.
+SEARCHED = (
+    *GROUPS, "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
+    "lm_head_loss", "gradients", "optimizer_bytes", "distributed_optimizer", "algorithm", "layout",
+    "side", "wire", "head_chunks", "ulysses", "placement", "path",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ def options_of(run: Settings, want: Wanted, chunked: bool) -> Iterator[Settings]
     for optimizer in moved:
         there = replace(run, optimizer_offload=optimizer)
         if not chunked and "none" in want.values("recompute", ["none"]) and _plain(want):
-            yield replace(there, recompute="none", layout=layout_of(want, 1.0))
+            plain = replace(there, store=0.0, offload=0.0, sequence_chunks=1, mlp_tiles=1)
+            yield replace(plain, recompute="none", layout=layout_of(want, 1.0))
         if "full" not in want.values("recompute", ["full"]):
             continue
         for store, offload in product(want.values("store", STORES),

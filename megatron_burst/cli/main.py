@@ -35,6 +35,7 @@ COMMANDS = (
         "doctor", "megatron_burst.cli.doctor", "check this installation and your Megatron command"
     ),
     Command("patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
+    Command("advise", "megatron_burst.cli.advise", "which settings are fastest, and how fast"),
     Command("memory", "megatron_burst.cli.memory", "what a run holds in memory, by item"),
     Command(
         "calibrate", "megatron_burst.cli.calibrate", "measure a cluster, for `advise --cluster`"

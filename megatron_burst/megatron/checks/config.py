@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
 from megatron_burst.megatron.checks.model import (
@@ -50,6 +51,7 @@ def config_problems(
             f"{SIZES} {list(sizes)} multiply to {math.prod(sizes)}, which is not "
             f"--context-parallel-size {cp}"
         )
+    yield from cluster_problems(burst)
     if not splits(config):
         return
     if burst.algorithm == "megatron":
@@ -63,6 +65,7 @@ def config_problems(
     of_groups = [*topology_problems(cp, sizes, burst.intra_size), *_head_problems(config, burst)]
     yield from of_groups
     if not of_groups:
+        yield from _head_chunk_problems(config, burst)
         yield from _placement_problems(cp, sizes[0] if sizes else burst.intra_size, burst)
     if seq_length is not None:
         yield from length_problems(seq_length, cp)
@@ -215,6 +218,21 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     else:
         left = ("--burst-ulysses-size",) if burst.ulysses_size else ()
         yield Problem(reason, add=("--context-parallel-algo burst",), remove=left)
+
+
+def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless chunks of heads can be cut of those that a rank computes."""
+    count, heads = burst.head_chunks, config.num_attention_heads
+    if count is None or heads is None:
+        return
+    each = max(1, (config.num_query_groups or heads) // config.tensor_model_parallel_size)
+    each = max(1, each // ulysses_size(burst, config.context_parallel_size))
+    if each % count:
+        yield Problem(
+            f"--burst-head-chunks {count} does not divide the {each} key/value heads that a rank "
+            "computes",
+            remove=("--burst-head-chunks",),
+        )
 
 
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:

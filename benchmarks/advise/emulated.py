@@ -1,0 +1,283 @@
+"""The emulated cluster: every cell of docs/cluster.json predicted by the simulator of today.
+
+The host of that cluster is two cores, on which all ranks copy and wait at once. What it costs is
+ten constants, one set for all cells; links are those that were shaped. The cells were measured
+when whole chunks travelled, so the schedules here bring every chunk to every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, fields
+from functools import cache
+from itertools import combinations, groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.cluster import results
+from benchmarks.cluster.cells import RIVALS, WIRES, Cell, Rival
+from benchmarks.cluster.network import Rates as Links
+from benchmarks.cluster.predict import RINGS
+from benchmarks.report import DOCS
+from megatron_burst.autotune.candidates import shared_sizes
+from megatron_burst.autotune.exchanges import Wires
+from megatron_burst.autotune.pair_counts import pairs_seen
+from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.rates import BACKWARD, Rates
+from megatron_burst.autotune.simulator import pass_time
+from megatron_burst.layout import make
+from megatron_burst.masks import Causal
+from megatron_burst.schedule import cost
+from megatron_burst.schedule.cost import Sizes
+from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.tables import Grid
+from megatron_burst.schedule.topology import Topology
+
+from .fitting import fit
+from .section import Figure, Point, Section, spread
+
+CORES = 2
+CLEAR = 1.03  # measured times whose ratio is larger must be ranked right
+AMID = "all_gather"  # awaited each gradient a step later when it was measured
+WAYS = {rival.name: rival for rival in RIVALS}
+WIRED = Wires(together=True)  # each message is a stream of TCP
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the machine takes; where ranks share its cores, a rank's own time counts ranks / cores
+    times.
+
+    intra, inter: fraction of a shaped link's rate that payload gets. latency: seconds of a link per
+    message. posting: seconds of a rank per exchange that it starts. handling, exchanging: seconds
+    of a rank per byte that it sends round a ring, and that it packs, sends and unpacks in an
+    all-to-all. call, merging: seconds of a rank per call of the attention kernel besides its
+    compute, and per byte of its output, which is merged or added. oversleep: by how many seconds a
+    call whose time is emulated sleeps too long. real: FLOP/s of the attention where it is computed.
+    """
+
+    intra: float = 0.956
+    inter: float = 0.973
+    latency: float = 8.2e-4
+    posting: float = 2.3e-4
+    handling: float = 3.3e-10
+    exchanging: float = 9.9e-10
+    call: float = 9.8e-4
+    merging: float = 5.9e-10
+    oversleep: float = 9.3e-4
+    real: float = 2.57e10
+
+
+LOW = Host(0.8, 0.8, 1e-5, 1e-5, 1e-11, 1e-11, 1e-5, 1e-11, 1e-5, 1e9)
+HIGH = Host(1.0, 1.0, 5e-3, 5e-3, 5e-9, 5e-9, 1e-2, 5e-9, 5e-3, 1e11)
+UNITS = {
+    "intra": "of the shaped rate within nodes reaches payload",
+    "inter": "of the shaped rate between nodes reaches payload",
+    "latency": "s of a link per message",
+    "posting": "s of a core per exchange started",
+    "handling": "s of a core per byte sent round a ring",
+    "exchanging": "s of a core per byte of an all-to-all: packed, sent, unpacked",
+    "call": "s of a core per call of the kernel",
+    "merging": "s of a core per byte of a call's output, which is merged or added",
+    "oversleep": "s by which an emulated call sleeps too long",
+    "real": "FLOP/s of a rank where attention is computed",
+}
+
+
+class Measured(NamedTuple):
+    """One rival in one cell; seconds of forward and backward, as measured and as predicted."""
+
+    index: int
+    cell: Cell
+    rival: str
+    seconds: float
+    passes: tuple[float, float]
+    predicted: tuple[float, float] = (0.0, 0.0)
+    gflops: float | None = None
+
+    @property
+    def point(self) -> Point:
+        """Of both passes, in seconds."""
+        c = self.cell
+        where = f"{c.grid} {c.rates} {c.heads} {c.tokens} {c.regime}"
+        return Point(f"{where}: {self.rival}", self.seconds, sum(self.predicted))
+
+
+class _Ring(NamedTuple):
+    """One rival's passes on one grid. output: bytes of a
+    rank's rows; share: bytes to each rank that shares heads, in both passes."""
+
+    passes: tuple[Prepared, Prepared]
+    sizes: Sizes
+    flops: np.ndarray
+    output: int
+    links: tuple[str, ...]
+    share: tuple[int, int]
+
+
+@cache
+def _ring(cell: Cell, rival: Rival) -> _Ring:
+    problem, size = cell.problem(), cell.nodes * cell.per_node
+    shared = rival.ulysses_size(cell.nodes, cell.per_node)
+    topology = Topology(size, cell.per_node, shared, rival.placement)
+    own = Sizes(problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width,
+                4, 4, WIRES[problem.wire], (True, True, True))  # fmt: skip
+    sizes, grid = shared_sizes(own, shared), Grid(topology.inter_size, topology.intra_size)
+    name = RINGS.get(rival.algorithm, rival.algorithm)
+    want = everything(grid.size, sizes.tokens)
+    back = cost.backward_schedule(name, grid, want, sizes, side=rival.side)
+    spans = cost.ring_spans(make("zigzag", cp_size=size), topology, problem.tokens * size)
+    flops = pairs_seen(Causal(), spans) * 4.0 * sizes.heads * sizes.width
+    return _Ring(
+        (Prepared(cost.forward_schedule(name, grid, want, sizes), WIRED), Prepared(back, WIRED)),
+        sizes, flops, sizes.tokens * sizes.heads * sizes.width * 4,
+        tuple(topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]),
+        sizes.scattered_bytes(shared),
+    )  # fmt: skip
+
+
+def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple[float, float]:
+    """Seconds of forward and of backward. gflops: of emulated compute, 0 where it takes no time;
+    None where attention is computed."""
+    still = cell._replace(rates=Links(1, 1), regime="")  # neither changes what runs
+    ring, crowd = _ring(still, rival), cell.nodes * cell.per_node / CORES
+    links = {link: getattr(host, link) * cell.rates.of(link) / 8 for link in ("intra", "inter")}
+    speed = host.real if gflops is None else 1e9 * gflops
+    rates = Rates(
+        **links, latency=host.latency, compute=speed or math.inf, posting=crowd * host.posting,
+        handling=crowd * host.handling, launch=host.oversleep * (speed > 0),
+    )  # fmt: skip
+    found = []
+    for plan, share, factor in zip(ring.passes, ring.share, (1.0, BACKWARD), strict=True):
+        # What a call takes beside compute is part of the time that it is emulated to take.
+        own = crowd * (host.call * rival.head_chunks + host.merging * ring.output)
+        seconds = np.maximum(factor * ring.flops / (speed or math.inf), own * (ring.flops > 0))
+        taken = pass_time(plan, ring.sizes, seconds, rates, rival.head_chunks).seconds
+        found.append(taken + _exchange(ring.links, share, links, host, crowd))
+    return found[0], found[1]
+
+
+def _exchange(
+    peers: tuple[str, ...], share: int, links: Mapping[str, float], host: Host, crowd: float
+) -> float:
+    """Seconds of the all-to-alls of a pass: on both link classes at once, beside nothing else."""
+    if not peers:
+        return 0.0
+    busy = max(peers.count(link) * share / links[link] for link in links)
+    return busy + crowd * (2 * host.posting + host.exchanging * share * len(peers))
+
+
+def measured() -> list[Measured]:
+    """Every cell and rival whose settings were fixed, in the order of the file."""
+    found = []
+    for index, each in enumerate(results.load(DOCS / "cluster.json").cells):
+        cell = Cell(**each.cell | {"rates": Links.parse(each.cell["rates"])})
+        for row in each.rows:
+            if WAYS[row.name].algorithm != "auto":
+                passes = row.forward, row.backward
+                found.append(
+                    Measured(index, cell, row.name, row.middle, passes, gflops=each.gflops)
+                )
+    return found
+
+
+def predicted(host: Host, rows: list[Measured]) -> list[Measured]:
+    """The same rows with their predictions."""
+    return [
+        row._replace(predicted=predict(host, row.cell, WAYS[row.rival], row.gflops)) for row in rows
+    ]
+
+
+def fitted(start: Host, rows: list[Measured]) -> Host:
+    """The constants that fit both passes of all rows but those of `AMID`."""
+    rows = [row for row in rows if row.rival != AMID]
+    there = np.array([row.passes for row in rows])
+
+    def off(x: np.ndarray) -> np.ndarray:
+        found = np.array([row.predicted for row in predicted(Host(*map(float, x)), rows)])
+        return np.log(found / there).ravel()
+
+    found = fit(off, *map(astuple, (start, LOW, HIGH)), rounds=8, tight=0.01)
+    return Host(*(float(f"{value:.3g}") for value in found))
+
+
+class Ranking(NamedTuple):
+    """Pairs of rivals of one cell whose measured times clearly differ, and those ranked wrong:
+    (cell, rival, other, measured ratio, predicted ratio)."""
+
+    pairs: int
+    wrong: list[tuple[Cell, str, str, float, float]]
+
+
+def ranking(rows: list[Measured]) -> Ranking:
+    """Does the prediction rank rivals as they were measured?"""
+    count, wrong = 0, []
+    for _, group in groupby(rows, key=lambda row: row.index):
+        for one, other in combinations(list(group), 2):
+            there, here = one.seconds / other.seconds, sum(one.predicted) / sum(other.predicted)
+            if max(there, 1 / there) <= CLEAR:
+                continue
+            count += 1
+            if (there - 1) * (here - 1) <= 0:
+                wrong.append((one.cell, one.rival, other.rival, there, here))
+    return Ranking(count, wrong)
+
+
+def run(fit: bool) -> Section:
+    """The section of the page."""
+    rows = measured()
+    host = fitted(Host(), rows) if fit else Host()
+    return section(host, predicted(host, rows))
+
+
+def section(host: Host, rows: list[Measured]) -> Section:
+    """Errors by cell, the worst rows and the wrong rankings."""
+    points, rest = [r.point for r in rows], [r for r in rows if r.rival != AMID]
+    found, without = ranking(rows), ranking(rest)
+    off, other = spread(points), spread([r.point for r in rest])
+    right, there = found.pairs - len(found.wrong), without.pairs - len(without.wrong)
+    figures = [
+        Figure(f"{len(points)} times in {rows[-1].index + 1} cells", str(off), "median 5 %",
+               off.median <= 0.05),
+        Figure("Rankings where times differ by more than 3 %",
+               f"{right} of {found.pairs} right", "all", right == found.pairs),
+        Figure(f"Without {AMID}, {len(rest)} times", f"{other}; {there} of {without.pairs} right"),
+    ]  # fmt: skip
+    worst = sorted(points, key=lambda p: -abs(p.error))[:5]
+    return Section(
+        "emulated", "The emulated cluster", INTRO, ("cell", "rivals", "median", "worst", "which"),
+        list(_by_cell(rows)), figures, points,
+        [f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
+        ["The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
+         "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".", NOTES],
+    )  # fmt: skip
+
+
+def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
+    for _, group in groupby(rows, key=lambda row: row.index):
+        some = list(group)
+        off = spread([row.point for row in some])
+        worst = max(some, key=lambda row: abs(row.point.error))
+        label = worst.point.label.split(": ")[0]
+        yield [label, str(len(some)), f"{off.median:.1%}", f"{worst.point.error:+.1%}", worst.rival]
+
+
+def _words(cell: Cell, one: str, other: str, there: float, here: float) -> str:
+    where = f"{cell.grid} {cell.rates} {cell.heads} {cell.regime}"
+    return f"{where}, {one} over {other} {there:.2f} (predicted {here:.2f})"
+
+
+assert [field.name for field in fields(Host)] == list(UNITS)
+INTRO = [
+    "The cells of [](cluster.md): 35 settings of four and eight ranks behind shaped links, with "
+    "2 cores for all of them. Links are those that were shaped; ten constants, one set for all "
+    "cells, say what the host adds: it copies what it sends, and all ranks do so at once.",
+]
+NOTES = (
+    f"When these cells were measured, whole chunks travelled, whatever the mask hid: so they do in "
+    f"these schedules. `{AMID}` then awaited every gradient a step later than it does now; it is "
+    "counted, and the figures without it stand beside. Most of the wrong rankings are between ways "
+    "that differ in small messages on busy cores, of which the model knows a constant cost each."
+)

@@ -1,0 +1,186 @@
+"""Advice as tables: the ranking, the best run's time and memory by item, flags; and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...advisor.advice import Advice
+from ...advisor.pasted import choices
+from ...advisor.search import Configuration
+from ...advisor.settings import Settings
+from ...advisor.what_if import options_said
+from ...units import byte_size, duration
+from ..console import wrapped
+
+COLUMNS = (
+    "TP", "PP", "EP", "CP", "DP", "batches", "attention", "memory saved by", "step",
+    "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
+)  # fmt: skip
+
+
+def show(found: Advice) -> None:
+    """Print the advice."""
+    console = wrapped()
+    console.print(Text(headline(found)))
+    console.print(Text(f"rates: {found.cluster.described}"))
+    console.print(ranking(found))
+    console.print(Text("\nThe first is the one to take: the simplest of those within 1.5 % of the "
+                       f"fastest. {found.tried} of {found.ways} ways to share the GPUs out were "
+                       "tried; the others cannot be among the fastest."))  # fmt: skip
+    _show_time(console, found)
+    _show_memory(console, found)
+    console.print(Text("\nWhat would make it faster", style="bold"))
+    for change in found.changes:
+        console.print(Text(f"  {change.said}"))
+    if not found.changes:
+        console.print(Text("  nothing that was tried gains 1 %"))
+    _show_flags(console, found)
+    for part in found.model.uncounted:
+        console.print(Text(f"not counted: {part}", style="yellow"))
+    console.print(Text("A forecast from sizes and rates, not a measurement."))
+
+
+def headline(found: Advice) -> str:
+    """What was asked."""
+    want, cluster = found.want, found.cluster
+    packs = "packs of " if found.lengths else "sequences of "
+    return (
+        f"{found.model.name}, {packs}{want.seq:,} tokens, {want.seq * want.sequences:,} a step, on "
+        f"{cluster.gpus} x {cluster.gpu.name}, {cluster.ranks_per_node} a node"
+    )
+
+
+def ranking(found: Advice) -> Table:
+    """A row for each configuration."""
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in COLUMNS[8:12] else "left")
+    for index, one in enumerate(found.ranked):
+        run, time = one.run, one.time
+        table.add_row(
+            str(run.tp), f"{run.pp} x {run.vpp}" if run.vpp > 1 else str(run.pp), str(run.ep),
+            grid_said(run), str(run.dp), batches_said(run), attention_said(run),
+            options_said(run), duration(time.seconds), f"{time.tokens_per_gpu(run.gpus):,.0f}",
+            f"{time.mfu:.1%}", byte_size(one.account.peak.bytes), time.bottleneck,
+            style="bold" if index == 0 else "",
+        )  # fmt: skip
+    return table
+
+
+def grid_said(run: Settings) -> str:
+    """ "16 = 4 x 4": nodes x ranks of each, where there are several nodes; heads shared apart."""
+    intra = run.intra or run.cp
+    said = f"{run.cp} = {run.cp // intra} x {intra}" if 1 < intra < run.cp else str(run.cp)
+    if run.ulysses > 1:
+        said += f" ({run.ulysses} share heads, rings of {run.cp // run.ulysses})"
+    return said
+
+
+def batches_said(run: Settings) -> str:
+    """Micro-batches of a rank, and sequences of each."""
+    return (
+        f"{run.micro_batches} x {run.micro_batch}"
+        if run.micro_batch > 1
+        else str(run.micro_batches)
+    )
+
+
+def attention_said(run: Settings) -> str:
+    """Algorithm, side, layout, head chunks, placement."""
+    if run.cp == 1:
+        return "on one rank"
+    said = [run.algorithm, run.side, run.layout]
+    said += [f"{run.head_chunks} head chunks"] * (run.head_chunks > 1)
+    said += [run.placement.replace("_", " ")] * (1 < run.ulysses < run.cp)
+    return ", ".join(said)
+
+
+def _show_time(console: Console, found: Advice) -> None:
+    time = found.best.time
+    table = Table(box=None, pad_edge=False)
+    table.add_column("a step of the first")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for name, taken in sorted(time.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, duration(taken), f"{taken / time.seconds:.1%}")
+    console.print(Text(""), table)
+
+
+def _show_memory(console: Console, found: Advice) -> None:
+    account, left = found.best.account, found.best.fit
+    peak = account.peak
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"memory of the first, peak: {peak.phase}")
+    table.add_column("bytes per GPU", justify="right")
+    for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
+        table.add_row(Text(item), byte_size(size))
+    table.add_row(Text("all", style="bold"), byte_size(peak.bytes))
+    table.add_row(f"left, besides {byte_size(found.cluster.reserve)} for others",
+                  byte_size(left.device))  # fmt: skip
+    for item, size in account.host.items():
+        table.add_row(Text(f"host: {item}"), byte_size(size))
+    console.print(Text(""), table)
+
+
+def _show_flags(console: Console, found: Advice) -> None:
+    console.print(Text("\nFlags: megatron-burst pretrain pretrain_gpt.py ...", style="bold"))
+    try:
+        lines = found.flags()
+    except ValueError as error:
+        lines = [*(f"--burst: {name} {value}" for name, value in choices(found.best.run).items())]
+        console.print(Text(str(error), style="yellow"))
+    for index, line in enumerate(lines):
+        console.print(Text(f"  {line}" + " \\" * (index < len(lines) - 1)))
+    if found.lengths:
+        console.print(Text("  and a data loader that says where documents end: --sft or "
+                           "--dataloader-inter-document-masking"))  # fmt: skip
+
+
+def facts(found: Advice) -> dict[str, Any]:
+    """The same as plain data: bytes, seconds."""
+    cluster = found.cluster
+    return {
+        "model": found.model.name,
+        "seq": found.want.seq,
+        "tokens_per_step": found.want.seq * found.want.sequences,
+        "cluster": {"gpu": cluster.gpu.name, "gpus": cluster.gpus,
+                    "per_node": cluster.ranks_per_node, "rates": cluster.described},
+        "ways": found.ways,
+        "tried": found.tried,
+        "ranked": [one_of(each) for each in found.ranked],
+        "changes": [{"change": c.words, "then": c.then, "gain": c.gain} for c in found.changes],
+        "flags": _flags(found),
+        "uncounted": list(found.model.uncounted),
+    }  # fmt: skip
+
+
+def _flags(found: Advice) -> list[str] | None:
+    try:
+        return found.flags()
+    except ValueError:
+        return None
+
+
+def one_of(each: Configuration) -> dict[str, Any]:
+    """One configuration as plain data."""
+    run, time, peak = each.run, each.time, each.account.peak
+    names = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
+    return {
+        "groups": {name: getattr(run, name) for name in names},
+        "attention": {name: getattr(run, name) for name in (
+            "algorithm", "side", "layout", "ulysses", "placement", "head_chunks", "intra")},
+        "options": {name: getattr(run, name) for name in (
+            "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
+            "lm_head_loss", "gradients")},
+        "seconds": time.seconds,
+        "tokens_per_second_per_gpu": time.tokens_per_gpu(run.gpus),
+        "mfu": time.mfu,
+        "bottleneck": time.bottleneck,
+        "parts": dict(time.parts),
+        "memory": {"bytes": peak.bytes, "phase": peak.phase, "items": dict(peak.items),
+                   "left": round(each.fit.device), "host": dict(each.account.host)},
+    }  # fmt: skip
