@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -95,6 +95,9 @@ compatibility: $(VENV)/.ready-test ## which features work with which Megatron, i
 
 bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, into docs/accuracy.md and .png
 	@$(PY) benchmarks/accuracy.py $(ARGS)
+
+bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise.md; ARGS=--fit fits anew
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.advise $(ARGS)
 
 bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps, into docs/performance.md
 	@$(PY) benchmarks/checkpoint.py $(ARGS)

@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import layout, masks
+    from .advisor.advice import Advice, advise
+    from .advisor.clusters import Cluster
+    from .advisor.faults import Faults
+    from .advisor.gpus import Gpu
+    from .advisor.model import Model
+    from .advisor.settings import Settings
+    from .advisor.simulate import simulate
     from .attention import attention
     from .autotune.measure import measure_rates
     from .autotune.rates import Rates
@@ -31,12 +38,19 @@ __version__ = "0.1.0"
 
 # Public name -> its module; a name that is a module itself is imported as such.
 _HOMES = {
+    "Advice": "advisor.advice",
     "BurstConfig": "config",
     "Choice": "autotune.select",
+    "Cluster": "advisor.clusters",
+    "Faults": "advisor.faults",
+    "Gpu": "advisor.gpus",
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",
+    "Model": "advisor.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
+    "Settings": "advisor.settings",
+    "advise": "advisor.advice",
     "attention": "attention",
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
@@ -47,17 +61,25 @@ _HOMES = {
     "megatron": "",  # above this package: imported when asked for, by nothing in it
     "prepare": "planning.prepare",
     "shard": "layout.sharding",
+    "simulate": "advisor.simulate",
     "tiled": "recompute.tiles",
     "unshard": "layout.sharding",
 }
 
 __all__ = [
+    "Advice",
     "BurstConfig",
     "Choice",
+    "Cluster",
+    "Faults",
+    "Gpu",
     "Groups",
     "HostMemory",
+    "Model",
     "Plan",
     "Rates",
+    "Settings",
+    "advise",
     "attention",
     "checkpoint",
     "choose",
@@ -67,6 +89,7 @@ __all__ = [
     "measure_rates",
     "prepare",
     "shard",
+    "simulate",
     "tiled",
     "unshard",
 ]

@@ -25,12 +25,13 @@ NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
 
 class Described(NamedTuple):
-    """What is said of a field: its meaning, its flag where that is not `--burst-<name>`, and the
-    names it may have where its type does not say them."""
+    """What is said of a field: its meaning, its flag where that is not `--burst-<name>`, the names
+    it may have where its type does not say them, and what another text is."""
 
     meaning: str
     flag: str = ""
     names: tuple[str, ...] = ()
+    text: Literal["SIZE", "FILE"] = "SIZE"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class BurstConfig:
     mlp_tiles: into how many tiles of rows the MLP half of a layer is cut.
     head_chunks: into how many chunks the key/value heads of a rank are cut, whose rings run
     staggered; None: 1, or what algorithm "auto" takes.
+    cluster: the path of a file of `megatron-burst calibrate`, whose rates algorithm "auto" takes;
+    None measures them when the run starts.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -189,6 +192,14 @@ class BurstConfig:
             "last hops of one overlap with the next; default: 1, or what auto takes"
         ),
     ] = None
+    cluster: Annotated[
+        str | None,
+        Described(
+            "a file of megatron-burst calibrate, whose rates --context-parallel-algo auto takes; "
+            "default: it measures when the run starts",
+            text="FILE",
+        ),
+    ] = None
 
     def __post_init__(self):
         for name in CHOICES:
@@ -218,8 +229,10 @@ class BurstConfig:
             check_fraction(title, value, other)
         if kind is int and (type(value) is not int or value < 1):
             raise ValueError(f"{title} must be an integer from 1 on{other}, got {value!r}")
-        if kind is str:
+        if kind is str and CHOICES[name].text == "SIZE":
             size_of(value, title)
+        elif kind is str and not (isinstance(value, str) and value):
+            raise ValueError(f"{title} must be the path of a file, got {value!r}")
 
     def keywords(self) -> AttentionKeywords:
         """What of it `mb.prepare` takes."""

@@ -37,7 +37,7 @@ class Flag(NamedTuple):
 
 def _flag(name: str) -> Flag:
     kind, names = kind_of(name), names_of(name)
-    letter = {str: "SIZE" * (not names), int: "N", float: "F"}[kind]
+    letter = {str: CHOICES[name].text * (not names), int: "N", float: "F"}[kind]
     values = "{" + ",".join(names) + "}" if kind is str and names else "|".join([letter, *names])
     return Flag(name, flag_of(name), _reader(kind, names), values, CHOICES[name].meaning)
 
@@ -146,5 +146,5 @@ def table() -> str:
 
 def _shown(flag: Flag) -> str:
     kind, names = kind_of(flag.field), [f"`{name}`" for name in names_of(flag.field)]
-    number = {int: ["N"], float: ["0 to 1"], str: [] if names else ["a size"]}[kind]
+    number = {int: ["N"], float: ["0 to 1"], str: [] if names else [f"a {CHOICES[flag.field].text.lower()}"]}[kind]
     return ", ".join([*number, *names])

@@ -18,7 +18,7 @@ from megatron_burst.autotune.candidates import Workload
 from megatron_burst.autotune.candidates import grids as grids_of
 from megatron_burst.autotune.disturbance import Disturbance
 from megatron_burst.autotune.exchanges import Wires
-from megatron_burst.autotune.places import places
+from megatron_burst.autotune.places import Nodes, places
 from megatron_burst.autotune.prepared import Prepared
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import TIE, best
@@ -52,7 +52,8 @@ def passes(draw):
         row_bytes=SIZES.backward, route=draw(st.sampled_from(ROUTES)),
     )  # fmt: skip
     nics = draw(st.sampled_from([None, 1, 2]))
-    wires = Wires(places=None if nics is None else places(Topology(size, ranks), ranks, nics))
+    shared = None if nics is None else places(Topology(size, ranks), Nodes(ranks, nics))
+    wires = Wires(places=shared)
     seconds = np.where(visible, random.integers(1, 9, visible.shape), 0).astype(float)
     return Prepared(plan, wires), seconds
 

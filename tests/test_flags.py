@@ -32,7 +32,7 @@ def test_all_flags_reach_the_configuration():
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
         "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents "
         "--burst-offload 0.5 --burst-host-memory 1.5TB --burst-sequence-chunks auto "
-        "--burst-mlp-tiles 4 --burst-head-chunks 2"
+        "--burst-mlp-tiles 4 --burst-head-chunks 2 --burst-cluster cluster.toml"
     )
     assert flags.burst_config(args) == BurstConfig(
         "hybrid",
@@ -53,6 +53,7 @@ def test_all_flags_reach_the_configuration():
         "auto",
         4,
         2,
+        "cluster.toml",
     )
 
 
@@ -66,6 +67,8 @@ def test_all_flags_reach_the_configuration():
         ({"host_memory": "much"}, r'--burst-host-memory. must be a size such as "1.5TB"'),
         ({"host_memory": 5}, "must be a size"),
         ({"host_memory": "0GB"}, "must be a size"),
+        ({"cluster": ""}, r"--burst-cluster. must be the path of a file, got ''"),
+        ({"cluster": 5}, "must be the path of a file, got 5"),
     ],
 )
 def test_numbers_that_may_be_names(choices, words):

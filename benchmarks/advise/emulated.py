@@ -134,7 +134,7 @@ def _ring(cell: Cell, rival: Rival) -> _Ring:
         (Prepared(cost.forward_schedule(name, grid, want, sizes), WIRED), Prepared(back, WIRED)),
         sizes, flops, sizes.tokens * sizes.heads * sizes.width * 4,
         tuple(topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]),
-        own.scattered_bytes(shared),
+        sizes.scattered_bytes(shared),
     )  # fmt: skip
 
 

@@ -53,7 +53,8 @@ class Section:
     name: its marker on the page; intro: paragraphs before the table; columns, rows: the table as
     text; points: what is drawn, empty if there is nothing to draw; constants: lines of fitted or
     stated constants, with units; notes: paragraphs after the table; shown: the rows that the page
-    prints (all are printed by the command), None for all of them.
+    prints (all are printed by the command), None for all of them; unit: of what is published, for
+    the picture.
     """
 
     name: str
@@ -66,16 +67,17 @@ class Section:
     constants: Sequence[str] = ()
     notes: Sequence[str] = ()
     shown: int | None = None
+    unit: str = "published"
 
-    def markdown(self) -> str:
-        """The section as it stands on the page, without its heading."""
+    def markdown(self, everything: bool = False) -> str:
+        """The section as it stands on the page, without its heading; everything: with all rows."""
         blocks = [*self.intro]
         if self.figures:
             blocks.append("\n".join(f"- {figure}" for figure in self.figures))
         if self.constants:
             blocks.append("Constants:\n\n" + "\n".join(f"- {line}" for line in self.constants))
         if self.rows:
-            rows = self.rows if self.shown is None else self.rows[: self.shown]
+            rows = self.rows if everything else self.rows[: self.shown]
             blocks.append(markdown(self.columns, rows))
         return "\n\n".join([*blocks, *self.notes])
 

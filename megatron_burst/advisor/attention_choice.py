@@ -18,10 +18,10 @@ from ..options import ring_algorithm
 from ..schedule.sizes import Sizes
 from ..schedule.tables import SIDES
 from ..schedule.topology import Topology
-from .attention_time import AttentionTime, attention_time, cp_per_node, sizes_of
+from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
 from .models import Model
-from .ring_passes import Rings, nodes_of
+from .ring_passes import Rings, cp_per_node, nodes_of, sizes_of
 from .settings import Settings
 
 # What the time of an attention call depends on.

@@ -14,14 +14,13 @@ import numpy as np
 
 from ..autotune import simulator
 from ..autotune.candidates import shared_sizes, sharing
+from ..autotune.recording import Recording
 from .clusters import Cluster
 from .disturbed import UNDISTURBED, Disturbed, Group, draws
 from .faults import Faults
 from .models import Model
-from .ring_passes import Rings, cp_per_node, made, ring_of, sizes_of, topology_of
+from .ring_passes import Rings, made, ring_of, sizes_of, topology_of
 from .settings import Settings
-
-__all__ = ["AttentionTime", "attention_time", "cp_per_node", "sizes_of"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,12 @@ def attention_time(
     faults: Faults | None = None,
     group: Group | None = None,
     rings: Rings | None = None,
+    recordings: tuple[Recording | None, Recording | None] = (None, None),
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences.
 
     faults: what is slower; then of the slowest of all rings, or of those of one group. rings: where
-    schedules are remembered.
+    schedules are remembered. recordings: told what the ring of each pass does when.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
@@ -73,7 +73,9 @@ def attention_time(
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     chunks = run.sequence_chunks
     seconds = passes.pairs * (flops / rates.compute / chunks)
-    both_passes = ((passes.forward, 1.0), (passes.backward, rates.backward))
+    both_passes = (
+        (passes.forward, 1.0, recordings[0]), (passes.backward, rates.backward, recordings[1])
+    )  # fmt: skip
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
 
@@ -81,9 +83,15 @@ def attention_time(
         there, back = (
             chunks
             * simulator.pass_time(
-                each, sizes, scale * seconds, rates, run.head_chunks, disturbed=disturbed
+                each,
+                sizes,
+                scale * seconds,
+                rates,
+                run.head_chunks,
+                disturbed=disturbed,
+                recording=told,
             )
-            for (each, scale), disturbed in zip(both_passes, how.passes, strict=True)
+            for (each, scale, told), disturbed in zip(both_passes, how.passes, strict=True)
         )
         shared = [f * each.seconds for f, each in zip(how.exchange, exchange, strict=True)]
         both = there + back + exchange[0] + exchange[1]

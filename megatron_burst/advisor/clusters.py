@@ -124,5 +124,12 @@ class Cluster:
             exchange=EXCHANGE,
         )
 
+    def run_rates(self) -> Rates:
+        """Those of one rank while all ranks of its node send between nodes: what `prepare` takes,
+        which does not know who shares a NIC."""
+        alone = self.rank_rates()
+        shared = (alone.nic or alone.inter) * self.nics / self.ranks_per_node
+        return replace(alone, inter=min(alone.inter, shared), nic=None)
+
 
 __all__ = ["GB", "GIB", "GPUS", "Cluster", "Gpu", "gpu"]

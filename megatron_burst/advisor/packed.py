@@ -19,10 +19,10 @@ from ..masks import Causal, Documents, Mask
 from ..schedule.topology import Topology
 from ..units import tokens_of
 from .attention_choice import Attention
-from .attention_time import AttentionTime, cp_per_node, sizes_of
+from .attention_time import AttentionTime
 from .clusters import Cluster
 from .model import Model
-from .ring_passes import nodes_of
+from .ring_passes import cp_per_node, nodes_of, sizes_of
 from .settings import Settings
 
 TITLE = "--packed"
@@ -132,8 +132,8 @@ class PackedAttention(Attention):
         there, back = taken.forward, taken.backward
         topology = Topology(run.cp, cp_per_node(self.cluster, run), taken.ulysses, taken.placement)
         sizes = shared_sizes(sizes_of(self.model, run), taken.ulysses)
-        shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
-                         nodes_of(self.cluster, run).per_nic)  # fmt: skip
+        per_nic = nodes_of(self.cluster, run).per_nic
+        shared = sharing(topology, sizes, self.cluster.rank_rates(), per_nic=per_nic)
         both = there + back
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds

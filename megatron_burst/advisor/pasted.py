@@ -1,7 +1,7 @@
 """A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
 
 Decides which flags say what a `Model` and `Settings` are. They are read back by
-`cli.memory.megatron`, and tests compare.
+`cli.megatron_arguments`, and tests compare.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ packed documents of unequal work cost what they cost; no formula of a bubble is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,10 +55,22 @@ def pipeline_time(
     stages, rest = divmod(len(forward), vpp)
     if rest:
         raise ValueError(f"vpp {vpp} does not divide {len(forward)} chunks of layers")
-    orders = [turns(stage, stages, forward.shape[1], vpp) for stage in range(stages)]
-    seconds = _run(orders, forward.tolist(), backward.tolist(), hop)
+    ended = _run(stages, vpp, forward.tolist(), backward.tolist(), hop)
     busy = (forward + backward).sum(axis=1).reshape(vpp, stages).sum(axis=0)
-    return PipelineTime(seconds, busy)
+    return PipelineTime(max(ended.values()), busy)
+
+
+def timeline(
+    forward: np.ndarray, backward: np.ndarray, *, vpp: int = 1, hop: float = 0.0
+) -> list[tuple[int, Turn, float, float]]:
+    """(stage, turn, start, end) of all turns, by stage and time. Arguments: `pipeline_time`."""
+    stages = len(forward) // vpp
+    ended = _run(stages, vpp, forward.tolist(), backward.tolist(), hop)
+    found = []
+    for turn, end in ended.items():
+        taken = (backward if turn.backward else forward)[turn.chunk, turn.micro_batch]
+        found.append((turn.chunk % stages, turn, end - float(taken), end))
+    return sorted(found, key=lambda each: (each[0], each[2]))
 
 
 def turns(stage: int, stages: int, micro_batches: int, vpp: int = 1) -> list[Turn]:
@@ -83,12 +94,12 @@ def turns(stage: int, stages: int, micro_batches: int, vpp: int = 1) -> list[Tur
 
 
 def _run(
-    orders: Sequence[Sequence[Turn]], forward: list[list[float]], backward: list[list[float]],
-    hop: float,
-) -> float:  # fmt: skip
-    """The end of the last turn; every rank runs its turns in order, each when its input is in."""
-    stages, last = len(orders), len(forward) - 1
-    ended: dict[tuple[bool, int, int], float] = {}
+    stages: int, vpp: int, forward: list[list[float]], backward: list[list[float]], hop: float
+) -> dict[Turn, float]:
+    """When each turn ends; every rank runs its turns in order, each when its input is in."""
+    orders = [turns(stage, stages, len(forward[0]), vpp) for stage in range(stages)]
+    last = len(forward) - 1
+    ended: dict[Turn, float] = {}
     clock, at = [0.0] * stages, [0] * stages
     ready = list(range(stages))
     while ready:
@@ -98,7 +109,8 @@ def _run(
             back, chunk, each = order[at[stage]]
             # The last chunk's backward follows its own forward, without a message.
             turned = back and chunk == last
-            before = (back and not turned, chunk if turned else chunk + (1 if back else -1), each)
+            above = chunk if turned else chunk + (1 if back else -1)
+            before = Turn(back and not turned, above, each)
             arrived = 0.0
             if back or chunk:
                 if before not in ended:
@@ -106,8 +118,8 @@ def _run(
                 arrived = ended[before] + hop * (not turned and stages > 1)
             taken = (backward if back else forward)[chunk][each]
             clock[stage] = max(clock[stage], arrived) + taken
-            ended[back, chunk, each] = clock[stage]
+            ended[Turn(back, chunk, each)] = clock[stage]
             at[stage] += 1
             ready.append((stage + (-1 if back else 1)) % stages)
     assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "turns wait in a ring"
-    return max(clock)
+    return ended

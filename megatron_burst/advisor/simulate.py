@@ -5,11 +5,12 @@ The public door of the model of time; `advise` and the fits of the documentation
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from . import models
+from . import cluster_file, models
 from .attention_time import attention_time
-from .clusters import Cluster
+from .clusters import Cluster, gpu
 from .faults import Faults
 from .layer_time import layer_time
 from .models import Model
@@ -22,7 +23,7 @@ Part = Literal["attention", "layer", "step"]
 
 def simulate(
     model: str | Model,
-    cluster: Cluster,
+    cluster: str | Path | Cluster,
     run: Settings,
     *,
     part: Part = "step",
@@ -30,13 +31,17 @@ def simulate(
 ) -> Any:
     """Predict the time of a part of a run.
 
-    model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: `mb.Cluster`.
+    model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: the
+    name of a GPU (as many as the run takes, 8 a node), the path of a cluster file, or `mb.Cluster`.
     part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
     "step". faults: what is slower than `cluster` says. Every result has `seconds` and
     `bottleneck`. Raises ValueError for settings that no run could have.
     """
     model = models.named(model) if isinstance(model, str) else model
     check(model, run)
+    if not isinstance(cluster, Cluster):
+        from_file = str(cluster).endswith(".toml")
+        cluster = cluster_file.read(cluster) if from_file else Cluster(gpu(str(cluster)), run.gpus)
     if part == "attention":
         return attention_time(model, cluster, run, faults)
     if part == "layer":

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ...advisor import advice, clusters, models, settings
+from ...advisor import advice, clusters, settings
 from ...advisor.model import Model
 from ...advisor.packed import NAMED
 from ...schedule.topology import PLACEMENTS
 from ...units import size_of
-from ..memory import megatron
+from .. import model_arguments
 from . import progress, report
 
 EPILOG = """\
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--model", metavar="NAME", help="llama3-8b, ..., or a config.json of Hugging Face")
+    add("--model", metavar="NAME", help=model_arguments.HELP)
     add("--seq", metavar="N", help="tokens of a sequence, such as 131072, 128K or 1M")
     add("--tokens-per-step", metavar="N", help="over all ranks (4M, or one sequence if longer)")
     lengths = f"8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
@@ -119,15 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
     """The model, and the tokens of a sequence."""
-    model, seq = None, arguments.seq
-    words = [word for word in arguments.megatron if word != "--"]
-    if words:
-        model, given = megatron.read(words)
-        seq = seq or given["seq"]
-    if arguments.model:
-        model = models.named(arguments.model)
-    if model is None:
-        raise ValueError(f"--model is needed: one of {', '.join(models.NAMED)}, or a config.json")
+    model, given = model_arguments.find(arguments.model, arguments.megatron)
+    seq = arguments.seq or given.get("seq")
     if seq is None:
         raise ValueError("--seq is needed, such as --seq 1M")
     return model, seq

@@ -20,7 +20,8 @@ from ...advisor import clusters, models, settings
 from ...advisor.longest import EFFICIENCY, Longest, best, layouts_of, seconds
 from ...advisor.memory import Account, account, fit
 from ...units import size_of
-from . import megatron, report
+from .. import model_arguments
+from . import report
 
 EPILOG = """\
 K and M after a number of tokens are 1,024 and 1,048,576. Without --tp the size is chosen that takes
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--model", metavar="NAME", help="llama3-8b, ..., or a config.json of Hugging Face")
+    add("--model", metavar="NAME", help=model_arguments.HELP)
     add("--seq", metavar="N", help="tokens of a sequence, such as 131072, 128K or 5M")
     add("--gpus", type=int, required=True, metavar="N", help="of all nodes")
     add("--per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
@@ -126,20 +127,12 @@ def _read(
     arguments: argparse.Namespace,
 ) -> tuple[clusters.Cluster, models.Model, settings.Settings, bool]:
     """The cluster, the model, the run, and whether its groups are given."""
-    given: dict[str, Any] = {}
-    model = None
-    words = [word for word in arguments.megatron if word != "--"]
-    if words:
-        model, given = megatron.read(words)
+    model, given = model_arguments.find(arguments.model, arguments.megatron)
     names = (*NUMBERS, *CHOICES, "algorithm", "layout", "side")
     own = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     given |= own
     if arguments.no_distributed_optimizer:
         given["distributed_optimizer"] = False
-    if arguments.model:
-        model = models.named(arguments.model)
-    if model is None:
-        raise ValueError(f"--model is needed: one of {', '.join(models.NAMED)}, or a config.json")
     if arguments.seq is not None:
         given["seq"] = tokens(arguments.seq)
     if "seq" not in given and not arguments.longest:

@@ -42,6 +42,8 @@ def show(
         console.print(Text(does_not_fit(found, cluster, own_flag), style="bold red"))
     console.print(Text(f"a step: {duration(time) if time < 120 else f'{time / 60:,.0f} min'} at "
                        f"{efficiency:.0%} of the peak (assumed)"))  # fmt: skip
+    if found.model.uncounted:
+        console.print(Text(f"not counted: {'; '.join(found.model.uncounted)}", style="yellow"))
     console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
 
 
@@ -62,6 +64,7 @@ def facts(
         "room": cluster.room,
         "host_room": round(cluster.host_per_rank),
         "fits": left.fits,
+        "not_counted": list(found.model.uncounted),
         "binds": binds,
         "seconds": time,
     }  # fmt: skip

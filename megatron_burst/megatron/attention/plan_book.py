@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 import megatron_burst as mb
+from megatron_burst.advisor import cluster_file
 from megatron_burst.kernels.online_softmax import accumulation_dtype
 from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.data.packed import Pack, Packs, packs
@@ -156,6 +157,9 @@ class PlanBook:
         if pack is not None:
             keywords["layout"] = kind.layout(pack, self.groups.size)
         keywords["sequence_chunks"], keywords["row_blocks"] = rows
+        rates = None
+        if keywords.get("algorithm") == "auto" and kind.burst.cluster is not None:
+            rates = cluster_file.read(kind.burst.cluster).run_rates()
         plan = mb.prepare(
             q,
             k,
@@ -163,18 +167,19 @@ class PlanBook:
             groups=self.groups,
             needs_grad=(True, True, True),
             max_logits=nothing_seen(q) if kind.max_logits else None,
+            rates=rates,
             **keywords,
         )
         if plan.choice is not None:
             self._chosen[known] = plan.choice.call
-        self._log(plan)
+        self._log(plan, "" if rates is None else f"; rates of {kind.burst.cluster}")
         return plan
 
-    def _log(self, plan: mb.Plan) -> None:
+    def _log(self, plan: mb.Plan, more: str) -> None:
         """The start-up line, and what communicators a later plan has added."""
         lines = []
         if self.startup is None:
-            self.startup = plan.describe()
+            self.startup = plan.describe() + more
             lines.append(self.startup)
         elif self.groups.communicators != self._communicators:
             lines.append(self.groups.communicators)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
 from megatron_burst.megatron.checks.model import (
@@ -50,6 +51,7 @@ def config_problems(
             f"{SIZES} {list(sizes)} multiply to {math.prod(sizes)}, which is not "
             f"--context-parallel-size {cp}"
         )
+    yield from cluster_problems(burst)
     if not splits(config):
         return
     if burst.algorithm == "megatron":

@@ -1,0 +1,27 @@
+"""Problems of `--burst-cluster`: a file that cannot be read, or that nothing asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_burst.advisor import cluster_file
+from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.problem import Problem
+
+
+def cluster_problems(burst: BurstConfig) -> Iterator[Problem]:
+    """Unless the file is one of `megatron-burst calibrate` and "auto" will read it."""
+    if burst.cluster is None:
+        return
+    flag = f"--burst-cluster {burst.cluster}"
+    if burst.algorithm != "auto":
+        yield Problem(
+            f"{flag} is for --context-parallel-algo auto, and {burst.algorithm} needs no rates",
+            remove=("--burst-cluster",),
+        )
+    try:
+        cluster_file.read(burst.cluster)
+    except OSError as error:
+        yield Problem(f"{flag}: {error.strerror or error}; every node needs the file")
+    except ValueError as error:
+        yield Problem(f"--burst-cluster {error}")

@@ -1,0 +1,82 @@
+"""`--burst-cluster`: algorithm "auto" of a run takes the rates of a cluster file."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst.advisor import cluster_file
+from megatron_burst.advisor.clusters import Cluster
+from megatron_burst.advisor.models import Model
+from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.simulate import simulate
+from megatron_burst.megatron.attention import plan_book
+from megatron_burst.megatron.checks.cluster import cluster_problems
+
+RATES = mb.Rates(3e9, 1e9, 1e-6, 1e12, 2e-6, backward=2.9, half_rows=16, slowdown=0.1)
+
+
+def written(path, **fields):
+    cluster = Cluster("h100", 4, 2, rates=RATES, **fields)
+    cluster_file.write(cluster, path)
+    return cluster
+
+
+def planned(path):
+    """Of two plans in a row of a layer on 2 nodes of 2 ranks: (rates, candidate) of each that chose
+    anything, the start-up line, and which files were read."""
+    book = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
+    kind = plan_book.LayerKind(
+        mb.BurstConfig("auto", cluster=path), True, None, None, (8, 4, 16, 16)
+    )
+    q, k = torch.zeros(64, 1, 8, 16).bfloat16(), torch.zeros(64, 1, 4, 16).bfloat16()
+    read, asked = cluster_file.read, []
+    with mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)):
+        plans = [book.plan(kind, True, q, k, k) for _ in range(2)]
+    choices = [(p.choice.rates, p.choice.taken) for p in plans if p.choice is not None]
+    return choices, book.startup, asked
+
+
+@pytest.mark.world_size(4)
+def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
+    """What it predicts is what `mb.simulate` does: they ask the same code. The second plan has an
+    algorithm, and reads nothing."""
+    path = str(tmp_path / "mine.toml")
+    cluster = written(path)
+    for choices, startup, asked in ranks(4).run(planned, path):
+        ((rates, taken),) = choices
+        assert rates == RATES
+        assert startup.endswith(f"; rates of {path}")
+        assert asked == [path]
+    model = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16)
+    run = Settings(
+        256, cp=4, algorithm=taken.algorithm, side=taken.side, head_chunks=taken.head_chunks
+    )
+    assert taken.seconds == pytest.approx(simulate(model, cluster, run, part="attention").seconds)
+
+
+def test_ranks_that_share_a_nic_get_their_share(tmp_path):
+    """One NIC for two ranks: half of 1 GB/s each, or of the 1.5 GB/s that it carries for both."""
+    assert written(tmp_path / "two.toml").run_rates() == RATES
+    assert written(tmp_path / "one.toml", nics=1).run_rates().inter == 0.5e9
+    both = Cluster("h100", 4, 2, nics=1, rates=mb.Rates(3e9, 1e9, compute=1e12, nic=1.5e9))
+    assert both.run_rates() == mb.Rates(3e9, 0.75e9, compute=1e12)
+
+
+def told(**choices):
+    return [problem.reason for problem in cluster_problems(mb.BurstConfig(**choices))]
+
+
+def test_files_that_cannot_serve(tmp_path):
+    path = tmp_path / "mine.toml"
+    written(path)
+    assert told() == told(algorithm="auto", cluster=str(path)) == []
+    (reason,) = told(cluster=str(path))
+    assert reason.endswith("is for --context-parallel-algo auto, and burst needs no rates")
+    (reason,) = told(algorithm="auto", cluster=str(tmp_path / "none.toml"))
+    assert reason.endswith("none.toml: No such file or directory; every node needs the file")
+    path.write_text('[cluster]\ngpu = 8\n[gpu]\nname = "h100"\n')
+    (reason,) = told(algorithm="auto", cluster=str(path))
+    assert reason.startswith(f"--burst-cluster {path}: cluster.gpu is unknown")
