@@ -134,8 +134,8 @@ def test_other_rates_would_make_them_differ():
 
 
 def test_flags_name_what_is_advised_for_chunks_of_rows():
-    """Whose schedules, one for each chunk, the search does not time: "auto" in the run would, and
-    may then take something else."""
+    """The search times them by one chunk, "auto" in a run by all: it may take something else there,
+    so the flags leave it nothing to choose."""
     run = replace(Settings(8 * ROWS, cp=8, algorithm="multicast", side="query"), sequence_chunks=4)
     flags = burst_flags(replace(run, head_chunks=2))
     assert {"--context-parallel-algo multicast", "--burst-side query", "--burst-head-chunks 2",
