@@ -35,8 +35,7 @@ class Settings:
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
-    algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
-    cluster has. ulysses: context-parallel ranks that
+    algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
     share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
     chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
     parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
