@@ -139,7 +139,7 @@ class Search:
     def best_of(self, groups: Settings) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does."""
         for chunked in (False, True):
-            timed = self.timed(options_of(groups, self.want, chunked))
+            timed = self.timed(self._possible(options_of(groups, self.want, chunked)))
             first = next(self._fitting(timed), None)
             if first is not None:
                 limit = first.seconds * (1 + TIE)
@@ -147,6 +147,15 @@ class Search:
                 tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
                 return next(self._fitting(tied), first)
         return None
+
+    def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
+        """Runs without those that cannot fit; if that is all, the one that needs least."""
+        tried = list(runs)
+        needs = [least_bytes(self.model, run) for run in tried]
+        kept = [r for r, need in zip(tried, needs, strict=True) if need <= self.cluster.room]
+        if not kept and tried:
+            kept = [tried[min(range(len(needs)), key=needs.__getitem__)]]
+        return kept
 
     def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
         """Runs with their times, the fastest first."""
@@ -161,7 +170,7 @@ class Search:
         """Those that fit, in order. Runs that need at least what one did that did not fit are
         passed over."""
         too_large: list[Settings] = []
-        for time, run in sorted_out(timed, self.model, self.cluster):
+        for time, run in timed:
             if any(needs_more(run, other) for other in too_large):
                 continue
             found = account(self.model, run, every=False, rooms_of=self.rooms.of)
@@ -174,17 +183,6 @@ class Search:
                 too_large.append(run)
             if self.closest is None or lacks(each) < lacks(self.closest):
                 self.closest = each
-
-
-def sorted_out(
-    timed: Sequence[tuple[StepTime, Settings]], model: Model, cluster: Cluster
-) -> list[tuple[StepTime, Settings]]:
-    """Without those that cannot fit; if that is all, the one that needs least."""
-    needs = [least_bytes(model, run) for _, run in timed]
-    kept = [each for each, need in zip(timed, needs, strict=True) if need <= cluster.room]
-    if not kept and timed:
-        kept = [timed[min(range(len(needs)), key=needs.__getitem__)]]
-    return kept
 
 
 def least_bytes(model: Model, run: Settings) -> float:
