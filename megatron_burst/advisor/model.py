@@ -60,8 +60,9 @@ class Mixer:
 class Model:
     """A decoder.
 
-    head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn: of the
-    MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
+    name: for messages; hidden: width of a token; heads, kv_heads: of queries, and of keys and
+    values. head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn:
+    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
     tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
     `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
     the others have an MLP `dense_ffn` wide.
@@ -70,6 +71,8 @@ class Model:
     tokens that a query of a "W" layer sees, itself included; mixer: of "L" and "M" layers.
     sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
     counts, in words.
+
+    Raises ValueError for shapes that no model has.
     """
 
     name: str
@@ -233,7 +236,7 @@ class Model:
         return found, halves * self.hidden, experts
 
     def mlp_parameters(self, part: Part, ep: int = 1) -> float:
-        """Of the MLP half of a layer on one of `ep` expert-parallel ranks."""
+        """Of the MLP half of a layer, `part`, on one of `ep` expert-parallel ranks."""
         if part.sparse:
             return self.dense_parameters + self.expert_parameters / ep
         return self._mlp(self.dense_ffn if self.experts else self.ffn)
