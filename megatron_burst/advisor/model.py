@@ -62,15 +62,14 @@ class Model:
 
     name: for messages; hidden: width of a token; heads, kv_heads: of queries, and of keys and
     values. head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn:
-    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
-    tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
-    `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
-    the others have an MLP `dense_ffn` wide.
-    latent: of multi-head latent attention. output_gate: attention's result is multiplied by a gate
-    as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
-    tokens that a query of a "W" layer sees, itself included; mixer: of "L" and "M" layers.
-    sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
-    counts, in words.
+    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not
+    two. tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a
+    token, and `shared` wide is what every token sees besides. moe_layers: those with experts, the
+    last ones; the others have an MLP `dense_ffn` wide. latent: of multi-head latent attention.
+    output_gate: attention's result is multiplied by a gate as wide as the queries. pattern: a
+    letter of `KINDS` for each layer ("" means all "F"); window: tokens that a query of a "W" layer
+    sees, itself included; mixer: of "L" and "M" layers. sinks: attention has a learned sink per
+    head. also: parts outside the decoder that nothing here counts, in words.
 
     Raises ValueError for shapes that no model has.
     """
