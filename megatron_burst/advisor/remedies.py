@@ -70,7 +70,7 @@ def changes(model: Model, cluster: Cluster, run: Settings) -> list[Change]:
             several = map(Change, _together(model, cluster, run))
             found += [one for one in several if _fits(model, cluster, run, one)][:1]
         more = _more_gpus(model, cluster, run, alone=bool(found))
-        found += [more] * (more is not None)
+        found += [more] if more is not None else []
     return found[:MOST]
 
 

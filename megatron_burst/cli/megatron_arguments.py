@@ -14,6 +14,7 @@ from .. import flags
 from ..advisor.megatron_model import model_from
 from ..advisor.models import Model, padded
 from ..config import BurstConfig
+from ..megatron.checks.config import ulysses_size
 from ..recompute import tile_counts
 
 NUMBERS: dict[str, int | None] = {
@@ -57,6 +58,7 @@ def read(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
         parser.add_argument(name)
     for name in SWITCHES:
         parser.add_argument(name, action="store_true")
+    parser.add_argument("--hierarchical-context-parallel-sizes", type=int, nargs="+")
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--optimizer-offload-fraction", type=float, default=1.0)
     flags.add_flags(parser, algorithm="burst")
@@ -103,16 +105,18 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "fsdp": args.use_megatron_fsdp or args.use_torch_fsdp2,
         "path": "cpu" if args.transformer_impl == "local" else "gpu",
     }
-    rows = args.seq_length // max(1, args.context_parallel_size)
-    found |= choices_of(flags.burst_config(args), rows, lambda name: f"--burst-{name}")
-    if found["algorithm"] == "ulysses":
-        found["ulysses"] = args.context_parallel_size
-    return found
+    if args.hierarchical_context_parallel_sizes:
+        found["intra"] = args.hierarchical_context_parallel_sizes[0]
+    choices, said = flags.burst_config(args), lambda name: f"--burst-{name}"
+    return found | choices_of(choices, args.seq_length, args.context_parallel_size, said)
 
 
-def choices_of(choices: BurstConfig, rows: int, said: Callable[[str], str]) -> dict[str, Any]:
-    """The fields of `Settings` that our own choices set. rows: of a context-parallel rank; said:
-    what a choice is called where the user wrote it."""
+def choices_of(
+    choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
+) -> dict[str, Any]:
+    """The fields of `Settings` that our own choices set. said: what a choice is called where the
+    user wrote it."""
+    rows = seq // max(1, cp)
     ours = choices.algorithm != "megatron"
     found: dict[str, Any] = {
         "store": choices.store or 0.0,
@@ -122,7 +126,8 @@ def choices_of(choices: BurstConfig, rows: int, said: Callable[[str], str]) -> d
         "side": choices.side,
         "wire": choices.wire_dtype or "fp32",
         "placement": choices.placement,
-        "ulysses": choices.ulysses_size or 1,
+        "head_chunks": choices.head_chunks or 1,
+        "ulysses": ulysses_size(choices, cp) if ours else 1,
     }
     if choices.intra_size:
         found["intra"] = choices.intra_size

@@ -90,17 +90,15 @@ def read_recipe(found: Any, name: str = "the recipe") -> tuple[Model, dict[str, 
     seq = get("seq_length") or _of(found, "dataset", "seq_length")
     if seq:
         run["seq"] = seq
-    run |= _choices(get("transformer_layer_spec"), (seq or 1) // cp)
-    if run["algorithm"] == "ulysses":
-        run["ulysses"] = cp
+    run |= _choices(get("transformer_layer_spec"), seq or 1, cp)
     return padded(model, (get("make_vocab_size_divisible_by") or 128) * tp), run
 
 
-def _choices(spec: Any, rows: int) -> dict[str, Any]:
+def _choices(spec: Any, seq: int, cp: int) -> dict[str, Any]:
     """What `apply_burst` chose; its defaults where the layer spec is not ours."""
     keywords = getattr(spec, "keywords", {})
     ours = {name: x for name, x in keywords.items() if name not in ("base", "before")}
-    return megatron.choices_of(BurstConfig(**ours), rows, lambda name: name.replace("-", "_"))
+    return megatron.choices_of(BurstConfig(**ours), seq, cp, lambda name: name.replace("-", "_"))
 
 
 def _of(found: Any, part: str, name: str) -> Any:
