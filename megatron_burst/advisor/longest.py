@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .clusters import Cluster
+from .layer_time import visible
 from .memory import Account, Fit, account, fit
 from .models import Model
 from .remedies import does_not_fit, own_flag
@@ -85,12 +86,15 @@ def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settin
 def seconds(model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY) -> float:
     """Of one step, if products run at `efficiency` of the peak and hide all transfers that fit.
 
-    Causal sequences; forward, twice that in backward, and what is recomputed.
+    Causal sequences; forward, twice that in backward, and what is recomputed. The scans of mixers
+    count nothing.
     """
     linear = 2 * model.active_parameters * run.seq
-    attention = 2 * model.layers * float(run.seq) ** 2 * model.heads * model.head_dim
-    full = run.recompute == "full"
-    work = linear * (3 + full) + attention * (3 + full * (1 - run.store) ** 2)
+    full = model.attentions - model.windows
+    keys = full * visible(run.seq) + model.windows * visible(run.seq, model.window)
+    attention = 2.0 * run.seq * keys * model.heads * (model.head_dim + model.value_dim)
+    again = run.recompute == "full"
+    work = linear * (3 + again) + attention * (3 + again * (1 - run.store) ** 2)
     sequences = run.micro_batch * run.micro_batches * run.dp
     compute = work * sequences / (run.gpus * cluster.gpu.peak * efficiency)
     return max(compute, 2 * host_seconds(model, cluster, run))
