@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .clusters import Cluster
+from .layer_time import visible
 from .memory import Account, Fit, account, fit
 from .models import Model
 from .remedies import does_not_fit, own_flag
@@ -74,3 +75,31 @@ def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settin
             if cp > 1 or run.sequence_chunks == 1:
                 yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
         tp *= 2
+<<<<<<< HEAD
+=======
+
+
+def seconds(model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY) -> float:
+    """Of one step, if products run at `efficiency` of the peak and hide all transfers that fit.
+
+    Causal sequences; forward, twice that in backward, and what is recomputed. The scans of mixers
+    count nothing.
+    """
+    linear = 2 * model.active_parameters * run.seq
+    full = model.attentions - model.windows
+    keys = full * visible(run.seq) + model.windows * visible(run.seq, model.window)
+    attention = 2.0 * run.seq * keys * model.heads * (model.head_dim + model.value_dim)
+    again = run.recompute == "full"
+    work = linear * (3 + again) + attention * (3 + again * (1 - run.store) ** 2)
+    sequences = run.micro_batch * run.micro_batches * run.dp
+    compute = work * sequences / (run.gpus * cluster.gpu.peak * efficiency)
+    return max(compute, 2 * host_seconds(model, cluster, run))
+
+
+def host_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
+    """Of the copies of one step to the host, at the rate of one GPU while all copy."""
+    rows = run.rows / run.tp
+    query = model.heads // run.tp * model.head_dim
+    each = rows * model.hidden * 2 + run.store * run.rows * (query * 2 + model.heads // run.tp * 4)
+    return run.offload * each * model.layers / run.pp * run.micro_batches / cluster.link
+>>>>>>> models
