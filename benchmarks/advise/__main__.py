@@ -62,7 +62,8 @@ def write(sections: Sequence[Section], folder: Path) -> None:
     """The page's generated parts, each between its markers, and the picture."""
     page = folder / PAGE
     for section in sections:
-        write_section(page, section.name, f"### {section.title}\n\n{section.markdown()}")
+        text = f"### {section.title}\n\n{section.markdown()}"
+        write_section(page, section.name.replace("-", "_"), text)
     if len(sections) == len(SECTIONS):
         write_section(page, SUMMARY, summary(sections))
         draw(sections, folder / PICTURE)
