@@ -1,4 +1,4 @@
-"""The longest sequence that fits, and what then binds."""
+"""The longest sequence that fits, what then binds, and how long a step would take."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .models import Model
 from .remedies import does_not_fit, own_flag
 from .settings import Settings
 
+EFFICIENCY = 0.5  # of a GPU's peak, of all products: an assumption, stated wherever it is used
 GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
 
 
@@ -24,9 +25,12 @@ class Longest:
     account: Account
     left: Fit
     binds: str
+    seconds: float
 
 
-def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
+def longest(
+    model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY
+) -> Longest:
     """The longest sequence of `run`, whose own length does not count.
 
     ValueError, with what would help, if not even a granule of tokens fits.
@@ -48,16 +52,18 @@ def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
     found, left = tried(low)
     _, beyond = tried(high)
     binds = beyond.binds if beyond.device < 0 else "host memory"
-    return Longest(found.run, found, left, binds)
+    return Longest(found.run, found, left, binds, seconds(model, cluster, found.run, efficiency))
 
 
-def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
+def best(
+    model: Model, cluster: Cluster, runs: Iterable[Settings], efficiency: float = EFFICIENCY
+) -> Longest:
     """Of these runs that with the longest sequence; runs that do not fit are passed over."""
     found: list[Longest] = []
     errors: list[str] = []
     for run in runs:
         try:
-            found.append(longest(model, cluster, run))
+            found.append(longest(model, cluster, run, efficiency))
         except ValueError as error:
             errors.append(str(error))
     if not found:
@@ -75,8 +81,6 @@ def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settin
             if cp > 1 or run.sequence_chunks == 1:
                 yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
         tp *= 2
-<<<<<<< HEAD
-=======
 
 
 def seconds(model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY) -> float:
@@ -102,4 +106,3 @@ def host_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
     query = model.heads // run.tp * model.head_dim
     each = rows * model.hidden * 2 + run.store * run.rows * (query * 2 + model.heads // run.tp * 4)
     return run.offload * each * model.layers / run.pp * run.micro_batches / cluster.link
->>>>>>> models
