@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.report import DOCS, write_section
 
+from . import example
 from .plots import draw
 from .section import Figure, Section
 
@@ -66,6 +67,8 @@ def write(sections: Sequence[Section], folder: Path) -> None:
         write_section(page, section.name.replace("-", "_"), text)
     if len(sections) == len(SECTIONS):
         write_section(page, SUMMARY, summary(sections))
+        write_section(page, "output", example.output())
+        example.picture(folder)
         draw(sections, folder / PICTURE)
 
 

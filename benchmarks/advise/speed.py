@@ -12,8 +12,7 @@ CASES = (
     ("llama3-8b", 64, "1M", 5.0),
     ("llama3-70b", 64, "128K", 5.0),
     ("llama3-8b", 1024, "1M", 30.0),
-    ("llama3-70b", 1024, "1M", 30.0),
-    ("deepseek-v3", 1024, "128K", 30.0),
+    ("llama3-70b", 1024, "128K", 30.0),
 )  # model, GPUs, tokens of a sequence, seconds that it may take
 
 
