@@ -70,6 +70,7 @@ class Search:
         self.model, self.cluster, self.want = model, cluster, want
         self.attention, self.rooms = attention, Remembered()
         self.closest: Configuration | None = None
+        self.refused: ValueError | None = None
         self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> Found:
@@ -133,13 +134,18 @@ class Search:
     def at_least(self, groups: Settings) -> float:
         """A bound of the time of all runs with these groups."""
         run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
-                      mlp_tiles=1, optimizer_offload=0.0)  # fmt: skip
+                      mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
+                      head_chunks=1)  # fmt: skip
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
     def best_of(self, groups: Settings) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does."""
         for chunked in (False, True):
-            timed = self.timed(self._possible(options_of(groups, self.want, chunked)))
+            try:
+                timed = self.timed(self._possible(options_of(groups, self.want, chunked)))
+            except ValueError as error:  # what is fixed does not go with these groups
+                self.refused = error
+                continue
             first = next(self._fitting(timed), None)
             if first is not None:
                 limit = first.seconds * (1 + TIE)
