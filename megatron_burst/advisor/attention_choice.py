@@ -16,11 +16,12 @@ from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
 from ..schedule.sizes import Sizes
+from ..schedule.tables import SIDES
 from ..schedule.topology import Topology
 from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
 from .models import Model
-from .ring_passes import cp_per_node, nodes_of, sizes_of
+from .ring_passes import Rings, cp_per_node, nodes_of, sizes_of
 from .settings import Settings
 
 # What the time of an attention call depends on.
@@ -42,6 +43,7 @@ class Attention:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
+        self.rings = Rings()
         self._choices: dict[Any, Settings] = {}
 
     def on(self, cluster: Cluster) -> Attention:
@@ -52,11 +54,23 @@ class Attention:
         """The run with the attention settings that are predicted to be fastest."""
         if run.cp == 1:
             return run
-        key = self._key(replace(run, sequence_chunks=1))
+        whole = self._key(replace(run, sequence_chunks=1))
+        if whole not in self._choices:
+            self._choices[whole] = self._chosen(run)
+        chosen = self._choices[whole]
+        settled = replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+        return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
+
+    def _in_chunks(self, run: Settings) -> Settings:
+        """The same with the side that suits chunks of rows: keys go round once for each."""
+        key = self._key(run)
         if key not in self._choices:
-            self._choices[key] = self._chosen(run)
-        chosen = self._choices[key]
-        return replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+            sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
+            tried = [replace(run, side=side) for side in sides]
+            self._choices[key] = min(
+                tried, key=lambda one: self.time(self.model, self.cluster, one).seconds
+            )
+        return replace(run, side=self._choices[key].side)
 
     def time(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
@@ -71,7 +85,7 @@ class Attention:
 
     def timed(self, run: Settings, **others: Any) -> AttentionTime:
         """The time of a run that is not remembered yet."""
-        return attention_time(self.model, self.cluster, run, **others)
+        return attention_time(self.model, self.cluster, run, rings=self.rings, **others)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any

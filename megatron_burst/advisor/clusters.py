@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..autotune.places import Nodes
 from ..autotune.rates import BACKWARD, Rates
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu
 
@@ -33,6 +34,8 @@ class Cluster:
     its link to the host while all copy. host_update: bytes per second of a node's host memory that
     an optimizer on the host reads and writes. overlap: fraction of a reduction of gradients, or of
     a gathering of parameters, that can hide behind computing.
+
+    Raises ValueError for numbers that no cluster has.
     """
 
     gpu: Gpu
@@ -95,6 +98,7 @@ class Cluster:
 
     @property
     def measured(self) -> bool:
+        """Whether the rates were measured."""
         return self.rates is not None
 
     @property
@@ -124,12 +128,15 @@ class Cluster:
             exchange=EXCHANGE,
         )
 
-    def run_rates(self) -> Rates:
-        """Those of one rank while all ranks of its node send between nodes: what `prepare` takes,
-        which does not know who shares a NIC."""
-        alone = self.rank_rates()
-        shared = (alone.nic or alone.inter) * self.nics / self.ranks_per_node
-        return replace(alone, inter=min(alone.inter, shared), nic=None)
+    def run_rates(self, per_node: int) -> Rates:
+        """What `prepare` takes: with the NICs that ranks share, which a run does not see.
+
+        per_node: context-parallel ranks of a group on each node, between tensor-parallel ones.
+        """
+        alone, ranks = self.rank_rates(), self.ranks_per_node
+        if self.nics >= ranks:
+            return alone
+        return replace(alone, shared=Nodes(ranks, self.nics, max(1, ranks // per_node)))
 
 
 __all__ = ["GB", "GIB", "GPUS", "Cluster", "Gpu", "gpu"]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from .clusters import Cluster
 from .layer import B
 from .models import Model
+from .rings import RoomsOf
 from .settings import BYTES, Settings, check
 from .steps import Step, layers_of
 from .tape import Moment, peaks
@@ -63,11 +64,14 @@ class Fit(NamedTuple):
         return self.device >= 0 and self.host >= 0
 
 
-def account(model: Model, run: Settings, every: bool = True) -> Account:
+def account(
+    model: Model, run: Settings, every: bool = True, rooms_of: RoomsOf | None = None
+) -> Account:
     """The memory of the rank of a run that takes most. every: all moments, also of layers that are
-    like others; a search can do with the peak of each phase. ValueError for what cannot be."""
+    like others; a search can do with the peak of each phase. rooms_of: as of `core_of`. ValueError
+    for what cannot be."""
     check(model, run)
-    found = (_of_stage(model, run, stage, every) for stage in sorted({0, run.pp - 1}))
+    found = (_of_stage(model, run, stage, every, rooms_of) for stage in sorted({0, run.pp - 1}))
     return max(found, key=lambda one: one.peak.bytes)
 
 
@@ -80,9 +84,11 @@ def fit(found: Account, cluster: Cluster) -> Fit:
     return Fit(device, host, f"GPU memory: {largest}" if tight else "host memory")
 
 
-def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
+def _of_stage(
+    model: Model, run: Settings, stage: int, every: bool, rooms_of: RoomsOf | None
+) -> Account:
     states, optimizer = states_of(model, run, stage)
-    step = Step(model, run, stage)
+    step = Step(model, run, stage, rooms_of)
     step.run_all(every)
     host = {"layer inputs and store": step.host, "optimizer": optimizer}
     shown = step.tape.moments if every else peaks(step.tape.moments)
@@ -93,8 +99,8 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
 def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
     """Item -> bytes of what is always there on a rank of a stage; bytes of it on the host.
 
-    With `fsdp` parameters and gradients are shared out as the optimizer is, and `gathered` layers
-    of parameters and the gradients of one are whole, or the LM head with its own if that is more.
+    With `fsdp` parameters and gradients are shared out as the optimizer is; what of them is whole
+    for a while is the step's (`steps`).
     """
     dense, experts = parameters(model, run, stage)
     ranks = run.dp * run.cp
@@ -106,12 +112,6 @@ def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], 
         "gradients": round(held * BYTES[run.gradients]),
         "optimizer": round(optimizer * (1 - run.optimizer_offload)),
     }
-    if run.fsdp:
-        layers = [model.by_layer[layer] for layer in layers_of(model, run, stage)]
-        layer = max(shared + experts / run.ep for shared, _, experts in layers) / run.tp
-        head = model.vocabulary * model.hidden / run.tp * (stage in (0, run.pp - 1))
-        whole = max(layer * run.gathered * B + layer * B, 2 * head * B)
-        states["gathered layers"] = round(whole)
     return states, round(optimizer) - states["optimizer"]
 
 

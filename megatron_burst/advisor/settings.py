@@ -23,10 +23,12 @@ BYTES = {"fp32": 4, "bf16": 2}
 class Settings:
     """One run. Fields bear the names of the flags; all sizes from 1.
 
-    seq: tokens of a sequence, over all context-parallel ranks. dp: data-parallel ranks besides
-    context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
-    recompute: "full" recomputes every layer in backward from its input. store: fraction of
-    attention results that this keeps. offload: fraction of inputs and store that waits on the host.
+    seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
+    pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
+    data-parallel ranks besides context parallelism; intra: context-parallel ranks of a node.
+    micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
+    every layer in backward from its input. store: fraction of attention results that this keeps.
+    offload: fraction of inputs and store that waits on the host.
     sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
     head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
     which they are summed.
@@ -79,6 +81,7 @@ class Settings:
 
     @property
     def gpus(self) -> int:
+        """Of all groups together."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
