@@ -14,6 +14,7 @@ from megatron_burst.advisor.advice import advise
 from megatron_burst.advisor.attention_choice import Attention
 from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.models import Model
+from megatron_burst.advisor.pasted import burst_flags
 from megatron_burst.advisor.settings import Settings
 
 ROWS = 32  # of a rank: few, so that tensors are small; rates are as slow accordingly
@@ -115,8 +116,10 @@ def test_other_rates_would_make_them_differ():
     assert len(taken) >= 2
 
 
-def test_chunks_of_rows_are_counted_by_both():
-    rates, small = LINKS["slow links"], model(8, 2)
-    run = replace(Settings(8 * ROWS, cp=8), sequence_chunks=4)
-    advised = Attention(small, Cluster("a100", 8, 4, rates=rates), {"ulysses": 1}).settled(run)
-    assert settings_of(planned(small, advised, rates, 2)) == settings_of(advised)
+def test_flags_name_what_is_advised_for_chunks_of_rows():
+    """Whose schedules, one for each chunk, the search does not time: "auto" in the run would, and
+    may then take something else."""
+    run = replace(Settings(8 * ROWS, cp=8, algorithm="multicast", side="query"), sequence_chunks=4)
+    flags = burst_flags(replace(run, head_chunks=2))
+    assert {"--context-parallel-algo multicast", "--burst-side query", "--burst-head-chunks 2",
+            "--burst-sequence-chunks 4"} <= set(flags)  # fmt: skip

@@ -21,7 +21,7 @@ from .section import Figure, Section
 
 # In the order of the page; each is a module with `run(fit) -> Section`.
 SECTIONS = (
-    "attention_fit", "loongtrain_steps", "burstengine_steps", "burstengine_memory", "fpdt",
+    "attention_fit", "burstengine_attention", "loongtrain_steps", "burstengine_steps", "burstengine_memory", "fpdt",
     "emulated", "faults", "speed", "contradictions",
 )  # fmt: skip
 PAGE, PICTURE = "advise.md", "advise.png"

@@ -36,7 +36,8 @@ class DoesNotFit(ValueError):
 class Advice:
     """What `mb.advise` found.
 
-    ranked: runs that fit, the one to take first, then by time; of each way to share the GPUs out
+    model, cluster, want: what was asked for; search: with what. ranked: runs that fit, the one to
+    take first, then by time; of each way to share the GPUs out
     (TP, PP, CP, DP) the best. ways: how many ways there are; tried: those that were not passed
     over by a bound of their time. lengths: of the documents of a pack, if there are any.
     """
@@ -62,11 +63,14 @@ class Advice:
         return what_if.changes(self.model, self.cluster, self.want, self.best, self.search)
 
     def flags(self, index: int = 0) -> list[str]:
-        """Flags for `megatron-burst pretrain pretrain_gpt.py`, one with its values per entry."""
+        """Flags for `megatron-burst pretrain pretrain_gpt.py`, one with its values per entry.
+
+        index: of `ranked`.
+        """
         return pasted.flags_of(self.model, self.ranked[index].run, bool(self.lengths))
 
     def recipe(self, index: int = 0) -> str:
-        """A script for Megatron-Bridge."""
+        """A script for Megatron-Bridge. index: of `ranked`."""
         return pasted.recipe_of(self.model, self.ranked[index].run)
 
     @property
@@ -99,7 +103,7 @@ def advise(
     sequence, 2**20 or "1M". tokens_per_step: over all ranks (4M, or one sequence if that is more).
     packed: lengths of documents that fill packs of `seq` tokens: a list, a file of them, or a name
     of `packed.NAMED`. fixed: fields of `mb.Settings` that are not searched: `tp=8, store=0.5`.
-    progress: called with how many ways are done, and of how many::
+    top: how many runs to rank. progress: called with how many ways are done, and of how many::
 
         advice = mb.advise("llama3-8b", "h100", gpus=64, seq="1M")
         print(advice.best.run, advice.why, *advice.flags(), sep="\\n")

@@ -20,7 +20,7 @@ from ..schedule.topology import Topology
 from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
 from .models import Model
-from .ring_passes import cp_per_node, nodes_of, sizes_of
+from .ring_passes import Rings, cp_per_node, nodes_of, sizes_of
 from .settings import Settings
 
 # What the time of an attention call depends on.
@@ -42,6 +42,7 @@ class Attention:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
+        self.rings = Rings()
         self._choices: dict[Any, Settings] = {}
 
     def on(self, cluster: Cluster) -> Attention:
@@ -52,7 +53,7 @@ class Attention:
         """The run with the attention settings that are predicted to be fastest."""
         if run.cp == 1:
             return run
-        key = self._key(replace(run, sequence_chunks=1))
+        key = self._key(run)
         if key not in self._choices:
             self._choices[key] = self._chosen(run)
         chosen = self._choices[key]
@@ -71,7 +72,7 @@ class Attention:
 
     def timed(self, run: Settings, **others: Any) -> AttentionTime:
         """The time of a run that is not remembered yet."""
-        return attention_time(self.model, self.cluster, run, **others)
+        return attention_time(self.model, self.cluster, run, rings=self.rings, **others)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
@@ -98,7 +99,8 @@ class Attention:
 
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
-        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run),
+                        chunks=run.sequence_chunks)  # fmt: skip
         return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
                            self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
 

@@ -33,6 +33,8 @@ class Cluster:
     its link to the host while all copy. host_update: bytes per second of a node's host memory that
     an optimizer on the host reads and writes. overlap: fraction of a reduction of gradients, or of
     a gathering of parameters, that can hide behind computing.
+
+    Raises ValueError for numbers that no cluster has.
     """
 
     gpu: Gpu
@@ -95,6 +97,7 @@ class Cluster:
 
     @property
     def measured(self) -> bool:
+        """Whether the rates were measured."""
         return self.rates is not None
 
     @property

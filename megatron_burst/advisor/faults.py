@@ -80,11 +80,11 @@ class Faults:
                 raise ValueError(f"faults: {key!r}: there are {cluster.gpus} GPUs, from 0")
 
     def compute(self, gpus: Sequence[int]) -> np.ndarray:
-        """float: how many times as long each of these GPUs computes."""
+        """float: how many times as long each of these GPUs (`gpus`) computes."""
         return np.array([float(self.slow_ranks.get(gpu, 1.0)) for gpu in gpus])
 
     def links(self, cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
-        """float [G, G]: how many times as long bytes take from one of these GPUs to another."""
+        """float [G, G]: how many times as long bytes take between these `gpus` of a `cluster`."""
         numbers = np.array(gpus)
         nodes, nics = numbers // cluster.ranks_per_node, _nic(cluster, numbers)
         between = nodes[:, None] != nodes
@@ -100,7 +100,7 @@ class Faults:
         return found
 
     def touches(self, cluster: Cluster, gpus: range) -> bool:
-        """Whether one of these neighbouring GPUs is slow, or one of their links."""
+        """Whether one of these neighbouring `gpus` of a `cluster`, or a link of one, is slow."""
         if any(gpu in gpus for gpu in self.slow_ranks):
             return True
         nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}
@@ -114,7 +114,7 @@ class Faults:
     def disturbance(
         self, cluster: Cluster, gpus: Sequence[int], seed: Sequence[int] = ()
     ) -> Disturbance | None:
-        """For a ring of these GPUs, in its order; None where nothing disturbs it.
+        """For a ring of these `gpus` of a `cluster`, in its order; None where nothing disturbs it.
 
         seed: numbers that tell one draw from others, such as those of the draw and of the pass.
         """

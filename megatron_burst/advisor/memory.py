@@ -15,6 +15,7 @@ from typing import NamedTuple
 from .clusters import Cluster
 from .layer import B
 from .models import Model
+from .rings import RoomsOf
 from .settings import BYTES, Settings, check
 from .steps import Step, layers_of
 from .tape import Moment, peaks
@@ -63,11 +64,14 @@ class Fit(NamedTuple):
         return self.device >= 0 and self.host >= 0
 
 
-def account(model: Model, run: Settings, every: bool = True) -> Account:
+def account(
+    model: Model, run: Settings, every: bool = True, rooms_of: RoomsOf | None = None
+) -> Account:
     """The memory of the rank of a run that takes most. every: all moments, also of layers that are
-    like others; a search can do with the peak of each phase. ValueError for what cannot be."""
+    like others; a search can do with the peak of each phase. rooms_of: as of `core_of`. ValueError
+    for what cannot be."""
     check(model, run)
-    found = (_of_stage(model, run, stage, every) for stage in sorted({0, run.pp - 1}))
+    found = (_of_stage(model, run, stage, every, rooms_of) for stage in sorted({0, run.pp - 1}))
     return max(found, key=lambda one: one.peak.bytes)
 
 
@@ -80,9 +84,11 @@ def fit(found: Account, cluster: Cluster) -> Fit:
     return Fit(device, host, f"GPU memory: {largest}" if tight else "host memory")
 
 
-def _of_stage(model: Model, run: Settings, stage: int, every: bool) -> Account:
+def _of_stage(
+    model: Model, run: Settings, stage: int, every: bool, rooms_of: RoomsOf | None
+) -> Account:
     states, optimizer = states_of(model, run, stage)
-    step = Step(model, run, stage)
+    step = Step(model, run, stage, rooms_of)
     step.run_all(every)
     host = {"layer inputs and store": step.host, "optimizer": optimizer}
     shown = step.tape.moments if every else peaks(step.tape.moments)

@@ -132,8 +132,8 @@ class PackedAttention(Attention):
         there, back = taken.forward, taken.backward
         topology = Topology(run.cp, cp_per_node(self.cluster, run), taken.ulysses, taken.placement)
         sizes = shared_sizes(sizes_of(self.model, run), taken.ulysses)
-        per_nic = nodes_of(self.cluster, run).per_nic
-        shared = sharing(topology, sizes, self.cluster.rank_rates(), per_nic=per_nic)
+        shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
+                         nodes_of(self.cluster, run).per_nic)  # fmt: skip
         both = there + back
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds

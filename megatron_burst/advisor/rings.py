@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..layout import make
 from ..masks import Causal
@@ -19,11 +19,15 @@ from .ring_buffers import ALIGNMENT, ENVELOPE, Rooms, rooms
 from .settings import BYTES, Settings
 
 ALL_GRADIENTS = (True, True, True)
+RoomsOf = Callable[..., tuple[Rooms, Rooms]]  # called as `ring_rooms`
 SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
 
 
-def core_of(x: Sizes, run: Settings) -> Core:
-    """What the core attention of one layer holds beside its tensors, for causal sequences."""
+def core_of(x: Sizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
+    """What the core attention of one layer holds beside its tensors, for causal sequences.
+
+    rooms_of: `ring_rooms`, or one that remembers, such as `Remembered.of`.
+    """
     shared, x = run.ulysses, on_ring(x, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
     whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
@@ -32,7 +36,7 @@ def core_of(x: Sizes, run: Settings) -> Core:
     if run.cp == shared:
         return rest
     side = side_of(x, run)
-    forward, backward = ring_rooms(
+    forward, backward = (rooms_of or ring_rooms)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu",
     )  # fmt: skip
@@ -99,7 +103,6 @@ def _row_sizes(x: Sizes, run: Settings) -> RowSizes:
                     BYTES[run.wire], ALL_GRADIENTS)  # fmt: skip
 
 
-@functools.lru_cache(maxsize=256)  # the same for all runs with these groups
 def ring_rooms(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool
 ) -> tuple[Rooms, Rooms]:
@@ -116,6 +119,19 @@ def ring_rooms(
     return _most([rooms(there, r, wire=wire, packed=packed) for r in ranks]), _most(
         [rooms(back, r, wire=wire, packed=packed) for r in ranks]
     )
+
+
+class Remembered:
+    """`ring_rooms`, made once: they are the same for all runs with the same rings."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], tuple[Rooms, Rooms]] = {}
+
+    def of(self, *ring: Any) -> tuple[Rooms, Rooms]:
+        """`ring_rooms` of these arguments."""
+        if ring not in self._made:
+            self._made[ring] = ring_rooms(*ring)
+        return self._made[ring]
 
 
 def _most(found: list[Rooms]) -> Rooms:

@@ -20,6 +20,7 @@ from .attention_choice import Attention
 from .clusters import Cluster
 from .memory import Account, Fit, account, fit, states_of
 from .models import Model
+from .rings import Remembered
 from .search_space import Wanted, groups_of, options_of
 from .settings import Settings
 from .step_time import StepTime, step_time
@@ -67,7 +68,7 @@ class Search:
 
     def __init__(self, model: Model, cluster: Cluster, want: Wanted, attention: Attention):
         self.model, self.cluster, self.want = model, cluster, want
-        self.attention = attention
+        self.attention, self.rooms = attention, Remembered()
         self.closest: Configuration | None = None
         self.prune = True
 
@@ -163,7 +164,7 @@ class Search:
         for time, run in sorted_out(timed, self.model, self.cluster):
             if any(needs_more(run, other) for other in too_large):
                 continue
-            found = account(self.model, run, every=False)
+            found = account(self.model, run, every=False, rooms_of=self.rooms.of)
             left = fit(found, self.cluster)
             each = Configuration(run, time, found, left)
             if left.fits:

@@ -25,7 +25,7 @@ class Settings:
 
     seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
     pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
-    data-parallel ranks besides context parallelism; intra: context-parallel ranks of a node.
+    data-parallel ranks besides context parallelism.
     micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
     every layer in backward from its input. store: fraction of attention results that this keeps.
     offload: fraction of inputs and store that waits on the host.
@@ -35,7 +35,8 @@ class Settings:
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
-    algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
+    algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
+    cluster has. ulysses: context-parallel ranks that
     share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
     chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
     parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are

@@ -10,6 +10,7 @@ from .head import head_bytes
 from .layer import B, F
 from .model import FULL, WINDOW, Part
 from .models import Model
+from .rings import RoomsOf
 from .settings import BYTES, Settings
 from .tape import Tape
 from .walk import BETWEEN, INPUTS, Walk
@@ -22,10 +23,10 @@ GATHERED = "gathered weights"
 class Step:
     """What a stage of a run does in one step; `host` counts bytes that wait there."""
 
-    def __init__(self, model: Model, run: Settings, stage: int):
+    def __init__(self, model: Model, run: Settings, stage: int, rooms_of: RoomsOf | None = None):
         self.model, self.run, self.stage = model, run, stage
         self.tape = Tape()
-        self.walk = Walk(model, run, self.tape)
+        self.walk = Walk(model, run, self.tape, rooms_of)
         self.parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
         self.layers = len(self.parts)
         self.hidden = self.walk.hidden

@@ -11,7 +11,7 @@ from dataclasses import replace
 from .layer import ATTENTION, B, F, Half, Sizes, attention_half, mixer_half, mlp_half
 from .model import MIXER, Part
 from .models import Model
-from .rings import core_of, on_ring
+from .rings import RoomsOf, core_of, on_ring
 from .settings import Settings
 from .tape import Tape
 
@@ -22,11 +22,13 @@ class Walk:
     """Sizes of a run's layers, and ways through them. hidden, store: bytes of a layer's input and
     of its kept attention results; on_host: of a layer's chunks that wait on the host."""
 
-    def __init__(self, model: Model, run: Settings, tape: Tape):
+    def __init__(self, model: Model, run: Settings, tape: Tape, rooms_of: RoomsOf | None = None):
         self.model, self.run, self.tape = model, run, tape
         self.sparse = Sizes.of(model, run)
         self.dense = Sizes.of(model, run, sparse=False)
-        again = core_of(self.dense, run)  # of a recompute, which finds what the store kept
+        again = core_of(
+            self.dense, run, rooms_of
+        )  # of a recompute, which finds what the store kept
         self.cores = {"first": replace(again, store=0.0), "again": again}
         rows, x = run.rows, self.dense
         self.hidden = rows / run.tp * model.hidden * B
