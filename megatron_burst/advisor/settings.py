@@ -36,11 +36,12 @@ class Settings:
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
     algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
-    cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks
-    of an inner ring, None: those of a node. route: of chunks:
-    "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp: parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
-    whole at a time. chunks_on_host: queries, keys, values and results of all chunks but two wait on
-    the host (FPDT; no flag of ours does that). path: whose modules compute.
+    cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
+    an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
+    them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
+    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries, keys,
+    values and results of all chunks but two wait on the host (FPDT; no flag of ours does that).
+    path: whose modules compute.
     """
 
     seq: int
