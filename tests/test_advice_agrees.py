@@ -106,6 +106,23 @@ def test_tensor_parallel_ranks_share_heads_before_either_chooses():
     assert settings_of(planned(small, advised, rates, 4)) == settings_of(advised)
 
 
+@pytest.mark.parametrize("rates", LINKS.values(), ids=LINKS)
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_where_ranks_share_nics_the_rates_say_so(rates, tp, ulysses):
+    """Two NICs for the four GPUs of a node, which tensor-parallel ranks share too."""
+    small, here = model(8, 8), 4 // tp
+    cluster = Cluster("a100", 8 * tp, 4, nics=2, rates=rates)
+    attention = Attention(small, cluster, {"ulysses": ulysses, "placement": "head_first"})
+    run = Settings(8 * ROWS, tp=tp, cp=8, ulysses=ulysses)
+    plan = planned(small, run, cluster.run_rates(here), 8 // here)
+    taken = attention.candidate(run)
+    assert settings_of(plan) == settings_of(attention.settled(run))
+    assert (taken.forward, taken.backward) == (
+        plan.choice.taken.forward, plan.choice.taken.backward
+    )  # fmt: skip
+
+
 def test_other_rates_would_make_them_differ():
     """The check sees a difference: rates with which something else is taken."""
     small, run = model(8, 8), Settings(8 * ROWS, cp=8)
@@ -117,8 +134,8 @@ def test_other_rates_would_make_them_differ():
 
 
 def test_flags_name_what_is_advised_for_chunks_of_rows():
-    """Whose schedules, one for each chunk, the search does not time: "auto" in the run would, and
-    may then take something else."""
+    """The search times them by one chunk, "auto" in a run by all: it may take something else there,
+    so the flags leave it nothing to choose."""
     run = replace(Settings(8 * ROWS, cp=8, algorithm="multicast", side="query"), sequence_chunks=4)
     flags = burst_flags(replace(run, head_chunks=2))
     assert {"--context-parallel-algo multicast", "--burst-side query", "--burst-head-chunks 2",

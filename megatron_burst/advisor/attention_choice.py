@@ -16,6 +16,7 @@ from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
 from ..schedule.sizes import Sizes
+from ..schedule.tables import SIDES
 from ..schedule.topology import Topology
 from .attention_time import AttentionTime, attention_time
 from .clusters import Cluster
@@ -53,11 +54,23 @@ class Attention:
         """The run with the attention settings that are predicted to be fastest."""
         if run.cp == 1:
             return run
+        whole = self._key(replace(run, sequence_chunks=1))
+        if whole not in self._choices:
+            self._choices[whole] = self._chosen(run)
+        chosen = self._choices[whole]
+        settled = replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+        return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
+
+    def _in_chunks(self, run: Settings) -> Settings:
+        """The same with the side that suits chunks of rows: keys go round once for each."""
         key = self._key(run)
         if key not in self._choices:
-            self._choices[key] = self._chosen(run)
-        chosen = self._choices[key]
-        return replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+            sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
+            tried = [replace(run, side=side) for side in sides]
+            self._choices[key] = min(
+                tried, key=lambda one: self.time(self.model, self.cluster, one).seconds
+            )
+        return replace(run, side=self._choices[key].side)
 
     def time(
         self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
@@ -99,8 +112,7 @@ class Attention:
 
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
-        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run),
-                        chunks=run.sequence_chunks)  # fmt: skip
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
                            self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..autotune.places import Nodes
 from ..autotune.rates import BACKWARD, Rates
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu
 
@@ -127,12 +128,15 @@ class Cluster:
             exchange=EXCHANGE,
         )
 
-    def run_rates(self) -> Rates:
-        """Those of one rank while all ranks of its node send between nodes: what `prepare` takes,
-        which does not know who shares a NIC."""
-        alone = self.rank_rates()
-        shared = (alone.nic or alone.inter) * self.nics / self.ranks_per_node
-        return replace(alone, inter=min(alone.inter, shared), nic=None)
+    def run_rates(self, per_node: int) -> Rates:
+        """What `prepare` takes: with the NICs that ranks share, which a run does not see.
+
+        per_node: context-parallel ranks of a group on each node, between tensor-parallel ones.
+        """
+        alone, ranks = self.rank_rates(), self.ranks_per_node
+        if self.nics >= ranks:
+            return alone
+        return replace(alone, shared=Nodes(ranks, self.nics, max(1, ranks // per_node)))
 
 
 __all__ = ["GB", "GIB", "GPUS", "Cluster", "Gpu", "gpu"]

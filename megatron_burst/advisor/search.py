@@ -70,6 +70,7 @@ class Search:
         self.model, self.cluster, self.want = model, cluster, want
         self.attention, self.rooms = attention, Remembered()
         self.closest: Configuration | None = None
+        self.refused: ValueError | None = None
         self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> Found:
@@ -133,13 +134,18 @@ class Search:
     def at_least(self, groups: Settings) -> float:
         """A bound of the time of all runs with these groups."""
         run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
-                      mlp_tiles=1, optimizer_offload=0.0)  # fmt: skip
+                      mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
+                      head_chunks=1)  # fmt: skip
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
     def best_of(self, groups: Settings) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does."""
         for chunked in (False, True):
-            timed = self.timed(options_of(groups, self.want, chunked))
+            try:
+                timed = self.timed(self._possible(options_of(groups, self.want, chunked)))
+            except ValueError as error:  # what is fixed does not go with these groups
+                self.refused = error
+                continue
             first = next(self._fitting(timed), None)
             if first is not None:
                 limit = first.seconds * (1 + TIE)
@@ -147,6 +153,15 @@ class Search:
                 tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
                 return next(self._fitting(tied), first)
         return None
+
+    def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
+        """Runs without those that cannot fit; if that is all, the one that needs least."""
+        tried = list(runs)
+        needs = [least_bytes(self.model, run) for run in tried]
+        kept = [r for r, need in zip(tried, needs, strict=True) if need <= self.cluster.room]
+        if not kept and tried:
+            kept = [tried[min(range(len(needs)), key=needs.__getitem__)]]
+        return kept
 
     def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
         """Runs with their times, the fastest first."""
@@ -161,7 +176,7 @@ class Search:
         """Those that fit, in order. Runs that need at least what one did that did not fit are
         passed over."""
         too_large: list[Settings] = []
-        for time, run in sorted_out(timed, self.model, self.cluster):
+        for time, run in timed:
             if any(needs_more(run, other) for other in too_large):
                 continue
             found = account(self.model, run, every=False, rooms_of=self.rooms.of)
@@ -174,17 +189,6 @@ class Search:
                 too_large.append(run)
             if self.closest is None or lacks(each) < lacks(self.closest):
                 self.closest = each
-
-
-def sorted_out(
-    timed: Sequence[tuple[StepTime, Settings]], model: Model, cluster: Cluster
-) -> list[tuple[StepTime, Settings]]:
-    """Without those that cannot fit; if that is all, the one that needs least."""
-    needs = [least_bytes(model, run) for _, run in timed]
-    kept = [each for each, need in zip(timed, needs, strict=True) if need <= cluster.room]
-    if not kept and timed:
-        kept = [timed[min(range(len(needs)), key=needs.__getitem__)]]
-    return kept
 
 
 def least_bytes(model: Model, run: Settings) -> float:

@@ -108,9 +108,9 @@ def on_grid(
 ) -> Iterator[Candidate]:
     """Every algorithm, side and number of head chunks on one grid; rates with `compute` stated.
 
-    nodes: whose NICs are shared, with the rates of a rank alone; None: the rates are those while
-    all ranks send.
+    nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
     """
+    nodes = nodes or rates.shared
     sizes = shared_sizes(workload.sizes, topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)

@@ -61,6 +61,11 @@ class Nodes(NamedTuple):
         """How many GPUs send by one NIC while all of a node send."""
         return max(1.0, self.per_node / self.nics)
 
+    @property
+    def said(self) -> str:
+        """ "8 ranks of a node share 4 NICs"."""
+        return f"{self.per_node} ranks of a node share {self.nics} NICs"
+
 
 def places(topology: Topology, nodes: Nodes) -> Places:
     """Of the rings of a grid."""

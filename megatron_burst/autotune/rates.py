@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from ..units import duration, rate
+from .places import Nodes
 
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
 
@@ -38,6 +39,8 @@ class Rates:
     fetch it themselves.
     copying: bytes per second at which an all-to-all's tensors are cut up and joined, beside its
     messages.
+    shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
+    every rank gets.
 
     Raises ValueError that names the rate.
     """
@@ -57,6 +60,7 @@ class Rates:
     exchange_start: float = 0.0
     copying: float = math.inf
     handling: float = 0.0
+    shared: Nodes | None = None
 
     def __post_init__(self):
         for name in ("intra", "inter", "compute", "backward", "exchange", "nic", "copying"):
@@ -79,7 +83,8 @@ class Rates:
         compute = "unknown" if self.compute is None else rate(self.compute, "FLOP/s")
         links = f"intra {rate(self.intra, 'B/s')}, inter {rate(self.inter, 'B/s')}"
         own = f" and {duration(self.posting)} to start it" * (self.posting > 0)
-        return f"{links}, {duration(self.latency)} per message{own}, compute {compute}"
+        shared = "" if self.shared is None else f", {self.shared.said}"
+        return f"{links}{shared}, {duration(self.latency)} per message{own}, compute {compute}"
 
 
 def check_rates(rates: object) -> None:

@@ -1,5 +1,6 @@
 """`--burst-cluster`: algorithm "auto" of a run takes the rates of a cluster file."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.models import Model
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.simulate import simulate
+from megatron_burst.autotune.places import Nodes
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.cluster import cluster_problems
 
@@ -57,12 +59,13 @@ def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
     assert taken.seconds == pytest.approx(simulate(model, cluster, run, part="attention").seconds)
 
 
-def test_ranks_that_share_a_nic_get_their_share(tmp_path):
-    """One NIC for two ranks: half of 1 GB/s each, or of the 1.5 GB/s that it carries for both."""
-    assert written(tmp_path / "two.toml").run_rates() == RATES
-    assert written(tmp_path / "one.toml", nics=1).run_rates().inter == 0.5e9
-    both = Cluster("h100", 4, 2, nics=1, rates=mb.Rates(3e9, 1e9, compute=1e12, nic=1.5e9))
-    assert both.run_rates() == mb.Rates(3e9, 0.75e9, compute=1e12)
+def test_ranks_that_share_a_nic_are_told_so(tmp_path):
+    """One NIC for the two GPUs of a node: both are context-parallel, or one is tensor-parallel."""
+    assert written(tmp_path / "two.toml").run_rates(2) == RATES
+    shared = written(tmp_path / "one.toml", nics=1)
+    assert shared.run_rates(2) == replace(RATES, shared=Nodes(2, 1, 1))
+    assert shared.run_rates(1) == replace(RATES, shared=Nodes(2, 1, 2))
+    assert "2 ranks of a node share 1 NICs" in shared.run_rates(1).describe()
 
 
 def told(**choices):

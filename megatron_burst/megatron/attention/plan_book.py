@@ -159,7 +159,7 @@ class PlanBook:
         keywords["sequence_chunks"], keywords["row_blocks"] = rows
         rates = None
         if keywords.get("algorithm") == "auto" and kind.burst.cluster is not None:
-            rates = cluster_file.read(kind.burst.cluster).run_rates()
+            rates = cluster_file.read(kind.burst.cluster).run_rates(self.groups.topology.per_node)
         plan = mb.prepare(
             q,
             k,
