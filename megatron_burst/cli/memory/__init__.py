@@ -3,6 +3,7 @@
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest --offload 1
     megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
+    megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
 An account from the sizes of tensors, not a measurement; `advisor.memory` says what is counted.
 Exit status: 0 it fits, 1 it does not, 2 bad input.
@@ -20,6 +21,7 @@ from ...advisor import clusters, models, settings
 from ...advisor.longest import Longest, best, layouts_of
 from ...advisor.memory import Account, account, fit
 from ...advisor.step_time import StepTime, step_time
+from ...schedule.topology import Placement
 from ...units import size_of
 from .. import model_arguments
 from . import report
@@ -45,6 +47,8 @@ NUMBERS: dict[str, tuple[type, str]] = {
     "offload": (float, "fraction of layer inputs and store that waits on the host"),
     "sequence_chunks": (int, "chunks of rows of the attention half"),
     "mlp_tiles": (int, "tiles of rows of the MLP half"),
+    "ulysses": (int, "context-parallel ranks that share heads by all-to-all"),
+    "head_chunks": (int, "chunks of the heads whose rings run one behind the other"),
     "optimizer_offload": (float, "fraction of optimizer states on the host"),
     "optimizer_bytes": (int, "bytes of fp32 weights and moments per parameter"),
 }
@@ -53,6 +57,7 @@ CHOICES: dict[str, tuple[Any, str]] = {
     "lm_head_loss": (settings.Loss, "the LM head and its loss as one operation, or apart"),
     "gradients": (settings.Dtype, "dtype in which gradients are summed"),
     "wire": (settings.Dtype, "dtype in which gradients of keys or queries travel"),
+    "placement": (Placement, "what lies next to each other: ranks that share heads, or a ring's"),
     "path": (settings.Path, "whose modules compute: Transformer Engine's, or Megatron's on a CPU"),
 }
 
@@ -77,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("algorithm", "layout", "side"):
         add(_flag(name), metavar="NAME", help=f"of attention ({getattr(DEFAULT, name)})")
     add("--no-distributed-optimizer", action="store_true", help="states on every rank")
+    add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
     add("--longest", action="store_true", help="the longest sequence that fits")
     add("--json", action="store_true", help="print JSON, for scripts")
     add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
@@ -138,6 +144,8 @@ def _read(
     given |= own
     if arguments.no_distributed_optimizer:
         given["distributed_optimizer"] = False
+    if arguments.fsdp:
+        given["fsdp"] = True
     if arguments.seq is not None:
         given["seq"] = tokens(arguments.seq)
     if "seq" not in given and not arguments.longest:
