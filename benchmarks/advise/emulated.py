@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import cache
 from itertools import combinations, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -173,7 +173,8 @@ def measured() -> list[Measured]:
     """Every cell and rival whose settings were fixed, in the order of the file."""
     found = []
     for index, each in enumerate(results.load(DOCS / "cluster.json").cells):
-        cell = Cell(**each.cell | {"rates": Links.parse(each.cell["rates"])})
+        given: dict[str, Any] = each.cell | {"rates": Links.parse(each.cell["rates"])}
+        cell = Cell(**given)
         for row in each.rows:
             if WAYS[row.name].algorithm != "auto":
                 passes = row.forward, row.backward
