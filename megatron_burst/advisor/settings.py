@@ -25,7 +25,7 @@ class Settings:
 
     seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
     pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
-    data-parallel ranks besides context parallelism; intra: context-parallel ranks of a node.
+    data-parallel ranks besides context parallelism.
     micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
     every layer in backward from its input. store: fraction of attention results that this keeps.
     offload: fraction of inputs and store that waits on the host.
