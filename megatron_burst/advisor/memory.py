@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .clusters import Cluster
-from .layer import B
 from .models import Model
 from .rings import RoomsOf
 from .settings import BYTES, Settings, check
+from .sizes import B
 from .steps import Step, layers_of
 from .tape import Moment, peaks
 
