@@ -137,16 +137,22 @@ class Search:
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
     def best_of(self, groups: Settings) -> Configuration | None:
-        """The fastest run with these groups that fits, the simplest of a tie; None if none does."""
-        for chunked in (False, True):
-            timed = self.timed(self._possible(options_of(groups, self.want, chunked)))
+        """The fastest run with these groups that fits, the simplest of a tie; None if none does.
+
+        Chunks of rows are tried where memory leaves no room for the fastest run without them.
+        """
+        timed = self.timed(self._possible(options_of(groups, self.want, False)))
+        first = next(self._fitting(timed), None)
+        if first is None or first.time is not timed[0][0]:
+            timed += self.timed(self._possible(options_of(groups, self.want, True)))
+            timed.sort(key=lambda each: (each[0].seconds, simplicity(each[1])))
             first = next(self._fitting(timed), None)
-            if first is not None:
-                limit = first.seconds * (1 + TIE)
-                tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
-                tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
-                return next(self._fitting(tied), first)
-        return None
+        if first is None:
+            return None
+        limit = first.seconds * (1 + TIE)
+        tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
+        tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
+        return next(self._fitting(tied), first)
 
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
         """Runs without those that cannot fit; if that is all, the one that needs least."""
