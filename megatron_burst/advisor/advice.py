@@ -125,7 +125,8 @@ def advise(
     search = Search(model, cluster, want, attention)
     found = search.run(top, progress)
     if not found.ranked:
-        assert found.closest is not None
+        if found.closest is None:
+            raise search.refused or ValueError("nothing that is fixed goes together")
         raise DoesNotFit(does_not_fit(found.closest.account, cluster))
     ranked = tuple(_shown(model, each, attention) for each in found.ranked)
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)

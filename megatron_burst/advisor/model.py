@@ -58,11 +58,11 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder.
+    """The shape of a decoder, in elements.
 
-    name: for messages; hidden: width of a token; heads, kv_heads: of queries, and of keys and
-    values. head_dim: width of a query or key head; value_dim: of a value head (0: the same); ffn:
-    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices, not two.
+    name: for output. layers, hidden, heads (of queries), kv_heads: as in a config.json. head_dim:
+    width of a query or key head (0: hidden / heads); value_dim: of a value head (0: the same); ffn:
+    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices.
     tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
     `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
     the others have an MLP `dense_ffn` wide.
@@ -72,7 +72,7 @@ class Model:
     sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
     counts, in words.
 
-    Raises ValueError for shapes that no model has.
+    Raises ValueError for sizes that no model could have.
     """
 
     name: str
@@ -236,7 +236,8 @@ class Model:
         return found, halves * self.hidden, experts
 
     def mlp_parameters(self, part: Part, ep: int = 1) -> float:
-        """Of the MLP half of a layer, `part`, on one of `ep` expert-parallel ranks."""
+        """Of the MLP half of a layer. part: the layer's; ep: expert-parallel ranks, of which this
+        counts one."""
         if part.sparse:
             return self.dense_parameters + self.expert_parameters / ep
         return self._mlp(self.dense_ffn if self.experts else self.ffn)

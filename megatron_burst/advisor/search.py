@@ -70,6 +70,7 @@ class Search:
         self.model, self.cluster, self.want = model, cluster, want
         self.attention, self.rooms = attention, Remembered()
         self.closest: Configuration | None = None
+        self.refused: ValueError | None = None
         self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> Found:
@@ -133,7 +134,8 @@ class Search:
     def at_least(self, groups: Settings) -> float:
         """A bound of the time of all runs with these groups."""
         run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
-                      mlp_tiles=1, optimizer_offload=0.0)  # fmt: skip
+                      mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
+                      head_chunks=1)  # fmt: skip
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
     def best_of(self, groups: Settings) -> Configuration | None:
@@ -141,10 +143,10 @@ class Search:
 
         Chunks of rows are tried where memory leaves no room for the fastest run without them.
         """
-        timed = self.timed(self._possible(options_of(groups, self.want, False)))
+        timed = self._by_time(groups, chunked=False)
         first = next(self._fitting(timed), None)
         if first is None or first.time is not timed[0][0]:
-            timed += self.timed(self._possible(options_of(groups, self.want, True)))
+            timed += self._by_time(groups, chunked=True)
             timed.sort(key=lambda each: (each[0].seconds, simplicity(each[1])))
             first = next(self._fitting(timed), None)
         if first is None:
@@ -153,6 +155,15 @@ class Search:
         tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
         tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
         return next(self._fitting(tied), first)
+
+    def _by_time(self, groups: Settings, chunked: bool) -> list[tuple[StepTime, Settings]]:
+        """Runs with these groups that may fit, timed; none where what is fixed does not go with
+        them."""
+        try:
+            return self.timed(self._possible(options_of(groups, self.want, chunked)))
+        except ValueError as error:
+            self.refused = error
+            return []
 
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
         """Runs without those that cannot fit; if that is all, the one that needs least."""

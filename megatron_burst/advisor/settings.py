@@ -24,18 +24,18 @@ class Settings:
     """One run. Fields bear the names of the flags; all sizes from 1.
 
     seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
-    pipeline- and expert-parallel ranks; vpp: chunks of layers of each pipeline stage; dp:
-    data-parallel ranks besides context parallelism. micro_batch: sequences at a time; micro_batches: of a step.
-    recompute: "full" recomputes every layer in backward from its input. store: fraction of
-    attention results that this keeps. offload: fraction of inputs and store that waits on the host.
+    pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
+    data-parallel ranks besides context parallelism; intra: context-parallel ranks of a node.
+    micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
+    every layer in backward from its input. store: fraction of attention results that this keeps.
+    offload: fraction of inputs and store that waits on the host.
     sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
     head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
     which they are summed.
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
-    algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
-    cluster has. ulysses: context-parallel ranks that
+    algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
     share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
     chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
     parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the run takes."""
+        """Of all groups together."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property

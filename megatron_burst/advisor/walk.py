@@ -26,9 +26,7 @@ class Walk:
         self.model, self.run, self.tape = model, run, tape
         self.sparse = Sizes.of(model, run)
         self.dense = Sizes.of(model, run, sparse=False)
-        again = core_of(
-            self.dense, run, rooms_of
-        )  # of a recompute
+        again = core_of(self.dense, run, rooms_of)  # of a recompute
         self.cores = {"first": replace(again, store=0.0), "again": again}
         rows, x = run.rows, self.dense
         self.hidden = rows / run.tp * model.hidden * B
