@@ -87,6 +87,7 @@ def _headline(found: Account, cluster: Cluster) -> str:
     how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
            f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
            f"gradients {run.gradients}"]  # fmt: skip
+    how += [f"{run.ulysses} ranks share heads"] * (run.ulysses > 1) + ["FSDP"] * run.fsdp
     return (
         f"{found.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
         + ", ".join(how)
