@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...advisor import clusters, models, settings
-from ...advisor.longest import EFFICIENCY, Longest, best, layouts_of, seconds
+from ...advisor.longest import Longest, best, layouts_of
 from ...advisor.memory import Account, account, fit
+from ...advisor.step_time import StepTime, step_time
 from ...schedule.topology import Placement
 from ...units import size_of
 from .. import model_arguments
@@ -82,8 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(_flag(name), metavar="NAME", help=f"of attention ({getattr(DEFAULT, name)})")
     add("--no-distributed-optimizer", action="store_true", help="states on every rank")
     add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
-    add("--efficiency", type=float, default=EFFICIENCY, metavar="F",
-        help=f"of the GPU's peak, for the predicted time ({EFFICIENCY})")  # fmt: skip
     add("--longest", action="store_true", help="the longest sequence that fits")
     add("--json", action="store_true", help="print JSON, for scripts")
     add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
@@ -95,8 +94,6 @@ DEFAULT = settings.Settings(seq=1)
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the account. Returns the exit status."""
-    if not 0 < arguments.efficiency <= 1:
-        raise ValueError(f"--efficiency must be above 0, at most 1, got {arguments.efficiency}")
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
     cluster, model, base, chosen = _read(arguments)
@@ -107,13 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"--pp {base.pp} fits; give --tp and --cp"
         )
     if arguments.longest:
-        found = best(model, cluster, runs, arguments.efficiency)
+        found = best(model, cluster, runs)
         shown = account(model, found.run)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
         shown, found = min(accounts, key=lambda one: one.peak.bytes), None
     left = fit(shown, cluster)
-    time = seconds(model, cluster, shown.run, arguments.efficiency)
+    time = _time(model, cluster, shown.run)
     if arguments.png is not None:
         from . import picture
 
@@ -121,8 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.facts(shown, cluster, left, time, _binds(found)), indent=1))
     else:
-        report.show(shown, cluster, left, time, _binds(found), arguments.efficiency)
+        report.show(shown, cluster, left, time, _binds(found))
     return 0 if left.fits else 1
+
+
+def _time(model: models.Model, cluster: clusters.Cluster, run: settings.Settings) -> StepTime | str:
+    """Of a step; or why none is predicted, as rings must have equally many ranks on each node."""
+    try:
+        return step_time(model, cluster, run)
+    except ValueError as error:
+        return str(error)
 
 
 def _binds(found: Longest | None) -> str | None:
