@@ -18,8 +18,8 @@ NVLINK, NIC = 0.8, 0.9
 # Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, rows, fractions.
 LATENCY, LAUNCH, HALF_ROWS, SLOWDOWN, EXCHANGE = 15e-6, 30e-6, 256.0, 0.05, 0.8
 SOURCE = "published rates"
-# The largest error with them of 58 published steps (LoongTrain, table 2, A100; BurstEngine, tables 2
-# and 5, A800), to which none of them was fitted. The middle one is below 0.05.
+# The largest error with them of 58 published steps, to which none of them was fitted: LoongTrain's
+# table 2 (A100), BurstEngine's tables 2 and 5 (A800). The middle one is below 0.05.
 OFF = 0.25
 
 
