@@ -66,8 +66,8 @@ def run(fit: bool = False) -> Section:
         title="What faults cost each algorithm",
         intro=[
             f"One attention call, forward and backward, of {MODEL.name} on {RANKS} "
-            f"context-parallel ranks: {cluster.gpus // cluster.per_node} nodes of {cluster.per_node} H100 at "
-            "published rates. Predicted, not measured. One GPU of the first node computes "
+            f"context-parallel ranks: {RANKS // cluster.per_node} nodes of {cluster.per_node} "
+            "H100 at published rates. Predicted, not measured. One GPU of the first node computes "
             f"{SLOW_GPU:g} times as long; or one of its NICs has half its rate (of the eight, the "
             f"one that costs most); or the time of every computed pair and every message varies by "
             f"{JITTER:.0%} (mean of eight draws, and their standard deviation).",
@@ -90,8 +90,8 @@ def notes(costs: list[list[float]]) -> list[str]:
     return [
         f"A slow NIC costs most with {name} at {seq // 1024}K ({most[1]:+.0%}), and less than 2 % "
         f"there with {', '.join(least) or 'none'}: their links between nodes have time to spare, "
-        "or a faulty link carries little. A slow GPU costs little only where links are the bottleneck "
-        "anyhow; no algorithm gives a slow rank less to compute."
+        "or a faulty link carries little. A slow GPU costs little only where links are the "
+        "bottleneck anyhow; no algorithm gives a slow rank less to compute."
     ]
 
 

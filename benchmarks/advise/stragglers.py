@@ -59,7 +59,7 @@ def run(fit: bool = False) -> Section:
         figures=[Figure("to simulate a step with faults", f"{each:.1f} s on average")],
         notes=[
             "All replicas wait for the slowest one, so a second slow replica costs nothing more, "
-            "and a second slow stage of one replica does. The first stage has fewer waits to fill than "
-            "a middle one and loses less.",
+            "and a second slow stage of one replica does. The first stage has fewer waits to fill "
+            "than a middle one and loses less.",
         ],
     )
