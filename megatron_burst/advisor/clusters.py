@@ -15,8 +15,9 @@ from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu
 # What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
 # bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC: headers and flow control taken off.
 NVLINK, NIC = 0.8, 0.9
-# Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, rows, fractions.
-LATENCY, LAUNCH, HALF_ROWS, SLOWDOWN, EXCHANGE = 15e-6, 30e-6, 256.0, 0.05, 0.8
+# Near what fits LoongTrain's and BurstEngine's published times on A100 and A800 (docs/advise.md);
+# `megatron-burst calibrate` measures them. Seconds, seconds, rows, fractions.
+LATENCY, LAUNCH, HALF_ROWS, SLOWDOWN, EXCHANGE = 15e-6, 100e-6, 500.0, 0.1, 0.8
 SOURCE = "published rates"
 
 
