@@ -47,7 +47,7 @@ def test_errors_by_hand():
 
 def test_emulated_cells_are_predicted_as_well_as_the_page_says(rows):
     assert len(rows) == 308
-    assert rows[-1].index + 1 == 35
+    assert rows[-1].place + 1 == 35
     off = spread([row.point for row in rows])
     assert off.median < 0.015
     assert off.p90 < 0.06
