@@ -146,6 +146,8 @@ class Attention:
             if size in (None, grid.ulysses)
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
+        if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
+            kept = [grid for grid in kept if grid.ulysses < max(2, run.cp)]  # a ring is left
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
         if not kept:
