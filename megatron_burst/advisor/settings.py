@@ -39,9 +39,9 @@ class Settings:
     cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
     an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
     them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
-    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries, keys,
-    values and results of all chunks but two wait on the host (FPDT; no flag of ours does that).
-    path: whose modules compute.
+    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
+    keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
+    that). path: whose modules compute.
     """
 
     seq: int
@@ -114,9 +114,11 @@ def check(model: Model, run: Settings) -> None:
             "ranks: it needs --cp above 1"
         )
     if model.layers % (run.pp * run.vpp):
+        good = [n for n in range(1, model.layers + 1) if model.layers % n == 0]
         raise ValueError(
             f"--pp {run.pp} x --vpp {run.vpp} do not divide the {model.layers} layers of "
-            f"{model.name}"
+            f"{model.name}: take stages that are together one of {', '.join(map(str, good))} "
+            "(stages with unequal numbers of layers are not counted)"
         )
     if run.vpp > 1 and run.pp == 1:
         raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
