@@ -217,6 +217,7 @@ def test_alone(tmp_path, capsys):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_all_ranks_end_alike(tmp_path):
     done = torchrun(2, "--out", str(tmp_path / "x.toml"), "--model", "gpt9")
     assert done.returncode != 0
@@ -232,6 +233,7 @@ def test_repeats_are_counted(monkeypatch):
     assert here.repeats(lambda: None) == [1.0] * 8
     assert median(ranks.Ranks(None, torch.device("cpu"), 0.0).repeats(lambda: None)) == 1.0
     assert len(ranks.Ranks(None, torch.device("cpu"), 0.0).repeats(lambda: None)) == 5
+    assert len(ranks.Ranks(None, torch.device("cpu"), 1e9).repeats(lambda: None)) == 25
 
 
 class LiveMeter:

@@ -80,7 +80,7 @@ def fit(found: Account, cluster: Cluster) -> Fit:
     device = cluster.room - found.peak.bytes
     host = cluster.host_per_rank - found.host_bytes
     largest = max(found.peak.items, key=lambda item: found.peak.items[item])
-    tight = device / cluster.room < host / max(1.0, cluster.host_per_rank)
+    tight = device / max(1, cluster.room) < host / max(1.0, cluster.host_per_rank)
     return Fit(device, host, f"GPU memory: {largest}" if tight else "host memory")
 
 

@@ -139,20 +139,31 @@ class Search:
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
     def best_of(self, groups: Settings) -> Configuration | None:
-        """The fastest run with these groups that fits, the simplest of a tie; None if none does."""
-        for chunked in (False, True):
-            try:
-                timed = self.timed(self._possible(options_of(groups, self.want, chunked)))
-            except ValueError as error:  # what is fixed does not go with these groups
-                self.refused = error
-                continue
+        """The fastest run with these groups that fits, the simplest of a tie; None if none does.
+
+        Chunks of rows are tried where memory leaves no room for the fastest run without them.
+        """
+        timed = self._by_time(groups, chunked=False)
+        first = next(self._fitting(timed), None)
+        if first is None or first.time is not timed[0][0]:
+            timed += self._by_time(groups, chunked=True)
+            timed.sort(key=lambda each: (each[0].seconds, simplicity(each[1])))
             first = next(self._fitting(timed), None)
-            if first is not None:
-                limit = first.seconds * (1 + TIE)
-                tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
-                tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
-                return next(self._fitting(tied), first)
-        return None
+        if first is None:
+            return None
+        limit = first.seconds * (1 + TIE)
+        tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
+        tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
+        return next(self._fitting(tied), first)
+
+    def _by_time(self, groups: Settings, chunked: bool) -> list[tuple[StepTime, Settings]]:
+        """Runs with these groups that may fit, timed; none where what is fixed does not go with
+        them."""
+        try:
+            return self.timed(self._possible(options_of(groups, self.want, chunked)))
+        except ValueError as error:
+            self.refused = error
+            return []
 
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
         """Runs without those that cannot fit; if that is all, the one that needs least."""

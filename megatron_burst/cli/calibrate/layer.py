@@ -19,7 +19,7 @@ from ...attention import attention
 from ...units import byte_size
 from .ranks import Ranks
 
-ROWS = {"cuda": 8192, "cpu": 256}  # of a rank
+ROWS = {"cuda": 8192, "cpu": 128}  # of a rank
 
 
 class Meter(Protocol):
