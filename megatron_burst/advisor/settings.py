@@ -39,9 +39,9 @@ class Settings:
     cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
     an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
     them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
-    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries, keys,
-    values and results of all chunks but two wait on the host (FPDT; no flag of ours does that).
-    path: whose modules compute.
+    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
+    keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
+    that). path: whose modules compute.
     """
 
     seq: int
