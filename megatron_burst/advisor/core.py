@@ -84,12 +84,13 @@ def _with_all_to_all(x: Sizes, rows: int, core: Core) -> list[Op]:
     grads = (q + there) * core.wire
     home = q * core.wire + kv * (F if copies > 1 else core.wire)
     cast = grads if core.wire < F else 0
+    travel = cast + grads + max(messages(grads), home)
     arrived = messages(came) if x.cpu else came
     return [Op(
         "core", ("q2", "k2", "v2"), {"out": out * B}, (), kept,
         before={ATTENTION: came + max(arrived, out * F * rest), RING: core.forward * bool(rest)},
         during={ATTENTION: out * B + messages(out * B), RING: core.forward * bool(rest)},
-        back_before={ATTENTION: 2 * out * B + core.sums + kernel + lse, RING: core.backward},
-        back={ATTENTION: out * B + core.sums + cast + grads + max(messages(grads), home) + lse,
-              RING: core.backward},
+        back_before={ATTENTION: out * B + core.sums + max(kernel, travel) + lse,
+                     RING: core.backward},
+        back={ATTENTION: home},
     )]  # fmt: skip

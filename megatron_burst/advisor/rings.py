@@ -93,7 +93,8 @@ def room_bytes(x: Sizes, run: Settings) -> Callable[[str, int], float]:
         chunks = run.sequence_chunks
         longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
         exchanged = max(of.scattered_bytes(run.ulysses, again=True)) * (run.ulysses > 1)
-        least = max(*longest, exchanged) + 4 * ALIGNMENT + ENVELOPE
+        travelled = max(longest) * (run.cp > run.ulysses)  # without a ring nothing goes round
+        least = max(travelled, exchanged) + 4 * ALIGNMENT + ENVELOPE
 
     def size(kind: str, rows: int) -> float:
         return max(rows * per_row[kind], least)
