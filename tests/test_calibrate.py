@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from benchmarks.memory.live import LiveTensors
 from megatron_burst.advisor import cluster_file, gpus
+from megatron_burst.advisor.models import NAMED
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.simulate import simulate
-from megatron_burst.cli.calibrate import kernels, links, ranks
+from megatron_burst.cli.calibrate import kernels, layer, links, ranks
 from megatron_burst.cli.calibrate.links import Found, Hop
 from megatron_burst.cli.main import main
 
@@ -187,7 +189,7 @@ def test_two_nodes_of_two(tmp_path):
     assert rates.exchange == 1.0  # two ranks of a node: as a hop
     assert cluster.described.startswith("measured: mine.toml of 20")
     assert "2 x 2 CPU ranks" in cluster.described
-    assert "a layer's peak memory" in done.stderr
+    assert "the memory of a layer's attention" in done.stderr
     text = path.read_text()
     assert text.count("median of") >= 6
     assert "NOT MEASURED" not in text
@@ -215,6 +217,7 @@ def test_alone(tmp_path, capsys):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_all_ranks_end_alike(tmp_path):
     done = torchrun(2, "--out", str(tmp_path / "x.toml"), "--model", "gpt9")
     assert done.returncode != 0
@@ -230,3 +233,31 @@ def test_repeats_are_counted(monkeypatch):
     assert here.repeats(lambda: None) == [1.0] * 8
     assert median(ranks.Ranks(None, torch.device("cpu"), 0.0).repeats(lambda: None)) == 1.0
     assert len(ranks.Ranks(None, torch.device("cpu"), 0.0).repeats(lambda: None)) == 5
+    assert len(ranks.Ranks(None, torch.device("cpu"), 1e9).repeats(lambda: None)) == 25
+
+
+class LiveMeter:
+    """Counts live tensors, as `layer.CudaMeter` asks CUDA's allocator."""
+
+    def __init__(self, live):
+        self.live = live
+
+    def begin(self):
+        self.before = self.live.bytes["device"]
+        self.live.forget()
+
+    def peak(self):
+        return self.live.peak.bytes - self.before
+
+
+def attention_peaks():
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    here = ranks.Ranks(groups, torch.device("cpu"), 0.01)
+    with LiveTensors() as live:
+        return layer.peaks(here, NAMED["llama3-8b"], LiveMeter(live))
+
+
+@pytest.mark.world_size(4)
+def test_the_memory_of_attention_is_that_of_the_account(ranks):
+    for measured, account in ranks(4).run(attention_peaks):
+        assert measured == pytest.approx(account, rel=0.05)

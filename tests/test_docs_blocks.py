@@ -58,6 +58,7 @@ READERS = {
     "README.md-1": Reader(CONFIG, "transformer_config.burst.algorithm == 'burst'"),
     "README.md-2": Reader(QKV, "out.shape == q.shape and groups.size == 4", ranks=4),
     "README.md-3": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
+    "docs/advise.md-0": Reader("", "call.seconds < step.seconds and step.mfu > 0"),
     "docs/cluster.md-0": Reader(
         f"{QKV}\npg, gpus_per_node = torch.distributed.group.WORLD, 2",
         "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')",

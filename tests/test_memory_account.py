@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.advisor import clusters, models
 from megatron_burst.advisor.layer import Core, Sizes, attention_half, mlp_half
-from megatron_burst.advisor.longest import best, layouts_of, longest, seconds
+from megatron_burst.advisor.longest import best, layouts_of, longest
 from megatron_burst.advisor.memory import account, fit, parameters
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.tape import Half, Op, Tape
@@ -179,18 +179,6 @@ def test_the_longest_fits_and_the_next_does_not():
     every = list(layouts_of(LLAMA, cluster, Settings(seq=1, **CHUNKED)))
     assert [(run.tp, run.cp) for run in every] == [(1, 8), (2, 4), (4, 2)]
     assert best(LLAMA, cluster, every[1:]).run.seq >= found.run.seq
-
-
-def test_time_of_a_step_by_hand():
-    """1M tokens of Llama 3 8B on 8 H100 at half the peak: products of forward, twice of backward,
-    once more of recompute."""
-    cluster = clusters.Cluster(clusters.GPUS["h100"], 8)
-    linear = 2 * (LLAMA.parameters - 128256 * 4096) * MEGA
-    attention = 2 * 32 * MEGA**2 * 4096
-    expected = 4 * (linear + attention) / (8 * 989e12 / 2)
-    assert seconds(LLAMA, cluster, Settings(seq=MEGA, tp=8)) == pytest.approx(expected)
-    kept = seconds(LLAMA, cluster, Settings(seq=MEGA, tp=8, store=1.0))
-    assert kept == pytest.approx(expected - attention / (8 * 989e12 / 2))
 
 
 # --- input -----------------------------------------------------------------------------------

@@ -111,7 +111,11 @@ def test_sharded_states_by_hand():
     assert states["parameters"] == pytest.approx(2 * own, rel=1e-6)
     assert states["gradients"] == pytest.approx(4 * own, rel=1e-6)
     assert states["optimizer"] == pytest.approx(12 * own, rel=1e-6)
-    assert states["gathered layers"] == 2 * 2 * 151936 * 2048  # the head, more than three layers
+    layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128 + 128 * 3 * 2048 * 768 // 8
+    peaks = {moment.phase: moment.items for moment in account(model, run).peaks}
+    # Two layers of parameters in bf16 and the gradients of one in fp32, then the head's weight.
+    assert peaks["forward of layer 0"]["gathered weights"] == layer * (2 * 2 + 4)
+    assert peaks["LM head and loss"]["gathered weights"] == 2 * 151936 * 2048
     assert host == 0
     gone, host = states_of(model, replace(run, optimizer_offload=0.5), 0)
     assert gone["optimizer"] == pytest.approx(6 * own, rel=1e-6)

@@ -16,13 +16,14 @@ from pathlib import Path
 
 from benchmarks.report import DOCS, write_section
 
+from . import example
 from .plots import draw
 from .section import Figure, Section
 
 # In the order of the page; each is a module with `run(fit) -> Section`.
 SECTIONS = (
-    "attention_fit", "burstengine_attention", "loongtrain_steps", "burstengine_steps", "burstengine_memory", "fpdt",
-    "emulated", "faults", "speed", "contradictions",
+    "attention_fit", "burstengine_attention", "loongtrain_steps", "burstengine_steps",
+    "burstengine_memory", "fpdt", "emulated", "speed", "faults", "stragglers", "contradictions",
 )  # fmt: skip
 PAGE, PICTURE = "advise.md", "advise.png"
 SUMMARY = "summary"
@@ -62,9 +63,12 @@ def write(sections: Sequence[Section], folder: Path) -> None:
     """The page's generated parts, each between its markers, and the picture."""
     page = folder / PAGE
     for section in sections:
-        write_section(page, section.name, f"### {section.title}\n\n{section.markdown()}")
+        text = f"### {section.title}\n\n{section.markdown()}"
+        write_section(page, section.name.replace("-", "_"), text)
     if len(sections) == len(SECTIONS):
         write_section(page, SUMMARY, summary(sections))
+        write_section(page, "output", example.output())
+        example.picture(folder)
         draw(sections, folder / PICTURE)
 
 

@@ -5,7 +5,7 @@ Nothing is corrected by what is found here: a fit that leaves a row out says so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from .published_tables import table
@@ -68,7 +68,7 @@ def _where(row: Row) -> str:
     return f"{row['system']}, {row['heads']}, {int(row['seq']) // 1024}K"
 
 
-def _parameters(rows: list[Row]) -> float:
+def _parameters(rows: Sequence[Row]) -> float:
     """Parameters by which MFU and token rates agree: 6 FLOPs each, and attention's causal half."""
     found = []
     for row in rows:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import cache
 from itertools import combinations, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,9 +87,10 @@ UNITS = {
 
 
 class Measured(NamedTuple):
-    """One rival in one cell; seconds of forward and backward, as measured and as predicted."""
+    """One rival in one cell, of which `place` is the number; seconds as measured and as predicted,
+    passes: of forward and of backward."""
 
-    index: int
+    place: int
     cell: Cell
     rival: str
     seconds: float
@@ -173,7 +174,8 @@ def measured() -> list[Measured]:
     """Every cell and rival whose settings were fixed, in the order of the file."""
     found = []
     for index, each in enumerate(results.load(DOCS / "cluster.json").cells):
-        cell = Cell(**each.cell | {"rates": Links.parse(each.cell["rates"])})
+        given: dict[str, Any] = each.cell | {"rates": Links.parse(each.cell["rates"])}
+        cell = Cell(**given)
         for row in each.rows:
             if WAYS[row.name].algorithm != "auto":
                 passes = row.forward, row.backward
@@ -214,7 +216,7 @@ class Ranking(NamedTuple):
 def ranking(rows: list[Measured]) -> Ranking:
     """Does the prediction rank rivals as they were measured?"""
     count, wrong = 0, []
-    for _, group in groupby(rows, key=lambda row: row.index):
+    for _, group in groupby(rows, key=lambda row: row.place):
         for one, other in combinations(list(group), 2):
             there, here = one.seconds / other.seconds, sum(one.predicted) / sum(other.predicted)
             if max(there, 1 / there) <= CLEAR:
@@ -239,7 +241,7 @@ def section(host: Host, rows: list[Measured]) -> Section:
     off, other = spread(points), spread([r.point for r in rest])
     right, there = found.pairs - len(found.wrong), without.pairs - len(without.wrong)
     figures = [
-        Figure(f"{len(points)} times in {rows[-1].index + 1} cells", str(off), "median 5 %",
+        Figure(f"{len(points)} times in {rows[-1].place + 1} cells", str(off), "median 5 %",
                off.median <= 0.05),
         Figure("Rankings where times differ by more than 3 %",
                f"{right} of {found.pairs} right", "all", right == found.pairs),
@@ -256,7 +258,7 @@ def section(host: Host, rows: list[Measured]) -> Section:
 
 
 def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
-    for _, group in groupby(rows, key=lambda row: row.index):
+    for _, group in groupby(rows, key=lambda row: row.place):
         some = list(group)
         off = spread([row.point for row in some])
         worst = max(some, key=lambda row: abs(row.point.error))

@@ -26,8 +26,8 @@ TRIED = (64 * K, 128 * K, 256 * K, 512 * K, 1024 * K, 2048 * K, 3072 * K, 4096 *
 LEAST = TRIED[0]  # what fits less counts as "-"
 OPEN = 4096 * K  # meets "8M+"
 # Assumed, the same everywhere: nodes of 4 A100 with 1 TB of host memory, all of which may be taken;
-# of a GPU 2 GiB that are not for tensors (the states of 70B on 16 GPUs leave no more than that).
-PER_NODE, HOST, RESERVE = 4, 10**12, 2 * GIB
+# of a GPU 3 GiB that are not for tensors (the states of 70B on 16 GPUs leave little more).
+PER_NODE, HOST, RESERVE = 4, 10**12, 3 * GIB
 # Bytes of each parameter: bf16 weight and gradient, fp32 weight and two moments, all sharded.
 PER_PARAMETER = 2 + 2 + 12
 

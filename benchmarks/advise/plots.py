@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -15,7 +16,7 @@ from matplotlib.axes import Axes
 from .section import Section, spread
 
 INK, RULE, BLUE, BAND = "#1f2937", "#d1d5db", "#1d4ed8", "#e0e7ff"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.edgecolor": RULE, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip

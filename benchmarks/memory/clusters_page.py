@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 from benchmarks.report import markdown
 from megatron_burst.advisor import clusters, models
 from megatron_burst.advisor.longest import (
-    EFFICIENCY,
     Longest,
     best,
-    host_seconds,
     layouts_of,
     longest,
 )
 from megatron_burst.advisor.memory import account
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.step_time import step_time
 
 MODEL = "llama3-8b"
 HOST = 2 * 10**12  # bytes per node, of which 80 % are taken
@@ -72,8 +71,7 @@ def _row(model: models.Model, cluster: clusters.Cluster, one: Longest, way: str)
         "binds": one.binds,
         "peak": one.account.peak.bytes,
         "host": one.account.host_bytes * cluster.ranks_per_node,
-        "minutes": one.seconds / 60,
-        "link": 2 * host_seconds(model, cluster, run) / 60,
+        "minutes": step_time(model, cluster, run).seconds / 60,
         "store": _largest_store(model, cluster, run),
     }
 
@@ -116,14 +114,15 @@ def picture(path: Path) -> None:
     drawn.draw(account(models.named(MODEL), run), cluster, path)
 
 
-NOTES = f"""**This is an account, not a measurement on a GPU**: bytes of tensors, added up in the
+NOTES = """**This is an account, not a measurement on a GPU**: bytes of tensors, added up in the
 order in which the code makes and drops them. Assumed: 79.1 GiB per GPU of which 4 GiB are not for
-tensors (CUDA, NCCL, what the allocator cannot use), 80 % of 2 TB of host memory per node, products
-at {EFFICIENCY:.0%} of the peak, copies that hide behind compute (they take at most a minute per
-step here), Transformer Engine's layers, sequence parallelism within tensor-parallel groups,
+tensors (CUDA, NCCL, what the allocator cannot use), 80 % of 2 TB of host memory per node,
+Transformer Engine's layers, sequence parallelism within tensor-parallel groups,
 `--use-distributed-optimizer`, fused LM head. 32 row chunks of the attention half, 64 tiles of the
 MLP half, all layer inputs on the host, attention results recomputed (store 0). *Store that fits at
 0.9*: the largest part of attention's results that could be kept at 90 % of that length, which saves
 attention's recompute. *Optimizer on the host* is Megatron's `--optimizer-cpu-offload`. Minutes per
-step are those of one sequence; attention's products grow with the square of its length. FPDT's
-models and GPUs are its own (a 8B model on A100-80G), ALST's and UPipe's figures their papers'."""
+step are those of one sequence, predicted as `megatron-burst advise` does from published rates: of
+products, attention, its rings, and copies to the host as far as computing does not hide them.
+FPDT's models and GPUs are its own (a 8B model on A100-80G), ALST's and UPipe's figures their
+papers'."""

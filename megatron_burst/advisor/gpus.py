@@ -27,11 +27,12 @@ class Gpu:
     """One GPU, by its datasheet or measured.
 
     name: for messages; memory: bytes; peak: dense bf16 operations per second; host_link: bytes per
-    second between one GPU and host memory, one way; source: of the figures. nvlink: bytes per second to the other
-    GPUs of the node, one way; memory_rate: of its own memory. attention, linear: fractions of the
-    peak that long attention calls (forward) and large matrix products reach. nic: bytes per second
-    of a NIC of the vendor's node, one way, which has one for every GPU. small: a product of sizes
-    m x k x n takes longer by small / m + small / k + small / n of its time.
+    second between one GPU and host memory, one way; source: of the figures. nvlink: bytes per
+    second to the other GPUs of the node, one way; memory_rate: of its own memory. attention,
+    linear: fractions of the peak that long attention calls (forward) and large matrix products
+    reach. nic: bytes per second of a NIC of the vendor's node, one way, which has one for every
+    GPU. small: a product of sizes m x k x n takes longer by small / m + small / k + small / n of
+    its time.
 
     Raises ValueError for numbers that no GPU has.
     """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..units import LOGITS_TILE
-from .layer import B, F
 from .models import Model
 from .settings import Settings
+from .sizes import B, F
 
 
 def head_bytes(model: Model, run: Settings) -> dict[str, float]:

@@ -11,103 +11,11 @@ a tensor-parallel rank, h hidden, a heads times width, c keys and values togethe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .models import Model
-from .settings import Settings
+from .core import ATTENTION, Core, core_ops
+from .sizes import B, F, Sizes
 from .tape import Half, Op
 
-B, F = 2, 4  # bytes of an activation, of an fp32 number
-ATTENTION, MLP, RING = "attention half", "MLP half", "ring buffers"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Elements in a row of each tensor of a layer on one tensor-parallel rank.
-
-    heads of queries, kv_heads of keys; width of a query or key head, value_width of a value head.
-    ffn: of the MLP, or of all experts that see a row; experts: how many these are. gate: the
-    attention's result is multiplied by one. latent: the narrow rows of multi-head latent attention,
-    on every rank; up: what keys and values are expanded to. mixer: (into, out).
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    width: int
-    value_width: int
-    ffn: int
-    experts: int
-    gated: bool
-    tp: int
-    cpu: bool
-    gate: bool = False
-    latent: int = 0
-    up: int = 0
-    mixer: tuple[int, int] = (0, 0)
-
-    @property
-    def query(self) -> int:
-        return self.heads * self.width
-
-    @property
-    def keys(self) -> int:
-        return self.kv_heads * self.width
-
-    @property
-    def values(self) -> int:
-        return self.kv_heads * self.value_width
-
-    @property
-    def kv(self) -> int:
-        return self.keys + self.values
-
-    @property
-    def out(self) -> int:
-        return self.heads * self.value_width
-
-    @classmethod
-    def of(cls, model: Model, run: Settings, sparse: bool | None = None) -> Sizes:
-        """sparse: of a layer with experts; None: if the model has any."""
-        heads = model.heads // run.tp
-        sparse = bool(model.moe_layers) if sparse is None else sparse
-        ffn = model.dense_ffn if model.experts and not sparse else model.ffn
-        low, mixer = model.latent, model.mixer
-        return cls(
-            hidden=model.hidden,
-            heads=heads,
-            kv_heads=max(1, model.kv_heads // run.tp),  # with fewer heads than ranks: copies
-            width=model.head_dim,
-            value_width=model.value_dim,
-            ffn=max(1, (model.top_k * ffn + model.shared if sparse else ffn) // run.tp),
-            experts=model.top_k if sparse else 0,
-            gated=model.gated,
-            tp=run.tp,
-            cpu=run.path == "cpu",
-            gate=model.output_gate,
-            latent=low.q_rank + low.kv_rank + low.rope if low else 0,
-            up=heads * (model.head_dim - low.rope + model.value_dim) if low else 0,
-            mixer=(mixer.into // run.tp, mixer.out // run.tp) if mixer else (0, 0),
-        )
-
-
-@dataclass(frozen=True)
-class Core:
-    """What the core attention of a layer needs besides its tensors: bytes of ring buffers in
-    forward and backward, without the sums of its own gradients; `sums`, of which these are.
-    keys: rows of keys that a kernel sees at a time; store: fraction of out that is there already.
-    heads_shared: by how many ranks; parts: head chunks, whose results are joined; wire: bytes of a
-    number of gradients that travel.
-    """
-
-    forward: float = 0
-    backward: float = 0
-    sums: float = 0
-    keys: int = 0
-    store: float = 0.0
-    heads_shared: int = 1
-    parts: int = 1
-    wire: int = F
+MLP = "MLP half"
 
 
 def attention_half(x: Sizes, rows: int, core: Core, prefix: str = "") -> Half:
@@ -203,54 +111,6 @@ def _rope(x: Sizes, rows: int) -> list[Op]:
     tables = {f"{name} of {t}": rows * x.width * B for name in ("cos", "sin") for t in "qk"}
     return [cut, Op("rope", ("q",), {"q2": q, "k2": k, "v2": v}, (), tables,
                     before={ATTENTION: 3.5 * q}, back={ATTENTION: 2.5 * q})]  # fmt: skip
-
-
-def core_ops(x: Sizes, rows: int, core: Core) -> list[Op]:
-    """Core attention over the ring. Forward sums out in fp32; backward dq, dk and dv.
-
-    A stock kernel sums dq in fp32 besides, and on a GPU dk and dv too where heads share keys; on a
-    CPU it sees a tile of half the rows.
-    """
-    if core.heads_shared > 1:
-        return _with_all_to_all(x, rows, core)
-    q, kv, lse, out = rows * x.query, core.keys * x.kv, rows * x.heads * F, rows * x.out
-    kernel = (q / 2 + kv) * B if x.cpu else q * (B + F) + kv * (B + F)
-    rest, joined = 1 - core.store, core.parts > 1
-    new = {"out": out * B if rest else 0, "lse": lse if rest else 0}  # else they are the store's
-    sums = {ATTENTION: out * F * rest + out * B * rest * joined, RING: core.forward * (rest > 0)}
-    return [Op(
-        "core", ("q2", "k2", "v2"), {"out": new["out"]}, ("q2", "k2", "v2", "out"),
-        {"lse": new["lse"]},
-        during=sums,
-        back_before={ATTENTION: core.sums + kernel + lse, RING: core.backward},
-        back={ATTENTION: core.sums * (1 + joined) + lse},
-        elsewhere={} if rest else {"out": out * B},
-    )]  # fmt: skip
-
-
-def _with_all_to_all(x: Sizes, rows: int, core: Core) -> list[Op]:
-    """The same where ranks share heads (`execution.ulysses`): q, k and v go to where their heads
-    are computed, as copies, and out comes back; backward brings its gradient there, and those of q,
-    k and v back. What backward needs is what the ring saw: q, k, v, out and lse of this rank's
-    heads and all rows of the ranks that share them. Keys have copies where heads are fewer."""
-    ranks = core.heads_shared
-    q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
-    copies = max(1, ranks / x.kv_heads)
-    there, seen = kv * copies, core.keys * x.kv * copies  # keys and values as the ring has them
-    kernel = (q / 2 + seen) * B if x.cpu else (q + seen) * (B + F)
-    rest = 1 - core.store
-    sent = {"q there": q * B, "kv there": there * B}
-    saved = {"out there": out * B if rest else 0, "lse": lse if rest else 0}
-    grads = core.sums * core.wire / F  # as they travel
-    return [
-        Op("heads to rows", ("q2", "k2", "v2"), sent, during={ATTENTION: (q + there) * B},
-           back={ATTENTION: grads}),
-        Op("core", ("q there", "kv there"), {"out": out * B}, ("q there", "kv there"), saved,
-           before={ATTENTION: out * F * rest, RING: core.forward * (rest > 0)},
-           during={ATTENTION: out * B},
-           back_before={ATTENTION: out * B + core.sums + kernel + lse, RING: core.backward},
-           back={ATTENTION: core.sums + lse}),
-    ]  # fmt: skip
 
 
 def _activation(x: Sizes, rows: int) -> list[Op]:

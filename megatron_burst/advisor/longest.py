@@ -1,4 +1,4 @@
-"""The longest sequence that fits, what then binds, and how long a step would take."""
+"""The longest sequence that fits, and what then binds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from .models import Model
 from .remedies import does_not_fit, own_flag
 from .settings import Settings
 
-EFFICIENCY = 0.5  # of a GPU's peak, of all products: an assumption, stated wherever it is used
 GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
 
 
@@ -24,12 +23,9 @@ class Longest:
     account: Account
     left: Fit
     binds: str
-    seconds: float
 
 
-def longest(
-    model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY
-) -> Longest:
+def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
     """The longest sequence of `run`, whose own length does not count.
 
     ValueError, with what would help, if not even a granule of tokens fits.
@@ -51,18 +47,16 @@ def longest(
     found, left = tried(low)
     _, beyond = tried(high)
     binds = beyond.binds if beyond.device < 0 else "host memory"
-    return Longest(found.run, found, left, binds, seconds(model, cluster, found.run, efficiency))
+    return Longest(found.run, found, left, binds)
 
 
-def best(
-    model: Model, cluster: Cluster, runs: Iterable[Settings], efficiency: float = EFFICIENCY
-) -> Longest:
+def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
     """Of these runs that with the longest sequence; runs that do not fit are passed over."""
     found: list[Longest] = []
     errors: list[str] = []
     for run in runs:
         try:
-            found.append(longest(model, cluster, run, efficiency))
+            found.append(longest(model, cluster, run))
         except ValueError as error:
             errors.append(str(error))
     if not found:
@@ -80,25 +74,3 @@ def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settin
             if cp > 1 or run.sequence_chunks == 1:
                 yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
         tp *= 2
-
-
-def seconds(model: Model, cluster: Cluster, run: Settings, efficiency: float = EFFICIENCY) -> float:
-    """Of one step, if products run at `efficiency` of the peak and hide all transfers that fit.
-
-    Causal sequences; forward, twice that in backward, and what is recomputed.
-    """
-    linear = 2 * model.active_parameters * run.seq
-    attention = 2 * model.layers * float(run.seq) ** 2 * model.heads * model.head_dim
-    full = run.recompute == "full"
-    work = linear * (3 + full) + attention * (3 + full * (1 - run.store) ** 2)
-    sequences = run.micro_batch * run.micro_batches * run.dp
-    compute = work * sequences / (run.gpus * cluster.gpu.peak * efficiency)
-    return max(compute, 2 * host_seconds(model, cluster, run))
-
-
-def host_seconds(model: Model, cluster: Cluster, run: Settings) -> float:
-    """Of the copies of one step to the host, at the rate of one GPU while all copy."""
-    rows = run.rows / run.tp
-    query = model.heads // run.tp * model.head_dim
-    each = rows * model.hidden * 2 + run.store * run.rows * (query * 2 + model.heads // run.tp * 4)
-    return run.offload * each * model.layers / run.pp * run.micro_batches / cluster.link

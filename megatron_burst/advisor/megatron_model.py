@@ -10,7 +10,8 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from .model import Latent, Mixer, Model
+from .layer_kinds import Latent, Mixer
+from .model import Model
 
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .clusters import Cluster
-from .layer import B
 from .models import Model
 from .rings import RoomsOf
 from .settings import BYTES, Settings, check
+from .sizes import B
 from .steps import Step, layers_of
 from .tape import Moment, peaks
 
@@ -80,7 +80,7 @@ def fit(found: Account, cluster: Cluster) -> Fit:
     device = cluster.room - found.peak.bytes
     host = cluster.host_per_rank - found.host_bytes
     largest = max(found.peak.items, key=lambda item: found.peak.items[item])
-    tight = device / cluster.room < host / max(1.0, cluster.host_per_rank)
+    tight = device / max(1, cluster.room) < host / max(1.0, cluster.host_per_rank)
     return Fit(device, host, f"GPU memory: {largest}" if tight else "host memory")
 
 
@@ -99,8 +99,8 @@ def _of_stage(
 def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
     """Item -> bytes of what is always there on a rank of a stage; bytes of it on the host.
 
-    With `fsdp` parameters and gradients are shared out as the optimizer is, and `gathered` layers
-    of parameters and the gradients of one are whole, or the LM head with its own if that is more.
+    With `fsdp` parameters and gradients are shared out as the optimizer is; what of them is whole
+    for a while is the step's (`steps`).
     """
     dense, experts = parameters(model, run, stage)
     ranks = run.dp * run.cp
@@ -112,12 +112,6 @@ def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], 
         "gradients": round(held * BYTES[run.gradients]),
         "optimizer": round(optimizer * (1 - run.optimizer_offload)),
     }
-    if run.fsdp:
-        layers = [model.by_layer[layer] for layer in layers_of(model, run, stage)]
-        layer = max(shared + experts / run.ep for shared, _, experts in layers) / run.tp
-        head = model.vocabulary * model.hidden / run.tp * (stage in (0, run.pp - 1))
-        whole = max(layer * run.gathered * B + layer * B, 2 * head * B)
-        states["gathered layers"] = round(whole)
     return states, round(optimizer) - states["optimizer"]
 
 

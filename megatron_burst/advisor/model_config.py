@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .model import Latent, Mixer, Model
+from .layer_kinds import Latent, Mixer
+from .model import Model
 
 Config = dict[str, Any]
-# transformers' names of kinds of layers -> letters of `model.KINDS`.
+# transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
 LAYER_TYPES = {
     "full_attention": "F", "sliding_attention": "W", "linear_attention": "L",
     "chunked_attention": "W", "mamba": "M", "attention": "*", "mlp": "-", "moe": "-",

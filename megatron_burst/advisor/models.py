@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .model import Latent, Mixer, Model, padded
+from .layer_kinds import Latent, Mixer
+from .model import Model, padded
 from .model_config import from_config
 
 

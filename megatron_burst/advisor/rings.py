@@ -14,9 +14,10 @@ from ..schedule.demand import wanted
 from ..schedule.sizes import Sizes as RowSizes
 from ..schedule.tables import Grid
 from ..schedule.topology import Topology
-from .layer import Core, Sizes
+from .core import Core
 from .ring_buffers import ALIGNMENT, ENVELOPE, Rooms, rooms
 from .settings import BYTES, Settings
+from .sizes import Sizes
 
 ALL_GRADIENTS = (True, True, True)
 RoomsOf = Callable[..., tuple[Rooms, Rooms]]  # called as `ring_rooms`

@@ -25,7 +25,7 @@ class Settings:
 
     seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
     pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
-    data-parallel ranks besides context parallelism; intra: context-parallel ranks of a node.
+    data-parallel ranks besides context parallelism.
     micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
     every layer in backward from its input. store: fraction of attention results that this keeps.
     offload: fraction of inputs and store that waits on the host.
@@ -35,12 +35,13 @@ class Settings:
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
-    algorithm, layout, side, wire, head_chunks: of attention. ulysses: context-parallel ranks that
-    share heads, by `placement`; inner: ranks of an inner ring, None: those of a node. route: of
-    chunks: "auto" is what runs here, "ring" hands them on even where few rows are wanted. fsdp:
-    parameters and gradients are shared out too (ZeRO-3), and `gathered` layers of parameters are
-    whole at a time. chunks_on_host: queries, keys, values and results of all chunks but two wait on
-    the host (FPDT; no flag of ours does that). path: whose modules compute.
+    algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
+    cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
+    an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
+    them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
+    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
+    keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
+    that). path: whose modules compute.
     """
 
     seq: int
@@ -97,16 +98,7 @@ class Settings:
 
 def check(model: Model, run: Settings) -> None:
     """Raise ValueError, with what would do, for settings that no run could have."""
-    sizes = ("seq", "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches",
-             "sequence_chunks", "mlp_tiles", "ulysses", "head_chunks", "gathered")  # fmt: skip
-    for name in sizes:
-        value = getattr(run, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("store", "offload", "optimizer_offload"):
-        value = getattr(run, name)
-        if not 0 <= value <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1, got {value}")
+    _check_numbers(run)
     if model.heads % run.tp:
         good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
         raise ValueError(
@@ -138,6 +130,20 @@ def check(model: Model, run: Settings) -> None:
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
             "layers only: add --recompute full"
         )
+
+
+def _check_numbers(run: Settings) -> None:
+    """Sizes are from 1, fractions from 0 to 1."""
+    sizes = ("seq", "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches",
+             "sequence_chunks", "mlp_tiles", "ulysses", "head_chunks", "gathered")  # fmt: skip
+    for name in sizes:
+        value = getattr(run, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("store", "offload", "optimizer_offload"):
+        value = getattr(run, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1, got {value}")
 
 
 def _check_heads(model: Model, run: Settings) -> None:

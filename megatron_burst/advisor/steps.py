@@ -7,16 +7,17 @@ beside what the others in flight have left.
 from __future__ import annotations
 
 from .head import head_bytes
-from .layer import B, F
-from .model import FULL, WINDOW, Part
+from .layer_kinds import FULL, WINDOW, Part
 from .models import Model
 from .rings import RoomsOf
-from .settings import Settings
+from .settings import BYTES, Settings
+from .sizes import B, F
 from .tape import Tape
 from .walk import BETWEEN, INPUTS, Walk
 
 STORE, HEAD, ROPE = "attention store", "LM head and loss", "rope tables"
 BATCH, IN_FLIGHT, SAVED = "batch", "other micro-batches", "saved activations"
+GATHERED = "gathered weights"
 
 
 class Step:
@@ -41,6 +42,7 @@ class Step:
         tape.make("batch", BATCH, run.rows * (3 * 8 + 4))
         tape.make("rope", ROPE, self._rope_bytes())
         self._others()
+        tape.make("whole", GATHERED, self._gathered())
         tape.make("input 0", INPUTS, self.hidden)
         for layer in range(self.layers):
             tape.begin(f"forward of layer {layer}")
@@ -59,12 +61,22 @@ class Step:
         if run.chunks_on_host:
             self.host += round(self.walk.on_host)
         tape.begin("end")
-        tape.drop("dy", "rope", "batch")
+        tape.drop("dy", "rope", "batch", "whole")
 
     def _different(self) -> set[int]:
         """The layers that a search must see: the first and last two, and the last of each kind."""
         last = {part: layer for layer, part in enumerate(self.parts)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
+
+    def _gathered(self) -> float:
+        """With `fsdp`, parameters of some layers and the gradients of one, before they are shared
+        out; of the largest layer."""
+        run, of = self.run, self.model.by_layer
+        if not run.fsdp:
+            return 0
+        sizes = (of[layer] for layer in layers_of(self.model, run, self.stage))
+        largest = max((shared + experts / run.ep) / run.tp for shared, _, experts in sizes)
+        return largest * (run.gathered * B + BYTES[run.gradients])
 
     def _rope_bytes(self) -> int:
         low = self.model.latent
@@ -95,6 +107,9 @@ class Step:
         """Final norm, LM head, loss; its backward. What comes out is the last layer's gradient."""
         tape, found = self.tape, head_bytes(self.model, self.run)
         tape.begin("LM head and loss")
+        tape.drop("whole")
+        table = self.model.vocabulary * self.model.hidden / self.run.tp
+        tape.make("whole", GATHERED, table * B * self.run.fsdp)
         cpu = 2 * self.hidden / B * F * (self.run.path == "cpu" and self.run.mlp_tiles == 1)
         tape.make("normed", HEAD, self.hidden + cpu)
         with tape.while_there({HEAD: found["while"]}):
@@ -104,7 +119,8 @@ class Step:
         with tape.while_there({HEAD: found.get("back", 0)}):
             pass
         tape.make("dy", BETWEEN, self.hidden)
-        tape.drop("kept", "normed", hidden)
+        tape.drop("kept", "normed", hidden, "whole")
+        tape.make("whole", GATHERED, self._gathered())
 
     # --- a layer, and what it leaves ---------------------------------------------------------
 

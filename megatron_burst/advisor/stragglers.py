@@ -131,14 +131,13 @@ def _stages(
 ) -> list[_Stage]:  # fmt: skip
     """Every stage as it would be on the ranks of one group."""
 
-    @cache
     def layer(part: Part) -> LayerTime:
         return _slowed(layer_time(model, cluster, run, faults, part, _timed_in(group)), factor)
 
-    found = []
-    for index, (forward, backward) in enumerate(stages_of(model, cluster, run, layer)):
+    found, timed = [], cache(layer)
+    for index, (forward, backward) in enumerate(stages_of(model, cluster, run, timed)):
         there, back = (each.total + (factor - 1) * each[HEAD] for each in (forward, backward))
-        cores = (layer(model.parts[each]).core for each in layers_of(model, run, index))
+        cores = (timed(model.parts[each]).core for each in layers_of(model, run, index))
         # Layers follow one another, so their deviations add up as those of independent draws do.
         spread = math.sqrt(sum(core.spread**2 for core in cores if core is not None))
         found.append(_Stage(there, back, spread))

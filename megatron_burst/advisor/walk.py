@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .layer import ATTENTION, B, F, Half, Sizes, attention_half, mixer_half, mlp_half
-from .model import MIXER, Part
+from .core import ATTENTION
+from .layer import attention_half, mixer_half, mlp_half
+from .layer_kinds import MIXER, Part
 from .models import Model
 from .rings import RoomsOf, core_of, on_ring
 from .settings import Settings
-from .tape import Tape
+from .sizes import B, F, Sizes
+from .tape import Half, Tape
 
 INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a layer"
 

@@ -111,6 +111,8 @@ def _waves(moved: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
             exchange * grid.size + end, return_inverse=True, return_counts=True
         )
         clash[exchange[times[index] > 1]] = True
+    if not clash.any():
+        return np.zeros_like(exchange)
     src, dst = moved.src.astype(np.int64), moved.dst.astype(np.int64)
     between = moved.between(grid)
     # Round the node, or round all ranks: at one distance no two have the same sender or receiver.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...advisor.clusters import EXCHANGE, LATENCY, NIC, NVLINK, SLOWDOWN
+from ...advisor.clusters import EXCHANGE, LATENCY, NIC, NVLINK, SLOWDOWN, Cluster
 from ...advisor.gpus import GPUS, Gpu, of_device
 from ...recompute.host.limits import host_limit
 from .ranks import Ranks
@@ -46,8 +46,7 @@ def figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
     if known:
         found["links.nvlink"] = gpu.nvlink, "published"
         found["links.nic"] = gpu.nic, "published"
-    if not ranks.cuda:
-        found["gpu.reserve"] = 0, "none on a CPU"
+    found["gpu.reserve"] = (Cluster.reserve, "assumed") if ranks.cuda else (0, "none on a CPU")
     return found
 
 

@@ -14,7 +14,7 @@ from ...advisor import cluster_file, models
 from ...advisor.clusters import Cluster
 from ...advisor.gpus import GPUS, Gpu
 from ...recompute.host.limits import host_limit
-from . import beside, device, host, kernels, links
+from . import beside, device, host, kernels, layer, links
 from .ranks import Found, Ranks, joined
 
 FIGURES = 60  # repeated quantities, all in all, among which --minutes are shared out
@@ -102,7 +102,7 @@ def missing(ranks: Ranks) -> str:
     if ranks.nodes < 2:
         lacks.append("links between nodes (start it on two nodes)")
     if not ranks.cuda:
-        lacks.append("a layer's peak memory (needs a GPU)")
+        lacks.append("the memory of a layer's attention (needs a GPU)")
     return "; ".join(lacks)
 
 
@@ -130,6 +130,7 @@ def measured(
     compute = attention.figures["compute"]
     figures.add("gpu.attention", Found(min(1.0, compute.value / peak), None, "compute / peak"))
     _links(figures, ranks, model, stated)
+    figures.notes["gpu.reserve"] = layer.compared(ranks, model) or figures.notes["gpu.reserve"]
     ranks.say("copies to the host and back")
     together, alone = host.links(ranks)
     figures.add("host.rate", together)

@@ -3,6 +3,7 @@
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest --offload 1
     megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
+    megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
 An account from the sizes of tensors, not a measurement; `advisor.memory` says what is counted.
 Exit status: 0 it fits, 1 it does not, 2 bad input.
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...advisor import clusters, models, settings
-from ...advisor.longest import EFFICIENCY, Longest, best, layouts_of, seconds
+from ...advisor.longest import Longest, best, layouts_of
 from ...advisor.memory import Account, account, fit
+from ...advisor.step_time import StepTime, step_time
+from ...schedule.topology import Placement
 from ...units import size_of
 from .. import model_arguments
 from . import report
@@ -44,6 +47,8 @@ NUMBERS: dict[str, tuple[type, str]] = {
     "offload": (float, "fraction of layer inputs and store that waits on the host"),
     "sequence_chunks": (int, "chunks of rows of the attention half"),
     "mlp_tiles": (int, "tiles of rows of the MLP half"),
+    "ulysses": (int, "context-parallel ranks that share heads by all-to-all"),
+    "head_chunks": (int, "chunks of the heads whose rings run one behind the other"),
     "optimizer_offload": (float, "fraction of optimizer states on the host"),
     "optimizer_bytes": (int, "bytes of fp32 weights and moments per parameter"),
 }
@@ -52,6 +57,7 @@ CHOICES: dict[str, tuple[Any, str]] = {
     "lm_head_loss": (settings.Loss, "the LM head and its loss as one operation, or apart"),
     "gradients": (settings.Dtype, "dtype in which gradients are summed"),
     "wire": (settings.Dtype, "dtype in which gradients of keys or queries travel"),
+    "placement": (Placement, "what lies next to each other: ranks that share heads, or a ring's"),
     "path": (settings.Path, "whose modules compute: Transformer Engine's, or Megatron's on a CPU"),
 }
 
@@ -76,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("algorithm", "layout", "side"):
         add(_flag(name), metavar="NAME", help=f"of attention ({getattr(DEFAULT, name)})")
     add("--no-distributed-optimizer", action="store_true", help="states on every rank")
-    add("--efficiency", type=float, default=EFFICIENCY, metavar="F",
-        help=f"of the GPU's peak, for the predicted time ({EFFICIENCY})")  # fmt: skip
+    add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
     add("--longest", action="store_true", help="the longest sequence that fits")
     add("--json", action="store_true", help="print JSON, for scripts")
     add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
@@ -89,8 +94,6 @@ DEFAULT = settings.Settings(seq=1)
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the account. Returns the exit status."""
-    if not 0 < arguments.efficiency <= 1:
-        raise ValueError(f"--efficiency must be above 0, at most 1, got {arguments.efficiency}")
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
     cluster, model, base, chosen = _read(arguments)
@@ -101,13 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"--pp {base.pp} fits; give --tp and --cp"
         )
     if arguments.longest:
-        found = best(model, cluster, runs, arguments.efficiency)
+        found = best(model, cluster, runs)
         shown = account(model, found.run)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
         shown, found = min(accounts, key=lambda one: one.peak.bytes), None
     left = fit(shown, cluster)
-    time = seconds(model, cluster, shown.run, arguments.efficiency)
+    time = _time(model, cluster, shown.run)
     if arguments.png is not None:
         from . import picture
 
@@ -115,8 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.facts(shown, cluster, left, time, _binds(found)), indent=1))
     else:
-        report.show(shown, cluster, left, time, _binds(found), arguments.efficiency)
+        report.show(shown, cluster, left, time, _binds(found))
     return 0 if left.fits else 1
+
+
+def _time(model: models.Model, cluster: clusters.Cluster, run: settings.Settings) -> StepTime | str:
+    """Of a step; or why none is predicted, as rings must have equally many ranks on each node."""
+    try:
+        return step_time(model, cluster, run)
+    except ValueError as error:
+        return str(error)
 
 
 def _binds(found: Longest | None) -> str | None:
@@ -133,6 +144,8 @@ def _read(
     given |= own
     if arguments.no_distributed_optimizer:
         given["distributed_optimizer"] = False
+    if arguments.fsdp:
+        given["fsdp"] = True
     if arguments.seq is not None:
         given["seq"] = tokens(arguments.seq)
     if "seq" not in given and not arguments.longest:

@@ -10,12 +10,13 @@ from rich.text import Text
 from ...advisor.clusters import Cluster
 from ...advisor.memory import Account, Fit
 from ...advisor.remedies import does_not_fit, own_flag
+from ...advisor.step_time import StepTime
 from ...units import byte_size, duration
 from ..console import wrapped
 
 
 def show(
-    found: Account, cluster: Cluster, left: Fit, time: float, binds: str | None, efficiency: float
+    found: Account, cluster: Cluster, left: Fit, time: StepTime | str, binds: str | None
 ) -> None:
     """Print the peak by item, what is left, and the time of a step."""
     console, run, peak = wrapped(), found.run, found.peak
@@ -40,15 +41,23 @@ def show(
         console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
     else:
         console.print(Text(does_not_fit(found, cluster, own_flag), style="bold red"))
-    console.print(Text(f"a step: {duration(time) if time < 120 else f'{time / 60:,.0f} min'} at "
-                       f"{efficiency:.0%} of the peak (assumed)"))  # fmt: skip
-    if found.model.uncounted:
-        console.print(Text(f"not counted: {'; '.join(found.model.uncounted)}", style="yellow"))
+    console.print(Text(_step(time, cluster)))
     console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
 
 
+def _step(time: StepTime | str, cluster: Cluster) -> str:
+    if isinstance(time, str):
+        return f"a step: no time predicted: {time}"
+    taken = duration(time.seconds) if time.seconds < 120 else f"{time.seconds / 60:,.0f} min"
+    share = time.parts[time.bottleneck] / time.seconds
+    return (
+        f"a step: {taken} predicted, MFU {time.mfu:.0%}, {share:.0%} of it {time.bottleneck}; "
+        f"{cluster.described}"
+    )
+
+
 def facts(
-    found: Account, cluster: Cluster, left: Fit, time: float, binds: str | None
+    found: Account, cluster: Cluster, left: Fit, time: StepTime | str, binds: str | None
 ) -> dict[str, Any]:
     """The same as plain data: bytes, seconds."""
     run = found.run
@@ -66,7 +75,8 @@ def facts(
         "fits": left.fits,
         "not_counted": list(found.model.uncounted),
         "binds": binds,
-        "seconds": time,
+        "seconds": None if isinstance(time, str) else time.seconds,
+        "mfu": None if isinstance(time, str) else time.mfu,
     }  # fmt: skip
 
 
@@ -77,6 +87,7 @@ def _headline(found: Account, cluster: Cluster) -> str:
     how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
            f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
            f"gradients {run.gradients}"]  # fmt: skip
+    how += [f"{run.ulysses} ranks share heads"] * (run.ulysses > 1) + ["FSDP"] * run.fsdp
     return (
         f"{found.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
         + ", ".join(how)

@@ -1,0 +1,80 @@
+"""The core attention of a layer as operators, between rope and projection.
+
+Over a ring of ranks, and around it the all-to-alls of ranks that share heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sizes import B, F, Sizes
+from .tape import Op
+
+ATTENTION, RING = "attention half", "ring buffers"
+
+
+@dataclass(frozen=True)
+class Core:
+    """What the core attention of a layer needs besides its tensors: bytes of ring buffers in
+    forward and backward, without the sums of its own gradients; `sums`, of which these are.
+    keys: rows of keys that a kernel sees at a time; store: fraction of out that is there already.
+    heads_shared: by how many ranks; parts: head chunks, whose results are joined; wire: bytes of a
+    number of gradients that travel.
+    """
+
+    forward: float = 0
+    backward: float = 0
+    sums: float = 0
+    keys: int = 0
+    store: float = 0.0
+    heads_shared: int = 1
+    parts: int = 1
+    wire: int = F
+
+
+def core_ops(x: Sizes, rows: int, core: Core) -> list[Op]:
+    """Core attention over the ring. Forward sums out in fp32; backward dq, dk and dv.
+
+    A stock kernel sums dq in fp32 besides, and on a GPU dk and dv too where heads share keys; on a
+    CPU it sees a tile of half the rows.
+    """
+    if core.heads_shared > 1:
+        return _with_all_to_all(x, rows, core)
+    q, kv, lse, out = rows * x.query, core.keys * x.kv, rows * x.heads * F, rows * x.out
+    kernel = (q / 2 + kv) * B if x.cpu else q * (B + F) + kv * (B + F)
+    rest, joined = 1 - core.store, core.parts > 1
+    new = {"out": out * B if rest else 0, "lse": lse if rest else 0}  # else they are the store's
+    sums = {ATTENTION: out * F * rest + out * B * rest * joined, RING: core.forward * (rest > 0)}
+    return [Op(
+        "core", ("q2", "k2", "v2"), {"out": new["out"]}, ("q2", "k2", "v2", "out"),
+        {"lse": new["lse"]},
+        during=sums,
+        back_before={ATTENTION: core.sums + kernel + lse, RING: core.backward},
+        back={ATTENTION: core.sums * (1 + joined) + lse},
+        elsewhere={} if rest else {"out": out * B},
+    )]  # fmt: skip
+
+
+def _with_all_to_all(x: Sizes, rows: int, core: Core) -> list[Op]:
+    """The same where ranks share heads (`execution.ulysses`): q, k and v go to where their heads
+    are computed, as copies, and out comes back; backward brings its gradient there, and those of q,
+    k and v back. What backward needs is what the ring saw: q, k, v, out and lse of this rank's
+    heads and all rows of the ranks that share them. Keys have copies where heads are fewer."""
+    ranks = core.heads_shared
+    q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
+    copies = max(1, ranks / x.kv_heads)
+    there, seen = kv * copies, core.keys * x.kv * copies  # keys and values as the ring has them
+    kernel = (q / 2 + seen) * B if x.cpu else (q + seen) * (B + F)
+    rest = 1 - core.store
+    sent = {"q there": q * B, "kv there": there * B}
+    saved = {"out there": out * B if rest else 0, "lse": lse if rest else 0}
+    grads = core.sums * core.wire / F  # as they travel
+    return [
+        Op("heads to rows", ("q2", "k2", "v2"), sent, during={ATTENTION: (q + there) * B},
+           back={ATTENTION: grads}),
+        Op("core", ("q there", "kv there"), {"out": out * B}, ("q there", "kv there"), saved,
+           before={ATTENTION: out * F * rest, RING: core.forward * (rest > 0)},
+           during={ATTENTION: out * B},
+           back_before={ATTENTION: out * B + core.sums + kernel + lse, RING: core.backward},
+           back={ATTENTION: core.sums + lse}),
+    ]  # fmt: skip
