@@ -1,5 +1,6 @@
 """Cluster files: what is written is read back, and what is wrong in one is said at once."""
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ def rates():
     return st.builds(
         Rates, positive, positive, FROM_0, st.none() | positive, FROM_0, FROM_0, ABOVE, FROM_0,
         FROM_0, ABOVE, st.none() | ABOVE, FROM_0, FROM_0, positive,
+        FROM_0,
     )  # fmt: skip
 
 
@@ -127,9 +129,18 @@ def test_what_nobody_measured_is_published_and_says_so():
     """Of 450 GB/s of NVLink and 50 GB/s of a NIC, by hand; 0.65 of 989 TFLOP/s."""
     cluster = clusters.Cluster("h100", 16)
     found = cluster.rank_rates()
-    assert (found.intra, found.inter) == (360e9, 45e9)
+    assert (found.intra, found.inter, found.nic) == pytest.approx((360e9, 41e9, 45.5e9))
     assert found.compute == pytest.approx(642.85e12)
     assert "published rates, not measured here" in cluster.described
     half = replace(cluster, rates=Rates(1e9, 2e9, latency=1e-5), source="mine", spread=0.04)
     assert half.rank_rates() == Rates(1e9, 2e9, latency=1e-5, compute=found.compute)
     assert half.described == "measured: mine; figures within 4%"
+
+
+def test_every_field_is_in_the_file():
+    """But those that are objects, and who shares a NIC, which follows from the cluster."""
+    there = {(f.of, f.field) for part in cluster_file.SECTIONS.values() for f in part}
+    fields = {(of, each.name) for of in (clusters.Cluster, clusters.Gpu, Rates)
+              for each in dataclasses.fields(of)}  # fmt: skip
+    left = {(clusters.Cluster, "gpu"), (clusters.Cluster, "rates"), (Rates, "shared")}
+    assert there == fields - left

@@ -71,6 +71,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("exchange", Rates, "exchange", float, "of a link's rate, in an all-to-all"),
         Figure("exchange_start", Rates, "exchange_start", float, "seconds of it without bytes"),
         Figure("copying", Rates, "copying", float, "bytes/s of its tensors, cut up and joined"),
+        Figure("handling", Rates, "handling", float, "seconds of a rank for each byte it sends"),
         Figure("start", Rates, "start", float, "seconds before a pass of a ring begins"),
         Figure("overlap", Cluster, "overlap", float, "of gradients' reduction, hidden at most"),
         Figure("slowdown", Rates, "slowdown", float, "of computing while links carry something"),

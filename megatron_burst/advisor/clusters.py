@@ -13,12 +13,15 @@ from ..autotune.rates import BACKWARD, Rates
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu
 
 # What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
-# bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC: headers and flow control taken off.
-NVLINK, NIC = 0.8, 0.9
-# Near what fits LoongTrain's and BurstEngine's published times on A100 and A800 (docs/advise.md);
-# `megatron-burst calibrate` measures them. Seconds, seconds, rows, fractions.
-LATENCY, LAUNCH, HALF_ROWS, SLOWDOWN, EXCHANGE = 15e-6, 100e-6, 500.0, 0.1, 0.8
+# bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC, SHARED: of a NIC's rate, by a rank alone
+# and by several; these, HALF_ROWS and SLOWDOWN are those that fit LoongTrain's table 4 (64 A100).
+NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
+# Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, fraction.
+LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8
 SOURCE = "published rates"
+# The largest error with them of 58 published steps, to which none of them was fitted: LoongTrain's
+# table 2 (A100), BurstEngine's tables 2 and 5 (A800). The middle one is below 0.05.
+OFF = 0.25
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,10 @@ class Cluster:
         """Where the rates come from, and how far that can be off, on one line."""
         if self.measured:
             return f"measured: {self.source}; figures within {self.spread:.0%}"
-        return f"{self.source}, not measured here: `megatron-burst calibrate` measures them"
+        return (
+            f"{self.source}, not measured here: a step can be off by up to {OFF:.0%}; "
+            "`megatron-burst calibrate` measures them"
+        )
 
     def rank_rates(self) -> Rates:
         """The rates of one rank: what was measured, or else what published ones become in a run.
@@ -120,6 +126,7 @@ class Cluster:
         return Rates(
             intra=self.gpu.nvlink * NVLINK,
             inter=self.nic_rate * NIC,
+            nic=self.nic_rate * SHARED,
             latency=LATENCY,
             compute=compute,
             launch=LAUNCH,

@@ -10,8 +10,7 @@ on A100 (FlashAttention-2, 0.73), 648 of 989 on H100 (FlashAttention-3, 0.66), 6
 (cuDNN 9, NVIDIA's figures, 0.7), up to 1613 of 2250 on B200 (FlashAttention-4, abstract, 0.71);
 somewhat less than that is taken. `linear` is nine tenths of what a search over shapes found for
 matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS": A100 0.87,
-H100 0.80, B200 0.78), and on A100 what whole steps that were published reach (0.57 to 0.72, fitted
-in docs/advise.md). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
+H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 TFLOP/s).
 """
 
@@ -64,7 +63,7 @@ class Gpu:
 
 _A100 = "A100 datasheet, SXM; PCIe 4.0 x16; DGX A100, HDR 200 Gb/s"
 _H100 = "H100 datasheet, SXM; PCIe 5.0 x16; DGX H100, NDR 400 Gb/s"
-_A, _H, _B = (0.70, 0.70, 25 * GB), (0.65, 0.72, 50 * GB), (0.65, 0.70, 50 * GB)
+_A, _H, _B = (0.73, 0.78, 25 * GB), (0.65, 0.72, 50 * GB), (0.65, 0.70, 50 * GB)
 
 # Name, memory, peak, host link, source, NVLink one way, memory rate; attention, linear, NIC.
 GPUS: dict[str, Gpu] = {
