@@ -30,7 +30,7 @@ OWN = (
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
-LARGEST_RING = 256  # ranks; larger rings are tried only where heads cannot be shared
+LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
 
 
 class Attention:
