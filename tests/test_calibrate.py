@@ -13,7 +13,6 @@ import torch.distributed as dist
 import megatron_burst as mb
 from benchmarks.memory.live import LiveTensors
 from megatron_burst.advisor import cluster_file, gpus
-from megatron_burst.advisor.models import NAMED
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.simulate import simulate
 from megatron_burst.cli.calibrate import kernels, layer, links, ranks
@@ -194,6 +193,10 @@ def test_two_nodes_of_two(tmp_path):
     assert text.count("median of") >= 6
     assert "NOT MEASURED" not in text
     run = Settings(seq=4096, cp=4, micro_batches=1)
+    small = mb.Model("small", 2, 256, 8, 4, 512, 1024)
+    advice = mb.advise(small, path, seq=4096, tokens_per_step=16384)
+    assert advice.cluster == cluster
+    assert 0 < advice.ranked[0].time.mfu <= 1
     step = simulate("llama3-8b", cluster, run)
     call = simulate("llama3-8b", cluster, run, part="attention")
     assert 0 < call.seconds < step.seconds < 1e6
@@ -254,7 +257,8 @@ def attention_peaks():
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
     here = ranks.Ranks(groups, torch.device("cpu"), 0.01)
     with LiveTensors() as live:
-        return layer.peaks(here, NAMED["llama3-8b"], LiveMeter(live))
+        model = mb.Model("small", 1, 512, 8, 2, 512, 1024)
+        return layer.peaks(here, model, LiveMeter(live))
 
 
 @pytest.mark.world_size(4)

@@ -15,23 +15,21 @@ from .ranks import Ranks
 NOT_MEASURED = "NOT MEASURED: published or assumed"
 
 
-def gpu(ranks: Ranks, name: str | None, linear: float) -> Gpu:
+def gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
     """The GPU of the table, by name or by what torch calls it; one without published figures
-    otherwise, whose peak is what matrix products reached.
+    otherwise, whose peak is the best that was measured.
 
-    linear: operations per second that large matrix products reached.
+    best: operations per second that anything reached.
     """
     if not ranks.cuda:
         memory = host_limit() // ranks.per_node
-        return Gpu("cpu", max(1, memory), linear, 1.0, "a CPU rank: its peak is what was measured")
+        return Gpu("cpu", max(1, memory), best, 1.0, "a CPU rank: its peak is what was measured")
     title = torch.cuda.get_device_name(ranks.device)
     memory = torch.cuda.get_device_properties(ranks.device).total_memory
     known = GPUS[name.lower()] if name is not None else of_device(title)
     if known is None:
-        return Gpu(
-            title, memory, linear, 1.0, "no published figures: its peak is what was measured"
-        )
-    return Gpu(**(vars(known) | {"memory": memory, "peak": max(known.peak, linear)}))
+        return Gpu(title, memory, best, 1.0, "no published figures: its peak is what was measured")
+    return Gpu(**(vars(known) | {"memory": memory, "peak": max(known.peak, best)}))
 
 
 def figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:

@@ -29,13 +29,6 @@ COPY = {"cuda": 2**29, "cpu": 2**26}  # bytes
 HEADS = {"cuda": 2**20, "cpu": 4}  # query heads at most
 
 
-class Attention(NamedTuple):
-    """Figures of `Rates` by name, and how far the fit is off at worst, as a fraction."""
-
-    figures: dict[str, Found]
-    off: float
-
-
 @dataclass(frozen=True)
 class Calls:
     """A forward and a backward of the local attention on one tile."""
@@ -83,7 +76,7 @@ def tile(ranks: Ranks, model: Model, rows: int) -> Calls:
     return Calls(forward, backward, 4.0 * h * width * rows**2, kernel.name)
 
 
-def attention(ranks: Ranks, model: Model) -> Attention:
+def attention(ranks: Ranks, model: Model) -> dict[str, Found]:
     """compute, launch, half_rows and backward of `Rates`, fitted to tiles of several sizes."""
     rows = (EMPTY, *CHUNKS[ranks.device.type])
 
@@ -110,15 +103,12 @@ def attention(ranks: Ranks, model: Model) -> Attention:
     )
     spread = float(np.median(took[1, 1:]))
     launch = f"a tile of {EMPTY} rows, forward and backward / 2"
-    return Attention(
-        {
-            "compute": Found(fit.compute, spread, how),
-            "half_rows": Found(fit.half_rows, None, "of the same fit"),
-            "backward": Found(fit.backward, None, "of the same fit"),
-            "launch": Found(fit.launch, float(took[1, 0].max()), launch),
-        },
-        fit.off,
-    )
+    return {
+        "compute": Found(fit.compute, spread, how),
+        "half_rows": Found(fit.half_rows, None, "of the same fit"),
+        "backward": Found(fit.backward, None, "of the same fit"),
+        "launch": Found(fit.launch, float(took[1, 0].max()), launch),
+    }
 
 
 def tile_flops(model: Model, ranks: Ranks, rows: int) -> float:

@@ -18,6 +18,7 @@ from . import beside, device, host, kernels, layer, links
 from .ranks import Found, Ranks, joined
 
 FIGURES = 60  # repeated quantities, all in all, among which --minutes are shared out
+TIMES = ("launch", "latency", "posting", "exchange_start")  # short, so they vary, and matter less
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Figures:
     def add(self, key: str, one: Found, more: str = "") -> None:
         self.values[key] = float(f"{one.value:.4g}")
         self.notes[key] = f"{one.note}; {more}" if more else one.note
-        if one.spread is not None and one.value > 1:  # a rate: short times vary, and matter less
+        if one.spread is not None and key.split(".")[1] not in TIMES:
             self.spreads.append(one.spread)
 
     def state(self, key: str, value: Any, note: str) -> None:
@@ -111,10 +112,14 @@ def measured(
 ) -> tuple[Cluster, Mapping[str, str]]:
     """The cluster, and how each figure was found; collective."""
     figures = Figures()
+    chunks = kernels.CHUNKS[ranks.device.type]
+    ranks.say(f"attention of {chunks[0]} to {chunks[-1]} rows")
+    attention = kernels.attention(ranks, model)
+    compute = attention["compute"]
     ranks.say("matrix products and memory")
     linear, small = kernels.products(ranks, model)
     rate, cutting = kernels.memory(ranks, model)
-    stated = device.gpu(ranks, wanted.gpu, linear.value)
+    stated = device.gpu(ranks, wanted.gpu, max(linear.value, compute.value))
     for key, (value, note) in device.figures(stated, ranks).items():
         figures.state(key, value, note)
     peak = figures.values["gpu.peak"]
@@ -122,12 +127,8 @@ def measured(
     figures.add("links.copying", cutting)
     figures.add("gpu.linear", linear._replace(value=min(1.0, linear.value / peak)))
     figures.add("gpu.small", small)
-    chunks = kernels.CHUNKS[ranks.device.type]
-    ranks.say(f"attention of {chunks[0]} to {chunks[-1]} rows")
-    attention = kernels.attention(ranks, model)
-    for name, one in attention.figures.items():
+    for name, one in attention.items():
         figures.add(f"gpu.{name}", one)
-    compute = attention.figures["compute"]
     figures.add("gpu.attention", Found(min(1.0, compute.value / peak), None, "compute / peak"))
     _links(figures, ranks, model, stated)
     figures.notes["gpu.reserve"] = layer.compared(ranks, model) or figures.notes["gpu.reserve"]
