@@ -187,7 +187,7 @@ def test_the_longest_fits_and_the_next_does_not():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"tp": 3}, "take one of 1, 2, 4"), ({"seq": 1000, "cp": 16}, "multiple of 2 x --cp"),
-     ({"pp": 3}, "do not divide the 4 layers"), ({"store": 2.0}, "--store must be from 0 to 1"),
+     ({"pp": 3}, "4 layers of small: take .* one of 1, 2, 4"), ({"store": 2.0}, "--store must be from 0 to 1"),
      ({"ep": 2}, "has no experts"), ({"recompute": "none", "store": 0.5}, "--recompute full"),
      ({"vpp": 2}, "needs --pp"), ({"sequence_chunks": 2}, "needs --cp above 1"),
      ({"recompute": "none", "offload": 0.5}, "--recompute full"),

@@ -1,11 +1,13 @@
 """What a slow GPU, a slow NIC and jitter cost each algorithm: 64 context-parallel ranks on H100.
 
 Nothing here is measured or published: it is what the model of time says, for a reader who has to
-choose an algorithm on a cluster that is not perfect. `python -m benchmarks.advise.faults`.
+choose an algorithm on a cluster that is not perfect.
+`python -m benchmarks.advise --sections faults`.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 
 from benchmarks.advise.section import Figure, Section
@@ -63,9 +65,9 @@ def run(fit: bool = False) -> Section:
         name="faults",
         title="What faults cost each algorithm",
         intro=[
-            f"One attention call, forward and backward, of {MODEL.name} on {RANKS} context-parallel "
-            f"ranks: {cluster.gpus // cluster.per_node} nodes of {cluster.per_node} H100 at "
-            "published rates. Predicted, not measured. One GPU of the first node computes "
+            f"One attention call, forward and backward, of {MODEL.name} on {RANKS} "
+            f"context-parallel ranks: {RANKS // cluster.per_node} nodes of {cluster.per_node} "
+            "H100 at published rates. Predicted, not measured. One GPU of the first node computes "
             f"{SLOW_GPU:g} times as long; or one of its NICs has half its rate (of the eight, the "
             f"one that costs most); or the time of every computed pair and every message varies by "
             f"{JITTER:.0%} (mean of eight draws, and their standard deviation).",
@@ -87,16 +89,14 @@ def notes(costs: list[list[float]]) -> list[str]:
     least = [n for (s, n), c in zip(names, costs, strict=True) if s == seq and c[1] < 0.02]
     return [
         f"A slow NIC costs most with {name} at {seq // 1024}K ({most[1]:+.0%}), and less than 2 % "
-        f"there with {', '.join(least) or 'none'}: their links between nodes have time to spare, or "
-        "a faulty link carries little. A slow GPU costs little only where links are the bottleneck "
-        "anyhow; no algorithm gives a slow rank less to compute."
+        f"there with {', '.join(least) or 'none'}: their links between nodes have time to spare, "
+        "or a faulty link carries little. A slow GPU costs little only where links are the "
+        "bottleneck anyhow; no algorithm gives a slow rank less to compute."
     ]
 
 
 def largest(ranks: int = 1024, seq: int = 2**24) -> tuple[float, float]:
     """Processor seconds and peak gigabytes of simulating the largest group, the slowest to do."""
-    import resource
-
     cluster = Cluster("h100", ranks)  # pyright: ignore[reportArgumentType]
     slowest = 0.0
     for name in ALGORITHMS:
@@ -104,7 +104,3 @@ def largest(ranks: int = 1024, seq: int = 2**24) -> tuple[float, float]:
         attention_time(MODEL, cluster, settings(name, seq, ranks), Faults({5: SLOW_GPU}))
         slowest = max(slowest, time.process_time() - start)
     return slowest, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-if __name__ == "__main__":
-    print(run().markdown())

@@ -128,30 +128,46 @@ def counts(found: list[Cell]) -> dict[str, tuple[int, int]]:
             "-": (sum(c.right for c in none), len(none))}  # fmt: skip
 
 
-def run(fit: bool = False) -> Section:
-    """The table, predicted beside published; nothing is fitted, so `fit` changes nothing."""
-    found = cells()
-    right, other = counts(found), counts(cells(4 * GIB))
+def _intro() -> list[str]:
     shapes = "; ".join(
         f"{m.name}: {m.layers} layers, hidden {m.hidden}, {m.heads} heads, {m.kv_heads} of keys, "
         f"MLP {m.ffn}{' gated' if m.gated else ''}, vocabulary {m.vocabulary:,}"
         for m in MODELS.values()
     )
-    wrong = ", ".join(f"{c.model} on {c.gpus} ({words(c.found)} for {c.published})"
-                      for c in found if not c.right)  # fmt: skip
+    return [
+        "Published / predicted. Nothing is fitted. Everywhere the same: "
+        f"{PER_PARAMETER} bytes per parameter (bf16 weight and gradient, fp32 weight and two "
+        f"moments), sharded over all GPUs (ZeRO-3); nodes of {PER_NODE} GPUs with "
+        f"{HOST / 1e12:.0f} TB of host memory (assumed); {RESERVE // GIB} GiB of a GPU are not "
+        "for tensors; heads shared by all ranks, or by as many as divide them; chunks of 64K "
+        "tokens, two on the device, the others on the host; layer inputs on the host. Lengths "
+        "tried: 64K, 128K, 256K, 512K, 1M, 2M, 3M, 4M, 8M.",
+        f"Shapes: {shapes}.",
+    ]
+
+
+def _notes(found: list[Cell]) -> list[str]:
+    wrong = ", ".join(
+        f"{c.model} on {c.gpus} ({words(c.found)} for {c.published})" for c in found if not c.right
+    )
+    other = counts(cells(4 * GIB))
+    return [
+        f"Not met: {wrong}. At {PER_PARAMETER} bytes per parameter the states of 2.7B take 42 GB, "
+        "more than one GPU of 40 GB has; those of 8B on four take 32 GB of each, less than those "
+        "of 2.7B on one, though the table has the one as too large and the other not.",
+        "With 4 GiB of a GPU not for tensors, as elsewhere by default: "
+        f"{other['filled'][0]} and {other['-'][0]}.",
+    ]
+
+
+def run(fit: bool = False) -> Section:
+    """The table, predicted beside published; nothing is fitted, so `fit` changes nothing."""
+    found = cells()
+    right = counts(found)
     return Section(
         name="fpdt",
         title="FPDT's longest contexts (its table 1)",
-        intro=[
-            "Published / predicted. Nothing is fitted. Everywhere the same: "
-            f"{PER_PARAMETER} bytes per parameter (bf16 weight and gradient, fp32 weight and two "
-            f"moments), sharded over all GPUs (ZeRO-3); nodes of {PER_NODE} GPUs with "
-            f"{HOST / 1e12:.0f} TB of host memory (assumed); {RESERVE // GIB} GiB of a GPU are not "
-            "for tensors; heads shared by all ranks, or by as many as divide them; chunks of 64K "
-            "tokens, two on the device, the others on the host; layer inputs on the host. Lengths "
-            "tried: 64K, 128K, 256K, 512K, 1M, 2M, 3M, 4M, 8M.",
-            f"Shapes: {shapes}.",
-        ],
+        intro=_intro(),
         columns=["model", *dict.fromkeys(one.gpus for one in found)],
         rows=[[name, *(f"{c.published} / {words(c.found)}{'' if c.right else ' (!)'}"
                        for c in found if c.model == name)] for name in MODELS],
@@ -163,13 +179,7 @@ def run(fit: bool = False) -> Section:
         ],
         points=[Point(f"{c.model} on {c.gpus}", tokens(c.published), c.found) for c in found
                 if c.published != "-" and not c.published.endswith("+") and c.found],
-        notes=[
-            f"Not met: {wrong}. At {PER_PARAMETER} bytes per parameter the states of 2.7B take 42 "
-            "GB, more than one GPU of 40 GB has; those of 8B on four take 32 GB of each, less than "
-            "those of 2.7B on one, though the table has the one as too large and the other not.",
-            "With 4 GiB of a GPU not for tensors, as elsewhere by default: "
-            f"{other['filled'][0]} and {other['-'][0]}.",
-        ],
+        notes=_notes(found),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What stragglers cost a step of 12,288 GPUs: DP x CP x PP, one or few of them slow.
 
 Predicted, not measured: groups by the event model of rings, stages by that of pipelines, replicas
-by the slowest. `python -m benchmarks.advise.faults` writes it into docs/faults.md.
+by the slowest. `python -m benchmarks.advise --sections stragglers`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def run(fit: bool = False) -> Section:
         rows=rows,
         figures=[Figure("to simulate a step with faults", f"{each:.1f} s on average")],
         notes=[
-            "All replicas wait for the slowest one, so a second slow replica costs nothing more, and "
-            "a second slow stage of one replica does. The first stage has fewer waits to fill than "
-            "a middle one and loses less.",
+            "All replicas wait for the slowest one, so a second slow replica costs nothing more, "
+            "and a second slow stage of one replica does. The first stage has fewer waits to fill "
+            "than a middle one and loses less.",
         ],
     )

@@ -114,9 +114,11 @@ def check(model: Model, run: Settings) -> None:
             "ranks: it needs --cp above 1"
         )
     if model.layers % (run.pp * run.vpp):
+        good = [n for n in range(1, model.layers + 1) if model.layers % n == 0]
         raise ValueError(
             f"--pp {run.pp} x --vpp {run.vpp} do not divide the {model.layers} layers of "
-            f"{model.name}"
+            f"{model.name}: take stages that are together one of {', '.join(map(str, good))} "
+            "(stages with unequal numbers of layers are not counted)"
         )
     if run.vpp > 1 and run.pp == 1:
         raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
