@@ -58,6 +58,9 @@ BAD = {
     "patch --check": "--check: expected one argument",
     "patch --check no/such/folder": "no megatron/core/package_info.py in there",
     "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
+    # advise
+    "advise --model gpt9 --gpus 8 --seq 64K": "--model gpt9",
+    "advise --model llama3-8b --cluster nowhere.toml --seq 64K": "nowhere.toml",
     # calibrate
     "calibrate --minutes 0": "--minutes must be above 0, got 0.0",
     "calibrate --gpu h99": "--gpu h99: unknown; one of a100-40g",
