@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..autotune import select
-from ..autotune.candidates import Candidate, Fixed, Workload, grids
+from ..autotune.candidates import Candidate, Fixed, Workload, grids, shared_sizes
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
@@ -148,8 +148,13 @@ class Attention:
             and (size is not None or Share(sizes.kv_heads, grid.ulysses).each % chunks == 0)
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
+        if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
+            kept = [grid for grid in kept if grid.ulysses < max(2, run.cp)]  # a ring is left
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
+        parts = self.pinned.get("head_chunks", 1)
+        whole = [grid for grid in kept if shared_sizes(sizes, grid.ulysses).kv_heads % parts == 0]
+        kept = whole or kept
         if not kept:
             raise ValueError(
                 f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
