@@ -33,7 +33,7 @@ html_show_copyright = False
 
 nitpicky = True
 # No inventory of other packages is fetched, so their names stay text.
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|dist|collections|megatron)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|dist|collections|pathlib|megatron)\..*")]
 default_role = "code"
 add_module_names = False
 autodoc_member_order = "bysource"

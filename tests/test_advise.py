@@ -15,7 +15,8 @@ from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.gpus import GPUS
 from megatron_burst.advisor.memory import account, fit
 from megatron_burst.advisor.model import Model
-from megatron_burst.advisor.search import Search, least_bytes, simplest_first
+from megatron_burst.advisor.ranking import least_bytes, simplest_first
+from megatron_burst.advisor.search import Search
 from megatron_burst.advisor.search_space import Wanted, groups_of
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.step_time import step_time
@@ -82,7 +83,7 @@ def seconds_by_hand(where):
             *({"store": store, "offload": offload} for store in (0.0, 0.5, 1.0)
               for offload in (0.0, 1.0)),
         ):  # fmt: skip
-            for optimizer in (0.0, 1.0):
+            for optimizer in (0.0,):
                 for side, name in product(("kv", "query"), ("ring", "burst")):
                     layout = "striped" if how.get("store") == 0.5 else "zigzag"
                     run = Settings(
@@ -179,6 +180,7 @@ def test_more_memory_that_is_told_of_is_enough():
     ({"cp": 16}, "--cp 16 are 16 ranks, which do not divide --gpus 8"),
     ({"seq": "1X"}, "--seq 1X: a whole number of tokens"),
     ({"tokens_per_step": "100K"}, "no multiple of --seq 65,536: take"),
+    ({"cp": 1, "store": 1.0}, "needs --cp above 1"),
     ({"top": 0}, "--top must be an integer from 1"),
     ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
     ({"speed": 9}, "speed: can be fixed are tp"),

@@ -57,6 +57,13 @@ def test_a_slow_link_costs_its_own_hop_only():
     assert ring(2, 1, 2, factors(2, links=[(0, 1, 5.0)]), latency=1.0) == 5 + 1 + 2
 
 
+def test_a_link_is_slow_in_one_direction():
+    """Three ranks turn 0 -> 1 -> 2 -> 0: nothing goes from 1 to 0."""
+    assert ring(3, 1, 1) == 3
+    assert ring(3, 1, 1, factors(3, links=[(1, 0, 5.0)])) == 3
+    assert ring(3, 1, 1, factors(3, links=[(0, 1, 5.0)])) > 3
+
+
 def test_a_slow_link_is_hidden_behind_compute():
     assert ring(4, 1, 8, factors(4, links=[(0, 1, 8.0)])) == 4 * 8
 
@@ -119,6 +126,9 @@ def test_only_rings_that_differ_are_simulated():
             for each in rings] == [None, [1, 1, 1.2, 1]]  # fmt: skip
     shared = Settings(1024, tp=2, cp=4, dp=2, ulysses=2)
     (rings,) = draws(Faults({5: 1.2}), cluster, shared, Topology(4, 4, 2))
+    slow = [each.passes[0].ranks.tolist() for each in rings if each.passes[0] is not None]
+    assert slow == [[1, 1.2]]
+    (rings,) = draws(Faults({7: 1.2}), cluster, shared, Topology(4, 4, 2))  # CP rank 3
     slow = [each.passes[0].ranks.tolist() for each in rings if each.passes[0] is not None]
     assert slow == [[1, 1.2]]
     (alone,) = draws(Faults({5: 1.2}), cluster, run, Topology(4, 4), Group(1, 0))

@@ -254,6 +254,7 @@ def section(host: Host, rows: list[Measured]) -> Section:
         [f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
         ["The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
          "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".", NOTES],
+        unit="measured, seconds",
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 
 from benchmarks.advise.section import Figure, Section
 from megatron_burst.advisor.attention_time import AttentionTime, attention_time
@@ -31,10 +32,10 @@ def settings(algorithm: str, seq: int, ranks: int = RANKS) -> Settings:
     return Settings(seq, cp=ranks, algorithm=algorithm, ulysses=ALGORITHMS[algorithm])
 
 
-def worst(cluster: Cluster, run: Settings, slow: str, factor: float) -> float:
-    """Seconds with the one GPU, or NIC, of the first node slow that costs most."""
+def worst(cluster: Cluster, run: Settings, fault: Callable[[int], Faults]) -> float:
+    """Seconds with a fault of the one GPU of the first node whose fault costs most."""
     found = [
-        attention_time(MODEL, cluster, run, Faults(**{slow: {gpu: factor}})).seconds
+        attention_time(MODEL, cluster, run, fault(gpu)).seconds
         for gpu in range(cluster.ranks_per_node)
     ]
     return max(found)
@@ -46,8 +47,8 @@ def row(cluster: Cluster, algorithm: str, seq: int) -> tuple[list[str], list[flo
     plain = attention_time(MODEL, cluster, run).seconds
     jittered: AttentionTime = attention_time(MODEL, cluster, run, Faults(jitter=JITTER))
     costs = [
-        worst(cluster, run, "slow_ranks", SLOW_GPU) / plain - 1,
-        worst(cluster, run, "slow_links", SLOW_NIC) / plain - 1,
+        worst(cluster, run, lambda gpu: Faults({gpu: SLOW_GPU})) / plain - 1,
+        worst(cluster, run, lambda gpu: Faults({}, {gpu: SLOW_NIC})) / plain - 1,
         jittered.seconds / plain - 1,
     ]
     spread = jittered.spread / plain

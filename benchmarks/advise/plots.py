@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -12,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .section import Section, spread
 
@@ -44,18 +46,34 @@ def draw(sections: Sequence[Section], path: Path) -> None:
         plt.close(figure)
 
 
+def _steps(ends: np.ndarray) -> tuple[float, ...]:
+    """Of each decade, where to write numbers."""
+    decades = np.log10(ends[1] / ends[0])
+    return (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0) if decades > 0.7 else tuple(range(1, 10))
+
+
+def _number(value: float, _: object) -> str:
+    """Tokens, which are the only large numbers, in millions."""
+    return f"{value / 1e6:g}M" if value >= 1e5 else f"{value:g}"
+
+
 def _panel(axis: Axes, section: Section) -> None:
     there = np.array([point.published for point in section.points], dtype=float)
     here = np.array([point.predicted for point in section.points], dtype=float)
     ends = np.array([min(there.min(), here.min()) / 1.3, max(there.max(), here.max()) * 1.3])
     axis.fill_between(ends, (1 - NEAR) * ends, (1 + NEAR) * ends, color=BAND, linewidth=0)
     axis.plot(ends, ends, color=RULE, linewidth=1)
-    axis.scatter(there, here, s=16, color=BLUE, alpha=0.55, linewidth=0)
+    axis.scatter(there, here, s=16, color=BLUE, alpha=0.45, linewidth=0, zorder=3)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(*ends)
     axis.set_ylim(*ends)
-    axis.set_title(section.title, loc="left", fontsize=10.5, weight="bold")
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_locator(LogLocator(subs=_steps(ends)))
+        each.set_major_formatter(FuncFormatter(_number))
+        each.set_minor_locator(NullLocator())
+    title = "\n".join(wrap(section.title, 42))
+    axis.set_title(title, loc="left", fontsize=10.5, weight="bold")
     axis.set_xlabel(section.unit)
     axis.set_ylabel("predicted")
     off = spread(section.points)

@@ -19,9 +19,10 @@ from .clusters import Cluster
 from .memory import account
 from .model import Model
 from .packed import PackedAttention, lengths_of
+from .ranking import Configuration
 from .refusals import check_wanted
 from .remedies import does_not_fit
-from .search import Configuration, Progress, Search
+from .search import Progress, Search
 from .search_space import Wanted
 from .step_time import model_operations
 
@@ -126,10 +127,19 @@ def advise(
     found = search.run(top, progress)
     if not found.ranked:
         if found.closest is None:
-            raise search.refused or ValueError("nothing that is fixed goes together")
+            raise search.refused or ValueError(_together(want))
         raise DoesNotFit(does_not_fit(found.closest.account, cluster))
     ranked = tuple(_shown(model, each, attention) for each in found.ranked)
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
+
+
+def _together(want: Wanted) -> str:
+    """Why no way was tried: of what is fixed only a store does not go with all of them."""
+    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in want.pinned.items())
+    return (
+        f"{said}: no run has all of these; --store is of attention over several context-parallel "
+        "ranks, so it needs --cp above 1, and --recompute full"
+    )
 
 
 def _shown(model: Model, found: Configuration, attention: Attention) -> Configuration:

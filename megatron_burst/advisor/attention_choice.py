@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..autotune import select
-from ..autotune.candidates import Candidate, Fixed, Workload, grids
+from ..autotune.candidates import Candidate, Fixed, Workload, grids, shared_sizes
 from ..layout import Layout, make
 from ..masks import Causal, Mask
 from ..options import ring_algorithm
+from ..schedule.head_shares import Share
 from ..schedule.sizes import Sizes
 from ..schedule.tables import SIDES
 from ..schedule.topology import Topology
@@ -30,7 +31,7 @@ OWN = (
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
-LARGEST_RING = 256  # ranks; larger rings are tried only where heads cannot be shared
+LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
 
 
 class Attention:
@@ -139,15 +140,21 @@ class Attention:
         found = grids(run.cp, cp_per_node(self.cluster, run), sizes)
         size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
         size = self.pinned.get("ulysses", size)
-        placement = self.pinned.get("placement")
+        placement, chunks = self.pinned.get("placement"), self.pinned.get("head_chunks") or 1
         kept = [
             grid
             for grid in found
             if size in (None, grid.ulysses)
+            and (size is not None or Share(sizes.kv_heads, grid.ulysses).each % chunks == 0)
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
+        if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
+            kept = [grid for grid in kept if grid.ulysses < max(2, run.cp)]  # a ring is left
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
+        parts = self.pinned.get("head_chunks", 1)
+        whole = [grid for grid in kept if shared_sizes(sizes, grid.ulysses).kv_heads % parts == 0]
+        kept = whole or kept
         if not kept:
             raise ValueError(
                 f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "

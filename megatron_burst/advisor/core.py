@@ -19,7 +19,7 @@ class Core:
     forward and backward, without the sums of its own gradients; `sums`, of which these are.
     keys: rows of keys that a kernel sees at a time; store: fraction of out that is there already.
     heads_shared: by how many ranks; parts: head chunks, whose results are joined; wire: bytes of a
-    number of gradients that travel.
+    number of gradients that travel; room: bytes that a message has room for at least (on a CPU).
     """
 
     forward: float = 0
@@ -30,6 +30,7 @@ class Core:
     heads_shared: int = 1
     parts: int = 1
     wire: int = F
+    room: float = 0.0
 
 
 def core_ops(x: Sizes, rows: int, core: Core) -> list[Op]:
@@ -59,22 +60,37 @@ def _with_all_to_all(x: Sizes, rows: int, core: Core) -> list[Op]:
     """The same where ranks share heads (`execution.ulysses`): q, k and v go to where their heads
     are computed, as copies, and out comes back; backward brings its gradient there, and those of q,
     k and v back. What backward needs is what the ring saw: q, k, v, out and lse of this rank's
-    heads and all rows of the ranks that share them. Keys have copies where heads are fewer."""
-    ranks = core.heads_shared
+    heads and all rows of the ranks that share them. Keys have copies where heads are fewer.
+
+    An exchange holds what is sent and what arrives, and on a CPU both once more as messages; what
+    was on the ring stays until backward ends.
+    """
     q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
-    copies = max(1, ranks / x.kv_heads)
+    copies = max(1, core.heads_shared / x.kv_heads)
     there, seen = kv * copies, core.keys * x.kv * copies  # keys and values as the ring has them
     kernel = (q / 2 + seen) * B if x.cpu else (q + seen) * (B + F)
     rest = 1 - core.store
-    sent = {"q there": q * B, "kv there": there * B}
-    saved = {"out there": out * B if rest else 0, "lse": lse if rest else 0}
-    grads = core.sums * core.wire / F  # as they travel
-    return [
-        Op("heads to rows", ("q2", "k2", "v2"), sent, during={ATTENTION: (q + there) * B},
-           back={ATTENTION: grads}),
-        Op("core", ("q there", "kv there"), {"out": out * B}, ("q there", "kv there"), saved,
-           before={ATTENTION: out * F * rest, RING: core.forward * (rest > 0)},
-           during={ATTENTION: out * B},
-           back_before={ATTENTION: out * B + core.sums + kernel + lse, RING: core.backward},
-           back={ATTENTION: core.sums + lse}),
-    ]  # fmt: skip
+    others = core.heads_shared - 1
+
+    def messages(size: float) -> float:
+        """To and from the others."""
+        each = size / core.heads_shared
+        return others * (each + max(each, core.room)) if x.cpu else 0.0
+
+    came = (q + there) * B
+    kept = {"q there": q * B, "kv there": there * B, "out there": out * B * bool(rest),
+            "lse": lse * bool(rest)}  # fmt: skip
+    # Gradients on the ring, as they travel, and joined at home; those of copied keys in fp32.
+    grads = (q + there) * core.wire
+    home = q * core.wire + kv * (F if copies > 1 else core.wire)
+    cast = grads if core.wire < F else 0
+    travel = cast + grads + max(messages(grads), home)
+    arrived = messages(came) if x.cpu else came
+    return [Op(
+        "core", ("q2", "k2", "v2"), {"out": out * B}, (), kept,
+        before={ATTENTION: came + max(arrived, out * F * rest), RING: core.forward * bool(rest)},
+        during={ATTENTION: out * B + messages(out * B), RING: core.forward * bool(rest)},
+        back_before={ATTENTION: out * B + core.sums + max(kernel, travel) + lse,
+                     RING: core.backward},
+        back={ATTENTION: home},
+    )]  # fmt: skip

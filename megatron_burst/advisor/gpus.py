@@ -63,7 +63,7 @@ class Gpu:
 
 _A100 = "A100 datasheet, SXM; PCIe 4.0 x16; DGX A100, HDR 200 Gb/s"
 _H100 = "H100 datasheet, SXM; PCIe 5.0 x16; DGX H100, NDR 400 Gb/s"
-_A, _H, _B = (0.73, 0.78, 25 * GB), (0.65, 0.72, 50 * GB), (0.65, 0.70, 50 * GB)
+_A, _H, _B = (0.70, 0.78, 25 * GB), (0.65, 0.72, 50 * GB), (0.65, 0.70, 50 * GB)
 
 # Name, memory, peak, host link, source, NVLink one way, memory rate; attention, linear, NIC.
 GPUS: dict[str, Gpu] = {

@@ -19,7 +19,8 @@ CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 MOST = 3  # changes that are named
 # The flag of a Megatron command for a field, and what follows it where that is not the value.
 MEGATRON: dict[str, str] = {
-    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "ep": "--expert-model-parallel-size",
+    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
     "offload": "--burst-offload", "lm_head_loss": "--burst-lm-head-loss",
     "sequence_chunks": "--burst-sequence-chunks", "mlp_tiles": "--burst-mlp-tiles",
     "store": "--burst-attention-store", "recompute": "--recompute-granularity",

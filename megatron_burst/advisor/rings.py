@@ -32,8 +32,12 @@ def core_of(x: Sizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
     shared, x = run.ulysses, on_ring(x, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
     whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
-    rest = Core(0, 0, chunk * x.query * 4 + rows * x.kv * 4 * whole, run.rows, run.store, shared,
-                run.head_chunks, BYTES[run.wire])  # fmt: skip
+    each = room_bytes(x, run)
+    own_query, own_keys = each("dquery", chunk), each("dkv", rows)
+    if run.cp == 1:
+        own_query, own_keys = chunk * x.query * 4, rows * x.kv * 4
+    rest = Core(0, 0, own_query + own_keys * whole, run.rows, run.store, shared, run.head_chunks,
+                BYTES[run.wire], each("kv", 0))  # fmt: skip
     if run.cp == shared:
         return rest
     side = side_of(x, run)
@@ -41,7 +45,6 @@ def core_of(x: Sizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu",
     )  # fmt: skip
-    each = room_bytes(x, run)
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
     def total(found: Rooms) -> float:
@@ -51,10 +54,8 @@ def core_of(x: Sizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
             for kind, count in found.made.items()
         )
 
-    own_query, own_keys = each("dquery", chunk), each("dkv", rows)
     others = total(backward) - own_query - own_keys
-    sums = own_query + own_keys * whole
-    return replace(rest, forward=total(forward), backward=others, sums=sums)
+    return replace(rest, forward=total(forward), backward=others)
 
 
 def on_ring(x: Sizes, run: Settings) -> Sizes:
@@ -91,7 +92,9 @@ def room_bytes(x: Sizes, run: Settings) -> Callable[[str, int], float]:
         travels = ("kv", side_of(x, run), "d" + side_of(x, run))
         chunks = run.sequence_chunks
         longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
-        least = max(longest) + 4 * ALIGNMENT + ENVELOPE
+        exchanged = max(of.scattered_bytes(run.ulysses, again=True)) * (run.ulysses > 1)
+        travelled = max(longest) * (run.cp > run.ulysses)  # without a ring nothing goes round
+        least = max(travelled, exchanged) + 4 * ALIGNMENT + ENVELOPE
 
     def size(kind: str, rows: int) -> float:
         return max(rows * per_row[kind], least)

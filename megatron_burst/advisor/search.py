@@ -18,29 +18,23 @@ from typing import Any, NamedTuple
 from ..autotune.select import TIE
 from .attention_choice import Attention
 from .clusters import Cluster
-from .memory import Account, Fit, account, fit, states_of
+from .memory import Account, account, fit
 from .models import Model
+from .ranking import (
+    Configuration,
+    lacks,
+    least_bytes,
+    needs_more,
+    optimistic,
+    simplest_first,
+    simplicity,
+)
 from .rings import Remembered
 from .search_space import Wanted, groups_of, options_of
 from .settings import Settings
 from .step_time import StepTime, step_time
 
 Progress = Callable[[int, int], None]  # ways done, of how many
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One run with its predicted time, its memory, and what that leaves of the cluster's."""
-
-    run: Settings
-    time: StepTime
-    account: Account
-    fit: Fit
-
-    @property
-    def seconds(self) -> float:
-        """Of one step."""
-        return self.time.seconds
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,9 @@ class Search:
         self.attention, self.rooms = attention, Remembered()
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
+        self._held: dict[Settings, Account] = {}  # of one way
+        self._too_large: list[Settings] = []
+        self.least: tuple[float, Settings] | None = None  # of runs that were not looked at
         self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> Found:
@@ -85,7 +82,18 @@ class Search:
             for way in variants.values()
         ]
         found, tried = self._explore(ways, top, self._best_variant, progress)
-        return Found(simplest_first(found)[:top], len(ways), tried, self.closest)
+        if not found and self.closest is None and self.least is not None:
+            self._closest_of_all(self.least[1])
+        closer = [
+            self.best_of(each.run, thorough=True) or each for each in simplest_first(found)[:top]
+        ]
+        return Found(simplest_first(closer), len(ways), tried, self.closest)
+
+    def _closest_of_all(self, run: Settings) -> None:
+        """`closest`, where no run was worth an account."""
+        ((time, settled),) = self.timed([run])
+        found = self._account(settled)
+        self.closest = Configuration(settled, time, found, fit(found, self.cluster))
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
         """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
@@ -138,40 +146,54 @@ class Search:
                       head_chunks=1)  # fmt: skip
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
-    def best_of(self, groups: Settings) -> Configuration | None:
+    def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.
 
-        Chunks of rows are tried where memory leaves no room for the fastest run without them.
+        Where none fits, or with `thorough` where memory bars the fastest of them, a part of the
+        store is tried too, which has a layout of its own, and halves of layers in chunks of rows.
         """
-        timed = self._by_time(groups, chunked=False)
-        first = next(self._fitting(timed), None)
-        if first is None or first.time is not timed[0][0]:
-            timed += self._by_time(groups, chunked=True)
-            timed.sort(key=lambda each: (each[0].seconds, simplicity(each[1])))
-            first = next(self._fitting(timed), None)
+        self._held, self._too_large = {}, []
+        try:
+            whole, chunked = (list(options_of(groups, self.want, c)) for c in (False, True))
+            if not self._possible([*whole, *chunked]):
+                return None
+            usual = [run for run in whole if run.store in (0.0, 1.0)]
+            timed = self.timed(usual or whole)
+            best = self._taken(timed)
+            barred = best is None or timed[0][0].seconds * (1 + TIE) < best.seconds
+            if best is None or (barred and thorough):
+                done = {run for _, run in timed}
+                parts = [run for run in whole if run not in usual]
+                if best is not None and best.run.store == 1 and not best.run.offload:
+                    parts = []  # to recompute more gains nothing
+                others = self._possible([*parts, *chunked])
+                timed += [each for each in self.timed(others) if each[1] not in done]
+                best = self._taken(timed)
+            return best
+        except ValueError as error:  # what is fixed does not go with these groups
+            self.refused = error
+            return None
+
+    def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
+        """The fastest of these that fits, or the simplest of those that tie with it."""
+        ordered = sorted(timed, key=lambda each: (each[0].seconds, simplicity(each[1])))
+        first = next(self._fitting(ordered), None)
         if first is None:
             return None
         limit = first.seconds * (1 + TIE)
-        tied = [each for each in timed if first.seconds <= each[0].seconds <= limit]
+        tied = [each for each in ordered if first.seconds <= each[0].seconds <= limit]
         tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
         return next(self._fitting(tied), first)
 
-    def _by_time(self, groups: Settings, chunked: bool) -> list[tuple[StepTime, Settings]]:
-        """Runs with these groups that may fit, timed; none where what is fixed does not go with
-        them."""
-        try:
-            return self.timed(self._possible(options_of(groups, self.want, chunked)))
-        except ValueError as error:
-            self.refused = error
-            return []
-
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
-        """Runs without those that cannot fit; if that is all, the one that needs least."""
-        tried = list(runs)
-        needs = [least_bytes(self.model, run) for run in tried]
-        kept = [r for r, need in zip(tried, needs, strict=True) if need <= self.cluster.room]
-        if not kept and tried:
-            kept = [tried[min(range(len(needs)), key=needs.__getitem__)]]
+        """Runs without those whose states and what layers leave are too large already."""
+        kept = []
+        for run in runs:
+            need = least_bytes(self.model, run)
+            if need <= self.cluster.room:
+                kept.append(run)
+            elif self.least is None or need < self.least[0]:
+                self.least = need, run
         return kept
 
     def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
@@ -183,88 +205,27 @@ class Search:
             found.append((time, settled))
         return sorted(found, key=lambda each: (each[0].seconds, simplicity(each[1])))
 
+    def _account(self, run: Settings) -> Account:
+        if run not in self._held:
+            self._held[run] = account(self.model, run, every=False, rooms_of=self.rooms.of)
+        return self._held[run]
+
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
         """Those that fit, in order. Runs that need at least what one did that did not fit are
         passed over."""
-        too_large: list[Settings] = []
+        possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
-            if any(needs_more(run, other) for other in too_large):
+            if run not in possible:
                 continue
-            found = account(self.model, run, every=False, rooms_of=self.rooms.of)
+            if run not in self._held and any(needs_more(run, o) for o in self._too_large):
+                continue
+            found = self._account(run)
             left = fit(found, self.cluster)
             each = Configuration(run, time, found, left)
             if left.fits:
                 yield each
                 continue
             if left.device < 0:
-                too_large.append(run)
+                self._too_large.append(run)
             if self.closest is None or lacks(each) < lacks(self.closest):
                 self.closest = each
-
-
-def least_bytes(model: Model, run: Settings) -> float:
-    """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
-    states = max(sum(states_of(model, run, stage)[0].values()) for stage in {0, run.pp - 1})
-    plain = model.attentions == model.mlps == model.layers
-    rows, hidden = run.rows, run.rows / run.tp * model.hidden
-    out = rows * (model.heads // run.tp) * model.value_dim
-    if not plain:
-        left = hidden * (1 - run.offload)
-    elif run.recompute == "full":
-        left = (hidden + run.store * out) * (1 - run.offload)
-    else:  # inputs of both norms, queries, results, and what goes into the last product
-        ffn = model.top_k * model.ffn if model.experts else model.ffn
-        ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
-        left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
-        left += rows * ffn / run.tp
-    return states + 2 * left * (model.layers // run.pp)
-
-
-def needs_more(run: Settings, other: Settings) -> bool:
-    """Does a run with the same groups need at least the GPU memory of another one?"""
-    if run.layout != other.layout or run.recompute != other.recompute:
-        return False
-    return (
-        run.store >= other.store
-        and run.offload <= other.offload
-        and run.optimizer_offload <= other.optimizer_offload
-        and (run.sequence_chunks, run.mlp_tiles) == (other.sequence_chunks, other.mlp_tiles)
-    )
-
-
-def lacks(each: Configuration) -> float:
-    """Bytes that a run that does not fit lacks, on the GPU and the host together."""
-    return -min(0.0, each.fit.device) - min(0.0, each.fit.host)
-
-
-def simplicity(run: Settings) -> tuple[float, ...]:
-    """Of runs that tie the one with the least of these is taken, of equals the fastest: what lies
-    on the host, pieces, stages, a part of the store, recompute, ranks that share heads."""
-    return (
-        run.optimizer_offload,
-        run.offload,
-        run.sequence_chunks,
-        run.mlp_tiles,
-        run.vpp,
-        run.pp > 1,
-        run.store not in (0.0, 1.0),
-        run.recompute == "full",
-        run.ulysses > 1,
-    )
-
-
-def optimistic(groups: Settings) -> tuple[float, ...]:
-    """`simplicity` of the simplest run with these groups."""
-    return simplicity(replace(groups, recompute="none", store=0.0, offload=0.0, mlp_tiles=1,
-                              optimizer_offload=0.0, sequence_chunks=1, ulysses=1))  # fmt: skip
-
-
-def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """By time, but the simplest of those that tie with the fastest first."""
-    if not found:
-        return ()
-    limit = min(each.seconds for each in found) * (1 + TIE)
-    tied = [each for each in found if each.seconds <= limit]
-    taken = min(tied, key=lambda each: (simplicity(each.run), each.seconds))
-    others = sorted((each for each in found if each is not taken), key=lambda each: each.seconds)
-    return (taken, *others)

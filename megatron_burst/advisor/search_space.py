@@ -136,8 +136,10 @@ def options_of(run: Settings, want: Wanted, chunked: bool) -> Iterator[Settings]
             yield replace(plain, recompute="none", layout=layout_of(want, 1.0))
         if "full" not in want.values("recompute", ["full"]):
             continue
-        for store, offload in product(want.values("store", STORES),
-                                      want.values("offload", OFFLOADS)):  # fmt: skip
+        stores = want.values("store", STORES)
+        if run.cp == 1:  # the store is of BurstAttention, which runs over several ranks
+            stores = [store for store in stores if not store]
+        for store, offload in product(stores, want.values("offload", OFFLOADS)):
             for chunks, tiles in _pieces(run, want, chunked):
                 yield replace(
                     there, recompute="full", store=store, offload=offload, sequence_chunks=chunks,

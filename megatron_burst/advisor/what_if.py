@@ -9,7 +9,8 @@ from typing import NamedTuple
 from .clusters import Cluster
 from .memory import account, fit
 from .model import Model
-from .search import Configuration, Search
+from .ranking import Configuration
+from .search import Search
 from .search_space import Wanted, options_of
 from .settings import Settings
 from .step_time import step_time

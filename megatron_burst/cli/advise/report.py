@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...advisor.advice import Advice
 from ...advisor.pasted import choices
-from ...advisor.search import Configuration
+from ...advisor.ranking import Configuration
 from ...advisor.settings import Settings
 from ...advisor.what_if import options_said
 from ...units import byte_size, duration
@@ -117,7 +117,8 @@ def _show_memory(console: Console, found: Advice) -> None:
     table.add_column(f"memory of the first, peak: {peak.phase}")
     table.add_column("bytes per GPU", justify="right")
     for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
-        table.add_row(Text(item), byte_size(size))
+        if size:
+            table.add_row(Text(item), byte_size(size))
     table.add_row(Text("all", style="bold"), byte_size(peak.bytes))
     table.add_row(f"left, besides {byte_size(found.cluster.reserve)} for others",
                   byte_size(left.device))  # fmt: skip
