@@ -146,5 +146,6 @@ def table() -> str:
 
 def _shown(flag: Flag) -> str:
     kind, names = kind_of(flag.field), [f"`{name}`" for name in names_of(flag.field)]
-    number = {int: ["N"], float: ["0 to 1"], str: [] if names else [f"a {CHOICES[flag.field].text.lower()}"]}[kind]
+    text = [] if names else [f"a {CHOICES[flag.field].text.lower()}"]
+    number = {int: ["N"], float: ["0 to 1"], str: text}[kind]
     return ", ".join([*number, *names])

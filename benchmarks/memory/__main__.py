@@ -37,7 +37,7 @@ def account_of(cell: Any) -> Account:
         "cell", cell.layers, cell.hidden, cell.heads, cell.kv_heads, cell.ffn, cell.vocabulary
     )
     names = {"ulysses_size": "ulysses"}
-    choices = {names.get(name, name): value for name, value in cell.choices.items()}
+    choices: dict[str, Any] = {names.get(n, n): value for n, value in cell.choices.items()}
     run = Settings(
         seq=cell.tokens, tp=cell.tp, cp=cell.cp, path="cpu", distributed_optimizer=False,
         optimizer_bytes=0, **({"lm_head_loss": "off"} | choices),
