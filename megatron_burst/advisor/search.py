@@ -163,10 +163,12 @@ class Search:
             barred = best is None or timed[0][0].seconds * (1 + TIE) < best.seconds
             if best is None or (barred and thorough):
                 done = {run for _, run in timed}
-                parts = [run for run in whole if run not in usual]
-                if best is not None and best.run.store == 1 and not best.run.offload:
-                    parts = []  # to recompute more gains nothing
-                others = self._possible([*parts, *chunked])
+                others = [*(run for run in whole if run not in usual), *chunked]
+                full = [time.seconds for time, run in timed if run.store == 1]
+                if best is not None and full and best.seconds <= min(full) * (1 + TIE):
+                    # Less of a store recomputes more.
+                    others = [run for run in others if run.store in (0.0, 1.0)]
+                others = self._possible(others)
                 timed += [each for each in self.timed(others) if each[1] not in done]
                 best = self._taken(timed)
             return best
