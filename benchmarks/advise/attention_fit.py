@@ -3,7 +3,8 @@
 Published: "LoongTrain", arXiv 2406.18485, table 4: 96 rows, of which the eight with 64 ranks in one
 ring stand twice. 64 A100, 8 per node, NVLink, 4 HDR NICs of 25 GB/s per node: two GPUs share one.
 Flat rings fit: on one ring of 64 ranks 190 hops of 33.5 MB in 296 ms are 21.5 GB/s of the one GPU
-that sends to the next node, where the paper's double ring keeps all NICs busy and takes 120 ms. Gradients travel in bf16, whole chunks go round; keys and values travel.
+that sends to the next node, where the paper's double ring keeps all NICs busy and takes 120 ms.
+Gradients travel in bf16, whole chunks go round; keys and values travel.
 """
 
 from __future__ import annotations
@@ -191,7 +192,9 @@ def run(fit: bool = False) -> Section:
     held = {what: leave_out(train, some) for what, train in LEFT_OUT.items()} if fit else LEAVE_OUT
     for what, each in held.items():
         value = f"median {each.median:.2%}, p90 {each.p90:.1%}"
-        figures.append(Figure(what[0].upper() + what[1:], value, "median 2.5 %", each.median <= 0.025))
+        figures.append(
+            Figure(what[0].upper() + what[1:], value, "median 2.5 %", each.median <= 0.025)
+        )
     return Section(
         name="attention-fit",
         title="LoongTrain, table 4: one attention call on 64 GPUs",
@@ -207,9 +210,9 @@ def run(fit: bool = False) -> Section:
         constants=described(constants),
         notes=(
             "A flat ring of whole chunks fits, in which the one GPU that sends to the next node "
-            "has its NIC to itself, or shares it with the ring of its neighbour. LoongTrain's "
-            "double ring does not: fitted with it, whose inner rings are nodes, the median is 1.9 % "
-            "and the p90 30 %, with inner rings of four 2.4 % and 30 %.",
+            "has its NIC to itself, or shares it with a neighbour's ring. LoongTrain's "
+            "double ring does not: fitted with inner rings that are nodes, the median is 1.9 % and "
+            "the p90 30 %, with inner rings of four 2.4 % and 30 %.",
         ),
         shown=24,
     )
