@@ -83,7 +83,7 @@ def seconds_by_hand(where):
             *({"store": store, "offload": offload} for store in (0.0, 0.5, 1.0)
               for offload in (0.0, 1.0)),
         ):  # fmt: skip
-            for optimizer in (0.0, 1.0):
+            for optimizer in (0.0,):
                 for side, name in product(("kv", "query"), ("ring", "burst")):
                     layout = "striped" if how.get("store") == 0.5 else "zigzag"
                     run = Settings(

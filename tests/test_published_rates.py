@@ -1,4 +1,4 @@
-"""What published rates predict of published steps, to which nothing of them was fitted."""
+"""What published rates predict of published steps, to which none of them was fitted."""
 
 from functools import partial
 
@@ -28,5 +28,5 @@ def test_steps_are_off_by_no_more_than_is_said():
     ]
     off = np.abs(np.array(found) - 1)
     assert len(off) == 58
-    assert np.median(off) <= 0.05
+    assert np.median(off) <= 0.07
     assert OFF - 0.1 < off.max() <= OFF

@@ -8,7 +8,7 @@ each other GPU of the node instead of a switch: one rate does not say what a rin
 Fractions of the peak: `attention` is of long calls, head width 128, bf16: up to 230 of 312 TFLOP/s
 on A100 (FlashAttention-2, 0.73), 648 of 989 on H100 (FlashAttention-3, 0.66), 693 to 702 on H200
 (cuDNN 9, NVIDIA's figures, 0.7), up to 1613 of 2250 on B200 (FlashAttention-4, abstract, 0.71);
-somewhat less than that is taken. `linear` is nine tenths of what a search over shapes found for
+not more than that is taken. `linear` is nine tenths of what a search over shapes found for
 matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS": A100 0.87,
 H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 TFLOP/s).

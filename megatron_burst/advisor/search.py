@@ -84,11 +84,16 @@ class Search:
         found, tried = self._explore(ways, top, self._best_variant, progress)
         if not found and self.closest is None and self.least is not None:
             self._closest_of_all(self.least[1])
-        return Found(simplest_first(found)[:top], len(ways), tried, self.closest)
+        closer = [
+            self.best_of(each.run, thorough=True) or each for each in simplest_first(found)[:top]
+        ]
+        return Found(simplest_first(closer), len(ways), tried, self.closest)
 
     def _closest_of_all(self, run: Settings) -> None:
         """`closest`, where no run was worth an account."""
-        next(self._fitting(self.timed([run])), None)
+        ((time, settled),) = self.timed([run])
+        found = self._account(settled)
+        self.closest = Configuration(settled, time, found, fit(found, self.cluster))
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
         """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
@@ -141,28 +146,33 @@ class Search:
                       head_chunks=1)  # fmt: skip
         return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
 
-    def best_of(self, groups: Settings) -> Configuration | None:
+    def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.
 
-        Chunks of rows, and a part of the store, which has a layout of its own for which attention
-        is chosen anew, are tried only where the best that fits is slower, by more than a tie, than
-        what there would be with more room.
+        Where none fits, or with `thorough` where memory bars the fastest of them, a part of the
+        store is tried too, which has a layout of its own, and halves of layers in chunks of rows.
         """
         self._held, self._too_large = {}, []
-        timed: list[tuple[StepTime, Settings]] = []
-        best = None
         try:
-            for chunked in (False, True):
-                runs = self._possible(options_of(groups, self.want, chunked))
-                for parts in (False, True):
-                    timed += self.timed(r for r in runs if (r.store not in (0.0, 1.0)) == parts)
-                    best = self._taken(timed)
-                    wished = min((time.seconds for time, _ in timed), default=0.0) * (1 + TIE)
-                    if best is not None and best.seconds <= wished:
-                        return best
+            whole, chunked = (list(options_of(groups, self.want, c)) for c in (False, True))
+            if not self._possible([*whole, *chunked]):
+                return None
+            usual = [run for run in whole if run.store in (0.0, 1.0)]
+            timed = self.timed(usual or whole)
+            best = self._taken(timed)
+            barred = best is None or timed[0][0].seconds * (1 + TIE) < best.seconds
+            if best is None or (barred and thorough):
+                done = {run for _, run in timed}
+                parts = [run for run in whole if run not in usual]
+                if best is not None and best.run.store == 1 and not best.run.offload:
+                    parts = []  # to recompute more gains nothing
+                others = self._possible([*parts, *chunked])
+                timed += [each for each in self.timed(others) if each[1] not in done]
+                best = self._taken(timed)
+            return best
         except ValueError as error:  # what is fixed does not go with these groups
             self.refused = error
-        return best
+            return None
 
     def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
         """The fastest of these that fits, or the simplest of those that tie with it."""
@@ -203,7 +213,10 @@ class Search:
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
         """Those that fit, in order. Runs that need at least what one did that did not fit are
         passed over."""
+        possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
+            if run not in possible:
+                continue
             if run not in self._held and any(needs_more(run, o) for o in self._too_large):
                 continue
             found = self._account(run)
