@@ -30,7 +30,7 @@ KV = 16384  # bytes of K and V: 16 rows, 8 heads of 16, fp32; as many of dK and 
 
 def rates(intra=1.0, inter=1.0, **more):
     """Seconds that a chunk of keys and values takes on each link."""
-    return Rates(KV / intra, KV / inter, **({"compute": math.inf} | more))
+    return replace(Rates(KV / intra, KV / inter, compute=math.inf), **more)
 
 
 def forward(algorithm, grid, topology, nodes, given, seconds=None):
@@ -145,6 +145,7 @@ def test_a_rank_alone_computes_and_nothing_else():
     """Causal: half of 4 S S H d operations, and half a row more, for the diagonal."""
     run = Settings(4096, layout="contiguous")
     given = replace(CLUSTER.rank_rates(), launch=0.0, half_rows=0.0, start=0.0)
+    assert given.compute is not None
     got = attention_time(MODEL, replace(CLUSTER, rates=given), run)
     assert got.forward == pytest.approx(4 * 4096 * 4097 / 2 * 1024 / given.compute)
     assert got.backward == pytest.approx(got.forward * given.backward)
