@@ -126,7 +126,7 @@ class PackedAttention(Attention):
             )
         return self._layouts[key]
 
-    def timed(self, run: Settings) -> AttentionTime:
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
         """The time of the candidate that is taken for these packs."""
         taken = self.candidate(run)
         there, back = taken.forward, taken.backward
