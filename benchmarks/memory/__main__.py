@@ -36,11 +36,11 @@ def account_of(cell: Any) -> Account:
     model = Model(
         "cell", cell.layers, cell.hidden, cell.heads, cell.kv_heads, cell.ffn, cell.vocabulary
     )
-    names = {"ulysses_size": "ulysses"}
-    choices: dict[str, Any] = {names.get(n, n): value for n, value in cell.choices.items()}
+    choices: dict[str, Any] = {"lm_head_loss": "off"} | cell.choices
+    choices["ulysses"] = choices.pop("ulysses_size", 1)
     run = Settings(
         seq=cell.tokens, tp=cell.tp, cp=cell.cp, path="cpu", distributed_optimizer=False,
-        optimizer_bytes=0, **({"lm_head_loss": "off"} | choices),
+        optimizer_bytes=0, **choices,
     )  # fmt: skip
     return account(model, run)
 

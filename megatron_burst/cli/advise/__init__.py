@@ -11,6 +11,7 @@ A forecast from the schedules that run, the sizes of tensors and rates of links 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -92,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the advice. Returns the exit status."""
     if arguments.recipe and arguments.json:
         raise ValueError("--recipe and --json print different things: give one of them")
+    if arguments.png and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")
     model, seq = _model(arguments)
     fixed = {name: getattr(arguments, name) for name in FIXED}
     try:
