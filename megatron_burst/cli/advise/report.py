@@ -63,7 +63,8 @@ def ranking(found: Advice) -> Table:
         run, time = one.run, one.time
         table.add_row(
             str(run.tp), f"{run.pp} x {run.vpp}" if run.vpp > 1 else str(run.pp), str(run.ep),
-            grid_said(run), str(run.dp), batches_said(run), attention_said(run, bool(found.lengths)),
+            grid_said(run), str(run.dp), batches_said(run),
+            attention_said(run, bool(found.lengths)),
             options_said(run), duration(time.seconds), f"{time.tokens_per_gpu(run.gpus):,.0f}",
             f"{time.mfu:.1%}", byte_size(one.account.peak.bytes), time.bottleneck,
             style="bold" if index == 0 else "",
