@@ -146,7 +146,7 @@ def _shown(model: Model, found: Configuration, attention: Attention) -> Configur
     """With all moments of the account; and the MFU of documents, where there are some."""
     time = found.time
     if isinstance(attention, PackedAttention):
-        share = model_operations(model, attention.effective) / model_operations(
+        share = model_operations(model, round(attention.effective)) / model_operations(
             model, found.run.seq
         )
         time = replace(time, mfu=time.mfu * share)

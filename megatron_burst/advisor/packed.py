@@ -56,7 +56,7 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
         kind, random = NAMED[stated], np.random.default_rng(0)
         count = 1 + seq // SHORTEST
         drawn = kind.median * np.exp(kind.sigma * random.standard_normal(min(count, 1 << 20)))
-        lengths: list[int] = np.clip(drawn, SHORTEST, kind.most).astype(int).tolist()
+        lengths: list[int] = np.clip(drawn, SHORTEST, min(kind.most, seq)).astype(int).tolist()
     elif isinstance(stated, str):
         lengths = [tokens_of(word, TITLE) for word in _words(stated)]
     else:
@@ -126,7 +126,7 @@ class PackedAttention(Attention):
             )
         return self._layouts[key]
 
-    def timed(self, run: Settings) -> AttentionTime:
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
         """The time of the candidate that is taken for these packs."""
         taken = self.candidate(run)
         there, back = taken.forward, taken.backward

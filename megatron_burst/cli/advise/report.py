@@ -63,7 +63,8 @@ def ranking(found: Advice) -> Table:
         run, time = one.run, one.time
         table.add_row(
             str(run.tp), f"{run.pp} x {run.vpp}" if run.vpp > 1 else str(run.pp), str(run.ep),
-            grid_said(run), str(run.dp), batches_said(run), attention_said(run),
+            grid_said(run), str(run.dp), batches_said(run),
+            attention_said(run, bool(found.lengths)),
             options_said(run), duration(time.seconds), f"{time.tokens_per_gpu(run.gpus):,.0f}",
             f"{time.mfu:.1%}", byte_size(one.account.peak.bytes), time.bottleneck,
             style="bold" if index == 0 else "",
@@ -89,11 +90,11 @@ def batches_said(run: Settings) -> str:
     )
 
 
-def attention_said(run: Settings) -> str:
+def attention_said(run: Settings, packed: bool = False) -> str:
     """Algorithm, side, layout, head chunks, placement."""
     if run.cp == 1:
         return "on one rank"
-    said = [run.algorithm, run.side, run.layout]
+    said = [run.algorithm, run.side, "balanced" if packed else run.layout]
     said += [f"{run.head_chunks} head chunks"] * (run.head_chunks > 1)
     said += [run.placement.replace("_", " ")] * (1 < run.ulysses < run.cp)
     return ", ".join(said)
