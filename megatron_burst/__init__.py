@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from . import layout, masks
     from .advisor.advice import Advice, advise
     from .advisor.clusters import Cluster
-    from .advisor.faults import Faults
+    from .advisor.forecast.faults import Faults
     from .advisor.gpus import Gpu
-    from .advisor.model import Model
     from .advisor.settings import Settings
+    from .advisor.shapes.model import Model
     from .advisor.simulate import simulate
     from .attention import attention
     from .autotune.measure import measure_rates
@@ -42,11 +42,11 @@ _HOMES = {
     "BurstConfig": "config",
     "Choice": "autotune.select",
     "Cluster": "advisor.clusters",
-    "Faults": "advisor.faults",
+    "Faults": "advisor.forecast.faults",
     "Gpu": "advisor.gpus",
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",
-    "Model": "advisor.model",
+    "Model": "advisor.shapes.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
     "Settings": "advisor.settings",

@@ -11,11 +11,11 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.advisor.advice import advise
-from megatron_burst.advisor.attention_choice import Attention
 from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.models import Model
-from megatron_burst.advisor.pasted import burst_flags
+from megatron_burst.advisor.search.attention_choice import Attention
+from megatron_burst.advisor.search.pasted import burst_flags
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 
 ROWS = 32  # of a rank: few, so that tensors are small; rates are as slow accordingly
 LINKS = {

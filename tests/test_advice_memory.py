@@ -6,12 +6,12 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_burst.advisor.account.memory import account, fit
 from megatron_burst.advisor.advice import DoesNotFit, advise
 from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.gpus import gpu
-from megatron_burst.advisor.memory import account, fit
-from megatron_burst.advisor.models import Model
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 from megatron_burst.autotune.select import TIE
 
 GB = 10**9

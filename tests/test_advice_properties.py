@@ -8,11 +8,11 @@ import wants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.advisor.attention_time import attention_time
 from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.faults import Faults
-from megatron_burst.advisor.models import Model
+from megatron_burst.advisor.forecast.attention_time import attention_time
+from megatron_burst.advisor.forecast.faults import Faults
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 from megatron_burst.advisor.simulate import simulate
 from megatron_burst.autotune.candidates import Workload
 from megatron_burst.autotune.candidates import grids as grids_of

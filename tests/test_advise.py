@@ -8,19 +8,19 @@ from itertools import pairwise, product
 import pytest
 
 import megatron_burst as mb
+from megatron_burst.advisor.account.memory import account, fit
 from megatron_burst.advisor.advice import DoesNotFit, advise
-from megatron_burst.advisor.attention_choice import Attention
-from megatron_burst.advisor.attention_time import attention_time
 from megatron_burst.advisor.clusters import Cluster
+from megatron_burst.advisor.forecast.attention_time import attention_time
+from megatron_burst.advisor.forecast.step_time import step_time
 from megatron_burst.advisor.gpus import GPUS
-from megatron_burst.advisor.memory import account, fit
-from megatron_burst.advisor.model import Model
-from megatron_burst.advisor.ranking import least_bytes, simplest_first
-from megatron_burst.advisor.search import Search
-from megatron_burst.advisor.search_space import Wanted, groups_of
+from megatron_burst.advisor.search.attention_choice import Attention
+from megatron_burst.advisor.search.ranking import least_bytes, simplest_first
+from megatron_burst.advisor.search.search import Search
+from megatron_burst.advisor.search.search_space import Wanted, groups_of
+from megatron_burst.advisor.search.what_if import faster_parts
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.step_time import step_time
-from megatron_burst.advisor.what_if import faster_parts
+from megatron_burst.advisor.shapes.model import Model
 from megatron_burst.autotune import select
 from megatron_burst.autotune.candidates import Workload, grids
 from megatron_burst.layout import make

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.advise import attention_fit as table4
 from benchmarks.advise.burstengine_attention import predicted, published
 from benchmarks.advise.fitting import errors
-from megatron_burst.advisor.ring_passes import Rings
+from megatron_burst.advisor.forecast.ring_passes import Rings
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.advise import burstengine_memory as bench
 from benchmarks.advise.section import spread
-from megatron_burst.advisor.memory import account
+from megatron_burst.advisor.account.memory import account
 
 
 def test_ten_rows_within_the_targets():

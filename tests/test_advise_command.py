@@ -10,8 +10,8 @@ from megatron_burst.advisor import cluster_file
 from megatron_burst.advisor.advice import advise
 from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.gpus import GPUS
-from megatron_burst.advisor.model import Model
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.model import Model
 from megatron_burst.cli import megatron_arguments as megatron
 from megatron_burst.cli.doctor.command import hazards, parse
 from megatron_burst.cli.doctor.refused import refusals

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.advise import fpdt
-from megatron_burst.advisor.memory import account
+from megatron_burst.advisor.account.memory import account
 
 K = 1024
 

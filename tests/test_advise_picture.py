@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 import megatron_burst as mb
-from megatron_burst.advisor.layer_time import layer_time
-from megatron_burst.advisor.pipeline import pipeline_time, timeline
+from megatron_burst.advisor.forecast.layer_time import layer_time
+from megatron_burst.advisor.forecast.pipeline import pipeline_time, timeline
 from megatron_burst.cli.advise import picture
 from megatron_burst.cli.advise.timeline import EXCHANGE, call_of, layer_bars, step_of
 

@@ -14,6 +14,7 @@ from benchmarks.advise.section import Figure, Point, Section, spread
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "advise.md"
 ROWS = {
+    "burstengine_attention_tflops": 4,
     "burstengine_table2_ablation": 6,
     "burstengine_table3_sparse": 3,
     "burstengine_table5_intra_node": 4,

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from megatron_burst.advisor.attention_time import attention_time
 from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.disturbed import Group, draws, groups
-from megatron_burst.advisor.faults import Faults
-from megatron_burst.advisor.models import named
+from megatron_burst.advisor.forecast.attention_time import attention_time
+from megatron_burst.advisor.forecast.disturbed import Group, draws, groups
+from megatron_burst.advisor.forecast.faults import Faults
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import named
 from megatron_burst.advisor.simulate import simulate
 from megatron_burst.autotune.disturbance import Disturbance
 from megatron_burst.autotune.rates import Rates

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.advisor import clusters, models
-from megatron_burst.advisor.layer import Core, Sizes, attention_half, mlp_half
-from megatron_burst.advisor.longest import best, layouts_of, longest
-from megatron_burst.advisor.memory import account, fit, parameters
+from megatron_burst.advisor import clusters
+from megatron_burst.advisor.account.layer import Core, Sizes, attention_half, mlp_half
+from megatron_burst.advisor.account.longest import best, layouts_of, longest
+from megatron_burst.advisor.account.memory import account, fit, parameters
+from megatron_burst.advisor.account.tape import Half, Op, Tape
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.tape import Half, Op, Tape
+from megatron_burst.advisor.shapes import models
 
 SMALL = models.Model("small", 4, 64, 4, 2, 224, 256)
 LLAMA = models.named("llama3-8b")
@@ -187,7 +188,8 @@ def test_the_longest_fits_and_the_next_does_not():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"tp": 3}, "take one of 1, 2, 4"), ({"seq": 1000, "cp": 16}, "multiple of 2 x --cp"),
-     ({"pp": 3}, "4 layers of small: take .* one of 1, 2, 4"), ({"store": 2.0}, "--store must be from 0 to 1"),
+     ({"pp": 3}, "4 layers of small: take .* one of 1, 2, 4"),
+     ({"store": 2.0}, "--store must be from 0 to 1"),
      ({"ep": 2}, "has no experts"), ({"recompute": "none", "store": 0.5}, "--recompute full"),
      ({"vpp": 2}, "needs --pp"), ({"sequence_chunks": 2}, "needs --cp above 1"),
      ({"recompute": "none", "offload": 0.5}, "--recompute full"),

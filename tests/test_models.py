@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_burst.advisor import models
-from megatron_burst.advisor.layer_kinds import Latent, Mixer
+from megatron_burst.advisor.shapes import models
+from megatron_burst.advisor.shapes.layer_kinds import Latent, Mixer
 from megatron_burst.cli import model_arguments
 
 # What the makers say, in 1e9: all, and active ones. "embedding": these count the embedding too.

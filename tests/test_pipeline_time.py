@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_burst.advisor.pipeline import Turn, pipeline_time, turns
+from megatron_burst.advisor.forecast.pipeline import Turn, pipeline_time, turns
 
 
 def equal(stages, micro_batches, vpp=1, forward=1.0, backward=2.0):

@@ -5,10 +5,10 @@ from functools import partial
 import numpy as np
 
 from benchmarks.advise import burstengine_steps, loongtrain_steps
-from megatron_burst.advisor.attention_time import attention_time
 from megatron_burst.advisor.clusters import GB, OFF, Cluster
-from megatron_burst.advisor.ring_passes import Rings
-from megatron_burst.advisor.step_time import step_time
+from megatron_burst.advisor.forecast.attention_time import attention_time
+from megatron_burst.advisor.forecast.ring_passes import Rings
+from megatron_burst.advisor.forecast.step_time import step_time
 
 
 def test_steps_are_off_by_no_more_than_is_said():

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.advise import burstengine_steps as burstengine
 from benchmarks.advise import loongtrain_steps as loongtrain
 from benchmarks.advise.fitting import errors, fit
-from megatron_burst.advisor.layer_time import visible
-from megatron_burst.advisor.ring_passes import Rings
-from megatron_burst.advisor.step_time import model_operations
+from megatron_burst.advisor.forecast.layer_time import visible
+from megatron_burst.advisor.forecast.ring_passes import Rings
+from megatron_burst.advisor.forecast.step_time import model_operations
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.advisor import clusters, models
-from megatron_burst.advisor.memory import account, fit
-from megatron_burst.advisor.remedies import changes, does_not_fit, own_flag, what_would_fit
+from megatron_burst.advisor import clusters
+from megatron_burst.advisor.account.memory import account, fit
+from megatron_burst.advisor.account.remedies import changes, does_not_fit, own_flag, what_would_fit
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes import models
 
 LLAMA = models.named("llama3-8b")
 MEGA = 2**20

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.advisor.ring_buffers import rooms
+from megatron_burst.advisor.account.ring_buffers import rooms
 from megatron_burst.execution.buffers import Buffers
 
 ROWS, WIDTH = 16, 8

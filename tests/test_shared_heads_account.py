@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.advisor import models
-from megatron_burst.advisor.layer import Core, Sizes, attention_half, mixer_half
-from megatron_burst.advisor.memory import account, states_of
-from megatron_burst.advisor.rings import core_of, intra_of, on_ring
+from megatron_burst.advisor.account.layer import Core, Sizes, attention_half, mixer_half
+from megatron_burst.advisor.account.memory import account, states_of
+from megatron_burst.advisor.account.rings import core_of, intra_of, on_ring
+from megatron_burst.advisor.account.tape import Tape
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.tape import Tape
+from megatron_burst.advisor.shapes import models
 from megatron_burst.execution import rank
 
 LLAMA = models.named("llama3-8b")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import megatron_burst as mb
-from megatron_burst.advisor.attention_time import attention_time
 from megatron_burst.advisor.clusters import GB, Cluster, gpu
-from megatron_burst.advisor.model import Model
-from megatron_burst.advisor.ring_passes import Rings, nodes_of, ring_of
+from megatron_burst.advisor.forecast.attention_time import attention_time
+from megatron_burst.advisor.forecast.ring_passes import Rings, nodes_of, ring_of
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.model import Model
 from megatron_burst.autotune.candidates import sharing
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.places import Nodes, places

@@ -7,19 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_burst.advisor import layer_time as layers
-from megatron_burst.advisor import states_time as states
-from megatron_burst.advisor import step_time as steps
-from megatron_burst.advisor.attention_time import AttentionTime
+from megatron_burst.advisor.account.memory import parameters
 from megatron_burst.advisor.clusters import Cluster
+from megatron_burst.advisor.forecast import layer_time as layers
+from megatron_burst.advisor.forecast import states_time as states
+from megatron_burst.advisor.forecast import step_time as steps
+from megatron_burst.advisor.forecast.attention_time import AttentionTime
+from megatron_burst.advisor.forecast.layer_work import (
+    Product,
+    memory_bytes,
+    product_seconds,
+    products,
+)
+from megatron_burst.advisor.forecast.links import all_to_all_seconds, ring_seconds, send_seconds
+from megatron_burst.advisor.forecast.pipeline import pipeline_time
 from megatron_burst.advisor.gpus import Gpu
-from megatron_burst.advisor.layer_work import Product, memory_bytes, product_seconds, products
-from megatron_burst.advisor.links import all_to_all_seconds, ring_seconds, send_seconds
-from megatron_burst.advisor.memory import parameters
-from megatron_burst.advisor.model import Model
-from megatron_burst.advisor.models import NAMED
-from megatron_burst.advisor.pipeline import pipeline_time
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.model import Model
+from megatron_burst.advisor.shapes.models import NAMED
 from megatron_burst.autotune.rates import Rates
 
 GPU = Gpu("round", 10**11, 100e12, 2e10, "by hand", nvlink=1e11, memory_rate=math.inf,

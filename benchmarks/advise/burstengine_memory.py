@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.advise.fpdt import RESERVE
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, Spread, rows_of, spread
+from megatron_burst.advisor.account.memory import account
 from megatron_burst.advisor.clusters import GB
-from megatron_burst.advisor.memory import account
-from megatron_burst.advisor.models import Model
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)
 # Logits, their softmax and its gradient in bf16, where the loss is not fused with the LM head.

@@ -24,14 +24,14 @@ from benchmarks.advise import attention_fit
 from benchmarks.advise.fitting import errors, fit
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of
-from megatron_burst.advisor.attention_time import AttentionTime, attention_time
 from megatron_burst.advisor.clusters import GB, Cluster
+from megatron_burst.advisor.forecast.attention_time import AttentionTime, attention_time
+from megatron_burst.advisor.forecast.layer_time import visible
+from megatron_burst.advisor.forecast.ring_passes import Rings
+from megatron_burst.advisor.forecast.step_time import StepTime, model_operations, step_time
 from megatron_burst.advisor.gpus import GPUS
-from megatron_burst.advisor.layer_time import visible
-from megatron_burst.advisor.models import Model
-from megatron_burst.advisor.ring_passes import Rings
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.step_time import StepTime, model_operations, step_time
+from megatron_burst.advisor.shapes.models import Model
 from megatron_burst.autotune.rates import Rates
 
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section
+from megatron_burst.advisor.account.memory import account, fit
 from megatron_burst.advisor.clusters import GIB, GPUS, Cluster
-from megatron_burst.advisor.memory import account, fit
-from megatron_burst.advisor.models import Model
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 from megatron_burst.schedule.head_shares import shareable
 
 K = 1024

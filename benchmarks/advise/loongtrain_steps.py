@@ -23,13 +23,13 @@ from benchmarks.advise import attention_fit
 from benchmarks.advise.fitting import Errors, errors, fit
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of
-from megatron_burst.advisor.attention_time import attention_time
 from megatron_burst.advisor.clusters import GB, Cluster
+from megatron_burst.advisor.forecast.attention_time import attention_time
+from megatron_burst.advisor.forecast.ring_passes import Rings
+from megatron_burst.advisor.forecast.step_time import StepTime, step_time
 from megatron_burst.advisor.gpus import GPUS
-from megatron_burst.advisor.models import Model
-from megatron_burst.advisor.ring_passes import Rings
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.step_time import StepTime, step_time
+from megatron_burst.advisor.shapes.models import Model
 
 RANKS = 32
 APART = 0.03  # cells that differ by less are in no order

@@ -10,7 +10,7 @@ import time
 
 from benchmarks.advise.section import Figure, Section
 from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.faults import Faults
+from megatron_burst.advisor.forecast.faults import Faults
 from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.simulate import simulate
 

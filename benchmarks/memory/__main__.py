@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import DOCS, markdown, write_section
-from megatron_burst.advisor.memory import Account, account
-from megatron_burst.advisor.models import Model
+from megatron_burst.advisor.account.memory import Account, account
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 
 from . import clusters_page
 

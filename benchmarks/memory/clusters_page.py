@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import markdown
-from megatron_burst.advisor import clusters, models
-from megatron_burst.advisor.longest import (
+from megatron_burst.advisor import clusters
+from megatron_burst.advisor.account.longest import (
     Longest,
     best,
     layouts_of,
     longest,
 )
-from megatron_burst.advisor.memory import account
+from megatron_burst.advisor.account.memory import account
+from megatron_burst.advisor.forecast.step_time import step_time
 from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.step_time import step_time
+from megatron_burst.advisor.shapes import models
 
 MODEL = "llama3-8b"
 HOST = 2 * 10**12  # bytes per node, of which 80 % are taken

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from ..units import tokens_of
-from . import cluster_file, models, pasted, what_if
-from .attention_choice import Attention
+from . import cluster_file
+from .account.memory import account
+from .account.remedies import does_not_fit
 from .clusters import Cluster
-from .memory import account
-from .model import Model
-from .packed import PackedAttention, lengths_of
-from .ranking import Configuration
-from .refusals import check_wanted
-from .remedies import does_not_fit
-from .search import Progress, Search
-from .search_space import Wanted
-from .step_time import model_operations
+from .forecast.step_time import model_operations
+from .search import pasted, what_if
+from .search.attention_choice import Attention
+from .search.packed import PackedAttention, lengths_of
+from .search.ranking import Configuration
+from .search.refusals import check_wanted
+from .search.search import Progress, Search
+from .search.search_space import Wanted
+from .shapes import models
+from .shapes.model import Model
 
 STEP = 4 * 2**20  # tokens of a step, where nobody says
 

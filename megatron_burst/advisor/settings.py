@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..schedule.head_shares import shareable
 from ..schedule.topology import Placement
-from .models import Model
+from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
 # SwiGLU), or Transformer Engine's on a GPU.

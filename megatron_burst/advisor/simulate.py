@@ -8,15 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from . import cluster_file, models
-from .attention_time import attention_time
+from . import cluster_file
 from .clusters import Cluster, gpu
-from .faults import Faults
-from .layer_time import layer_time
-from .models import Model
+from .forecast.attention_time import attention_time
+from .forecast.faults import Faults
+from .forecast.layer_time import layer_time
+from .forecast.step_time import step_time
+from .forecast.stragglers import layer_under, step_under
 from .settings import Settings, check
-from .step_time import step_time
-from .stragglers import layer_under, step_under
+from .shapes import models
+from .shapes.models import Model
 
 Part = Literal["attention", "layer", "step"]
 

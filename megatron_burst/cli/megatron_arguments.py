@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import flags
-from ..advisor.megatron_model import model_from
-from ..advisor.models import Model, padded
+from ..advisor.shapes.megatron_model import model_from
+from ..advisor.shapes.models import Model, padded
 from ..config import BurstConfig
 from ..megatron.checks.config import ulysses_size
 from ..recompute import tile_counts

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..advisor import models
-from ..advisor.megatron_model import model_from
-from ..advisor.models import Model, padded
+from ..advisor.shapes import models
+from ..advisor.shapes.megatron_model import model_from
+from ..advisor.shapes.models import Model, padded
 from ..config import BurstConfig
 from . import megatron_arguments as megatron
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst.advisor import cluster_file
 from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.models import Model
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes.models import Model
 from megatron_burst.advisor.simulate import simulate
 from megatron_burst.autotune.places import Nodes
 from megatron_burst.megatron.attention import plan_book

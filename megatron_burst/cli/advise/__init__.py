@@ -5,7 +5,7 @@
     megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
 
 A forecast from the schedules that run, the sizes of tensors and rates of links and kernels;
-`advisor.search` says what is tried. Exit status: 0 advice, 1 nothing fits, 2 bad input.
+`advisor.search.search` says what is tried. Exit status: 0 advice, 1 nothing fits, 2 bad input.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...advisor import advice, clusters, settings
-from ...advisor.model import Model
-from ...advisor.packed import NAMED
+from ...advisor.search.packed import NAMED
+from ...advisor.shapes.model import Model
 from ...schedule.topology import PLACEMENTS
 from ...units import size_of
 from .. import model_arguments

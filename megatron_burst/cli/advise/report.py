@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ...advisor.advice import Advice
-from ...advisor.pasted import choices
-from ...advisor.ranking import Configuration
+from ...advisor.search.pasted import choices
+from ...advisor.search.ranking import Configuration
+from ...advisor.search.what_if import options_said
 from ...advisor.settings import Settings
-from ...advisor.what_if import options_said
 from ...units import byte_size, duration
 from ..console import wrapped
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ...advisor.advice import Advice
-from ...advisor.attention_time import AttentionTime, attention_time
-from ...advisor.layer_time import layer_time
-from ...advisor.model import FULL, Part
-from ...advisor.pipeline import timeline
+from ...advisor.forecast.attention_time import AttentionTime, attention_time
+from ...advisor.forecast.layer_time import layer_time
+from ...advisor.forecast.pipeline import timeline
+from ...advisor.forecast.states_time import GATHERING, GRADIENTS, OPTIMIZER
+from ...advisor.forecast.step_time import SENDS, stages_of
 from ...advisor.settings import Settings
-from ...advisor.states_time import GATHERING, GRADIENTS, OPTIMIZER
-from ...advisor.step_time import SENDS, stages_of
+from ...advisor.shapes.model import FULL, Part
 from ...autotune.recording import Recording, Span
 
 EXCHANGE = "exchange"  # of heads, before and after the ring

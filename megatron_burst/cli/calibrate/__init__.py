@@ -25,7 +25,7 @@ GPU; the file says so beside each figure.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `calibrate`."""
     from ...advisor.gpus import GPUS
-    from ...advisor.models import NAMED
+    from ...advisor.shapes.models import NAMED
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG

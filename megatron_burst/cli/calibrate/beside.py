@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...advisor.models import Model
+from ...advisor.shapes.models import Model
 from ..doctor.gpu.times import seconds
 from .kernels import CHUNKS, tile
 from .links import LARGEST, Links, begin

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...advisor.models import Model
+from ...advisor.shapes.models import Model
 from ...kernels.base import Rows, Scoring
 from ...kernels.online_softmax import empty_result
 from ...kernels.registry import make

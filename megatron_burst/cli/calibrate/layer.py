@@ -1,4 +1,4 @@
-"""The memory of one layer's core attention on all ranks, beside the account of `advisor.memory`.
+"""The memory of one layer's core attention on all ranks, beside `advisor.account.memory`.
 
 That part of a layer is ours; what modules of Megatron hold besides is not run here. Measured where
 the allocator tells it, on a GPU.
@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-from ...advisor.layer import ATTENTION, B, Sizes, core_ops
-from ...advisor.models import Model
-from ...advisor.rings import core_of
+from ...advisor.account.layer import ATTENTION, B, Sizes, core_ops
+from ...advisor.account.rings import core_of
+from ...advisor.account.tape import Half, Tape
 from ...advisor.settings import Settings
-from ...advisor.tape import Half, Tape
+from ...advisor.shapes.models import Model
 from ...attention import attention
 from ...units import byte_size
 from .ranks import Ranks

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ...advisor import cluster_file, models
+from ...advisor import cluster_file
 from ...advisor.clusters import Cluster
 from ...advisor.gpus import GPUS, Gpu
+from ...advisor.shapes import models
 from ...recompute.host.limits import host_limit
 from . import beside, device, host, kernels, layer, links
 from .ranks import Found, Ranks, joined

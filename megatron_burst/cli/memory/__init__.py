@@ -5,7 +5,8 @@
     megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
     megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
-An account from the sizes of tensors, not a measurement; `advisor.memory` says what is counted.
+An account from the sizes of tensors, not a measurement; `advisor.account.memory` says what is
+counted.
 Exit status: 0 it fits, 1 it does not, 2 bad input.
 """
 
@@ -17,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ...advisor import clusters, models, settings
-from ...advisor.longest import Longest, best, layouts_of
-from ...advisor.memory import Account, account, fit
-from ...advisor.step_time import StepTime, step_time
+from ...advisor import clusters, settings
+from ...advisor.account.longest import Longest, best, layouts_of
+from ...advisor.account.memory import Account, account, fit
+from ...advisor.forecast.step_time import StepTime, step_time
+from ...advisor.shapes import models
 from ...schedule.topology import Placement
 from ...units import size_of
 from .. import model_arguments

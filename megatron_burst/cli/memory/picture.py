@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib import style
 from matplotlib.figure import Figure
 
+from ...advisor.account.memory import Account
+from ...advisor.account.tape import Moment
 from ...advisor.clusters import GIB, Cluster
-from ...advisor.memory import Account
-from ...advisor.tape import Moment
 from ..show.colours import GREY, INK, RANKS, WARN
 from ..show.png import DPI, STYLE
 

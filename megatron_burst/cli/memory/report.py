@@ -7,10 +7,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ...advisor.account.memory import Account, Fit
+from ...advisor.account.remedies import does_not_fit, own_flag
 from ...advisor.clusters import Cluster
-from ...advisor.memory import Account, Fit
-from ...advisor.remedies import does_not_fit, own_flag
-from ...advisor.step_time import StepTime
+from ...advisor.forecast.step_time import StepTime
 from ...units import byte_size, duration
 from ..console import wrapped
 

@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..autotune.candidates import shared_sizes
-from ..autotune.exchanges import Wires
-from ..autotune.pair_counts import pairs_seen
-from ..autotune.places import Nodes, places
-from ..autotune.prepared import Prepared
-from ..layout import make
-from ..masks import Causal
-from ..options import ring_algorithm
-from ..schedule.cost import backward_schedule, forward_schedule, ring_spans
-from ..schedule.demand import wanted
-from ..schedule.row_cut import row_cuts
-from ..schedule.sizes import Sizes
-from ..schedule.tables import Grid
-from ..schedule.topology import Topology
-from .clusters import Cluster
-from .models import Model
-from .settings import BYTES, Settings
+from ...autotune.candidates import shared_sizes
+from ...autotune.exchanges import Wires
+from ...autotune.pair_counts import pairs_seen
+from ...autotune.places import Nodes, places
+from ...autotune.prepared import Prepared
+from ...layout import make
+from ...masks import Causal
+from ...options import ring_algorithm
+from ...schedule.cost import backward_schedule, forward_schedule, ring_spans
+from ...schedule.demand import wanted
+from ...schedule.row_cut import row_cuts
+from ...schedule.sizes import Sizes
+from ...schedule.tables import Grid
+from ...schedule.topology import Topology
+from ..clusters import Cluster
+from ..settings import BYTES, Settings
+from ..shapes.models import Model
 
 KEPT = 128  # rings whose schedules are remembered
 LARGEST = 256  # ranks of a ring whose schedules are: of a larger one they take too much memory

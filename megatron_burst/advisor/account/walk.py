@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..settings import Settings
+from ..shapes.layer_kinds import MIXER, Part
+from ..shapes.models import Model
 from .core import ATTENTION
 from .layer import attention_half, mixer_half, mlp_half
-from .layer_kinds import MIXER, Part
-from .models import Model
 from .rings import RoomsOf, core_of, on_ring
-from .settings import Settings
 from .sizes import B, F, Sizes
 from .tape import Half, Tape
 

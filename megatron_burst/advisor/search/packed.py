@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..autotune.candidates import shared_sizes, sharing
-from ..layout import Layout, make
-from ..masks import Causal, Documents, Mask
-from ..schedule.topology import Topology
-from ..units import tokens_of
+from ...autotune.candidates import shared_sizes, sharing
+from ...layout import Layout, make
+from ...masks import Causal, Documents, Mask
+from ...schedule.topology import Topology
+from ...units import tokens_of
+from ..clusters import Cluster
+from ..forecast.attention_time import AttentionTime
+from ..forecast.ring_passes import cp_per_node, nodes_of, sizes_of
+from ..settings import Settings
+from ..shapes.model import Model
 from .attention_choice import Attention
-from .attention_time import AttentionTime
-from .clusters import Cluster
-from .model import Model
-from .ring_passes import cp_per_node, nodes_of, sizes_of
-from .settings import Settings
 
 TITLE = "--packed"
 SHORTEST = 16  # tokens of a document that is drawn

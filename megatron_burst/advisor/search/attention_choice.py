@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..autotune import select
-from ..autotune.candidates import Candidate, Fixed, Workload, grids, shared_sizes
-from ..layout import Layout, make
-from ..masks import Causal, Mask
-from ..options import ring_algorithm
-from ..schedule.head_shares import Share
-from ..schedule.sizes import Sizes
-from ..schedule.tables import SIDES
-from ..schedule.topology import Topology
-from .attention_time import AttentionTime, attention_time
-from .clusters import Cluster
-from .models import Model
-from .ring_passes import Rings, cp_per_node, nodes_of, sizes_of
-from .settings import Settings
+from ...autotune import select
+from ...autotune.candidates import Candidate, Fixed, Workload, grids, shared_sizes
+from ...layout import Layout, make
+from ...masks import Causal, Mask
+from ...options import ring_algorithm
+from ...schedule.head_shares import Share
+from ...schedule.sizes import Sizes
+from ...schedule.tables import SIDES
+from ...schedule.topology import Topology
+from ..clusters import Cluster
+from ..forecast.attention_time import AttentionTime, attention_time
+from ..forecast.ring_passes import Rings, cp_per_node, nodes_of, sizes_of
+from ..settings import Settings
+from ..shapes.models import Model
 
 # What the time of an attention call depends on.
 OWN = (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..autotune.disturbance import Disturbance
-from .clusters import Cluster
+from ...autotune.disturbance import Disturbance
+from ..clusters import Cluster
 
 Link = int | str | tuple[int, int]  # the NIC of a GPU, "node 3", messages from one GPU to another
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..units import LOGITS_TILE
-from .models import Model
-from .settings import Settings
+from ...units import LOGITS_TILE
+from ..settings import Settings
+from ..shapes.models import Model
 from .sizes import B, F
 
 

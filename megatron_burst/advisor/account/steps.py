@@ -6,11 +6,11 @@ beside what the others in flight have left.
 
 from __future__ import annotations
 
+from ..settings import BYTES, Settings
+from ..shapes.layer_kinds import FULL, WINDOW, Part
+from ..shapes.models import Model
 from .head import head_bytes
-from .layer_kinds import FULL, WINDOW, Part
-from .models import Model
 from .rings import RoomsOf
-from .settings import BYTES, Settings
 from .sizes import B, F
 from .tape import Tape
 from .walk import BETWEEN, INPUTS, Walk

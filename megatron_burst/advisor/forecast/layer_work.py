@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .gpus import Gpu
-from .layer import B, Sizes
-from .model import MIXER, Model, Part
-from .settings import Settings
+from ..account.layer import B, Sizes
+from ..gpus import Gpu
+from ..settings import Settings
+from ..shapes.model import MIXER, Model, Part
 
 
 class Product(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ..schedule.topology import alternatives, divisors
-from .clusters import Cluster
-from .model import Model
+from ...schedule.topology import alternatives, divisors
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.model import Model
 from .search_space import SEARCHED, STAGES, Wanted, groups_of, tensor_sizes
-from .settings import Settings
 
 
 def check_wanted(model: Model, cluster: Cluster, want: Wanted) -> None:

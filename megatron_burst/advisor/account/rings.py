@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..layout import make
-from ..masks import Causal
-from ..options import ring_algorithm
-from ..schedule import cost
-from ..schedule.demand import wanted
-from ..schedule.sizes import Sizes as RowSizes
-from ..schedule.tables import Grid
-from ..schedule.topology import Topology
+from ...layout import make
+from ...masks import Causal
+from ...options import ring_algorithm
+from ...schedule import cost
+from ...schedule.demand import wanted
+from ...schedule.sizes import Sizes as RowSizes
+from ...schedule.tables import Grid
+from ...schedule.topology import Topology
+from ..settings import BYTES, Settings
 from .core import Core
 from .ring_buffers import ALIGNMENT, ENVELOPE, Rooms, rooms
-from .settings import BYTES, Settings
 from .sizes import Sizes
 
 ALL_GRADIENTS = (True, True, True)

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from ..account.layer import B
+from ..account.memory import parameters
+from ..account.steps import layers_of
+from ..clusters import Cluster
+from ..settings import Settings, check
+from ..shapes.model import Model, Part
 from .attention_time import attention_time
-from .clusters import Cluster
-from .layer import B
 from .layer_time import MEMORY, Attention, LayerTime, layer_time, visible
 from .layer_work import Product, product_seconds
 from .links import ring_seconds, send_seconds
-from .memory import parameters
-from .model import Model, Part
 from .parts import Parts
-from .settings import Settings, check
 from .states_time import states_seconds
-from .steps import layers_of
 
 HEAD, RECOMPUTE = "LM head and loss", "recompute"
 BUBBLE, SENDS = "pipeline bubble", "pipeline sends"

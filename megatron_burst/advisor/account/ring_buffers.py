@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..schedule.program import parts_of
-from ..schedule.rings import Schedule
-from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair
+from ...schedule.program import parts_of
+from ...schedule.rings import Schedule
+from ...schedule.tables import ALL, Boundary, Chunk, Hop, Pair
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..account.layer import B, F, Sizes
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.model import FULL, MIXER, WINDOW, Model, Part
 from .attention_time import AttentionTime, attention_time
-from .clusters import Cluster
 from .faults import Faults
-from .layer import B, F, Sizes
 from .layer_work import memory_bytes, product_seconds, products
 from .links import all_to_all_seconds, ring_seconds
-from .model import FULL, MIXER, WINDOW, Model, Part
 from .parts import Parts
-from .settings import Settings
 
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .clusters import Cluster
-from .memory import account, fit
-from .model import Model
+from ..account.memory import account, fit
+from ..clusters import Cluster
+from ..forecast.step_time import step_time
+from ..settings import Settings
+from ..shapes.model import Model
 from .ranking import Configuration
 from .search import Search
 from .search_space import Wanted, options_of
-from .settings import Settings
-from .step_time import step_time
 
 LEAST = 0.01  # of the time: smaller gains are not mentioned
 GB = 10**9

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..autotune.select import TIE
-from .memory import Account, Fit, states_of
-from .models import Model
-from .settings import Settings
-from .step_time import StepTime
+from ...autotune.select import TIE
+from ..account.memory import Account, Fit, states_of
+from ..forecast.step_time import StepTime
+from ..settings import Settings
+from ..shapes.models import Model
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .models import Model
-from .settings import Settings
+from ..settings import Settings
+from ..shapes.models import Model
 
 B, F = 2, 4  # bytes of an activation, of an fp32 number
 

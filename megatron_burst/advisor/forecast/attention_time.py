@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..autotune import simulator
-from ..autotune.candidates import shared_sizes, sharing
-from ..autotune.recording import Recording
-from .clusters import Cluster
+from ...autotune import simulator
+from ...autotune.candidates import shared_sizes, sharing
+from ...autotune.recording import Recording
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.models import Model
 from .disturbed import UNDISTURBED, Disturbed, Group, draws
 from .faults import Faults
-from .models import Model
 from .ring_passes import Rings, made, ring_of, sizes_of, topology_of
-from .settings import Settings
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .clusters import Cluster
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.models import Model
 from .memory import Account, account, fit, states_of
-from .models import Model
-from .settings import Settings
 
 CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 MOST = 3  # changes that are named

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..autotune.select import TIE
+from ...autotune.select import TIE
+from ..account.memory import Account, account, fit
+from ..account.rings import Remembered
+from ..clusters import Cluster
+from ..forecast.step_time import StepTime, step_time
+from ..settings import Settings
+from ..shapes.models import Model
 from .attention_choice import Attention
-from .clusters import Cluster
-from .memory import Account, account, fit
-from .models import Model
 from .ranking import (
     Configuration,
     lacks,
@@ -29,10 +32,7 @@ from .ranking import (
     simplest_first,
     simplicity,
 )
-from .rings import Remembered
 from .search_space import Wanted, groups_of, options_of
-from .settings import Settings
-from .step_time import StepTime, step_time
 
 Progress = Callable[[int, int], None]  # ways done, of how many
 

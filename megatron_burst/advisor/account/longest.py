@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .clusters import Cluster
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.models import Model
 from .memory import Account, Fit, account, fit
-from .models import Model
 from .remedies import does_not_fit, own_flag
-from .settings import Settings
 
 GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
 

@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..account.steps import layers_of
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.model import Model, Part
 from .attention_time import AttentionTime, attention_time
-from .clusters import Cluster
 from .disturbed import Group, groups
 from .faults import Faults
 from .layer_time import ATTENTION, EXPERTS, HOST, TENSOR, LayerTime, layer_time
 from .layer_work import products
-from .model import Model, Part
 from .parts import Parts
 from .pipeline import pipeline_time
-from .settings import Settings
 from .states_time import GATHERING, GRADIENTS
 from .step_time import HEAD, StepTime, stages_of, step_time
-from .steps import layers_of
 
 STRAGGLERS = "stragglers"
 COMMUNICATED = (TENSOR, EXPERTS, HOST, ATTENTION)  # not computed by this rank, or simulated

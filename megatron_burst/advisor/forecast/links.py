@@ -5,7 +5,7 @@ Plain arithmetic on a cluster. The rings of attention are simulated message by m
 
 from __future__ import annotations
 
-from .clusters import Cluster
+from ..clusters import Cluster
 
 
 def intra_rate(cluster: Cluster) -> float:

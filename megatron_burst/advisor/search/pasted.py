@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..config import BurstConfig, flag_of
-from .model import Model
-from .settings import Settings
+from ...config import BurstConfig, flag_of
+from ..settings import Settings
+from ..shapes.model import Model
 
 # Recipes of Megatron-Bridge for models of `models.NAMED`: family, name.
 BRIDGE = {

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .clusters import Cluster
-from .models import Model
+from ..clusters import Cluster
+from ..settings import BYTES, Settings, check
+from ..shapes.models import Model
 from .rings import RoomsOf
-from .settings import BYTES, Settings, check
 from .sizes import B
 from .steps import Step, layers_of
 from .tape import Moment, peaks

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .clusters import Cluster
-from .layer import B
+from ..account.layer import B
+from ..clusters import Cluster
+from ..settings import BYTES, Settings
 from .links import ring_seconds
-from .settings import BYTES, Settings
 
 GRADIENTS, GATHERING, OPTIMIZER = "gradient reduction", "parameter gathering", "optimizer"
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from ..schedule.topology import divisors
-from .clusters import Cluster
-from .models import Model
-from .settings import Settings
+from ...schedule.topology import divisors
+from ..clusters import Cluster
+from ..settings import Settings
+from ..shapes.models import Model
 
 STAGES = 16  # of a pipeline at most
 VIRTUAL = (1, 2, 4)  # chunks of layers on each rank of a pipeline

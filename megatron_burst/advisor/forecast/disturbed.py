@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..autotune.disturbance import Disturbance
-from ..schedule.topology import Topology
-from .clusters import Cluster
+from ...autotune.disturbance import Disturbance
+from ...schedule.topology import Topology
+from ..clusters import Cluster
+from ..settings import Settings
 from .faults import Faults
-from .settings import Settings
 
 PASSES = 2  # forward, backward
 

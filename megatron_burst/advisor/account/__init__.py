@@ -1,0 +1,1 @@
+"""The memory of a rank over one step, tensor by tensor, and what would make it fit."""

@@ -1,0 +1,1 @@
+"""How long attention, a layer and a step take, from schedules, sizes and rates."""

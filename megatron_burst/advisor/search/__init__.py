@@ -1,0 +1,1 @@
+"""The search for the settings of a run: what is tried, what is passed over, what is taken."""

@@ -1,0 +1,1 @@
+"""Shapes of models: by name, from a configuration, from arguments."""
