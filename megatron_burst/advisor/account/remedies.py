@@ -6,10 +6,12 @@ GPUs beside them. What is said is the account's, so it holds as far as that does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ...schedule.topology import divisors
 from ..clusters import Cluster
 from ..settings import Settings
 from ..shapes.models import Model
@@ -17,6 +19,7 @@ from .memory import Account, account, fit, states_of
 
 CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 MOST = 3  # changes that are named
+MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the GPUs that there are
 # The flag of a Megatron command for a field, and what follows it where that is not the value.
 MEGATRON: dict[str, str] = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size",
@@ -42,7 +45,7 @@ class Change(NamedTuple):
             if isinstance(value, float) else f"{flag(name)} {value}"
             for name, value in self.fields.items()
         ]  # fmt: skip
-        return " ".join(words + [f"{'and ' if words else ''}{self.gpus} GPUs"] * bool(self.gpus))
+        return " ".join(words + [f"{'on ' if words else ''}{self.gpus} GPUs"] * bool(self.gpus))
 
 
 def megatron_flag(name: str) -> str:
@@ -151,34 +154,47 @@ def _wider(model: Model, cluster: Cluster, run: Settings) -> dict[str, int]:
 
 
 def _more_gpus(model: Model, cluster: Cluster, run: Settings, *, alone: bool) -> Change | None:
-    """The fewest GPUs, doubled up to 64 times; unless `alone`, with what costs little beside."""
+    """The fewest GPUs of up to 64 times as many; unless `alone`, with what costs little beside."""
     beside = () if alone else tuple(_together(model, cluster, run))
-    for doubled in range(1, 7):
-        stages = {"pp": run.pp << doubled}
-        for fields in ({}, *beside, *(each | stages for each in beside)):
-            change = Change(fields, cluster.gpus << doubled)
-            if _fits(model, cluster, run, change):
-                return change
+    for times in MULTIPLES:
+        for groups in _groups(model, cluster, run, times):
+            for fields in (groups, *(each | groups for each in beside)):
+                change = Change(fields, cluster.gpus * times)
+                if _fits(model, cluster, run, change):
+                    return change
     return None
 
 
+def _groups(model: Model, cluster: Cluster, run: Settings, times: int) -> Iterator[dict[str, int]]:
+    """The groups of the run; more stages, and wider tensor-parallel groups that a node allows."""
+    width = math.gcd(model.heads, model.kv_heads, min(cluster.per_node, cluster.gpus * times))
+    for pp in (n for n in divisors(model.layers) if n >= run.pp):
+        for tp in (n for n in divisors(width) if n >= run.tp):
+            groups = {"tp": tp, "pp": pp}
+            yield {name: n for name, n in groups.items() if n != getattr(run, name)}
+
+
 def _fits(model: Model, cluster: Cluster, run: Settings, change: Change) -> bool:
-    """Whether the run fits after a change; more tensor-parallel ranks come out of the
-    context-parallel ones, more GPUs are stages if the change says so, else context-parallel, or
-    data-parallel if that cannot be."""
-    fields = dict(change.fields)
-    if "tp" in fields:
-        fields["cp"] = run.cp * run.tp // fields["tp"]
-        fields["intra"] = max(1, cluster.ranks_per_node // fields["tp"])
-    after = replace(run, **fields)
-    if change.gpus:
-        times = change.gpus * run.pp // (cluster.gpus * after.pp)
-        cluster = replace(cluster, gpus=change.gpus)
-        longer = replace(after, cp=after.cp * times)
-        after = longer if run.seq % (2 * longer.cp) == 0 else replace(after, dp=after.dp * times)
+    """Whether the run fits after a change."""
     try:
+        after, cluster = _after(cluster, run, change)
         if sum(states_of(model, after, 0)[0].values()) > cluster.room:
             return False
         return fit(account(model, after, every=False), cluster).fits
     except ValueError:  # sizes that do not divide each other, or a cluster of no whole nodes
         return False
+
+
+def _after(cluster: Cluster, run: Settings, change: Change) -> tuple[Settings, Cluster]:
+    """The run and its cluster after a change. Ranks that are neither tensor-parallel nor stages are
+    context-parallel as far as the sequence can be cut, else data-parallel. ValueError where they
+    come out uneven."""
+    after = replace(run, **change.fields)
+    there = replace(cluster, gpus=change.gpus or cluster.gpus)
+    ranks = run.tp * run.cp * run.pp * there.gpus // cluster.gpus
+    cp, rest = divmod(ranks, after.tp * after.pp)
+    if rest or not cp:
+        raise ValueError(f"{ranks} ranks are not shared out by TP {after.tp} and PP {after.pp}")
+    cut = max((n for n in divisors(cp) if run.seq % (2 * n) == 0), default=cp)
+    intra = max(1, there.ranks_per_node // after.tp) if "tp" in change.fields else run.intra
+    return replace(after, cp=cut, dp=run.dp * cp // cut, intra=intra), there
