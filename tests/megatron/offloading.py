@@ -13,7 +13,8 @@ import session
 @contextlib.contextmanager
 def strict(**limits):
     """Tensors of any size move, and a buffer that was not waited for holds NaN; the tiers made."""
-    from megatron_burst.megatron.offload import link, tier
+    from megatron_burst.megatron.offload import tier
+    from megatron_burst.recompute.host import rate
 
     made = []
     host = functools.partial(tier.HostMemory, strict=True, **limits)
@@ -25,7 +26,7 @@ def strict(**limits):
 
     with (
         mock.patch.object(tier, "MIN_BYTES", 1),
-        mock.patch.object(link, "_BYTES", 1 << 12),
+        mock.patch.object(rate, "BYTES", 1 << 12),
         mock.patch.object(tier, "Tier", Watched),
         mock.patch.object(tier, "HostMemory", host),
     ):
