@@ -227,3 +227,17 @@ def test_it_needs_no_torch():
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert mb.advise is advise
+
+
+@pytest.mark.parametrize("pinned", [{"ulysses": 2}, {"algorithm": "hybrid"}, {"head_chunks": 2}])
+def test_packs_take_what_is_fixed_for_several_ranks(pinned):
+    advice = mb.advise("llama3-8b", "h100", gpus=8, seq="64K", packed="8K,32K", top=1, **pinned)
+    for name, value in pinned.items():
+        assert getattr(advice.best.run, name) == value
+
+
+@pytest.mark.parametrize("pinned", [{"layout": "zigzag"}, {"sequence_chunks": 4}])
+def test_packs_refuse_what_they_cannot_have(pinned):
+    flag = "--" + next(iter(pinned)).replace("_", "-")
+    with pytest.raises(ValueError, match=f"{flag} .*--packed out"):
+        mb.advise("llama3-8b", "h100", gpus=8, seq="64K", packed="8K,32K", **pinned)

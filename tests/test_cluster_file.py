@@ -134,7 +134,7 @@ def test_what_nobody_measured_is_published_and_says_so():
     assert "published rates, not measured here" in cluster.described
     half = replace(cluster, rates=Rates(1e9, 2e9, latency=1e-5), source="mine", spread=0.04)
     assert half.rank_rates() == Rates(1e9, 2e9, latency=1e-5, compute=found.compute)
-    assert half.described == "measured: mine; figures within 4%"
+    assert half.described == "measured: mine; repeats vary by up to 4%"
 
 
 def test_every_field_is_in_the_file():

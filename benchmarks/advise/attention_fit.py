@@ -191,7 +191,8 @@ def run(fit: bool = False) -> Section:
     ]  # fmt: skip
     held = {what: leave_out(train, some) for what, train in LEFT_OUT.items()} if fit else LEAVE_OUT
     for what, each in held.items():
-        value = f"median {each.median:.2%}, p90 {each.p90:.1%}"
+        value = f"median {each.median:.2%}, p90 {each.p90:.1%}, worst {each.worst:.1%}"
+        value += "" if fit else " (as `--fit` found it)"
         figures.append(
             Figure(what[0].upper() + what[1:], value, "median 2.5 %", each.median <= 0.025)
         )

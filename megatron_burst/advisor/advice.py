@@ -20,7 +20,7 @@ from .clusters import Cluster
 from .forecast.step_time import model_operations
 from .search import pasted, what_if
 from .search.attention_choice import Attention
-from .search.packed import PackedAttention, lengths_of
+from .search.packed import PackedAttention, lengths_of, packed_pins
 from .search.ranking import Configuration
 from .search.refusals import check_wanted
 from .search.search import Progress, Search
@@ -123,7 +123,7 @@ def advise(
     attention, lengths = Attention(model, cluster, want.pinned), ()
     if packed is not None:
         lengths = lengths_of(packed, want.seq)
-        want = replace(want, pinned={"micro_batch": 1, **want.pinned})
+        want = replace(want, pinned=packed_pins(want.pinned))
         attention = PackedAttention(model, cluster, want.pinned, lengths)
     search = Search(model, cluster, want, attention)
     found = search.run(top, progress)

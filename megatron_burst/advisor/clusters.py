@@ -20,7 +20,7 @@ NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
 LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8
 SOURCE = "published rates"
 # No error with them is larger in 58 published steps: LoongTrain's table 2 (A100), BurstEngine's
-# tables 2 and 5 (A800), none of which was fitted to. The middle one is 0.07, the largest 0.21.
+# tables 2 and 5 (A800), none of which was fitted to. The middle one is 0.037, the largest 0.18.
 OFF = 0.25
 
 
@@ -109,7 +109,7 @@ class Cluster:
     def described(self) -> str:
         """Where the rates come from, and how far that can be off, on one line."""
         if self.measured:
-            return f"measured: {self.source}; figures within {self.spread:.0%}"
+            return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
         return (
             f"{self.source}, not measured here: a step can be off by up to {OFF:.0%}; "
             "`megatron-burst calibrate` measures them"

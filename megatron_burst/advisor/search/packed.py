@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,22 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
+    """What is fixed for packs: one a micro-batch, cut by layout "balanced", attention in one piece.
+    ValueError for what packs cannot have."""
+    if pinned.get("layout", "balanced") != "balanced":
+        raise ValueError(
+            f"--layout {pinned['layout']}: packs are cut by balanced: leave --layout or {TITLE} out"
+        )
+    if pinned.get("sequence_chunks", 1) != 1:
+        raise ValueError(
+            f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
+            f"is not timed: leave --sequence-chunks or {TITLE} out"
+        )
+    left = {name: value for name, value in pinned.items() if name != "layout"}
+    return {"micro_batch": 1, "sequence_chunks": 1, **left}
+
+
 def _words(stated: str) -> list[str]:
     path = Path(stated)
     listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
@@ -104,6 +121,19 @@ class PackedAttention(Attention):
     def on(self, cluster: Cluster) -> Attention:
         """The attention of the same packs on another cluster."""
         return PackedAttention(self.model, cluster, self.pinned, self.lengths)
+
+    def at_least(
+        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+    ) -> AttentionTime:
+        """A bound of `time`; what is fixed for several ranks does not bind the one rank of it."""
+        if not self.pinned:
+            return super().at_least(model, cluster, run, faults, **others)
+        return self._free.at_least(model, cluster, run, faults, **others)
+
+    @cached_property
+    def _free(self) -> PackedAttention:
+        """The same with nothing fixed."""
+        return PackedAttention(self.model, self.cluster, None, self.lengths)
 
     @property
     def effective(self) -> float:

@@ -64,7 +64,8 @@ def faster_parts(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     faster = rates and replace(rates, compute=1.1 * rates.compute if rates.compute else None)
     yield "attention kernels 10 % faster", replace(cluster, gpu=kernels, rates=faster)
     if cluster.gpus > cluster.per_node:
-        faster = rates and replace(rates, inter=2 * rates.inter)
+        shared = rates and (rates.nic and 2 * rates.nic)
+        faster = rates and replace(rates, inter=2 * rates.inter, nic=shared)
         yield (
             "links between nodes 2x as fast",
             replace(cluster, nic_rate=2 * cluster.nic_rate, rates=faster),

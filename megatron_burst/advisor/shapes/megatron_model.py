@@ -1,7 +1,7 @@
 """The shape of a model from Megatron's own names: arguments of a command, or a TransformerConfig.
 
-Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...), so whoever parsed them
-hands in a function that gives a value by its name, None where there is none.
+Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...), so the caller that
+parsed them hands in a function that gives a value by its name, None where there is none.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ def slowdown(ranks: Ranks, model: Model, links: Links) -> Found:
     start = begin(ranks, hops, size)
 
     def beside() -> float:
-        pending = start()
-        took = seconds(compute, ranks.device)
-        pending.wait()
+        pending = []
+        took = seconds(compute, ranks.device, before=lambda: pending.append(start()))
+        pending[0].wait()
         ranks.settle()
         return took
 

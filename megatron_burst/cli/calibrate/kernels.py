@@ -193,8 +193,9 @@ def memory(ranks: Ranks, model: Model) -> tuple[Found, Found]:
     def measure() -> list[float]:
         data = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
         into = torch.empty_like(data)
-        rows = size // (count * model.head_dim)
-        shape = rows, 2, count // 2 or 1, model.head_dim
+        half = count // 2 or 1
+        rows = size // (2 * half * model.head_dim)
+        shape = rows, 2, half, model.head_dim
         cut = data[: np.prod(shape)].view(shape).transpose(0, 1)
         joined = into[: np.prod(shape)].view(cut.shape)
         plain = _median(ranks.repeats(lambda: into.copy_(data)))

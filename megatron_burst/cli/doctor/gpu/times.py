@@ -29,14 +29,16 @@ Record = dict[str, Any]
 Call = Callable[[], object]
 
 
-def seconds(call: Call, device: torch.device) -> float:
-    """Of one call, alone on the device."""
+def seconds(call: Call, device: torch.device, before: Call = lambda: None) -> float:
+    """Of one call. before: begins what is to run beside it, on a device that is idle."""
     if device.type == "cpu":
+        before()
         begun = time.perf_counter()
         call()
         return time.perf_counter() - begun
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
+    before()
     begin.record()
     call()
     end.record()
