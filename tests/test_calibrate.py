@@ -17,6 +17,7 @@ from megatron_burst.advisor.settings import Settings
 from megatron_burst.advisor.simulate import simulate
 from megatron_burst.cli.calibrate import kernels, layer, links, ranks
 from megatron_burst.cli.calibrate.links import Found, Hop
+from megatron_burst.cli.doctor.gpu import times
 from megatron_burst.cli.main import main
 
 ROOT = Path(mb.__file__).parent.parent
@@ -265,3 +266,24 @@ def attention_peaks():
 def test_the_memory_of_attention_is_that_of_the_account(ranks):
     for measured, account in ranks(4).run(attention_peaks):
         assert measured == pytest.approx(account, rel=0.05)
+
+
+def test_traffic_begins_on_an_idle_device_and_before_the_clock(monkeypatch):
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            order.append("clock")
+
+        def elapsed_time(self, end):
+            return 2000.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("idle"))
+    device = torch.device("cuda")
+    took = times.seconds(lambda: order.append("call"), device, lambda: order.append("traffic"))
+    assert took == 2.0
+    assert order == ["idle", "traffic", "clock", "call", "clock", "idle"]

@@ -3,7 +3,8 @@
 Runs the order in which Megatron-Core's schedules run (`pipeline_parallel/schedules.py`): 1F1B
 (PipeDream-Flush, arXiv 2006.09503) and, with several chunks of layers per rank, its interleaved
 form (arXiv 2104.04473, section 2.2). Stages and micro-batches may differ, so slow ranks and
-packed documents of unequal work cost what they cost. For equal ones `step_time` takes the same bubble by formula.
+packed documents of unequal work cost what they cost. For equal ones `step_time` takes the same
+bubble by formula.
 """
 
 from __future__ import annotations
