@@ -28,7 +28,7 @@ def rates():
     positive = ABOVE | st.just(math.inf)
     return st.builds(
         Rates, positive, positive, FROM_0, st.none() | positive, FROM_0, FROM_0, ABOVE, FROM_0,
-        FROM_0, ABOVE, st.none() | ABOVE, FROM_0, FROM_0, positive,
+        FROM_0, FRACTION, st.none() | ABOVE, FROM_0, FROM_0, positive,
         FROM_0,
     )  # fmt: skip
 
