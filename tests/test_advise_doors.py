@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_burst.advisor.account.memory import account
 from megatron_burst.advisor.clusters import GPUS, Cluster
+from megatron_burst.advisor.forecast.faults import Faults
+from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes import models
+from megatron_burst.advisor.simulate import simulate
 from megatron_burst.autotune.rates import Rates
 
 # --- figures -----------------------------------------------------------------------------------
@@ -47,3 +52,65 @@ def test_all_figures_of_a_cluster_are_named(figures, said):
 def test_rates_that_no_link_has(name, value):
     with pytest.raises(ValueError, match=rf"^rates: {name} .*got {value!r}"):
         replace(Rates(1.0, math.inf, compute=math.inf), **{name: value})
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+LLAMA, H100 = models.named("llama3-8b"), Cluster("h100", 8)
+WRONG = [
+    ({"cp": 1.5}, "--cp must be a whole number from 1, got 1.5"),
+    ({"cp": True}, "--cp must be a whole number from 1, got True"),
+    ({"seq": "1M"}, "--seq must be a whole number from 1, got '1M'"),
+    ({"intra": 0}, "--intra must be at least 1, got 0"),
+    ({"micro_batch": math.nan}, "--micro-batch must be a whole number from 1, got nan"),
+    ({"recompute": "half"}, "--recompute half: one of none, full"),
+    ({"gradients": 4}, "--gradients 4: one of fp32, bf16"),
+    ({"lm_head_loss": "on", "placement": "x"}, "single_pass, recompute; --placement x: one of"),
+    ({"route": "fast"}, "--route fast: one of auto, ring, direct"),
+    ({"wire": []}, r"--wire \[\]: one of fp32, bf16"),
+    ({"path": "tpu"}, "--path tpu: one of gpu, cpu"),
+    ({"fsdp": "no"}, "--fsdp must be true or false, got 'no'"),
+    ({"layout": 3}, "--layout must be a name, got 3"),
+    ({"store": math.nan}, "--store must be from 0 to 1, got nan"),
+    ({"store": "0.5"}, "--store must be from 0 to 1, got '0.5'"),
+    ({"optimizer_bytes": -1}, "--optimizer-bytes must be at least 0, got -1"),
+    ({"logits_bytes": -6}, "--logits-bytes must be at least 0, got -6"),
+    ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000: a rank has 512 rows"),
+    ({"sequence_chunks": 513}, "--sequence-chunks 513: .* take at most 512"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), WRONG)
+def test_settings_that_no_run_has(fields, said):
+    run = replace(Settings(1024, cp=2), **fields)
+    for door in (lambda: simulate(LLAMA, H100, run), lambda: account(LLAMA, run)):
+        with pytest.raises(ValueError, match=said):
+            door()
+
+
+@pytest.mark.parametrize("part", ["attention", "layer", "step"])
+@pytest.mark.parametrize(
+    ("run", "faults", "said"),
+    [(Settings(2**16, tp=4, cp=4, pp=2, dp=2), None,
+      r"takes 64 GPUs \(--tp 4 x --cp 4 x --pp 2 x --dp 2\), the cluster has 8: "),
+     (Settings(2**16, cp=4), Faults({4: 2.0}), "faults: 4: the run takes GPUs 0 to 3"),
+     (Settings(2**16, cp=4), Faults({}, {(1, 5): 2.0}), r"faults: \(1, 5\): the run takes"),
+     (Settings(2**16, cp=4), Faults({}, {8: 2.0}), "faults: 8: there are 8 GPUs")],
+)  # fmt: skip
+def test_a_run_that_the_cluster_does_not_hold(part, run, faults, said):
+    with pytest.raises(ValueError, match=said):
+        simulate(LLAMA, H100, run, part=part, faults=faults)
+
+
+def test_a_link_of_a_gpu_to_itself():
+    with pytest.raises(ValueError, match=r"\(3, 3\) goes from a GPU to itself"):
+        Faults({}, {(3, 3): 2.0})
+
+
+def test_interleaved_stages_take_whole_rounds_of_micro_batches():
+    """As Megatron does; memory is that of any number."""
+    run = Settings(2**13, pp=4, vpp=2, micro_batches=6)
+    with pytest.raises(ValueError, match="--micro-batches 6: .* multiple of --pp 4: take 8, say"):
+        simulate(LLAMA, H100, run)
+    assert simulate(LLAMA, H100, run, part="layer").seconds > 0
+    assert account(LLAMA, run).peak.bytes > 0
