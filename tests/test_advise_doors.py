@@ -1,5 +1,6 @@
 """Figures, settings and files that no run could have are refused by name, where they come in."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -46,7 +47,7 @@ def test_all_figures_of_a_cluster_are_named(figures, said):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("exchange", 1.01), ("exchange", math.inf), ("nic", math.inf), ("backward", math.inf),
+    [("exchange", math.inf), ("nic", math.inf), ("backward", math.inf),
      ("slowdown", math.inf), ("intra", math.nan), ("copying", -1.0)],
 )  # fmt: skip
 def test_rates_that_no_link_has(name, value):
@@ -110,7 +111,68 @@ def test_a_link_of_a_gpu_to_itself():
 def test_interleaved_stages_take_whole_rounds_of_micro_batches():
     """As Megatron does; memory is that of any number."""
     run = Settings(2**13, pp=4, vpp=2, micro_batches=6)
-    with pytest.raises(ValueError, match="--micro-batches 6: .* multiple of --pp 4: take 8, say"):
+    with pytest.raises(ValueError, match=r"--micro-batches 6: .* multiple of --pp 4: take 8, say"):
         simulate(LLAMA, H100, run)
     assert simulate(LLAMA, H100, run, part="layer").seconds > 0
     assert account(LLAMA, run).peak.bytes > 0
+
+
+# --- models ------------------------------------------------------------------------------------
+
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
+         "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"{", "not a JSON file"), (b"\xff\xfe{}", "not a JSON file: .*utf-8"),
+     (b"[1]", r"has an object \{...\}, not \[1\]"), (b"null", "not None"),
+     (b"[" * 10**5, "not a JSON file"), (b"{}", "has no 'num_attention_heads'")],
+    ids=lambda value: value[:9],
+)  # fmt: skip
+def test_a_configuration_that_is_none(tmp_path, content, said):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"config.json: .*{said}"):
+        models.named(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"hidden_size": None}, "has no 'hidden_size'"),
+     ({"hidden_size": "256"}, "'hidden_size' must be a whole number from 0, got '256'"),
+     ({"num_hidden_layers": 4.0}, "'num_hidden_layers' must be .* got 4.0"),
+     ({"num_attention_heads": True}, "'num_attention_heads' must be .* got True"),
+     ({"vocab_size": [1]}, r"'vocab_size' must be .* got \[1\]"),
+     ({"intermediate_size": [512]}, "'intermediate_size' must be"),
+     ({"sliding_window": "all"}, "'sliding_window' must be"),
+     ({"head_dim": -1}, "'head_dim' must be"),
+     ({"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false"),
+     ({"layer_types": "full"}, "'layer_types' must be a list"),
+     ({"layer_types": [["full_attention"]] * 4}, "'layer_types' must be a list of texts"),
+     ({"num_experts": 4, "num_experts_per_tok": "2"}, "'num_experts_per_tok' must be"),
+     ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of whole"),
+     ({"num_attention_heads": 0}, "heads must be from 1")],
+    ids=str,
+)  # fmt: skip
+def test_fields_that_no_configuration_has(tmp_path, more, said):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPE | more))
+    with pytest.raises(ValueError, match=f"config.json: {said}"):
+        models.named(str(path))
+
+
+def test_null_is_no_field():
+    shape = SHAPE | {"first_k_dense_replace": None, "num_experts": 2, "num_experts_per_tok": 1}
+    assert models.from_config(shape | {"head_dim": None}).head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"layers": 32.0, "experts": True}, "layers must be .* got 32.0; experts must be .* got True"),
+     ({"window": -1}, "window must be a whole number from 0, got -1"),
+     ({"hidden": "4096"}, "hidden must be a whole number from 0, got '4096'"),
+     ({"tied": "no"}, "tied must be true or false, got 'no'")],
+)  # fmt: skip
+def test_sizes_that_no_model_has(fields, said):
+    with pytest.raises(ValueError, match=f"^model llama3-8b: {said}"):
+        replace(LLAMA, **fields)
