@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..autotune.places import Nodes
 from ..autotune.rates import BACKWARD, Rates
+from ..units import byte_size
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
 
 # What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
@@ -68,6 +69,11 @@ class Cluster:
             )
         if wrong := self._wrong():
             raise ValueError(f"cluster: {'; '.join(wrong)}")
+        if self.room <= 0:
+            raise ValueError(
+                f"--gpu-memory {byte_size(self.gpu.memory)}: --reserve {byte_size(self.reserve)} "
+                "leaves none of it for tensors: take more memory, or a smaller reserve"
+            )
         object.__setattr__(self, "nics", self.nics or self.per_node)
         object.__setattr__(self, "nic_rate", self.nic_rate or self.gpu.nic)
 
