@@ -19,7 +19,7 @@ WORDS = st.text(max_size=20)
 
 def gpus():
     return st.builds(
-        clusters.Gpu, WORDS, st.integers(1, 2**50), ABOVE, ABOVE, WORDS, ABOVE, ABOVE, FRACTION,
+        clusters.Gpu, WORDS, st.integers(2**40 + 1, 2**50), ABOVE, ABOVE, WORDS, ABOVE, ABOVE, FRACTION,
         FRACTION, ABOVE, FROM_0,
     )  # fmt: skip
 
@@ -28,7 +28,7 @@ def rates():
     positive = ABOVE | st.just(math.inf)
     return st.builds(
         Rates, positive, positive, FROM_0, st.none() | positive, FROM_0, FROM_0, ABOVE, FROM_0,
-        FROM_0, ABOVE, st.none() | ABOVE, FROM_0, FROM_0, positive,
+        FROM_0, FRACTION, st.none() | ABOVE, FROM_0, FROM_0, positive,
         FROM_0,
     )  # fmt: skip
 
@@ -62,6 +62,24 @@ def test_a_gpu_of_the_table_needs_its_name_only(tmp_path):
     found = cluster_file.read(path)
     assert found == clusters.Cluster(replace(clusters.GPUS["a800"], memory_rate=1.9e12), 16)
     assert (found.nics, found.nic_rate, found.rates) == (8, 25e9, None)
+
+
+def test_a_gpu_of_the_table_in_any_case(tmp_path):
+    found = cluster_file.read(file(tmp_path, '[cluster]\ngpus = 8\n[gpu]\nname = "H100"\n'))
+    assert found == clusters.Cluster("h100", 8)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for path in (tmp_path, tmp_path / "none.toml"):
+        with pytest.raises(ValueError, match=f"--cluster {path}: cannot be read: "):
+            cluster_file.read(path)
+
+
+def test_memory_that_the_reserve_takes_all_of():
+    small = replace(clusters.GPUS["h100"], memory=4 * 2**30)
+    with pytest.raises(ValueError, match="--gpu-memory 4 GiB: --reserve 4 GiB leaves none"):
+        clusters.Cluster(small, 8)
+    assert clusters.Cluster(small, 8, reserve=0).room == 4 * 2**30
 
 
 def test_whole_numbers_are_numbers(tmp_path):
@@ -99,6 +117,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[host]\nupdate=0.0\n', "host_update 0.0 must"),
         ("[gpu", "not a TOML file"),
         ('[cluster]\ngpus=9\n[gpu]\nname="h100"\n', "--gpus 9 are no whole nodes"),
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\nlinear=7.0\n', "linear is a fraction"),

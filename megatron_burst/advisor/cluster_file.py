@@ -87,12 +87,14 @@ _WORDS = {str: "a text", int: "a whole number", float: "a number"}
 
 
 def read(path: str | Path) -> Cluster:
-    """The cluster of a file. ValueError with all that is wrong in it, by section and key; OSError
-    where there is no such file."""
+    """The cluster of a file. ValueError with all that is wrong in it, by section and key, or that
+    it cannot be read."""
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--cluster {path}: cannot be read: {error.strerror}") from None
     wrong = [*_unknown(found), *_unfit(found)]
     if not wrong:
         try:
@@ -134,8 +136,10 @@ def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
         value = _at(found, section, figure.key)
         if value is not None:
             given[figure.of][figure.field] = figure.kind(value)
-    known = GPUS.get(given[Gpu]["name"])
-    gpu = Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu])
+    known = GPUS.get(given[Gpu]["name"].lower())
+    gpu = (
+        Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu] | {"name": known.name})
+    )
     rates = Rates(**given[Rates]) if given[Rates] else None
     return Cluster(gpu, **given[Cluster], rates=rates)
 
@@ -166,7 +170,7 @@ def _unknown(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _unfit(found: Mapping[str, Any]) -> Iterator[str]:
     """Values of a wrong type, and keys that are needed and missing."""
-    named = _at(found, "gpu", "name") in GPUS
+    named = str(_at(found, "gpu", "name")).lower() in GPUS
     measured = any(_at(found, s, f.key) is not None for s, f in _figures() if f.of is Rates)
     for section, figure in _figures():
         value, where = _at(found, section, figure.key), f"{section}.{figure.key}"

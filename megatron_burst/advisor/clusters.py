@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from ..autotune.places import Nodes
 from ..autotune.rates import BACKWARD, Rates
-from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu
+from ..units import byte_size
+from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
 
 # What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
 # bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC, SHARED: of a NIC's rate, by a rank alone
@@ -59,20 +60,37 @@ class Cluster:
     def __post_init__(self) -> None:
         if isinstance(self.gpu, str):
             object.__setattr__(self, "gpu", gpu(self.gpu))
-        if self.gpus < 1 or self.per_node < 1:
-            raise ValueError(f"--gpus {self.gpus} --per-node {self.per_node}: both from 1")
+        if not all(type(n) is int and n >= 1 for n in (self.gpus, self.per_node)):
+            raise ValueError(f"--gpus {self.gpus} --per-node {self.per_node}: whole numbers from 1")
         if self.gpus > self.per_node and self.gpus % self.per_node:
             raise ValueError(
                 f"--gpus {self.gpus} are no whole nodes of --per-node {self.per_node}: give a "
                 f"multiple, such as {-(-self.gpus // self.per_node) * self.per_node}"
             )
-        if self.nics < 0 or not self.nic_rate >= 0 or not self.host_rate >= 0:
+        if wrong := self._wrong():
+            raise ValueError(f"cluster: {'; '.join(wrong)}")
+        if self.room <= 0:
             raise ValueError(
-                f"cluster: nics {self.nics}, nic_rate {self.nic_rate}, host_rate {self.host_rate}: "
-                "none can be below 0"
+                f"--gpu-memory {byte_size(self.gpu.memory)}: --reserve {byte_size(self.reserve)} "
+                "leaves none of it for tensors: take more memory, or a smaller reserve"
             )
         object.__setattr__(self, "nics", self.nics or self.per_node)
         object.__setattr__(self, "nic_rate", self.nic_rate or self.gpu.nic)
+
+    def _wrong(self) -> list[str]:
+        """Figures that no cluster has, in words."""
+        wrong = []
+        if type(self.nics) is not int or self.nics < 0:
+            wrong.append(f"nics {self.nics!r} must be a whole number from 0")
+        for name in ("nic_rate", "host_rate", "host_memory", "reserve", "spread"):
+            value = getattr(self, name)
+            if not is_finite(value):
+                wrong.append(f"{name} {value!r} must be a finite number from 0")
+        if not is_finite(self.host_update) or self.host_update == 0:
+            wrong.append(f"host_update {self.host_update!r} must be a finite number above 0")
+        if not is_finite(self.overlap) or self.overlap > 1:
+            wrong.append(f"overlap {self.overlap!r} must be a fraction from 0 to 1")
+        return wrong
 
     @property
     def ranks_per_node(self) -> int:

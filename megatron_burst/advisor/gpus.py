@@ -16,10 +16,17 @@ on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GB, GIB = 10**9, 2**30
 SLOWER = 0.86  # rate of an attention backward over that of a forward
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number from 0 that is neither infinite nor NaN."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,19 @@ class Gpu:
     small: float = 64.0
 
     def __post_init__(self) -> None:
+        wrong = []
         for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"gpu {self.name}: {name} must be above 0: {getattr(self, name)}")
+            value = getattr(self, name)
+            if not is_finite(value) or value <= 0:
+                wrong.append(f"{name} must be a finite number above 0: {value!r}")
         for name in ("attention", "linear"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"gpu {self.name}: {name} is a fraction of the peak, above 0 and at most 1: "
-                    f"{getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if not is_finite(value) or not 0 < value <= 1:
+                wrong.append(f"{name} is a fraction of the peak, above 0 and at most 1: {value!r}")
+        if not is_finite(self.small):
+            wrong.append(f"small must be a finite number of rows from 0: {self.small!r}")
+        if wrong:
+            raise ValueError(f"gpu {self.name}: {'; '.join(wrong)}")
 
 
 _A100 = "A100 datasheet, SXM; PCIe 4.0 x16; DGX A100, HDR 200 Gb/s"

@@ -1,9 +1,9 @@
-"""The settings of a run that its memory depends on: sizes of groups, and flags."""
+"""What a run's memory and time depend on: sizes of groups, and flags."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from ..schedule.head_shares import shareable
 from ..schedule.topology import Placement
@@ -108,6 +108,12 @@ def check(model: Model, run: Settings) -> None:
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
         raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
+    for name in ("sequence_chunks", "mlp_tiles"):
+        if getattr(run, name) > run.rows:
+            raise ValueError(
+                f"{_flag(name)} {getattr(run, name)}: a rank has {run.rows} rows, which cannot be "
+                f"cut into more parts: take at most {run.rows}"
+            )
     if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
         raise ValueError(
             f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
@@ -135,17 +141,39 @@ def check(model: Model, run: Settings) -> None:
 
 
 def _check_numbers(run: Settings) -> None:
-    """Sizes are from 1, fractions from 0 to 1."""
-    sizes = ("seq", "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches",
-             "sequence_chunks", "mlp_tiles", "ulysses", "head_chunks", "gathered")  # fmt: skip
-    for name in sizes:
-        value = getattr(run, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("store", "offload", "optimizer_offload"):
-        value = getattr(run, name)
-        if not 0 <= value <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1, got {value}")
+    """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
+    ValueError with all that are not."""
+    wrong = [
+        said for name, kind in _KINDS.items() if (said := _unfit(name, kind, getattr(run, name)))
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+_KINDS = get_type_hints(Settings)
+
+
+def _unfit(name: str, kind: Any, value: object) -> str | None:
+    """What is wrong with the value of a field of this type; None where nothing is."""
+    if words := [word for word in get_args(kind) if isinstance(word, str)]:
+        fits = value in words if isinstance(value, str) else False
+        return None if fits else f"{_flag(name)} {value}: one of {', '.join(words)}"
+    if kind in (bool, str):
+        said = {bool: "true or false", str: "a name"}[kind]
+        return None if type(value) is kind else f"{_flag(name)} must be {said}, got {value!r}"
+    if value is None and get_args(kind) == (int, type(None)):
+        return None
+    if kind is float:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+        return None if fits else f"{_flag(name)} must be from 0 to 1, got {value!r}"
+    least = 0 if name.endswith("_bytes") else 1
+    if isinstance(value, int) and not isinstance(value, bool):
+        return None if value >= least else f"{_flag(name)} must be at least {least}, got {value}"
+    return f"{_flag(name)} must be a whole number from {least}, got {value!r}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_heads(model: Model, run: Settings) -> None:

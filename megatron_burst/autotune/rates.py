@@ -69,6 +69,8 @@ class Rates:
                 continue
             if not _is_number(value) or not value > 0:
                 raise ValueError(f"rates: {name} must be a positive number, got {value!r}")
+            if name in ("backward", "exchange", "nic") and value == math.inf:
+                raise ValueError(f"rates: {name} must be a finite number, got {value!r}")
         for name in (
             "latency", "launch", "posting", "half_rows", "slowdown", "start", "exchange_start",
             "handling",

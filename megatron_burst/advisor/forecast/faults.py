@@ -79,6 +79,15 @@ class Faults:
             if max(_gpus(key), default=-1) >= cluster.gpus:
                 raise ValueError(f"faults: {key!r}: there are {cluster.gpus} GPUs, from 0")
 
+    def check_run(self, ranks: int) -> None:
+        """Raise ValueError for a GPU that is none of the first `ranks`, which the run has."""
+        for key in (*self.slow_ranks, *self.slow_links):
+            if max(_gpus(key), default=-1) >= ranks:
+                raise ValueError(
+                    f"faults: {key!r}: the run takes GPUs 0 to {ranks - 1}, so no other one slows "
+                    "it"
+                )
+
     def compute(self, gpus: Sequence[int]) -> np.ndarray:
         """float: how many times as long each of these GPUs (`gpus`) computes."""
         return np.array([float(self.slow_ranks.get(gpu, 1.0)) for gpu in gpus])
@@ -149,6 +158,8 @@ def _check_link(key: object) -> None:
     elif isinstance(key, tuple) and len(key) == 2:
         for each in key:
             _check_gpu("slow_links", each)
+        if key[0] == key[1]:
+            raise ValueError(f"faults: slow_links: {key!r} goes from a GPU to itself: name two")
     else:
         _check_gpu("slow_links", key)
 

@@ -6,7 +6,7 @@ one of them. `models` has shapes by name, `model_config` reads a `config.json`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from .layer_kinds import FULL, KINDS, MIXER, WINDOW, Latent, Mixer, Part
@@ -56,6 +56,7 @@ class Model:
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name, default in (
             ("head_dim", self.hidden // max(1, self.heads)),
             ("value_dim", self.head_dim or self.hidden // max(1, self.heads)),
@@ -75,6 +76,19 @@ class Model:
                 f"model {self.name}: top_k must be 1 to {self.experts} experts, got {self.top_k}"
             )
         self._check_pattern()
+
+    def _check_kinds(self) -> None:
+        """Sizes are whole numbers from 0, and no bool is one."""
+        wrong = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "int" and (type(value) is not int or value < 0):
+                wrong.append(f"{each.name} must be a whole number from 0, got {value!r}")
+            elif each.type in ("bool", "str") and type(value).__name__ != each.type:
+                kind = {"bool": "true or false", "str": "a text"}[each.type]
+                wrong.append(f"{each.name} must be {kind}, got {value!r}")
+        if wrong:
+            raise ValueError(f"model {self.name}: {'; '.join(wrong)}")
 
     def _check_pattern(self) -> None:
         if set(self.letters) - set(KINDS) or len(self.letters) != self.layers:

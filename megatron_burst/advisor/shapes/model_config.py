@@ -11,7 +11,6 @@ from typing import Any
 from .layer_kinds import Latent, Mixer
 from .model import Model
 
-Config = dict[str, Any]
 # transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
 LAYER_TYPES = {
     "full_attention": "F", "sliding_attention": "W", "linear_attention": "L",
@@ -21,7 +20,40 @@ NEEDED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size
 UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
 
 
-def from_config(config: Config, name: str = "config.json") -> Model:
+class Config(dict[str, Any]):
+    """The fields of a `config.json`, those that are null left out. name: of the file."""
+
+    def __init__(self, found: dict[str, Any], name: str) -> None:
+        super().__init__({key: value for key, value in found.items() if value is not None})
+        self.name = name
+
+    def size(self, key: str) -> int:
+        """A whole number from 0; 0 where there is no such field."""
+        return self._of(key, self.get(key, 0), int, "a whole number from 0")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self._of(key, self.get(key, default), bool, "true or false")
+
+    def text(self, key: str, default: str = "") -> str:
+        return self._of(key, self.get(key, default), str, "a text")
+
+    def items_of(self, key: str, kind: type) -> list[Any]:
+        """A list of which each item is of a kind; empty where there is no such field."""
+        found = self._of(key, self.get(key, []), list, "a list")
+        said = {int: "whole numbers from 0", str: "texts"}[kind]
+        return [self._of(key, each, kind, f"a list of {said}") for each in found]
+
+    def needed(self, key: str) -> int:
+        """`size` of a field that cannot be missing; KeyError where it is."""
+        return self.size(key) if key in self else self[key]
+
+    def _of(self, key: str, value: Any, kind: type, said: str) -> Any:
+        if type(value) is not kind or (kind is int and value < 0):
+            raise ValueError(f"{self.name}: {key!r} must be {said}, got {value!r:.60}")
+        return value
+
+
+def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
     """The model of a configuration. ValueError naming the field that is missing or not known."""
     also: tuple[str, ...] = ()
     if isinstance(config.get("text_config"), dict):
@@ -29,27 +61,32 @@ def from_config(config: Config, name: str = "config.json") -> Model:
         config = {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | dict(
             config["text_config"]
         )
+    return _model(Config(config, name), also)
+
+
+def _model(config: Config, also: tuple[str, ...]) -> Model:
+    name = config.name
     for key in NEEDED:
         if key not in config:
             raise ValueError(
                 f"{name}: has no {key!r}; a config.json of a decoder with num_hidden_layers, "
                 "hidden_size, num_attention_heads, intermediate_size and vocab_size would do"
             )
-    if config.get("num_nextn_predict_layers"):
+    if config.size("num_nextn_predict_layers"):
         also += ("the head that predicts several tokens",)
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     pattern, window = _pattern(config, name)
-    fields: Config = {
-        "name": config.get("_name_or_path") or name,
-        "layers": config["num_hidden_layers"],
+    fields: dict[str, Any] = {
+        "name": config.text("_name_or_path") or name,
+        "layers": config.size("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "vocabulary": config["vocab_size"],
-        "head_dim": config.get("head_dim") or config.get("attention_head_dim") or hidden // heads,
+        "kv_heads": config.size("num_key_value_heads") or heads,
+        "vocabulary": config.size("vocab_size"),
+        "head_dim": config.size("head_dim") or config.size("attention_head_dim"),
         "gated": _gated(config),
-        "tied": bool(config.get("tie_word_embeddings", _like(config, "gemma"))),
-        "output_gate": bool(config.get("attn_output_gate", _like(config, "qwen3_next"))),
+        "tied": config.flag("tie_word_embeddings", _like(config, "gemma")),
+        "output_gate": config.flag("attn_output_gate", _like(config, "qwen3_next")),
         "pattern": pattern,
         "window": window,
         "sinks": _like(config, "gpt_oss"),
@@ -70,43 +107,43 @@ def _gated(config: Config) -> bool:
     return act not in UNGATED or _like(config, "gemma")
 
 
-def _latent(config: Config, name: str) -> Config:
+def _latent(config: Config, name: str) -> dict[str, Any]:
     """Multi-head latent attention, with expanded heads: as many keys as queries."""
-    if not config.get("kv_lora_rank"):
+    if not config.size("kv_lora_rank"):
         return {}
     for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
         if key not in config:
             raise ValueError(
                 f"{name}: has kv_lora_rank but no {key!r}, a width of latent attention"
             )
-    rope = config["qk_rope_head_dim"]
+    rope = config.size("qk_rope_head_dim")
     return {
-        "kv_heads": config["num_attention_heads"],
-        "head_dim": config["qk_nope_head_dim"] + rope,
-        "value_dim": config["v_head_dim"],
-        "latent": Latent(config["kv_lora_rank"], rope, config.get("q_lora_rank") or 0),
+        "kv_heads": config.size("num_attention_heads"),
+        "head_dim": config.size("qk_nope_head_dim") + rope,
+        "value_dim": config.size("v_head_dim"),
+        "latent": Latent(config.size("kv_lora_rank"), rope, config.size("q_lora_rank")),
     }
 
 
-def _mlp(config: Config, pattern: str, name: str) -> Config:
+def _mlp(config: Config, pattern: str, name: str) -> dict[str, Any]:
     """The MLP halves: dense, or experts in the last layers of those that have one."""
-    ffn = config.get("intermediate_size")
-    experts = next((config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts")
-                    if config.get(key)), 0)  # fmt: skip
-    of_expert = config.get("moe_intermediate_size") or ffn
-    if of_expert is None or (ffn is None and not experts):
+    ffn = config.size("intermediate_size")
+    experts = next((config.size(key) for key in ("n_routed_experts", "num_local_experts",
+                    "num_experts") if config.size(key)), 0)  # fmt: skip
+    of_expert = config.size("moe_intermediate_size") or ffn
+    if not of_expert or (not ffn and not experts):
         raise ValueError(f"{name}: has no 'intermediate_size'")
     if not experts:
         return {"ffn": ffn}
-    shared = config.get("shared_expert_intermediate_size") or (
-        (config.get("n_shared_experts") or 0)
-        * (config.get("moe_shared_expert_intermediate_size") or of_expert)
+    shared = config.size("shared_expert_intermediate_size") or (
+        config.size("n_shared_experts")
+        * (config.size("moe_shared_expert_intermediate_size") or of_expert)
     )
-    with_mlp = sum(letter in "FWL-" for letter in pattern or "F" * config["num_hidden_layers"])
+    with_mlp = sum(letter in "FWL-" for letter in pattern or "F" * config.size("num_hidden_layers"))
     return {
         "ffn": of_expert,
         "experts": experts,
-        "top_k": config.get("num_experts_per_tok") or 0,
+        "top_k": config.size("num_experts_per_tok"),
         "shared": shared,
         "moe_layers": _moe_layers(config, with_mlp),
         "dense_ffn": ffn or of_expert,
@@ -115,24 +152,24 @@ def _mlp(config: Config, pattern: str, name: str) -> Config:
 
 def _moe_layers(config: Config, layers: int) -> int:
     """How many layers have experts. Which ones changes neither time nor memory: taken as last."""
-    override = config.get("hybrid_override_pattern")
+    override = config.text("hybrid_override_pattern")
     if override:
         return override.count("E")
-    if "moe" in (config.get("layers_block_type") or ()):
-        return config["layers_block_type"].count("moe")
+    if moe := config.items_of("layers_block_type", str).count("moe"):
+        return moe
     if "first_k_dense_replace" in config:
-        every = config.get("moe_layer_freq") or 1
-        dense = config["first_k_dense_replace"]
+        every = config.size("moe_layer_freq") or 1
+        dense = config.size("first_k_dense_replace")
         return sum(layer >= dense and layer % every == 0 for layer in range(layers))
-    step = config.get("decoder_sparse_step") or 1
-    dense = set(config.get("mlp_only_layers") or ())
+    step = config.size("decoder_sparse_step") or 1
+    dense = set(config.items_of("mlp_only_layers", int))
     return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _pattern(config: Config, name: str) -> tuple[str, int]:
     """A letter for each layer, and the window of those that have one."""
-    layers = config["num_hidden_layers"]
-    override = config.get("hybrid_override_pattern")
+    layers = config.size("num_hidden_layers")
+    override = config.text("hybrid_override_pattern")
     if override:
         odd = set(override) - set("M*-E")
         if odd or len(override) != layers:
@@ -141,8 +178,8 @@ def _pattern(config: Config, name: str) -> tuple[str, int]:
                 f"of the {layers} layers"
             )
         return override.replace("E", "-"), 0
-    types = config.get("layer_types") or config.get("layers_block_type")
-    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    types = config.items_of("layer_types", str) or config.items_of("layers_block_type", str)
+    window = config.size("sliding_window") or config.size("attention_chunk_size")
     if types:
         odd = sorted(set(types) - set(LAYER_TYPES))
         if odd:
@@ -151,8 +188,7 @@ def _pattern(config: Config, name: str) -> tuple[str, int]:
                 f"{', '.join(LAYER_TYPES)}"
             )
         return "".join(LAYER_TYPES[kind] for kind in types), window
-    if config.get("full_attention_interval"):
-        every = config["full_attention_interval"]
+    if every := config.size("full_attention_interval"):
         return "".join("LF"[(i + 1) % every == 0] for i in range(layers)), 0
     if any(config.get(key) for key in ("ssm_state_size", "mamba_d_state", "state_size")):
         raise ValueError(
@@ -164,11 +200,11 @@ def _pattern(config: Config, name: str) -> tuple[str, int]:
 
 def _windows(config: Config, layers: int, window: int) -> tuple[str, int]:
     """Where only numbers say which layers have a window."""
-    if not window or config.get("use_sliding_window") is False:
+    if not window or not config.flag("use_sliding_window", True):
         return "", 0
-    if every := config.get("sliding_window_pattern"):
+    if every := config.size("sliding_window_pattern"):
         return "".join("WF"[(i + 1) % every == 0] for i in range(layers)), window
-    full = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
+    full = config.size("max_window_layers") if config.flag("use_sliding_window") else 0
     return ("F" * min(full, layers)).ljust(layers, "W"), window
 
 
@@ -176,16 +212,16 @@ def _mixer(config: Config, name: str) -> Mixer:
     """Mamba-2 as Nemotron-H names its sizes, or Qwen3-Next's gated delta net."""
     try:
         if "linear_num_value_heads" in config:
-            heads = config["linear_num_value_heads"]
-            keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-            values = heads * config["linear_value_head_dim"]
-            convolution = config["linear_conv_kernel_dim"] * (2 * keys + values)
+            heads = config.needed("linear_num_value_heads")
+            keys = config.needed("linear_num_key_heads") * config.needed("linear_key_head_dim")
+            values = heads * config.needed("linear_value_head_dim")
+            convolution = config.needed("linear_conv_kernel_dim") * (2 * keys + values)
             return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
                          convolution)  # fmt: skip
-        heads = config["mamba_num_heads"]
-        inner = heads * config["mamba_head_dim"]
-        states = 2 * config["n_groups"] * config["ssm_state_size"]
-        convolution = (config["conv_kernel"] + 1) * (inner + states)
+        heads = config.needed("mamba_num_heads")
+        inner = heads * config.needed("mamba_head_dim")
+        states = 2 * config.needed("n_groups") * config.needed("ssm_state_size")
+        convolution = (config.needed("conv_kernel") + 1) * (inner + states)
         return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
                      convolution + 3 * heads + inner)  # fmt: skip
     except KeyError as error:

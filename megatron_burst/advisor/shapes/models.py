@@ -102,11 +102,24 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
         return padded(NAMED[name.lower()], vocabulary_multiple)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
-    if path.suffix != ".json" or not path.exists():
+    if path.suffix != ".json" or not path.is_file():
         raise ValueError(
             f"--model {name}: no such name and no config.json there; names: {', '.join(NAMED)}"
         )
-    return padded(from_config(json.loads(path.read_text()), str(path)), vocabulary_multiple)
+    return padded(from_config(_read(path), str(path)), vocabulary_multiple)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a config.json has. ValueError naming the file where it cannot be read as one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--model {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model {path}: not a JSON file: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--model {path}: a config.json has an object {{...}}, not {found!r:.40}")
+    return found
 
 
 __all__ = ["NAMED", "Latent", "Mixer", "Model", "from_config", "named", "padded"]
