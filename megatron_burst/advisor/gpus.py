@@ -25,8 +25,9 @@ SLOWER = 0.86  # rate of an attention backward over that of a forward
 
 def is_finite(value: object) -> bool:
     """Whether a value is a number from 0 that is neither infinite nor NaN."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
