@@ -18,7 +18,7 @@ from megatron_burst.autotune.rates import Rates
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf, True, "1"])
-@pytest.mark.parametrize("name", ["memory", "peak", "host_link", "nvlink", "memory_rate", "nic",
+@pytest.mark.parametrize("name", ["memory", "peak", "host_link", "nvlink", "nic",
                                   "attention", "linear", "small"])  # fmt: skip
 def test_figures_that_no_gpu_has(name, value):
     with pytest.raises(ValueError, match=f"^gpu h100: {name} .*: {value!r}"):

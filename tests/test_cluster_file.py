@@ -19,8 +19,8 @@ WORDS = st.text(max_size=20)
 
 def gpus():
     return st.builds(
-        clusters.Gpu, WORDS, st.integers(2**40 + 1, 2**50), ABOVE, ABOVE, WORDS, ABOVE, ABOVE, FRACTION,
-        FRACTION, ABOVE, FROM_0,
+        clusters.Gpu, WORDS, st.integers(2**40 + 1, 2**50), ABOVE, ABOVE, WORDS, ABOVE, ABOVE,
+        FRACTION, FRACTION, ABOVE, FROM_0,
     )  # fmt: skip
 
 
