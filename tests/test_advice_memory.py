@@ -20,7 +20,7 @@ MODEL = Model("small", layers=8, hidden=1024, heads=16, kv_heads=8, ffn=4096, vo
 
 def cluster(memory, host=5.0):
     """Two nodes of four GPUs; gigabytes."""
-    small = replace(gpu("a100"), memory=int(memory * GB))
+    small = replace(gpu("a100"), memory=max(GB + 1, int(memory * GB)))
     return Cluster(small, 8, 4, host_memory=int(host * GB), reserve=GB)
 
 
