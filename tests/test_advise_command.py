@@ -10,7 +10,9 @@ from megatron_burst.advisor import cluster_file
 from megatron_burst.advisor.advice import advise
 from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.gpus import GPUS
+from megatron_burst.advisor.search import pasted
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes import models
 from megatron_burst.advisor.shapes.model import Model
 from megatron_burst.cli import megatron_arguments as megatron
 from megatron_burst.cli.doctor.command import hazards, parse
@@ -107,10 +109,44 @@ def test_a_cluster_file_and_packed_documents(capsys, tmp_path):
     assert "--gpu and --cluster both" in capsys.readouterr().err
 
 
-def test_a_megatron_command(capsys):
-    flags = " ".join(advise(DENSE, "h100", gpus=8, seq="64K", top=1).flags())
-    assert main(["advise", "--gpus", "8", "--json", "--", "pretrain_gpt.py", *flags.split()]) == 0
-    assert json.loads(capsys.readouterr().out)["seq"] == 65536
+def test_a_megatron_command_keeps_its_model(capsys):
+    """Only flags of the run are printed: the shape, the norm and the vocabulary are the user's."""
+    flags = [each for each in SMALL if each != "--vocab-size 32000"]
+    words = ["advise", *FEW[:2], "--tp", "4", "--top", "1"]
+    assert main([*words, "--", "pretrain_gpt.py", *" ".join(flags).split()]) == 0
+    out = capsys.readouterr().out
+    assert "in place of those of your command" in out
+    assert "your command has no --vocab-size: a vocabulary of 131,072 was assumed" in out
+    for name in (
+        "num-layers",
+        "vocab-size 131072",
+        "normalization",
+        "disable-bias",
+        "position-emb",
+    ):
+        assert f"--{name}" not in out.replace("--max-position-embeddings", "")
+    assert main([*words, "--json", "--", "pretrain_gpt.py", *" ".join(SMALL).split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seq"] == 65536
+    assert "--tensor-model-parallel-size 4 --sequence-parallel" in found["flags"]
+    assert not any("hidden-size" in each for each in found["flags"])
+
+
+SMALL = ["--num-layers 8", "--hidden-size 1024", "--num-attention-heads 16", "--seq-length 65536",
+         "--vocab-size 32000"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "flags"), [
+    ("llama3.1-8b", ["--rotary-base 500000"]), ("mistral-7b", []),
+    ("qwen3-8b", ["--rotary-base 1000000 --qk-layernorm"]),
+    ("qwen2.5-7b", ["--rotary-base 1000000 --add-qkv-bias"]),
+])  # fmt: skip
+def test_flags_of_a_family(name, flags):
+    model = models.named(name)
+    said = list(pasted.model_flags(model))
+    assert said[said.index("--normalization RMSNorm --disable-bias-linear "
+                           "--position-embedding-type rope") + 1 :] == flags  # fmt: skip
+    assert ("--rotary-base" in pasted.left_to_the_user(model)) is not bool(flags)
 
 
 def test_pictures(tmp_path, capsys):

@@ -112,11 +112,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         picture.draw(found, arguments.png)
     if arguments.json:
-        print(json.dumps(report.facts(found), indent=1))
+        print(json.dumps(report.facts(found, arguments.megatron), indent=1))
     elif arguments.recipe:
         print(found.recipe(), end="")
     else:
-        report.show(found)
+        report.show(found, arguments.megatron)
     return 0
 
 
