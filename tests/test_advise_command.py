@@ -168,6 +168,10 @@ def test_pictures(tmp_path, capsys):
     (["--model", "llama3-8b", "--gpus", "8"], 2, "--seq is needed"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--recipe"], 2,
      "one of them"),
+    (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "take --tokens-per-step 4186112"),
+    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo: no such algorithm: take "),
+    ([*BASE[1:], "--ep", "4"], 2, "llama3-8b has no experts"),
+    ([*BASE[1:], "--", "pretrain_gpt.py", "--num-layers", "8"], 2, "--model llama3-8b and the"),
 ], ids=str)  # fmt: skip
 def test_errors(words, status, said, capsys):
     assert main(["advise", *words]) == status

@@ -56,6 +56,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "side": (str, "what travels in backward: kv or query"),
     "layout": (str, "which rows each rank holds: zigzag or striped"),
     "ulysses": (int, "ranks that share heads"),
+    "head_chunks": (int, "groups of heads, of which one travels while another computes"),
     "placement": (PLACEMENTS, "of ranks that share heads"),
 }
 
