@@ -40,6 +40,15 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     if not found.changes:
         console.print(Text("  nothing that was tried gains 1 %"))
     _show_flags(console, found, command)
+    pinned, run = found.want.pinned, found.best.run
+    if run.cp == 1:
+        idle = [n for n in ("algorithm", "side", "layout", "ulysses", "wire") if n in pinned]
+    else:
+        idle = []
+    idle += ["placement"] * ("placement" in pinned and not 1 < run.ulysses < run.cp)
+    if idle:
+        said = ", ".join(f"--{name}" for name in idle)
+        console.print(Text(f"without meaning in the first: {said}", style="yellow"))
     for part in found.model.uncounted:
         console.print(Text(f"not counted: {part}", style="yellow"))
     console.print(Text("A forecast from sizes and rates, not a measurement."))
