@@ -72,6 +72,12 @@ def test_a_table_with_everything(capsys):
     assert not err
 
 
+def test_pins_without_meaning_are_named(capsys):
+    words = [*BASE[:-1], "1", "--top", "1", "--algorithm", "burst", "--placement", "head_first"]
+    assert main(words) == 0
+    assert "without meaning in the first: --algorithm, --placement" in capsys.readouterr().out
+
+
 def test_json_is_all_there_is_on_standard_output(capsys):
     assert main([*BASE, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
