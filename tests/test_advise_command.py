@@ -10,7 +10,9 @@ from megatron_burst.advisor import cluster_file
 from megatron_burst.advisor.advice import advise
 from megatron_burst.advisor.clusters import Cluster
 from megatron_burst.advisor.gpus import GPUS
+from megatron_burst.advisor.search import pasted
 from megatron_burst.advisor.settings import Settings
+from megatron_burst.advisor.shapes import models
 from megatron_burst.advisor.shapes.model import Model
 from megatron_burst.cli import megatron_arguments as megatron
 from megatron_burst.cli.doctor.command import hazards, parse
@@ -70,6 +72,12 @@ def test_a_table_with_everything(capsys):
     assert not err
 
 
+def test_pins_without_meaning_are_named(capsys):
+    words = [*BASE[:-1], "1", "--top", "1", "--algorithm", "burst", "--placement", "head_first"]
+    assert main(words) == 0
+    assert "without meaning in the first: --algorithm, --placement" in capsys.readouterr().out
+
+
 def test_json_is_all_there_is_on_standard_output(capsys):
     assert main([*BASE, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -107,10 +115,44 @@ def test_a_cluster_file_and_packed_documents(capsys, tmp_path):
     assert "--gpu and --cluster both" in capsys.readouterr().err
 
 
-def test_a_megatron_command(capsys):
-    flags = " ".join(advise(DENSE, "h100", gpus=8, seq="64K", top=1).flags())
-    assert main(["advise", "--gpus", "8", "--json", "--", "pretrain_gpt.py", *flags.split()]) == 0
-    assert json.loads(capsys.readouterr().out)["seq"] == 65536
+def test_a_megatron_command_keeps_its_model(capsys):
+    """Only flags of the run are printed: the shape, the norm and the vocabulary are the user's."""
+    flags = [each for each in SMALL if each != "--vocab-size 32000"]
+    words = ["advise", *FEW[:2], "--tp", "4", "--top", "1"]
+    assert main([*words, "--", "pretrain_gpt.py", *" ".join(flags).split()]) == 0
+    out = capsys.readouterr().out
+    assert "in place of those of your command" in out
+    assert "your command has no --vocab-size: a vocabulary of 131,072 was assumed" in out
+    for name in (
+        "num-layers",
+        "vocab-size 131072",
+        "normalization",
+        "disable-bias",
+        "position-emb",
+    ):
+        assert f"--{name}" not in out.replace("--max-position-embeddings", "")
+    assert main([*words, "--json", "--", "pretrain_gpt.py", *" ".join(SMALL).split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seq"] == 65536
+    assert "--tensor-model-parallel-size 4 --sequence-parallel" in found["flags"]
+    assert not any("hidden-size" in each for each in found["flags"])
+
+
+SMALL = ["--num-layers 8", "--hidden-size 1024", "--num-attention-heads 16", "--seq-length 65536",
+         "--vocab-size 32000"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "flags"), [
+    ("llama3.1-8b", ["--rotary-base 500000"]), ("mistral-7b", []),
+    ("qwen3-8b", ["--rotary-base 1000000 --qk-layernorm"]),
+    ("qwen2.5-7b", ["--rotary-base 1000000 --add-qkv-bias"]),
+])  # fmt: skip
+def test_flags_of_a_family(name, flags):
+    model = models.named(name)
+    said = list(pasted.model_flags(model))
+    assert said[said.index("--normalization RMSNorm --disable-bias-linear "
+                           "--position-embedding-type rope") + 1 :] == flags  # fmt: skip
+    assert ("--rotary-base" in pasted.left_to_the_user(model)) is not bool(flags)
 
 
 def test_pictures(tmp_path, capsys):
@@ -132,6 +174,10 @@ def test_pictures(tmp_path, capsys):
     (["--model", "llama3-8b", "--gpus", "8"], 2, "--seq is needed"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--recipe"], 2,
      "one of them"),
+    (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "take --tokens-per-step 4186112"),
+    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo: no such algorithm: take "),
+    ([*BASE[1:], "--ep", "4"], 2, "llama3-8b has no experts"),
+    ([*BASE[1:], "--", "pretrain_gpt.py", "--num-layers", "8"], 2, "--model llama3-8b and the"),
 ], ids=str)  # fmt: skip
 def test_errors(words, status, said, capsys):
     assert main(["advise", *words]) == status

@@ -65,3 +65,17 @@ def test_host_memory_that_is_too_small_says_so():
 def test_what_fits_nowhere_says_so():
     run = Settings(512 * MEGA, tp=8, cp=1)
     assert "take a shorter sequence" in does_not_fit(account(LLAMA, run), on(8, "a100-40g"))
+
+
+@pytest.mark.parametrize(("model", "gpus", "run"), [
+    ("llama3-405b", 64, Settings(MEGA // 8, tp=8, pp=2, cp=4)),
+    ("deepseek-v3", 32, Settings(8192, tp=8, cp=4)),
+    ("llama3-70b", 16, Settings(MEGA // 8, tp=8, pp=2)),
+])  # fmt: skip
+def test_states_that_are_too_many_need_a_number_of_gpus(model, gpus, run):
+    model, cluster = models.named(model), replace(on(gpus), host_memory=10**9)
+    said = does_not_fit(account(model, run, every=False), cluster, own_flag)
+    assert "shorter" not in said
+    number = int(re.search(r"it fits with (\d+) GPUs", said)[1])
+    assert gpus < number < 64 * gpus
+    assert "model-parallel" not in said

@@ -15,7 +15,7 @@ from typing import Any
 from ..units import tokens_of
 from . import cluster_file
 from .account.memory import account
-from .account.remedies import does_not_fit
+from .account.remedies import does_not_fit, own_flag
 from .clusters import Cluster
 from .forecast.step_time import model_operations
 from .search import pasted, what_if
@@ -130,7 +130,7 @@ def advise(
     if not found.ranked:
         if found.closest is None:
             raise search.refused or ValueError(_together(want))
-        raise DoesNotFit(does_not_fit(found.closest.account, cluster))
+        raise DoesNotFit(does_not_fit(found.closest.account, cluster, own_flag))
     ranked = tuple(_shown(model, each, attention) for each in found.ranked)
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
 

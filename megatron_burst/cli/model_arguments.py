@@ -24,10 +24,15 @@ HELP = "a model's name, a config.json of Hugging Face, or a recipe of Megatron-B
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     """The model, and the fields of `Settings` that its description gives.
 
-    text: of `--model`; words: of a Megatron command, empty without one. With both the model is
-    `text`'s and the run the command's. ValueError, with what would do, where neither is given.
+    text: of `--model`; words: of a Megatron command, empty without one. ValueError, with
+    what would do, where neither is given, or both describe a model.
     """
     words = [word for word in words if word != "--"]
+    if text is not None and any(word.split("=")[0] == "--num-layers" for word in words):
+        raise ValueError(
+            f"--model {text} and the Megatron command after -- (--num-layers ...) both describe "
+            "the model: give one of them"
+        )
     model, given = megatron.read(words) if words else (None, {})
     if text is None:
         if model is None:

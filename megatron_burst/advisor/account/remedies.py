@@ -19,7 +19,7 @@ from .memory import Account, account, fit, states_of
 
 CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 MOST = 3  # changes that are named
-MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the GPUs that there are
+TIMES = 64  # at most so many times the GPUs that there are
 # The flag of a Megatron command for a field, and what follows it where that is not the value.
 MEGATRON: dict[str, str] = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size",
@@ -39,13 +39,16 @@ class Change(NamedTuple):
     gpus: int | None = None
 
     def said(self, flag: Callable[[str], str]) -> str:
-        """In words: flags to add, and how many GPUs."""
+        """In words: flags to add, and how many GPUs in all."""
         words = [
             flag(name) if value is True else f"{flag(name)} {value:g}"
             if isinstance(value, float) else f"{flag(name)} {value}"
             for name, value in self.fields.items()
         ]  # fmt: skip
-        return " ".join(words + [f"{'on ' if words else ''}{self.gpus} GPUs"] * bool(self.gpus))
+        flags = " ".join(words)
+        if not self.gpus:
+            return flags
+        return f"with {self.gpus} GPUs" + f" and {flags}" * bool(flags)
 
 
 def megatron_flag(name: str) -> str:
@@ -94,10 +97,12 @@ def does_not_fit(
             f"{cluster.host_per_rank / 1e9:.0f} are there"
         )
     helps = what_would_fit(found.model, cluster, run, flag)
-    if not helps:
-        helps = ["take a shorter sequence, or many more GPUs"]
+    if helps:
+        helps[0] = ("it fits " if helps[0].startswith("with ") else "add ") + helps[0]
+    elif sum(found.states.values()) > cluster.room:
+        helps = [f"states are shared out by more GPUs only: more than {TIMES} times as many"]
     else:
-        helps[0] = ("take " if helps[0][0].isdigit() else "add ") + helps[0]
+        helps = ["take a shorter sequence, or many more GPUs"]
     return f"does not fit: {what}; {', or '.join(helps)}"
 
 
@@ -156,22 +161,33 @@ def _wider(model: Model, cluster: Cluster, run: Settings) -> dict[str, int]:
 def _more_gpus(model: Model, cluster: Cluster, run: Settings, *, alone: bool) -> Change | None:
     """The fewest GPUs of up to 64 times as many; unless `alone`, with what costs little beside."""
     beside = () if alone else tuple(_together(model, cluster, run))
-    for times in MULTIPLES:
-        for groups in _groups(model, cluster, run, times):
-            for fields in (groups, *(each | groups for each in beside)):
-                change = Change(fields, cluster.gpus * times)
-                if _fits(model, cluster, run, change):
-                    return change
+    for gpus, groups in _groups(model, cluster, run):
+        for fields in (groups, *(each | groups for each in beside)):
+            change = Change(fields, gpus)
+            if _fits(model, cluster, run, change):
+                return change
     return None
 
 
-def _groups(model: Model, cluster: Cluster, run: Settings, times: int) -> Iterator[dict[str, int]]:
-    """The groups of the run; more stages, and wider tensor-parallel groups that a node allows."""
-    width = math.gcd(model.heads, model.kv_heads, min(cluster.per_node, cluster.gpus * times))
+def _groups(model: Model, cluster: Cluster, run: Settings) -> list[tuple[int, dict[str, int]]]:
+    """Numbers of GPUs above those there are, the fewest first, with groups of whole nodes: more
+    stages, wider tensor- and expert-parallel groups, and ranks besides in powers of two."""
+    found = []
+    least, most = cluster.gpus, TIMES * cluster.gpus
     for pp in (n for n in divisors(model.layers) if n >= run.pp):
-        for tp in (n for n in divisors(width) if n >= run.tp):
-            groups = {"tp": tp, "pp": pp}
-            yield {name: n for name, n in groups.items() if n != getattr(run, name)}
+        for tp in (n for n in divisors(math.gcd(model.heads, model.kv_heads)) if n >= run.tp):
+            if tp > max(run.tp, cluster.per_node):
+                continue
+            ranks = tp * pp
+            while ranks <= most:
+                if ranks > least and ranks % min(cluster.per_node, ranks) == 0:
+                    groups = {"tp": tp, "pp": pp}
+                    if model.experts:
+                        groups["ep"] = max(run.ep, math.gcd(model.experts, ranks // (tp * pp)))
+                    changed = {k: n for k, n in groups.items() if n != getattr(run, k)}
+                    found.append((ranks, changed))
+                ranks *= 2
+    return sorted(found, key=lambda each: (each[0], len(each[1]), each[1].get("pp", 0)))
 
 
 def _fits(model: Model, cluster: Cluster, run: Settings, change: Change) -> bool:
@@ -191,10 +207,13 @@ def _after(cluster: Cluster, run: Settings, change: Change) -> tuple[Settings, C
     come out uneven."""
     after = replace(run, **change.fields)
     there = replace(cluster, gpus=change.gpus or cluster.gpus)
-    ranks = run.tp * run.cp * run.pp * there.gpus // cluster.gpus
+    ranks, dp = run.tp * run.cp * run.pp, run.dp
+    if ranks * there.gpus % (cluster.gpus * after.tp * after.pp):  # copies are shared out anew
+        ranks, dp = ranks * dp, 1
+    ranks = ranks * there.gpus // cluster.gpus
     cp, rest = divmod(ranks, after.tp * after.pp)
     if rest or not cp:
         raise ValueError(f"{ranks} ranks are not shared out by TP {after.tp} and PP {after.pp}")
     cut = max((n for n in divisors(cp) if run.seq % (2 * n) == 0), default=cp)
     intra = max(1, there.ranks_per_node // after.tp) if "tp" in change.fields else run.intra
-    return replace(after, cp=cut, dp=run.dp * cp // cut, intra=intra), there
+    return replace(after, cp=cut, dp=dp * cp // cut, intra=intra), there

@@ -18,7 +18,7 @@ from ...options import ring_algorithm
 from ...schedule.head_shares import Share
 from ...schedule.sizes import Sizes
 from ...schedule.tables import SIDES
-from ...schedule.topology import Topology
+from ...schedule.topology import Topology, alternatives
 from ..clusters import Cluster
 from ..forecast.attention_time import AttentionTime, attention_time
 from ..forecast.ring_passes import Rings, cp_per_node, nodes_of, sizes_of
@@ -158,7 +158,7 @@ class Attention:
         if not kept:
             raise ValueError(
                 f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
-                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take one of "
-                f"{sorted({grid.ulysses for grid in found})}"
+                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take "
+                f"{alternatives(sorted({grid.ulysses for grid in found}))}"
             )
         return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept

@@ -23,6 +23,12 @@ BRIDGE = {
     "qwen3-32b": ("qwen", "qwen3_32b_pretrain_config"),
     "qwen3-30b-a3b": ("qwen", "qwen3_30b_a3b_pretrain_config"),
 }
+# What a family's command needs besides the sizes of `Model`: name's beginning, flags.
+FAMILIES = {
+    "llama3": "--rotary-base 500000",
+    "qwen2.5": "--rotary-base 1000000 --add-qkv-bias",
+    "qwen3": "--rotary-base 1000000 --qk-layernorm",
+}
 
 
 def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
@@ -36,7 +42,12 @@ def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
             "layers of other kinds); give your own Megatron command after --, and take the groups "
             "and our flags from the table"
         )
-    return [*model_flags(model), *group_flags(run), *training_flags(run), *burst_flags(run, packed)]
+    return [*model_flags(model), *run_flags(run, packed)]
+
+
+def run_flags(run: Settings, packed: bool = False) -> list[str]:
+    """The same without the model: lengths, groups, batches, memory, and our flags."""
+    return [*group_flags(run), *training_flags(run), *burst_flags(run, packed)]
 
 
 def model_flags(model: Model) -> Iterator[str]:
@@ -62,6 +73,21 @@ def model_flags(model: Model) -> Iterator[str]:
             yield f"--moe-layer-freq ([0]*{dense}+[1]*{model.moe_layers})"
         yield "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
     yield "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    if said := family_flags(model):
+        yield said
+
+
+def family_flags(model: Model) -> str:
+    """Flags of a model that is known by name; empty for others, where they are the user's."""
+    return next((f for name, f in FAMILIES.items() if model.name.startswith(name)), "")
+
+
+def left_to_the_user(model: Model) -> str:
+    """Which flags of the model itself are not said, in words."""
+    known = family_flags(model)
+    names = [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
+    names += ["rope scaling, if it is to start from published weights"]
+    return f"not said above, as they do not change time or memory: {', '.join(names)}"
 
 
 def group_flags(run: Settings) -> Iterator[str]:

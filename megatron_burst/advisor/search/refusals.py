@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
+from ...options import algorithms
 from ...schedule.topology import alternatives, divisors
 from ..clusters import Cluster
 from ..settings import Settings
 from ..shapes.model import Model
 from .search_space import SEARCHED, STAGES, Wanted, groups_of, tensor_sizes
+
+STEP = 4 * 2**20  # tokens of a step that a suggestion is near
 
 
 def check_wanted(model: Model, cluster: Cluster, want: Wanted) -> None:
@@ -30,6 +33,9 @@ def _reasons(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
         value = pinned.get(name, 1)
         if type(value) is not int or value < 1:
             yield f"--{name.replace('_', '-')} must be an integer from 1 on, got {value!r}"
+    known = algorithms()
+    if pinned.get("algorithm", "auto") not in known:
+        yield f"--algorithm {pinned['algorithm']}: no such algorithm: take {alternatives(known)}"
     sizes = tensor_sizes(model, cluster)
     if "tp" in pinned and pinned["tp"] not in sizes:
         yield (
@@ -43,6 +49,8 @@ def _reasons(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
             f"--pp {pinned.get('pp', 1)} x --vpp {pinned.get('vpp', 1)} do not divide the "
             f"{model.layers} layers of {model.name}: take --pp {alternatives(good)}"
         )
+    if pinned.get("ep", 1) > 1 and not model.experts:
+        yield f"--ep {pinned['ep']}: {model.name} has no experts: leave it out"
     if "ep" in pinned and (model.experts or 1) % pinned["ep"]:
         yield (
             f"--ep {pinned['ep']} does not divide the {model.experts} experts of {model.name}: "
@@ -63,6 +71,15 @@ def _reasons(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
 def _no_way(model: Model, cluster: Cluster, want: Wanted) -> str:
     """Why there is none, though nothing that is fixed is wrong by itself."""
     tokens = want.seq * want.sequences
+    odd = cluster.gpus // (cluster.gpus & -cluster.gpus)  # what lengths of powers of two lack
+    step = max(1, round(STEP / (odd * want.seq))) * odd * want.seq
+    if odd > 1 and not want.pinned and step != tokens:
+        there = replace(want, sequences=step // want.seq)
+        if next(groups_of(model, cluster, there), None) is not None:
+            return (
+                f"--gpus {cluster.gpus}: {want.sequences} sequences of {want.seq:,} tokens are not "
+                f"shared out evenly: take --tokens-per-step {step}"
+            )
     return (
         f"--gpus {cluster.gpus}: no TP x PP x CP x DP shares {want.sequences} sequences of "
         f"{want.seq:,} tokens out evenly: sequences must be a multiple of DP, and --seq of 2 x CP "

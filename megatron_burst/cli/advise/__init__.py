@@ -56,6 +56,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "side": (str, "what travels in backward: kv or query"),
     "layout": (str, "which rows each rank holds: zigzag or striped"),
     "ulysses": (int, "ranks that share heads"),
+    "head_chunks": (int, "groups of heads, of which one travels while another computes"),
     "placement": (PLACEMENTS, "of ranks that share heads"),
 }
 
@@ -112,11 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         picture.draw(found, arguments.png)
     if arguments.json:
-        print(json.dumps(report.facts(found), indent=1))
+        print(json.dumps(report.facts(found, arguments.megatron), indent=1))
     elif arguments.recipe:
         print(found.recipe(), end="")
     else:
-        report.show(found)
+        report.show(found, arguments.megatron)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...advisor.advice import Advice
-from ...advisor.search.pasted import choices
+from ...advisor.search.pasted import choices, left_to_the_user, run_flags
 from ...advisor.search.ranking import Configuration
 from ...advisor.search.what_if import options_said
 from ...advisor.settings import Settings
@@ -22,8 +23,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def show(found: Advice) -> None:
-    """Print the advice."""
+def show(found: Advice, command: Sequence[str] = ()) -> None:
+    """Print the advice. command: the words of a Megatron command that described the model."""
     console = wrapped()
     console.print(Text(headline(found)))
     console.print(Text(f"rates: {found.cluster.described}"))
@@ -38,7 +39,16 @@ def show(found: Advice) -> None:
         console.print(Text(f"  {change.said}"))
     if not found.changes:
         console.print(Text("  nothing that was tried gains 1 %"))
-    _show_flags(console, found)
+    _show_flags(console, found, command)
+    pinned, run = found.want.pinned, found.best.run
+    if run.cp == 1:
+        idle = [n for n in ("algorithm", "side", "layout", "ulysses", "wire") if n in pinned]
+    else:
+        idle = []
+    idle += ["placement"] * ("placement" in pinned and not 1 < run.ulysses < run.cp)
+    if idle:
+        said = ", ".join(f"--{name}" for name in idle)
+        console.print(Text(f"without meaning in the first: {said}", style="yellow"))
     for part in found.model.uncounted:
         console.print(Text(f"not counted: {part}", style="yellow"))
     console.print(Text("A forecast from sizes and rates, not a measurement."))
@@ -128,21 +138,39 @@ def _show_memory(console: Console, found: Advice) -> None:
     console.print(Text(""), table)
 
 
-def _show_flags(console: Console, found: Advice) -> None:
-    console.print(Text("\nFlags: megatron-burst pretrain pretrain_gpt.py ...", style="bold"))
-    try:
-        lines = found.flags()
-    except ValueError as error:
+def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None:
+    lines, after = _flags(found, command), left_to_the_user(found.model)
+    if command:
+        head, after = "Flags, to put in place of those of your command", _vocabulary(found, command)
+    else:
+        head = "Flags: megatron-burst pretrain pretrain_gpt.py ..."
+    console.print(Text(f"\n{head}", style="bold"))
+    if lines is None:
+        try:
+            found.flags()
+        except ValueError as error:
+            console.print(Text(str(error), style="yellow"))
         lines = [*(f"--burst: {name} {value}" for name, value in choices(found.best.run).items())]
-        console.print(Text(str(error), style="yellow"))
+        after = ""
     for index, line in enumerate(lines):
         console.print(Text(f"  {line}" + " \\" * (index < len(lines) - 1)))
+    if after:
+        console.print(Text(after))
     if found.lengths:
         console.print(Text("  and a data loader that says where documents end: --sft or "
                            "--dataloader-inter-document-masking"))  # fmt: skip
 
 
-def facts(found: Advice) -> dict[str, Any]:
+def _vocabulary(found: Advice, command: Sequence[str]) -> str:
+    """Which vocabulary was counted with, where the command has none."""
+    if any(word.split("=")[0] == "--vocab-size" for word in command):
+        return ""
+    return (
+        f"your command has no --vocab-size: a vocabulary of {found.model.vocabulary:,} was assumed"
+    )
+
+
+def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
     """The same as plain data: bytes, seconds."""
     cluster = found.cluster
     return {
@@ -155,12 +183,15 @@ def facts(found: Advice) -> dict[str, Any]:
         "tried": found.tried,
         "ranked": [one_of(each) for each in found.ranked],
         "changes": [{"change": c.words, "then": c.then, "gain": c.gain} for c in found.changes],
-        "flags": _flags(found),
+        "flags": _flags(found, command),
         "uncounted": list(found.model.uncounted),
     }  # fmt: skip
 
 
-def _flags(found: Advice) -> list[str] | None:
+def _flags(found: Advice, command: Sequence[str]) -> list[str] | None:
+    """Flags to paste: of the run alone beside a command, and of models that flags describe."""
+    if command:
+        return run_flags(found.best.run, bool(found.lengths))
     try:
         return found.flags()
     except ValueError:
