@@ -145,7 +145,7 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def alternatives(numbers: Sequence[int]) -> str:
+def alternatives(numbers: Sequence[object]) -> str:
     """ "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
