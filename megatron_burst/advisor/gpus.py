@@ -61,8 +61,8 @@ class Gpu:
         wrong = []
         for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):
             value = getattr(self, name)
-            if name == "memory_rate" and value == math.inf:
-                continue  # passes over memory that take no time
+            if name in ("memory_rate", "nvlink", "nic") and value == math.inf:
+                continue  # links that are not there, passes over memory that take no time
             if not is_finite(value) or value <= 0:
                 wrong.append(f"{name} must be a finite number above 0: {value!r}")
         for name in ("attention", "linear"):
