@@ -6,6 +6,7 @@ published ones, or takes those of a cluster file (`cluster_file`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..autotune.places import Nodes
@@ -82,7 +83,10 @@ class Cluster:
         wrong = []
         if type(self.nics) is not int or self.nics < 0:
             wrong.append(f"nics {self.nics!r} must be a whole number from 0")
-        for name in ("nic_rate", "host_rate", "host_memory", "reserve", "spread"):
+        # infinite where nodes have no links
+        if not is_finite(self.nic_rate) and self.nic_rate != math.inf:
+            wrong.append(f"nic_rate {self.nic_rate!r} must be a number from 0")
+        for name in ("host_rate", "host_memory", "reserve", "spread"):
             value = getattr(self, name)
             if not is_finite(value):
                 wrong.append(f"{name} {value!r} must be a finite number from 0")
