@@ -71,7 +71,7 @@ def test_a_gpu_of_the_table_in_any_case(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "none.toml"):
-        with pytest.raises(ValueError, match=f"--cluster {path}: cannot be read: "):
+        with pytest.raises(ValueError, match=f"^{path}: cannot be read: "):
             cluster_file.read(path)
 
 

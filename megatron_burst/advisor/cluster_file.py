@@ -94,7 +94,7 @@ def read(path: str | Path) -> Cluster:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
-        raise ValueError(f"--cluster {path}: cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     wrong = [*_unknown(found), *_unfit(found)]
     if not wrong:
         try:

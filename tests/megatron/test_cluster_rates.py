@@ -79,7 +79,9 @@ def test_files_that_cannot_serve(tmp_path):
     (reason,) = told(cluster=str(path))
     assert reason.endswith("is for --context-parallel-algo auto, and burst needs no rates")
     (reason,) = told(algorithm="auto", cluster=str(tmp_path / "none.toml"))
-    assert reason.endswith("none.toml: No such file or directory; every node needs the file")
+    assert reason.endswith(
+        "none.toml: cannot be read: No such file or directory; every node needs the file"
+    )
     path.write_text('[cluster]\ngpu = 8\n[gpu]\nname = "h100"\n')
     (reason,) = told(algorithm="auto", cluster=str(path))
     assert reason.startswith(f"--burst-cluster {path}: cluster.gpu is unknown")

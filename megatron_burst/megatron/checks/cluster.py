@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_burst.advisor import cluster_file
 from megatron_burst.config import BurstConfig
@@ -21,7 +22,6 @@ def cluster_problems(burst: BurstConfig) -> Iterator[Problem]:
         )
     try:
         cluster_file.read(burst.cluster)
-    except OSError as error:
-        yield Problem(f"{flag}: {error.strerror or error}; every node needs the file")
     except ValueError as error:
-        yield Problem(f"--burst-cluster {error}")
+        missing = not Path(burst.cluster).is_file()
+        yield Problem(f"--burst-cluster {error}{'; every node needs the file' * missing}")
