@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.advise.fitting import Errors
 from benchmarks.advise.fpdt import RESERVE
 from benchmarks.advise.published_tables import table
-from benchmarks.advise.section import Figure, Point, Section, Spread, rows_of, spread
+from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.advisor.account.memory import account
 from megatron_burst.advisor.clusters import GB
 from megatron_burst.advisor.settings import Settings
@@ -126,7 +127,7 @@ def run(fit: bool = False) -> Section:
     )  # fmt: skip
 
 
-def _met(found: Spread) -> bool:
+def _met(found: Errors) -> bool:
     return found.median <= 0.05 and found.worst <= 0.07
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.advise import attention_fit
-from benchmarks.advise.fitting import errors, fit
+from benchmarks.advise.fitting import fit
 from benchmarks.advise.published_tables import table
-from benchmarks.advise.section import Figure, Point, Section, rows_of
+from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.advisor.clusters import GB, Cluster
 from megatron_burst.advisor.forecast.attention_time import AttentionTime, attention_time
 from megatron_burst.advisor.forecast.layer_time import visible
@@ -180,9 +180,9 @@ def run(fit: bool = False) -> Section:
     rows = published()
     constants = fitted(rows) if fit else Constants()
     points = [Point(r.label, r.seconds, predicted(r, constants).seconds) for r in rows]
-    off = errors([p.predicted for p in points], [p.published for p in points])
+    off = spread(points)
     left = leave_one_out(rows)
-    out = errors([p.predicted for p in left], [p.published for p in left])
+    out = spread(left)
     masks = speedups(constants)
     worst = max(abs(p.error) for p in masks)
     return Section(

@@ -17,6 +17,9 @@ class Errors(NamedTuple):
     p90: float
     worst: float
 
+    def __str__(self) -> str:
+        return f"median {self.median:.1%}, p90 {self.p90:.1%}, worst {self.worst:.1%}"
+
 
 def errors(predicted: Sequence[float], published: Sequence[float]) -> Errors:
     """Of predictions, relative to what was published."""

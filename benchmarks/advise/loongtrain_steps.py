@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.advise import attention_fit
-from benchmarks.advise.fitting import Errors, errors, fit
+from benchmarks.advise.fitting import fit
 from benchmarks.advise.published_tables import table
-from benchmarks.advise.section import Figure, Point, Section, rows_of
+from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.advisor.clusters import GB, Cluster
 from megatron_burst.advisor.forecast.attention_time import attention_time
 from megatron_burst.advisor.forecast.ring_passes import Rings
@@ -140,7 +140,7 @@ def run(fit: bool = False) -> Section:
     constants = fitted(rows) if fit else Constants()
     points = [Point(r.label, r.published, predicted(r, constants).tokens_per_gpu(RANKS))
               for r in rows]  # fmt: skip
-    off: Errors = errors([p.predicted for p in points], [p.published for p in points])
+    off = spread(points)
     order = ranking(rows, [p.predicted for p in points])
     right = order.pairs - len(order.wrong)
     wrong = "; ".join(f"{a.label} and {b.label.split(', ')[1]}" for a, b in order.wrong)

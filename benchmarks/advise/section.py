@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
+from benchmarks.advise.fitting import Errors, errors
 from benchmarks.report import markdown
 
 
@@ -82,21 +81,9 @@ class Section:
         return "\n\n".join([*blocks, *self.notes])
 
 
-class Spread(NamedTuple):
-    """Of absolute relative errors, as fractions: median, 90th percentile and largest."""
-
-    median: float
-    p90: float
-    worst: float
-
-    def __str__(self) -> str:
-        return f"median {self.median:.1%}, p90 {self.p90:.1%}, worst {self.worst:.1%}"
-
-
-def spread(points: Sequence[Point]) -> Spread:
+def spread(points: Sequence[Point]) -> Errors:
     """How far the predictions are off."""
-    errors = np.abs([point.error for point in points])
-    return Spread(*(float(np.percentile(errors, p)) for p in (50, 90, 100)))
+    return errors([point.predicted for point in points], [point.published for point in points])
 
 
 def rows_of(points: Sequence[Point], digits: str = ".4g") -> list[list[str]]:

@@ -101,6 +101,10 @@ class Cluster:
         """GPUs that share the memory of a node."""
         return min(self.gpus, self.per_node)
 
+    def cp_per_node(self, tp: int, cp: int) -> int:
+        """Of a context-parallel group of `cp` ranks those on each node, beside `tp` neighbours each."""
+        return min(cp, max(1, self.ranks_per_node // tp))
+
     @property
     def room(self) -> int:
         """Bytes of a GPU for tensors."""

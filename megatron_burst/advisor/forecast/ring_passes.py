@@ -87,11 +87,6 @@ def sizes_of(model: Model, run: Settings) -> Sizes:
                  model.value_dim, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
 
 
-def cp_per_node(cluster: Cluster, run: Settings) -> int:
-    """Ranks of one context-parallel group on each node; tensor-parallel ranks are neighbours."""
-    return min(run.cp, max(1, cluster.ranks_per_node // run.tp))
-
-
 def nodes_of(cluster: Cluster, run: Settings) -> Nodes:
     """What the ranks of a run share on each node."""
     return Nodes(cluster.ranks_per_node, min(cluster.nics, cluster.ranks_per_node), run.tp)
@@ -99,7 +94,7 @@ def nodes_of(cluster: Cluster, run: Settings) -> Nodes:
 
 def topology_of(cluster: Cluster, run: Settings) -> Topology:
     """Of the context-parallel ranks. ValueError where nodes or groups do not divide them."""
-    return Topology(run.cp, cp_per_node(cluster, run), run.ulysses, run.placement)
+    return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
 
 
 def ring_of(model: Model, cluster: Cluster, run: Settings) -> Ring:

@@ -21,7 +21,7 @@ from ...schedule.tables import SIDES
 from ...schedule.topology import Topology, alternatives
 from ..clusters import Cluster
 from ..forecast.attention_time import AttentionTime, attention_time
-from ..forecast.ring_passes import Rings, cp_per_node, nodes_of, sizes_of
+from ..forecast.ring_passes import Rings, nodes_of, sizes_of
 from ..settings import Settings
 from ..shapes.models import Model
 
@@ -137,7 +137,7 @@ class Attention:
 
     def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
         """Grids with the groups that are fixed; rings of moderate size where there are some."""
-        found = grids(run.cp, cp_per_node(self.cluster, run), sizes)
+        found = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
         size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
         size = self.pinned.get("ulysses", size)
         placement, chunks = self.pinned.get("placement"), self.pinned.get("head_chunks") or 1

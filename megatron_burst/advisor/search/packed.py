@@ -21,7 +21,7 @@ from ...schedule.topology import Topology
 from ...units import tokens_of
 from ..clusters import Cluster
 from ..forecast.attention_time import AttentionTime
-from ..forecast.ring_passes import cp_per_node, nodes_of, sizes_of
+from ..forecast.ring_passes import nodes_of, sizes_of
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import Attention
@@ -149,7 +149,7 @@ class PackedAttention(Attention):
         """Balanced over the ranks and nodes of the run."""
         if run.cp == 1:
             return make("contiguous", cp_size=1)
-        key = run.cp, cp_per_node(self.cluster, run)
+        key = run.cp, self.cluster.cp_per_node(run.tp, run.cp)
         if key not in self._layouts:
             self._layouts[key] = make(
                 "balanced", cp_size=run.cp, cu_seqlens=self.bounds, per_node=key[1]
@@ -160,7 +160,8 @@ class PackedAttention(Attention):
         """The time of the candidate that is taken for these packs."""
         taken = self.candidate(run)
         there, back = taken.forward, taken.backward
-        topology = Topology(run.cp, cp_per_node(self.cluster, run), taken.ulysses, taken.placement)
+        here = self.cluster.cp_per_node(run.tp, run.cp)
+        topology = Topology(run.cp, here, taken.ulysses, taken.placement)
         sizes = shared_sizes(sizes_of(self.model, run), taken.ulysses)
         shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
                          nodes_of(self.cluster, run).per_nic)  # fmt: skip

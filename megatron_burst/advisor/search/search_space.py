@@ -63,14 +63,9 @@ def groups_of(model: Model, cluster: Cluster, want: Wanted) -> Iterator[Settings
             if dp not in want.values("dp", [dp]):
                 continue
             base = replace(Settings(want.seq), **options)
-            intra = cp_ranks_per_node(cluster, tp, cp)
+            intra = cluster.cp_per_node(tp, cp)
             base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra)
             yield from _micro_batches(model, want, base)
-
-
-def cp_ranks_per_node(cluster: Cluster, tp: int, cp: int) -> int:
-    """Context-parallel ranks on each node; tensor-parallel ranks are neighbours."""
-    return min(cp, max(1, cluster.ranks_per_node // tp))
 
 
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
@@ -99,7 +94,7 @@ def _rows_fit(cluster: Cluster, want: Wanted, tp: int, cp: int) -> bool:
     """Do ranks get equal rows, of zigzag and of sequence parallelism, and nodes equal ranks?"""
     if want.seq % (2 * cp) or want.seq % (cp * tp):
         return False
-    return cp % cp_ranks_per_node(cluster, tp, cp) == 0
+    return cp % cluster.cp_per_node(tp, cp) == 0
 
 
 def _micro_batches(model: Model, want: Wanted, base: Settings) -> Iterator[Settings]:
