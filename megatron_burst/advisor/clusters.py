@@ -102,7 +102,7 @@ class Cluster:
         return min(self.gpus, self.per_node)
 
     def cp_per_node(self, tp: int, cp: int) -> int:
-        """Of a context-parallel group of `cp` ranks those on each node, beside `tp` neighbours each."""
+        """How many of `cp` context-parallel ranks, each of `tp` neighbours, are on one node."""
         return min(cp, max(1, self.ranks_per_node // tp))
 
     @property
