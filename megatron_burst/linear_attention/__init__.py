@@ -1,0 +1,1 @@
+"""Linear attention and state-space scans beside the ring."""
