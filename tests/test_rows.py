@@ -119,18 +119,15 @@ def test_it_can_be_differentiated_twice():
 
 
 def test_gradients_of_copies_add_up_in_float32():
-    """256 copies of a bfloat16 row: a sum in bfloat16 would stop at 256 and stay there."""
-    groups = mb.Groups.in_process(intra=2)
-    none, rows = np.zeros(0, dtype=int), np.arange(512)
-    routes = [
-        Route((none, np.zeros(512, dtype=int)), (none, none), 0),
-        Route((none, none), (rows, none), 512),
-    ]
-    shards = [[torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)] for _ in range(2)]
+    """A sum in bfloat16 would lose the ones beside 256."""
+    groups = mb.Groups.in_process(intra=3)
+    none, first = np.zeros(0, dtype=int), np.zeros(1, dtype=int)
+    routes = [Route((first,) * 3, (first, none, none), 1)]
+    routes += [Route((none,) * 3, (first, none, none), 1)] * 2
+    shards = [[torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)] for _ in range(3)]
     results = exchange_rows(shards, routes, groups)
-    results[1][0].sum().backward()
-    assert shards[0][0].grad.item() == 512
-    assert shards[1][0].grad.item() == 0
+    sum(weight * t.sum() for weight, (t,) in zip((256, 1, 1), results, strict=True)).backward()
+    assert [shard[0].grad.item() for shard in shards] == [258, 0, 0]
 
 
 def on_gloo(kind, ulysses):
