@@ -23,6 +23,7 @@ Auto = Literal["auto"]
 Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
+AttentionLayout = Literal["contiguous", "striped", "zigzag"]
 
 
 class Described(NamedTuple):
@@ -43,7 +44,8 @@ class BurstConfig:
     takes the ring, side and head chunks that are predicted to be fastest on the groups there are
     (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
     layout: which positions each rank holds; "balanced" is for packed batches, whose documents it
-    spreads so that ranks have equal tokens and nearly equal work.
+    spreads so that ranks have equal tokens and nearly equal work; "auto" sends the fewest bytes.
+    attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
     "flash3" and "flash4" are the installed FlashAttention packages.
@@ -89,14 +91,19 @@ class BurstConfig:
         ),
     ] = "burst"
     layout: Annotated[
-        LayoutName,
+        LayoutName | Auto,
         Described(
             "which positions each rank holds; balanced is for packed documents of mixed lengths; "
-            "default: zigzag; balanced with --burst-pack; striped with part of attention in the "
-            "store, where it alone balances the recompute",
-            names=NAMED_LAYOUTS,
+            "auto takes zigzag, or contiguous with attention in zigzag where layers of linear "
+            "attention then send less; default: zigzag; balanced with --burst-pack; striped with "
+            "part of attention in the store, where it alone balances the recompute",
+            names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"
+    attention_layout: Annotated[
+        AttentionLayout | None,
+        Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
+    ] = None
     side: Annotated[
         SideName, Described("what travels in backward; auto takes the side with fewer bytes")
     ] = "auto"
@@ -249,7 +256,7 @@ class BurstConfig:
     def keywords(self) -> AttentionKeywords:
         """What of it `mb.prepare` takes."""
         return {
-            "layout": self.layout,
+            "layout": self.attention_layout or self.layout,
             "algorithm": self.algorithm,
             "side": self.side,
             "kernel": self.kernel,
