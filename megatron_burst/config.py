@@ -20,6 +20,7 @@ OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents"]
 Auto = Literal["auto"]
+Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 AttentionLayout = Literal["contiguous", "striped", "zigzag"]
@@ -59,6 +60,9 @@ class BurstConfig:
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
+    linear: how layers of linear attention (gated delta nets, Mamba) pass their state from rank to
+    rank: an algorithm of `mb.state_scan`; "auto" takes the one with the fewest predicted seconds,
+    "megatron" leaves Megatron's own exchange of heads alone.
     nccl_max_ctas: multiprocessors that a kernel of a ring's own NCCL communicator takes at most;
     None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
     pack: "documents" packs the documents of every global batch anew, into micro-batches of
@@ -149,6 +153,14 @@ class BurstConfig:
         Loss,
         Described("the LM head and its loss as one operation, without materializing full logits"),
     ] = "off"
+    linear: Annotated[
+        Linear,
+        Described(
+            "how linear-attention and Mamba layers pass their state over context-parallel ranks; "
+            "auto takes what is predicted to be fastest, megatron leaves Megatron's own all-to-all "
+            "of heads alone"
+        ),
+    ] = "auto"
     nccl_max_ctas: Annotated[
         int | None,
         Described(

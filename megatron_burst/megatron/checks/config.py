@@ -14,6 +14,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
+from megatron_burst.megatron.checks.linear import linear_problems
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -74,6 +75,7 @@ def config_problems(
     if burst.store:
         yield from _store_problems(config, burst.store)
     yield from hybrid_problems(config)
+    yield from linear_problems(config, burst)
     yield from graph_problems(config, burst.store)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
