@@ -254,9 +254,10 @@ class BurstConfig:
             raise ValueError(f"{title} must be the path of a file, got {value!r}")
 
     def keywords(self) -> AttentionKeywords:
-        """What of it `mb.prepare` takes."""
+        """What of it `mb.prepare` takes; "auto" is none of its layouts."""
+        layout: Any = self.attention_layout or self.layout
         return {
-            "layout": self.attention_layout or self.layout,
+            "layout": layout,
             "algorithm": self.algorithm,
             "side": self.side,
             "kernel": self.kernel,
