@@ -15,6 +15,7 @@ from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
 from megatron_burst.megatron.checks.layouts import two_layout_problems
+from megatron_burst.megatron.checks.linear import linear_problems
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -78,6 +79,7 @@ def config_problems(
         yield from _store_problems(config, burst.store)
     yield from hybrid_problems(config)
     yield from two_layout_problems(config, burst)
+    yield from linear_problems(config, burst)
     yield from graph_problems(config, burst.store)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
