@@ -78,8 +78,8 @@ def config_problems(
     if burst.store:
         yield from _store_problems(config, burst.store)
     yield from hybrid_problems(config)
-    yield from linear_problems(config, burst)
     yield from two_layout_problems(config, burst)
+    yield from linear_problems(config, burst)
     yield from graph_problems(config, burst.store)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
