@@ -45,7 +45,6 @@ class BurstConfig:
     (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
     layout: which positions each rank holds; "balanced" is for packed batches, whose documents it
     spreads so that ranks have equal tokens and nearly equal work; "auto" sends the fewest bytes.
-    attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
     "flash3" and "flash4" are the installed FlashAttention packages.
@@ -60,9 +59,8 @@ class BurstConfig:
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
-    linear: how layers of linear attention (gated delta nets, Mamba) pass their state from rank to
-    rank: an algorithm of `mb.state_scan`; "auto" takes the one with the fewest predicted seconds,
-    "megatron" leaves Megatron's own exchange of heads alone.
+    linear: how layers of linear attention pass their state from rank to rank: an algorithm of
+    `mb.state_scan`; "megatron" leaves Megatron's own exchange of heads alone.
     nccl_max_ctas: multiprocessors that a kernel of a ring's own NCCL communicator takes at most;
     None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
     pack: "documents" packs the documents of every global batch anew, into micro-batches of
@@ -77,6 +75,7 @@ class BurstConfig:
     staggered; None: 1, or what algorithm "auto" takes.
     cluster: the path of a file of `megatron-burst calibrate`, whose rates algorithm "auto" takes;
     None measures them when the run starts.
+    attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -94,16 +93,12 @@ class BurstConfig:
         LayoutName | Auto,
         Described(
             "which positions each rank holds; balanced is for packed documents of mixed lengths; "
-            "auto takes zigzag, or contiguous with attention in zigzag where layers of linear "
-            "attention then send less; default: zigzag; balanced with --burst-pack; striped with "
-            "part of attention in the store, where it alone balances the recompute",
+            "auto sends the fewest bytes: zigzag, or contiguous with attention in zigzag; "
+            "default: zigzag; balanced with --burst-pack; striped with part of attention in the "
+            "store, where it alone balances the recompute",
             names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"
-    attention_layout: Annotated[
-        AttentionLayout | None,
-        Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
-    ] = None
     side: Annotated[
         SideName, Described("what travels in backward; auto takes the side with fewer bytes")
     ] = "auto"
@@ -219,6 +214,10 @@ class BurstConfig:
             text="FILE",
         ),
     ] = None
+    attention_layout: Annotated[
+        AttentionLayout | None,
+        Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
+    ] = None
 
     def __post_init__(self):
         for name in CHOICES:
@@ -254,9 +253,10 @@ class BurstConfig:
             raise ValueError(f"{title} must be the path of a file, got {value!r}")
 
     def keywords(self) -> AttentionKeywords:
-        """What of it `mb.prepare` takes."""
+        """What of it `mb.prepare` takes; "auto" is none of its layouts."""
+        layout: Any = self.attention_layout or self.layout
         return {
-            "layout": self.attention_layout or self.layout,
+            "layout": layout,
             "algorithm": self.algorithm,
             "side": self.side,
             "kernel": self.kernel,
