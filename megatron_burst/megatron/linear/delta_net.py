@@ -166,7 +166,7 @@ def _projected(net: Any, out: torch.Tensor, gate: torch.Tensor) -> Any:
     )
     if not net.recompute_norm_out:
         return net.out_proj(norm(out, gate))
-    net.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+    net.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=net.config.fp8)
     result, bias = net.out_proj(net.norm_out_checkpoint.checkpoint(norm, out, gate))
     net.norm_out_checkpoint.discard_output_and_register_recompute(result)
     return result, bias
