@@ -55,7 +55,9 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=WrappedTorchNorm,
                     mlp=get_moe_module_spec(
-                        use_te=False, num_experts=8, moe_grouped_gemm=False  # 8: any but None
+                        use_te=False,
+                        num_experts=8,
+                        moe_grouped_gemm=False,  # 8: any but None
                     ),
                     mlp_bda=get_bias_dropout_add,
                 ),
