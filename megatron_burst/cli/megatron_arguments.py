@@ -122,7 +122,7 @@ def choices_of(
         "store": choices.store or 0.0,
         "lm_head_loss": choices.lm_head_loss,
         "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
-        "layout": choices.layout if choices.layout != "balanced" else "zigzag",
+        "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
         "side": choices.side,
         "wire": choices.wire_dtype or "fp32",
         "placement": choices.placement,

@@ -39,10 +39,11 @@ from megatron_burst.megatron.attention.plan_book import (
     nothing_seen,
     plan_book,
 )
+from megatron_burst.megatron.attention.relayout import Around
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
 from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.data.cut import cut_of_run, layer_window
+from megatron_burst.megatron.data.cut import attention_cut, cut_of_run, layer_window
 from megatron_burst.megatron.data.packed import Pack, packs
 
 
@@ -177,7 +178,9 @@ class BurstCoreAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
         call = self.call(query, key, value, attn_mask_type, asked, packed_seq_params)
-        out = mb.attention(query, key, value, **call).flatten(2)
+        around = self._around(query, key, value, packed_seq_params)
+        attention = mb.attention if around is None else around.attention
+        out = attention(query, key, value, **call).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
     def call(
@@ -252,6 +255,12 @@ class BurstCoreAttention(MegatronModule):
         check_pack(self.config, layout, pack.total, size, uncut)
         return pack
 
+    def _around(self, query: Any, key: Any, value: Any, params: Any) -> Around | None:
+        """The exchanges of rows that attention in another layout than the stream's needs."""
+        book = self._book(params)
+        pack = None if params is None else book.pack(query.shape[0] * book.groups.size, params)
+        return book.around(self._layer_kind(self.attn_mask_type), query, key, value, pack)
+
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
         """``current_max_attn_logits``, made anew after Megatron took it."""
         if self.current_max_attn_logits is None:
@@ -259,6 +268,7 @@ class BurstCoreAttention(MegatronModule):
         return self.current_max_attn_logits
 
     def _layer_kind(self, mask_type: AttnMaskType) -> LayerKind:
+        apart = attention_cut(self._burst)
         return LayerKind(
             burst=self._burst,
             causal=CAUSAL_PACKED.get(mask_type, True),
@@ -266,7 +276,8 @@ class BurstCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
-            cut=self.cut,
+            cut=self.cut if apart is None else apart,
+            stream=None if apart is None else self.cut,
         )
 
     def _fail(self, book: PlanBook, error: ValueError) -> None:

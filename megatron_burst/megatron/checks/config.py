@@ -14,6 +14,8 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
+from megatron_burst.megatron.checks.layouts import two_layout_problems
+from megatron_burst.megatron.checks.linear import linear_problems
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -53,8 +55,10 @@ def config_problems(
         )
     yield from cluster_problems(burst)
     if not splits(config):
+        yield from two_layout_problems(config, burst)
         return
     if burst.algorithm == "megatron":
+        yield from two_layout_problems(config, burst)
         if burst.layout != "zigzag":
             yield Problem(
                 f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
@@ -74,6 +78,8 @@ def config_problems(
     if burst.store:
         yield from _store_problems(config, burst.store)
     yield from hybrid_problems(config)
+    yield from two_layout_problems(config, burst)
+    yield from linear_problems(config, burst)
     yield from graph_problems(config, burst.store)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)

@@ -117,12 +117,10 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
     zigzag = ("--burst-layout zigzag",)
     if get("mtp_hsm"):
         yield Problem(f"--mtp-hsm with --burst-layout {layout}: {HIDDEN_STATES}", add=zigzag)
-    if get("is_hybrid_model"):
-        yield Problem(f"Mamba layers work only with --burst-layout zigzag, not {layout}",
-                      add=zigzag)  # fmt: skip
-    if get("experimental_attention_variant"):
+    variant = get("experimental_attention_variant")
+    if variant and variant != "gated_delta_net":
         yield Problem(
-            f"--experimental-attention-variant needs --burst-layout zigzag, not {layout}",
+            f"--experimental-attention-variant {variant} needs --burst-layout zigzag, not {layout}",
             add=zigzag,
         )
     if get("multi_latent_attention") and get("apply_rope_fusion"):

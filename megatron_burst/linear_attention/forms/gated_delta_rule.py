@@ -1,0 +1,7 @@
+"""The delta rule on a state that decays per head: gated delta net (arXiv 2412.06464)."""
+
+from __future__ import annotations
+
+from ..form import Form
+
+FORM = Form("gated_delta_rule", decay="scalar", delta=True, fla="chunk_gated_delta_rule")

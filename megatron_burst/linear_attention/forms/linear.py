@@ -1,0 +1,7 @@
+"""Plain linear attention: a state that keeps everything (arXiv 2006.16236)."""
+
+from __future__ import annotations
+
+from ..form import Form
+
+FORM = Form("linear", decay="none", delta=False, fla="chunk_linear_attn")

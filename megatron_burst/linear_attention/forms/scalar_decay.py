@@ -1,0 +1,7 @@
+"""A share of the state is kept per head: retention, lightning, and Mamba-2's SSD (arXiv 2405.21060)."""
+
+from __future__ import annotations
+
+from ..form import Form
+
+FORM = Form("scalar_decay", decay="scalar", delta=False, fla="chunk_simple_gla", mamba=True)

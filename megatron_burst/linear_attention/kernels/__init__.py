@@ -1,0 +1,1 @@
+"""Kernels of linear attention: the local computation of one rank."""

@@ -1,0 +1,99 @@
+"""The kernel "torch": the chunkwise form in torch operators, for any dtype and device.
+
+Between forward and backward it holds q, k, v, decay, beta and the states that enter the pieces, and
+nothing per token besides: backward computes the chunks again (see `recomputed`). It computes in
+the accumulation dtype, float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kernels.online_softmax import accumulation_dtype
+from .. import chunks
+from ..form import Form
+from ..grid import Grid
+from ..inputs import Cut, Inputs, Maps
+from ..recomputed import recomputed
+
+
+class ChunkwiseKernel:
+    """The kernel "torch"."""
+
+    name = "torch"
+
+    def refusal(self, form: Form, inputs: Inputs) -> str | None:
+        return None
+
+    def run(self, form: Form, inputs: Inputs, cut: Cut) -> ChunkwiseRun:
+        return ChunkwiseRun(form, inputs, cut)
+
+
+class ChunkwiseRun:
+    """An `inputs.Run`. The increments and transitions of pieces that need no map are zero."""
+
+    def __init__(self, form: Form, inputs: Inputs, cut: Cut):
+        self.form, self.inputs, self.cut = form, inputs, cut
+        self.dtype = accumulation_dtype(inputs.v.dtype)
+        _, k, v, decay, beta, _ = inputs
+        if any(cut.mapped):
+            *transition, increment = recomputed(self._maps, k, v, decay, beta)
+        else:
+            *transition, increment = self._unmapped()
+        self.maps = Maps(transition[0] if transition else None, increment)
+
+    def outputs(self, entering: torch.Tensor) -> torch.Tensor:
+        q, k, v, decay, beta, _ = self.inputs
+        (out,) = recomputed(self._outputs, q, k, v, decay, beta, entering)
+        return out
+
+    def _maps(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor | None,
+        beta: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        chosen = [i for i, mapped in enumerate(self.cut.mapped) if mapped]
+        grid = self._grid(chosen)
+        rows = chunks.rows(grid, None, k, v, decay, beta, self.dtype)
+        found = chunks.piece_maps(self.form, grid, rows)
+        if len(chosen) == len(self.cut.mapped):
+            return found
+        spread = iter(range(len(chosen)))
+        at = [next(spread) if mapped else None for mapped in self.cut.mapped]
+        return tuple(
+            torch.stack([torch.zeros_like(x[0]) if i is None else x[i] for i in at]) for x in found
+        )
+
+    def _outputs(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        entering: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        if v.numel() == 0:
+            return (torch.zeros_like(v),)
+        grid = self._grid(range(len(self.cut.lengths)))
+        rows = chunks.rows(grid, q, k, v, decay, beta, self.dtype)
+        out = chunks.outputs(self.form, grid, rows, entering.to(self.dtype), self.inputs.scale)
+        return (out.to(v.dtype),)
+
+    def _grid(self, chosen: Sequence[int]) -> Grid:
+        lengths = self.cut.lengths
+        spans = [(sum(lengths[:i]), lengths[i]) for i in chosen]
+        return Grid(spans, self.inputs.v.shape[0], chunks.SIZE, self.inputs.v.device)
+
+    def _unmapped(self) -> tuple[torch.Tensor, ...]:
+        """Zeros in the shapes of maps."""
+        _, b, h, w = self.inputs.v.shape
+        d, pieces = self.inputs.k.shape[-1], len(self.cut.lengths)
+        shape = {"none": (), "scalar": (pieces, b, h), "vector": (pieces, b, h, d)}
+        widths = (pieces, b, h, d, d) if self.form.delta else shape[self.form.decay]
+        zeros = self.inputs.v.new_zeros((pieces, b, h, d, w), dtype=self.dtype)
+        return (zeros.new_zeros(widths), zeros) if widths else (zeros,)

@@ -1,0 +1,90 @@
+"""The kernel "reference": the recurrence, token by token, as the forms are defined.
+
+It computes in the accumulation dtype and is slow: it serves as the specification of the others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.online_softmax import accumulation_dtype
+from ..form import Form
+from ..inputs import Cut, Inputs, Maps
+
+
+class ReferenceKernel:
+    """The kernel "reference"."""
+
+    name = "reference"
+
+    def refusal(self, form: Form, inputs: Inputs) -> str | None:
+        return None
+
+    def run(self, form: Form, inputs: Inputs, cut: Cut) -> ReferenceRun:
+        return ReferenceRun(form, inputs, cut)
+
+
+class ReferenceRun:
+    """An `inputs.Run` that maps all pieces."""
+
+    def __init__(self, form: Form, inputs: Inputs, cut: Cut):
+        self.form, self.cut, self.dtype = form, cut, inputs.v.dtype
+        wide = accumulation_dtype(inputs.v.dtype)
+        groups = inputs.v.shape[2] // inputs.k.shape[2]
+        q, k = (x.to(wide).repeat_interleave(groups, 2) for x in (inputs.q, inputs.k))
+        v = inputs.v.to(wide)
+        decay, beta = (None if x is None else x.to(wide) for x in (inputs.decay, inputs.beta))
+        self.inputs = Inputs(q, k, v, decay, beta, inputs.scale)
+        ends, transitions = [], []
+        for piece in self._pieces():
+            nothing = v.new_zeros((*v.shape[1:3], k.shape[-1], v.shape[-1]))
+            ends.append(_run(self.form, piece, nothing)[1])
+            transitions.append(_transition(self.form, piece))
+        kept = None if transitions and transitions[0] is None else _stack(transitions, v)
+        self.maps = Maps(kept, _stack(ends, v))
+
+    def outputs(self, entering: torch.Tensor) -> torch.Tensor:
+        states = entering.to(self.inputs.v.dtype).unbind()
+        found = [
+            _run(self.form, piece, state)[0]
+            for piece, state in zip(self._pieces(), states, strict=True)
+        ]
+        return torch.cat([self.inputs.v[:0], *found]).to(self.dtype)
+
+    def _pieces(self) -> list[Inputs]:
+        def split(x: torch.Tensor | None) -> list:
+            lengths = self.cut.lengths
+            return [None] * len(lengths) if x is None else list(x.split(lengths))
+
+        *tensors, scale = self.inputs
+        return [Inputs(*parts, scale) for parts in zip(*map(split, tensors), strict=True)]
+
+
+def _run(form: Form, piece: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs [s, b, h, w], the state behind), from the state [b, h, d, x] before."""
+    answers = [piece.v[:0]]
+    for t in range(piece.v.shape[0]):
+        key, value = piece.k[t], piece.v[t]
+        if piece.decay is not None:
+            decay = piece.decay[t].exp()
+            state = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
+        if form.delta:
+            assert piece.beta is not None
+            found = torch.einsum("bhdx,bhd->bhx", state, key)
+            value = piece.beta[t].unsqueeze(-1) * (value - found)
+        state = state + torch.einsum("bhd,bhx->bhdx", key, value)
+        answers.append(piece.scale * torch.einsum("bhdx,bhd->bhx", state, piece.q[t])[None])
+    return torch.cat(answers), state
+
+
+def _transition(form: Form, piece: Inputs) -> torch.Tensor | None:
+    if form.delta:
+        b, h, d = piece.k.shape[1:]
+        unit = torch.eye(d, dtype=piece.k.dtype, device=piece.k.device).expand(b, h, d, d)
+        empty = piece.v.new_zeros((piece.v.shape[0], b, h, d))
+        return _run(form, piece._replace(v=empty), unit)[1]
+    return None if piece.decay is None else piece.decay.sum(0).exp()
+
+
+def _stack(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.stack(parts) if parts else like.new_zeros((0,))

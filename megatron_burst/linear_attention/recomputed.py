@@ -1,0 +1,62 @@
+"""Functions whose intermediate results are not kept: backward runs them once more.
+
+Decides what a call of linear attention holds between forward and backward: its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels.autograd import first_order_only
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def recomputed(function: Callable[..., Tensors], *tensors: torch.Tensor | None) -> Tensors:
+    """function(*tensors), a tuple of tensors; differentiable once."""
+    return _Recomputed.apply(function, *tensors)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Tensors], *tensors: torch.Tensor | None
+    ) -> Tensors:
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        return _in_full_precision(function, tensors)
+
+    @staticmethod
+    @first_order_only("linear attention")
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        leaves = [
+            None if x is None else x.detach().requires_grad_(need)
+            for x, need in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            results = _in_full_precision(ctx.function, leaves)
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(results, gradients, strict=True)
+            if gradient is not None and result.requires_grad
+        ]
+        found = [None] * len(leaves)
+        chosen = [i for i, need in enumerate(wanted) if need]
+        if pairs and chosen:
+            ends, arrived = zip(*pairs, strict=True)
+            got = torch.autograd.grad(ends, [leaves[i] for i in chosen], arrived, allow_unused=True)
+            for i, gradient in zip(chosen, got, strict=True):
+                found[i] = gradient
+        return None, *found
+
+
+def _in_full_precision(function: Callable[..., Tensors], tensors: Any) -> Tensors:
+    """Without autocast, which would round states to bf16."""
+    kind = next(x.device.type for x in tensors if x is not None)
+    with torch.autocast(kind, enabled=False):
+        return function(*tensors)

@@ -1,0 +1,1 @@
+"""Layers of linear attention over context-parallel ranks: gated delta nets and their plans."""
