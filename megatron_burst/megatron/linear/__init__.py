@@ -1,4 +1,4 @@
-"""Layers of linear attention over context-parallel ranks: gated delta nets and their plans."""
+"""Layers of linear attention over context-parallel ranks: gated delta nets and Mamba mixers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 from megatron_burst.megatron.checks.linear import OLDEST
 from megatron_burst.megatron.patching.compatibility import core_version
 
-_PATCHING = ("heads", "delta_net")  # each with patch(patches)
+_PATCHING = ("heads", "delta_net", "mamba")  # each with patch(patches)
 
 
 def patching_modules() -> list[ModuleType]:
