@@ -24,6 +24,7 @@ from megatron_burst.megatron.checks.layouts import (
     layouts_of,
     two_layout_problems,
 )
+from megatron_burst.megatron.checks.linear import DELTA_NETS
 from megatron_burst.megatron.checks.model import layout_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.log import log
@@ -162,7 +163,7 @@ def layers_of(config: Any) -> Layers:
         )])  # fmt: skip
     count = getattr(config, "num_layers", None) or 0
     variant = getattr(config, "experimental_attention_variant", None)
-    linear = sum(_linear_layers(config, count)) if variant == "gated_delta_net" else 0
+    linear = sum(_linear_layers(config, count)) if variant in DELTA_NETS else 0
     return Layers(linear, 0, count - linear)
 
 
