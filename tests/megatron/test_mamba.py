@@ -67,7 +67,7 @@ def test_the_stand_in_for_the_fused_kernel():
     assert torch.equal(
         found, split_conv1d_scan(projected, weight, bias, dt_bias, A, wide, 4, ngroups=GROUPS)
     )
-    with pytest.raises(ValueError, match="packed batches: .* take --burst-linear auto"):
+    with pytest.raises(ValueError, match=r"packed batches: .* take --burst-linear auto"):
         split_conv1d_scan(projected, *parameters(), 4, headdim=WIDTH, seq_idx=torch.zeros(1))
 
 
@@ -95,7 +95,7 @@ def test_other_mixers_are_refused_by_name():
     GatedDeltaProductMixer.__init__ = built
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
-    with pytest.raises(ValueError, match="GatedDeltaProductMixer: only .* take --burst-linear meg"):
+    with pytest.raises(ValueError, match=r"^GatedDeltaProductMixer: only .* take --bu"):
         GatedDeltaProductMixer(ours, pg_collection=group)
     ours.burst.linear = "megatron"
     assert GatedDeltaProductMixer(ours, pg_collection=group).built

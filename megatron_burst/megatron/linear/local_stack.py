@@ -64,11 +64,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=_NORM,
-                    mlp=get_moe_module_spec(
-                        use_te=False,
-                        num_experts=8,
-                        moe_grouped_gemm=False,  # 8: any but None
-                    ),
+                    mlp=experts,
                     mlp_bda=_ADD,
                 ),
             ),
