@@ -150,7 +150,7 @@ class Model:
     def uncounted(self) -> tuple[str, ...]:
         """Parts that neither time nor memory counts, in words."""
         mixers = ()
-        if self.mixer is not None and self.mixers:
+        if self.mixer is not None and self.mixers and not self.mixer.form:
             mixers = (f"scans and states of {self.mixers} {self.mixer.name} layers",)
         return (*mixers, *self.also)
 
