@@ -1,4 +1,4 @@
-"""A share of the state is kept per head: retention, lightning, and Mamba-2's SSD (arXiv 2405.21060)."""
+"""A share of the state is kept, per head: retention, lightning, Mamba-2 (SSD, arXiv 2405.21060)."""
 
 from __future__ import annotations
 

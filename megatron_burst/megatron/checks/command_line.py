@@ -129,7 +129,7 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
     yield from _packed(settings, burst)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
-    if not engine:
+    if not engine and not registry.installed("cpu"):  # which has local layers
         yield from _hybrid(settings)
 
 
