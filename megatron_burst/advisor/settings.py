@@ -210,8 +210,13 @@ def _check_heads(model: Model, run: Settings) -> None:
 def _check_mixer(model: Model, run: Settings) -> None:
     """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
     a scan of states takes any number of context-parallel ranks."""
+    if model.mixers and run.cp > 1 and "striped" in run.layout:
+        raise ValueError(
+            f"--layout {run.layout}: {model.name} has layers that carry a state from row to row, "
+            "and every row's predecessor is on another rank: take zigzag or contiguous"
+        )
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
-    if mixer is None or not model.mixers or mixer.shares(run.tp, run.cp if shared else 1):
+    if mixer is None or model.carried(run.tp, run.cp if shared else 1):
         return
     said = f"the {mixer.heads} heads" + f" and {mixer.key_heads} of keys" * bool(mixer.key_heads)
     said += f" of {model.name}'s {mixer.name} layers"

@@ -1,4 +1,4 @@
-"""The attention half of a layer with linear attention, as operators: what is made, saved, and needed.
+"""The attention half of a layer with linear attention, as operators: what they make and save.
 
 Between projections: a short convolution of queries, keys and values, a norm of queries and keys
 (delta rules), decay and beta of each head, linear attention in chunks, a norm with a gate. What

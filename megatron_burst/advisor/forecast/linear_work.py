@@ -47,9 +47,7 @@ def moved(x: Sizes, scan: Scan, rows: int) -> float:
     return rows * (given + scan.values * B) + 2 * chunk_states(x, scan, rows)
 
 
-def linear_seconds(
-    gpu: Gpu, x: Sizes, scan: Scan, rows: int, scanned: bool
-) -> tuple[float, float]:
+def linear_seconds(gpu: Gpu, x: Sizes, scan: Scan, rows: int, scanned: bool) -> tuple[float, float]:
     """Of a forward and of a backward. scanned: states come from other ranks."""
     computed = answers(scan, rows) + scanned * maps(scan, rows)
     read = (1 + scanned) * moved(x, scan, rows)

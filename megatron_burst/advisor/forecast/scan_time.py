@@ -1,6 +1,6 @@
 """How long the ranks of one layer of linear attention exchange: states, or heads as Megatron does.
 
-By formula, message by message of the busiest rank; the tables of hops that run are `schedule.scans`.
+By formula, of the busiest rank; the tables of hops that run are those of `schedule.scans`.
 Nothing of it is taken to hide behind computing. Letters: S bytes of the states of one rank's heads,
 M of the map of a piece: S and its transition.
 """

@@ -78,9 +78,7 @@ class Mixer:
         if not self.form:
             return
         if self.form not in FORMS:
-            raise ValueError(
-                f"mixer {self.name}: form {self.form!r} is none of {', '.join(FORMS)}"
-            )
+            raise ValueError(f"mixer {self.name}: form {self.form!r} is none of {', '.join(FORMS)}")
         if min(self.key_heads, self.width, self.value_width) < 1 or self.heads % self.key_heads:
             raise ValueError(
                 f"mixer {self.name}: form {self.form} needs key_heads that divide the "

@@ -16,8 +16,8 @@ from .model import Model
 
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-# Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is Mamba-2,
-# G a gated delta net; E has experts.
+# Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is
+# Mamba-2, G a gated delta net; E has experts.
 LETTERS = {"M": "M", "G": "M", "*": "*", "-": "-", "E": "-"}
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from .layer_kinds import Mixer
 
 
-def gated_delta_net(
-    heads: int, key_heads: int, width: int, value_width: int, taps: int
-) -> Mixer:
+def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, taps: int) -> Mixer:
     """Qwen3-Next's (arXiv 2412.06464): q, k, v and a gate, beta and decay of each head."""
     keys, values = key_heads * width, heads * value_width
     return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,

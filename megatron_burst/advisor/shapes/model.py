@@ -138,6 +138,11 @@ class Model:
         """Layers with a mixer instead of attention."""
         return self._with(MIXER)
 
+    def carried(self, tp: int, cp: int = 1) -> bool:
+        """Can tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
+        heads, share the heads of its mixers, if it has any?"""
+        return self.mixer is None or not self.mixers or self.mixer.shares(tp, cp)
+
     @property
     def mlps(self) -> int:
         """Layers with an MLP half, with experts or without."""

@@ -241,5 +241,7 @@ def _kimi(config: Config) -> Config:
     """What Kimi Linear says of its linear layers."""
     found = config["linear_attn_config"]
     if not isinstance(found, dict):
-        raise ValueError(f"{config.name}: 'linear_attn_config' must be an object, got {found!r:.60}")
+        raise ValueError(
+            f"{config.name}: 'linear_attn_config' must be an object, got {found!r:.60}"
+        )
     return Config(found, f"{config.name}: linear_attn_config")

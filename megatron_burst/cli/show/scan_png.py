@@ -68,7 +68,14 @@ def _rounds(axes: Axes, scene: ScanScene, rounds: int, each: float) -> None:
     for rank in range(scene.grid.size):
         colour, y = of_rank(rank, scene.grid.size), _at(scene, rank)
         axes.plot([0, rounds], [y, y], color=RULE, linewidth=0.7, zorder=0)
-        axes.plot([n for n in range(rounds + 1)], [y] * (rounds + 1), "o", color=colour, ms=5, clip_on=False)
+        axes.plot(
+            list(range(rounds + 1)),
+            [y] * (rounds + 1),
+            "o",
+            color=colour,
+            ms=5,
+            clip_on=False,
+        )
         axes.text(-0.1 / each, y, f"rank {rank}", ha="right", va="center", fontsize=8.5, color=INK)
     named = [int((hops.round == n).sum()) <= LABELS for n in range(rounds)]
     for hop in range(len(hops)):

@@ -19,7 +19,9 @@ from ...schedule.topology import Topology
 from . import language
 
 PIECES = 128  # of a chain, at most
-BLOCKS = {"scan": 4}  # into how many parts a state is cut, where nobody says; others: ranks of a node
+BLOCKS = {
+    "scan": 4
+}  # into how many parts a state is cut, where nobody says; others: ranks of a node
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--algorithm", default="scan", choices=SCANS, help="default: scan")
     sub.add_argument(
         "--blocks", type=int, metavar="N",
-        help="into how many parts a state is cut (default: 4 with scan, with two_level the ranks of "
-        "a node, else 1)",
+        help="into how many parts a state is cut (default: 4 with scan, with two_level the ranks "
+        "of a node, else 1)",
     )  # fmt: skip
     sub.add_argument("--backward", action="store_true", help="draw backward instead of forward")
     sub.add_argument(

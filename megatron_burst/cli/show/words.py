@@ -33,7 +33,7 @@ def title(scene: Scene) -> str:
         way = "backward" if scene.backward else "forward"
         return f"{scene.algorithm}, {way}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
     if isinstance(scene, ScheduleScene):
-        grid, plan, where = scene.plan.grid, scene.plan, _grid(scene.plan.grid)
+        plan, where = scene.plan, _grid(scene.plan.grid)
         both = {"kv", "query"} <= {*scene.families}  # then no side is the travelling one
         way = "backward" + f", side {plan.side}" * (not both) if scene.backward else "forward"
         route = " with direct sends" * (plan.route == "direct")
@@ -51,8 +51,10 @@ def subtitle(scene: Scene) -> str:
         return "a row is a rank, a colour is a document; bars: its visible pairs; dashed: the mean"
     if isinstance(scene, ScanScene):
         cut = f", part 1 of {scene.blocks}: s3.1" * (scene.blocks > 1)
-        what = "gradient of a state that enters piece 3 from behind" if scene.backward else (
-            "state that enters piece 3"
+        what = (
+            "gradient of a state that enters piece 3 from behind"
+            if scene.backward
+            else ("state that enters piece 3")
         )
         nodes = "; red, or ⇒: to another node" * (scene.grid.inter > 1)
         return f"s3: the {what}{cut}; m3: what piece 3 does to any{nodes}"
