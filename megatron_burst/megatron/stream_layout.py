@@ -29,6 +29,7 @@ from megatron_burst.megatron.checks.model import layout_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.log import log
 
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
 
 
@@ -149,7 +150,7 @@ def layers_of(config: Any) -> Layers:
 
     Raises ``ValueError`` for a hybrid model whose pattern is not known here.
     """
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
     if pattern:
         return Layers(
             pattern.count("G"), pattern.count("M"), sum(pattern.count(one) for one in SOFTMAX)

@@ -11,7 +11,9 @@ from megatron_burst.megatron.patching.compatibility import core_version
 
 NEW = core_version() >= checks.OLDEST
 # The layer's name until 0.19, and since.
-DELTA_NET = {"experimental_attention_variant": "gated_delta_net" if core_version() < (0, 20) else "gdn"}
+DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net" if core_version() < (0, 20) else "gdn"
+}
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 new = pytest.mark.skipif(not NEW, reason="states are passed from 0.19 on")
 
