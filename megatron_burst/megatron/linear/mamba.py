@@ -106,9 +106,14 @@ def _passing_states(original: Callable) -> Callable:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         states = getattr(self, _STATES, None)
         given = signature.bind(self, *args, **kwargs).arguments
-        inference = given.get("inference_context"), given.get("inference_params")
-        if states is None or inference != (None, None):
+        if states is None:
             return original(self, *args, **kwargs)
+        for name in ("inference_context", "inference_params"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name}: this mixer passes its state over context-parallel ranks, for "
+                    "training; decode with --context-parallel-size 1"
+                )
         return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
 
     return forward
