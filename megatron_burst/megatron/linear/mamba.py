@@ -76,7 +76,7 @@ def _with_states(original: Callable) -> Callable:
         sizes = (
             self.ngroups_local_tp, self.nheads_local_tp, self.d_state, self.headdim, self.d_conv,
         )  # fmt: skip
-        states = StateLayer(config, groups, self.layer_number, "scalar_decay", sizes)
+        states = StateLayer(config, groups, self.layer_number, "scalar_decay", sizes, scale=1.0)
         setattr(self, _STATES, states)
 
     return __init__
@@ -138,7 +138,6 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
         keys.unflatten(-1, (groups, -1)),
         (x * steps.unsqueeze(-1)).to(x.dtype),
         decay=-mixer.A_log.to(steps.dtype).exp() * steps,
-        scale=1.0,
         **call,
     )
     y = out + skip * x
