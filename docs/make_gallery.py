@@ -46,8 +46,8 @@ and dashed arrows are transfers that are left out because no rank needs the chun
 
 How to read a **scan of states** ([linear attention](linear-attention.md)): on top are the pieces of
 the sequence in the order of positions, in the colour of the rank that holds them. Below, a column
-is a round: ranks send from its left side to its right side. s3 is the state that enters piece 3, s3.1
-part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
+is a round: ranks send from its left side to its right side. s3 is the state that enters piece 3,
+s3.1 part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
 """
 
 

@@ -21,7 +21,7 @@ from megatron_burst.autotune.rates import Rates
 from megatron_burst.layout import make
 from megatron_burst.layout.chains import chains
 from megatron_burst.schedule.scans import SCANS
-from megatron_burst.schedule.scans.hops import MAP, STATE, Task
+from megatron_burst.schedule.scans import hops as tables
 from megatron_burst.schedule.topology import Topology
 
 K = 1024
@@ -115,16 +115,16 @@ def test_the_formulas_count_the_hops_that_run(layout):
     """Of 2 nodes x 4 ranks, blocks in units of whole states."""
     run = Settings(64 * K, cp=8, intra=4, layout=layout)
     chain = scan_time.Chain.of(cluster(8), run)
-    task = Task(chains(make(layout, cp_size=8), 64 * K), Topology(8, 4), 4)
+    task = tables.Task(chains(make(layout, cp_size=8), 64 * K), Topology(8, 4), 4)
     ring, scan, lanes = (SCANS[name](task) for name in ("ring", "scan", "two_level"))
     crossings = ring.source // 4 != ring.destination // 4
     assert (len(ring), crossings.sum()) == (chain.hops, chain.crossings)
     assert scan.round[-1] + 1 == chain.hops + 4 - 1
     crosses = lanes.source // 4 != lanes.destination // 4
     assert crosses.sum() == chain.crossings * 4
-    for kind in (MAP, STATE):  # of the rank that sends most within its node
-        sent = np.bincount(lanes.source[(lanes.kind == kind) & ~crosses], minlength=8)
-        assert sent.max() / 4 == chain.pieces * 3 / 4
+    # Of the rank that sends most within its node: its maps in parts, then parts of states.
+    sent = np.bincount(lanes.source[~crosses], minlength=8)
+    assert sent.max() / 4 == 2 * chain.pieces * 3 / 4
 
 
 def test_a_contiguous_stream_goes_up_only():
