@@ -122,9 +122,10 @@ def test_the_formulas_count_the_hops_that_run(layout):
     assert scan.round[-1] + 1 == chain.hops + 4 - 1
     crosses = lanes.source // 4 != lanes.destination // 4
     assert crosses.sum() == chain.crossings * 4
-    # Of the rank that sends most within its node: its maps in parts, then parts of states.
-    sent = np.bincount(lanes.source[~crosses], minlength=8)
-    assert sent.max() / 4 == 2 * chain.pieces * 3 / 4
+    # Of the rank that sends most within its node: its maps in parts, then parts of states. At the
+    # turn of zigzag a rank has one piece less.
+    most, counted = np.bincount(lanes.source[~crosses]).max(), 2 * chain.pieces * 3
+    assert counted - (layout == "zigzag") <= most <= counted
 
 
 def test_a_contiguous_stream_goes_up_only():
