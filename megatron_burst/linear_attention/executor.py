@@ -43,6 +43,7 @@ class Scan:
     groups: Groups
     program: Program
     states: States
+    device: torch.device
     name: str
 
     def run(self, call: CallTag, maps: Map, initial: Initial, leaving: bool) -> Scanned:
@@ -93,7 +94,8 @@ class Scan:
         shapes = [[s for hop in parcel.hops for s in self.program.shapes(hop, self.states)]
                   for parcel in receives]  # fmt: skip
         peers = [parcel.peer for parcel in sends], [parcel.peer for parcel in receives]
-        arrived = exchange(self.groups, peers, contents, shapes, self.states.dtype, envelope, label)
+        what = self.states.dtype, self.device
+        arrived = exchange(self.groups, peers, contents, shapes, what, envelope, label)
         for parcel, tensors in zip(receives, arrived, strict=True):
             rest = iter(tensors)
             for hop in parcel.hops:
@@ -105,13 +107,13 @@ def exchange(
     peers: tuple[Sequence[int], Sequence[int]],
     contents: Sequence[Sequence[torch.Tensor]],
     shapes: Sequence[Sequence[torch.Size]],
-    dtype: torch.dtype,
+    what: tuple[torch.dtype, torch.device],
     envelope: Envelope,
     label: str,
 ) -> list[Sequence[torch.Tensor]]:
     """What arrived: tensors of `shapes` from each of the second peers, while `contents` went to
-    each of the first; all of one dtype."""
-    device = groups_device(contents, groups)
+    each of the first; all of one dtype on one device."""
+    dtype, device = what
     packed = device.type == "cpu"
     sent, received = [], []
     for peer, tensors in zip(peers[0], contents, strict=True):

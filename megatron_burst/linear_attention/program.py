@@ -13,6 +13,7 @@ import torch
 from ..layout.chains import Chains
 from ..schedule.scans.blocks import Blocks
 from ..schedule.scans.hops import MAP, WHOLE, Hops
+from ..schedule.topology import Topology
 from .maps import shape_of
 
 
@@ -105,3 +106,14 @@ def message_bytes(hops: Hops, program: Program, states: States) -> tuple[int, in
     message = message.reshape(-1)
     total = np.bincount(message, weights=[sizes[kind] for kind in kinds])
     return int(total.max()), 2 * int(np.bincount(message).max())
+
+
+def sent_bytes(program: Program, states: States, topology: Topology, rank: int) -> tuple[int, int]:
+    """What `rank`, whose program it is, sends within its node and to others."""
+    sent = {"intra": 0, "inter": 0}
+    for sends, _ in program.rounds:
+        for parcel in sends:
+            shapes = [shape for hop in parcel.hops for shape in program.shapes(hop, states)]
+            size = sum(shape.numel() for shape in shapes) * states.dtype.itemsize
+            sent[topology.link(rank, parcel.peer)] += size
+    return sent["intra"], sent["inter"]

@@ -53,10 +53,10 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
     stack = next((name for name in _STACKS if hasattr(model, name)), None)
     if stack is not None and not hasattr(model, "transformer_layer_spec"):
         raise ValueError(
-            f"recipe: {type(model).__name__} is a hybrid model, whose layers come from {stack}, and "
-            "apply_burst changes transformer_layer_spec: call megatron_burst.megatron.install() "
-            "and configure() before pretrain(), with Megatron-Core 0.19 or newer (never run with "
-            "Bridge), or leave apply_burst out"
+            f"recipe: {type(model).__name__} is a hybrid model, whose layers come from {stack}, "
+            "and apply_burst changes transformer_layer_spec: call install() and configure() of "
+            "megatron_burst.megatron before pretrain(), with Megatron-Core 0.19 or newer (never "
+            "run with Bridge), or leave apply_burst out"
         )
     if not hasattr(model, "transformer_layer_spec"):
         what = type(recipe if model is None else model).__name__

@@ -1,8 +1,9 @@
 """A user's training script on Megatron-LM: it knows nothing of this project.
 
-As short as one can be: a GPT from Megatron-LM's flags, or with `--hybrid-layer-pattern` a hybrid
-model, trained by its `pretrain` on `--data-path`, or on counting sequences of documents with uneven lengths. `--packed` keeps the documents from
-seeing each other; with `--alone` besides, one rank runs the model on each document by itself.
+As short as one can be: a GPT from Megatron-LM's flags, or a hybrid model with
+`--hybrid-layer-pattern`, trained by its `pretrain` on `--data-path`, or on counting sequences of
+documents with uneven lengths. `--packed` keeps the documents from seeing each other; with `--alone`
+besides, one rank runs the model on each document by itself.
 """
 
 from functools import partial

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_burst.megatron.checks.linear import DELTA_NET
+from megatron_burst.megatron.checks.linear import DELTA_NETS
 from megatron_burst.megatron.patching.compatibility import require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
@@ -34,7 +34,7 @@ def _with_any_heads(original: Callable) -> Callable:
         ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         heads = {name: getattr(self, name, None) for name in _HEADS}
         counts = [*heads.values()]
-        delta_net = getattr(self, "experimental_attention_variant", None) == DELTA_NET
+        delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
         if not delta_net or None in counts or any(n % tensor for n in counts) or ranks <= 1:
             return original(self)
         # As many times the heads divide by the ranks: nothing else here reads their number.

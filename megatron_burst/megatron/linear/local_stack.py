@@ -7,13 +7,13 @@ fused norm as a module of its own, and that checkpoints hold it under the fused 
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -28,21 +28,31 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+# What fields of specs are annotated with differs between versions.
+_ADD: Any = get_bias_dropout_add
+_NORM: Any = WrappedTorchNorm
+_COLUMNS: Any = ColumnParallelLinear
+_ROWS: Any = RowParallelLinear
+
 
 def local_hybrid_stack_spec() -> ModuleSpec:
     """All kinds of layers of a hybrid model but DSA ("D") and further heads, which need Transformer
     Engine. Their norms are layer norms or RMS norms as the configuration says."""
+    # From 0.18 on; before, a stack has another home and other kinds of layers.
+    home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    # 8: any number but None; the configuration has how many.
+    experts: Any = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     return ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
+        module=home.HybridStack,
+        submodules=home.HybridStackSubmodules(
             mamba_layer=_mamba(),
             gdn_layer=_attention(
                 ModuleSpec(
                     module=GatedDeltaNet,
                     submodules=GatedDeltaNetSubmodules(
-                        in_proj=ColumnParallelLinear,
-                        out_norm=WrappedTorchNorm,
-                        out_proj=RowParallelLinear,
+                        in_proj=_COLUMNS,
+                        out_norm=_NORM,
+                        out_proj=_ROWS,
                     ),
                 ),
                 "in_proj",
@@ -53,13 +63,9 @@ def local_hybrid_stack_spec() -> ModuleSpec:
             moe_layer=ModuleSpec(
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=get_moe_module_spec(
-                        use_te=False,
-                        num_experts=8,
-                        moe_grouped_gemm=False,  # 8: any but None
-                    ),
-                    mlp_bda=get_bias_dropout_add,
+                    pre_mlp_layernorm=_NORM,
+                    mlp=experts,
+                    mlp_bda=_ADD,
                 ),
             ),
         ),
@@ -69,14 +75,14 @@ def local_hybrid_stack_spec() -> ModuleSpec:
 def _mamba() -> ModuleSpec:
     mixer = ModuleSpec(
         module=MambaMixer,
-        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        submodules=MambaMixerSubmodules(in_proj=_COLUMNS, out_proj=_ROWS),
     )
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
-            norm=WrappedTorchNorm,
+            norm=_NORM,
             mixer=mixer,
-            mamba_bda=get_bias_dropout_add,
+            mamba_bda=_ADD,
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )
@@ -84,7 +90,7 @@ def _mamba() -> ModuleSpec:
 
 def _of_gpt(latent: bool) -> Any:
     """The attention of Megatron's local GPT layers."""
-    layer = get_gpt_layer_local_spec(multi_latent_attention=latent)
+    layer: Any = get_gpt_layer_local_spec(multi_latent_attention=latent)
     return layer.submodules.self_attention
 
 
@@ -94,25 +100,25 @@ def _attention(attention: Any, projection: str | None = None) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
+            input_layernorm=_NORM,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=_ADD,
             sharded_state_dict_keys_map=names,
         ),
     )
 
 
 def _mlp() -> ModuleSpec:
-    mlp = partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    mlp: Any = partial(
+        getattr(MLP, "as_mlp_submodule"),  # noqa: B009  from 0.18 on
+        submodules=MLPSubmodules(linear_fc1=_COLUMNS, linear_fc2=_ROWS),
     )
     return ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=_NORM,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=_ADD,
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
         ),
     )

@@ -69,7 +69,7 @@ def _with_states(original: Callable) -> Callable:
         config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
         if not states_passed(config, groups):
             return original(*bound.args, **bound.kwargs)
-        alone = copy.copy(groups)
+        alone: Any = copy.copy(groups)
         alone.cp = ONE_RANK
         bound.arguments["pg_collection"] = alone
         original(*bound.args, **bound.kwargs)

@@ -39,7 +39,10 @@ def patch(patches: PatchSet) -> None:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of groups of channels, of x times silu(z), in fp32 at least."""
+    """RMS norm of groups of channels, of x times silu(z), in fp32 at least; the mixer sets
+    ``tp_group``."""
+
+    tp_group: Any
 
     def __init__(
         self,
