@@ -133,10 +133,29 @@ def _run(
         )  # fmt: skip
         runs.append(forms.run(local.form, local.kernel, inputs, one.cut(final)))
     maps: list[Maps] = [run.maps for run in runs]
-    decays, increments = [each.transition for each in maps], [each.increment for each in maps]
+    decays = [each.transition for each in maps]
+    # In backward every rank takes part in the scan, and before its inputs get their gradients: also
+    # one whose pieces all end documents, so that none of its maps is anything but a constant.
+    increments = [
+        Following.apply(each.increment, *(t for t in given.values() if t is not None))
+        for each, given in zip(maps, shards, strict=True)
+    ]
     if not isinstance(plan, InProcessLinearPlan):
         decays, increments = decays[0], increments[0]
     elif decays[0] is None:
         decays = None
     entering, finals = scanned(plan, decays, increments, initial, final, label)
     return [run.outputs(state) for run, state in zip(runs, entering, strict=True)], finals
+
+
+class Following(torch.autograd.Function):
+    """The first tensor as it is; its gradient is there before those of the others are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(others)
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, *(None,) * ctx.others
