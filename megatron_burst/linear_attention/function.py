@@ -51,13 +51,19 @@ class Asked(NamedTuple):
 
 class StateScan(torch.autograd.Function):
     """flat: decay, increment and initial state of every rank of this process; returns the entering
-    states of each, then, if they are wanted, the final states of each."""
+    states of each, then, if they are wanted, the final states of each.
+
+    anchor: what the rank's call was made of. A rank whose pieces all end their documents has
+    increments that depend on nothing, and its backward would not run, or after that of an operation
+    before this one: so it waits for this, too.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         asked: Sequence[Asked],
         groups: Groups | InProcessGroups,
+        anchor: torch.Tensor | None,
         *flat: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         given = [Given(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # pyright: ignore
@@ -78,11 +84,11 @@ class StateScan(torch.autograd.Function):
             each.job.groups.calls.backward(each.call)
         saved = [ctx.saved_tensors[i : i + 2] for i in range(0, 2 * number, 2)]
         finals = arrived[number:] or [None] * number
-        needs = [ctx.needs_input_grad[i : i + 3] for i in range(2, 2 + 3 * number, 3)]
+        needs = [ctx.needs_input_grad[i : i + 3] for i in range(3, 3 + 3 * number, 3)]
         kinds = [ctx.kinds[i : i + 3] for i in range(0, 3 * number, 3)]
         every = saved, arrived[:number], finals, needs, kinds
         results = _on_ranks(ctx.groups, _backward, asked, *every)
-        return None, None, *(t for result in results for t in result)
+        return None, None, None, *(t for result in results for t in result)
 
 
 def _on_ranks(groups: Groups | InProcessGroups, function: Any, *of_each: Sequence[Any]) -> Any:

@@ -144,7 +144,9 @@ def _run(
         decays, increments = decays[0], increments[0]
     elif decays[0] is None:
         decays = None
-    entering, finals = scanned(plan, decays, increments, initial, final, label)
+    given = [t for t in shards[0].values() if t is not None and t.requires_grad]
+    anchor = given[0] if given else None
+    entering, finals = scanned(plan, decays, increments, initial, final, label, anchor)
     return [run.outputs(state) for run, state in zip(runs, entering, strict=True)], finals
 
 

@@ -85,9 +85,16 @@ def state_scan(
 
 
 def scanned(
-    plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
+    plan: Any,
+    decay: Any,
+    increment: Any,
+    initial: Any,
+    leaving: bool,
+    label: object,
+    anchor: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], Any]:
-    """The states that enter, and final states or None, of each rank of this process."""
+    """The states that enter, and final states or None, of each rank of this process; anchor: as of
+    `StateScan`."""
     plans, shards = _each(plan, {"decay": decay, "increment": increment})
     together = isinstance(plan, InProcessLinearPlan)
     starts = spread_initial(plan.groups, initial) if together else [initial]
@@ -105,7 +112,7 @@ def scanned(
         for shard, start in zip(shards, starts, strict=True)
         for t in (shard["decay"], shard["increment"], start)
     ]
-    results: Any = StateScan.apply(asked, plan.groups, *flat)
+    results: Any = StateScan.apply(asked, plan.groups, anchor, *flat)
     count = len(plans)
     return list(results[:count]), list(results[count:]) if leaving else None
 
