@@ -17,6 +17,7 @@ import torch
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from . import forms
+from .function import following
 from .inputs import Inputs, Maps
 from .plan import InProcessLinearPlan, LinearPlan
 from .prepare import per_rank, prepared
@@ -137,27 +138,12 @@ def _run(
     # In backward every rank takes part in the scan, and before its inputs get their gradients: also
     # one whose pieces all end documents, so that none of its maps is anything but a constant.
     increments = [
-        Following.apply(each.increment, *(t for t in given.values() if t is not None))
+        following(each.increment, *(t for t in given.values() if t is not None))
         for each, given in zip(maps, shards, strict=True)
     ]
     if not isinstance(plan, InProcessLinearPlan):
         decays, increments = decays[0], increments[0]
     elif decays[0] is None:
         decays = None
-    given = [t for t in shards[0].values() if t is not None and t.requires_grad]
-    anchor = given[0] if given else None
-    entering, finals = scanned(plan, decays, increments, initial, final, label, anchor)
+    entering, finals = scanned(plan, decays, increments, initial, final, label)
     return [run.outputs(state) for run, state in zip(runs, entering, strict=True)], finals
-
-
-class Following(torch.autograd.Function):
-    """The first tensor as it is; its gradient is there before those of the others are complete."""
-
-    @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = len(others)
-        return first.view_as(first)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient, *(None,) * ctx.others
