@@ -20,6 +20,7 @@ OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents"]
 Auto = Literal["auto"]
+Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
@@ -41,8 +42,8 @@ class BurstConfig:
     algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
     takes the ring, side and head chunks that are predicted to be fastest on the groups there are
     (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
-    layout: which positions each rank holds; "balanced" is for packed batches, whose documents it
-    spreads so that ranks have equal tokens and nearly equal work.
+    layout: which positions each rank holds; "balanced" spreads packed documents so that ranks have
+    equal tokens and nearly equal work; "auto" sends the fewest bytes.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
     "flash3" and "flash4" are the installed FlashAttention packages.
@@ -57,6 +58,8 @@ class BurstConfig:
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
+    linear: how layers of linear attention pass their state from rank to rank: an algorithm of
+    `mb.state_scan`; "megatron" leaves Megatron's own exchange of heads alone.
     nccl_max_ctas: multiprocessors that a kernel of a ring's own NCCL communicator takes at most;
     None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
     pack: "documents" packs the documents of every global batch anew, into micro-batches of
@@ -71,6 +74,7 @@ class BurstConfig:
     staggered; None: 1, or what algorithm "auto" takes.
     cluster: the path of a file of `megatron-burst calibrate`, whose rates algorithm "auto" takes;
     None measures them when the run starts.
+    attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -85,12 +89,13 @@ class BurstConfig:
         ),
     ] = "burst"
     layout: Annotated[
-        LayoutName,
+        LayoutName | Auto,
         Described(
             "which positions each rank holds; balanced is for packed documents of mixed lengths; "
+            "auto sends the fewest bytes: zigzag, or contiguous with attention in zigzag; "
             "default: zigzag; balanced with --burst-pack; striped with part of attention in the "
             "store, where it alone balances the recompute",
-            names=NAMED_LAYOUTS,
+            names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"
     side: Annotated[
@@ -142,6 +147,14 @@ class BurstConfig:
         Loss,
         Described("the LM head and its loss as one operation, without materializing full logits"),
     ] = "off"
+    linear: Annotated[
+        Linear,
+        Described(
+            "how linear-attention and Mamba layers pass their state over context-parallel ranks; "
+            "auto takes what is predicted to be fastest, megatron leaves Megatron's own all-to-all "
+            "of heads alone"
+        ),
+    ] = "auto"
     nccl_max_ctas: Annotated[
         int | None,
         Described(
@@ -200,6 +213,10 @@ class BurstConfig:
             text="FILE",
         ),
     ] = None
+    attention_layout: Annotated[
+        Literal["contiguous", "striped", "zigzag"] | None,
+        Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
+    ] = None
 
     def __post_init__(self):
         for name in CHOICES:
@@ -235,9 +252,10 @@ class BurstConfig:
             raise ValueError(f"{title} must be the path of a file, got {value!r}")
 
     def keywords(self) -> AttentionKeywords:
-        """What of it `mb.prepare` takes."""
+        """What of it `mb.prepare` takes; "auto" is none of its layouts."""
+        layout: Any = self.attention_layout or self.layout
         return {
-            "layout": self.layout,
+            "layout": layout,
             "algorithm": self.algorithm,
             "side": self.side,
             "kernel": self.kernel,

@@ -1,6 +1,6 @@
 """NCCL's rules for ranks that share a process: what they really posted and waited for, replayed.
 
-`record` puts a recorder before both endpoints of every rank of an in-process grid. Run anything on
+`record` puts a recorder before all endpoints of every rank of an in-process grid. Run anything on
 the grid, then ask for `faults`: messages that do not fit each other, exchanges that nobody waited
 for, and deadlocks, by rules at least as strict as NCCL's:
 
@@ -87,6 +87,7 @@ def record(groups: InProcessGroups) -> list[Trace]:
     traces: list[Trace] = [[] for _ in groups.ranks]
     for rank, trace in zip(groups.ranks, traces, strict=True):
         rank.ring, rank.ulysses = _Recorder(rank.ring, trace), _Recorder(rank.ulysses, trace)
+        rank.grid = _Recorder(rank.grid, trace)
     return traces
 
 
@@ -129,6 +130,8 @@ def members(topology: Topology, rank: int, channel: Channel) -> tuple[int, ...]:
     """The ranks of a channel, by hand, in ascending order."""
     if channel.ring == "ulysses":
         return tuple(sorted(topology.ulysses_group(rank)))
+    if channel.ring == "grid":
+        return tuple(range(topology.size))
     ring, width = topology.ring(rank), topology.intra_size
     node, index = divmod(ring.index(rank), width)
     parts = {"flat": ring, "intra": ring[node * width :][:width], "inter": ring[index::width]}

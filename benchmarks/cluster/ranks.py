@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -46,11 +46,14 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """Processes of all ranks of a network; `timeout` (s) is that of their process groups."""
+    """Processes of all ranks of a network; `timeout` (s) is that of their process groups.
 
-    def __init__(self, network: Network, timeout: float = 60.0):
+    preload: modules that every rank will want, imported once for all where they are there.
+    """
+
+    def __init__(self, network: Network, timeout: float = 60.0, preload: Sequence[str] = ()):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "megatron_burst", "numpy"])
+        context.set_forkserver_preload(["torch", "megatron_burst", "numpy", *preload])
         self.network, self.folder = network, tempfile.TemporaryDirectory(prefix="cluster-")
         self.pipes: list[Connection] = []
         self.processes = []

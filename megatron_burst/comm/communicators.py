@@ -36,7 +36,7 @@ class Place(NamedTuple):
     ranks: Sequence[int]
 
     def members(self, channel: Channel) -> tuple[int, ...]:
-        """The global ranks of the ring, or of the ulysses group, that this rank's channel joins."""
+        """The global ranks of the ring, ulysses group or grid that this rank's channel joins."""
         topology = self.topology
         ring, width = topology.ring(self.rank), topology.intra_size
         node, index = divmod(ring.index(self.rank), width)
@@ -45,6 +45,7 @@ class Place(NamedTuple):
             "intra": ring[node * width : (node + 1) * width],
             "inter": ring[index::width],
             "ulysses": topology.ulysses_group(self.rank),
+            "grid": range(topology.size),
         }
         return tuple(self.ranks[member] for member in members[channel.ring])
 

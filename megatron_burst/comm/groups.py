@@ -57,10 +57,10 @@ class Groups(_Uncopied):
     groups do, if the ranks do not form a grid or were asked for different ones.
 
     Attributes: `topology`; `rank`; `backend`, of the group it was made from; `devices`, the types
-    of device whose tensors that moves (none if ranks share a process); `ring` and `ulysses`, the
-    endpoints of this rank's ring and of the ranks that share heads with it (`ulysses_links`: link
-    class to each of these); `cache`, what planning found out about this grid (nothing here reads
-    it); `calls`, how many calls were made on it.
+    of device whose tensors that moves (none if ranks share a process); the endpoints `ring`, of
+    this rank's ring, `ulysses`, of the ranks that share heads with it (`ulysses_links`: link class
+    to each of these), and `grid`, of all ranks; `cache`, what planning found out about this grid
+    (nothing here reads it); `calls`, how many calls were made on it.
     """
 
     topology: Topology
@@ -69,6 +69,7 @@ class Groups(_Uncopied):
     devices: tuple[str, ...]
     ring: Endpoint  # its rank is the index in the ring
     ulysses: Endpoint  # its rank is the index among those that share heads
+    grid: Endpoint  # its rank is this rank
     ulysses_links: tuple[str, ...]
     cache: dict[str, Any]
     calls: Calls
@@ -144,14 +145,12 @@ class Groups(_Uncopied):
 
     @property
     def counters(self) -> Counters:
-        """Bytes sent by this rank, over all rings and to those that share heads with it."""
+        """Bytes sent by this rank, to whomever."""
         return self.ring.counters
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
-        """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order.
-
-        header: this rank's. A collective on the host; RuntimeError if a rank does not take part.
-        """
+        """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
+        rank's is `header`. A collective on the host; RuntimeError if a rank does not take part."""
         if self.size == 1:
             return [header]
         gathered = [torch.empty_like(header) for _ in range(self.size)]
@@ -183,7 +182,7 @@ class Groups(_Uncopied):
 
     def expect(self, message: int) -> None:
         """From now on a `message` of so many bytes may come."""
-        for end in (self.ring, self.ulysses):
+        for end in (self.ring, self.ulysses, self.grid):
             end.room = max(end.room, message)
 
     @contextmanager
@@ -232,11 +231,12 @@ class Groups(_Uncopied):
         self._place(end)
 
     def _place(self, end: Callable[[list[int]], Endpoint]) -> None:
-        """Make the endpoints of this rank; end: members of a ring -> this rank's end of it."""
-        topology = self.topology
-        sharing = topology.ulysses_group(self.rank)
-        self.ring, self.ulysses = end(topology.ring(self.rank)), end(sharing)
-        self.ulysses_links = tuple(topology.link(self.rank, other) for other in sharing)
+        """Make this rank's endpoints; end: the members of one -> this rank's end of it."""
+        topology, me = self.topology, self.rank
+        sharing = topology.ulysses_group(me)
+        self.ring, self.ulysses = end(topology.ring(me)), end(sharing)
+        self.grid = end(list(range(self.size)))
+        self.ulysses_links = tuple(topology.link(me, other) for other in sharing)
 
 
 class _LocalRank(Groups):

@@ -110,13 +110,13 @@ def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:
     if length != flat.numel():
         found = f"what arrived is not the message of {flat.numel()} bytes that was expected"
     elif call != expected.call:
-        found = f"attention call {expected.call} of this rank got a message of call {call}"
+        found = f"call {expected.call} of this rank got a message of call {call}"
     elif plan != expected.plan:
-        found = f"attention call {call} has another plan on the rank that sent the message"
+        found = f"call {call} has another plan on the rank that sent the message"
     elif label != expected.label:
-        found = f"attention call {call} has another label or sink on the rank that sent the message"
+        found = f"call {call} has another label or sink on the rank that sent the message"
     else:
-        found = f"attention call {call} got a message of another pass or chunk"
+        found = f"call {call} got a message of another pass or chunk"
     return f"{found}; the ranks do not run the same plans in the same order"
 
 

@@ -22,7 +22,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Channel(NamedTuple):
-    """A ring ("flat", "intra", "inter") or "ulysses", and whether it carries gradients."""
+    """A ring ("flat", "intra", "inter"), "ulysses" or "grid" (all ranks, in the order of their
+    numbers), and whether it carries gradients."""
 
     ring: str
     gradient: bool
@@ -76,7 +77,7 @@ class Counters:
 
 
 class Endpoint(Protocol):
-    """One rank's end of a transport; `rank` and peers count from 0 in its ring (or ulysses group).
+    """One rank's end of a transport; `rank` and peers count from 0 in what it joins.
 
     `exchange` starts transfers and does not block. `released` says that nobody here reads these
     tensors again before they are written to.

@@ -1,10 +1,11 @@
 """Layouts: which positions of the sequence each rank holds, and in which order.
 
-`layouts`, `balanced` (with its solver, `mixture`), `successors` and `registry` are arithmetic on
-positions and need no torch; `sharding` cuts and joins tensors.
+`layouts`, `balanced` (with its solver, `mixture`), `successors`, `chains`, `routes` and `registry`
+are arithmetic on positions and need no torch; `sharding` cuts and joins tensors.
 """
 
 from .balanced import Balanced
+from .chains import Chains, Piece, chains
 from .layouts import (
     NAMES,
     BlockStriped,
@@ -22,6 +23,7 @@ from .layouts import (
     padding_documents,
 )
 from .registry import LAYOUTS, make
+from .routes import Route, preceding, relayout
 from .successors import successors
 
 __all__ = [
@@ -29,18 +31,24 @@ __all__ = [
     "NAMES",
     "Balanced",
     "BlockStriped",
+    "Chains",
     "Contiguous",
     "DocumentZigzag",
     "Layout",
     "LayoutName",
+    "Piece",
+    "Route",
     "Span",
     "Spans",
     "Striped",
     "Zigzag",
+    "chains",
     "check_fraction",
     "document_bounds",
     "integer",
     "make",
     "padding_documents",
+    "preceding",
+    "relayout",
     "successors",
 ]

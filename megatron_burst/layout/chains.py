@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layouts import Layout, document_bounds
+from .layouts import Layout, Span, document_bounds
 
 
 class Piece(NamedTuple):
@@ -64,6 +64,14 @@ class Chains:
         """bool [pieces]: is it the last of its document?"""
         return np.append(self.begins[1:], True)
 
+    @cached_property
+    def order(self) -> np.ndarray:
+        """int64 [pieces]: the how manieth of its rank's rows each is."""
+        by_row = np.lexsort((self.table[:, 1], self.rank))
+        found = np.empty(len(self), dtype=np.int64)
+        found[by_row] = rows_before(self.rank[by_row], np.ones_like(by_row))
+        return found
+
     def of(self, rank: int) -> np.ndarray:
         """The numbers of the pieces that `rank` holds, in the order of its rows."""
         mine = np.flatnonzero(self.rank == rank)
@@ -91,32 +99,40 @@ def chains(
             f"cu_seqlens: the documents end at {bounds[-1]}, and the sequence has {seq_len} "
             "positions"
         )
-    if layout.cp_size > 1 and "striped" in layout.name:
+    spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+    apart = any(span.stride > 1 and span.length > 1 for each in spans for span in each)
+    if apart or (layout.cp_size > 1 and "striped" in layout.name):
         raise ValueError(
             f"layout {layout.name}: every row's predecessor is on another rank, and a state would "
             "travel between any two rows; take zigzag, contiguous or balanced"
         )
-    found = [_pieces(layout, rank, seq_len, bounds) for rank in range(layout.cp_size)]
-    table = np.concatenate(found)
+    table = _table(spans, bounds)
     return Chains(table[np.argsort(table[:, 4], kind="stable")], len(bounds) - 1, layout.cp_size)
 
 
-def _pieces(layout: Layout, rank: int, seq_len: int, bounds: np.ndarray) -> np.ndarray:
-    """int64 [pieces, 5] of one rank, in the order of its rows."""
-    spans = np.array(layout.spans(rank, seq_len), dtype=np.int64).reshape(-1, 3)
+def _table(held: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray:
+    """int64 [pieces, 5] of what each rank holds, rank by rank, in the order of rows."""
+    spans = np.array([span for each in held for span in each], dtype=np.int64)
+    rank = np.repeat(np.arange(len(held)), [len(each) for each in held])
     start, stop = spans[:, 0], spans[:, 0] + spans[:, 2]
     # Spans that continue the one before are one run with it; then cut where documents begin.
-    opens = np.append(True, start[1:] != stop[:-1])
-    start, stop = start[opens], stop[np.append(np.flatnonzero(opens)[1:] - 1, len(stop) - 1)]
-    runs = [_cut(a, b, bounds) for a, b in zip(start, stop, strict=True)]
-    position, length, document = np.concatenate(runs, axis=1)
-    first = np.cumsum(length) - length
-    return np.stack([np.full_like(first, rank), first, length, document, position], axis=1)
+    opens = np.append(True, (start[1:] != stop[:-1]) | (rank[1:] != rank[:-1]))
+    start, stop, rank = start[opens], stop[np.append(opens[1:], True)], rank[opens]
+    inner = np.unique(bounds)
+    low = np.searchsorted(inner, start, side="right")
+    cuts = np.searchsorted(inner, stop) - low  # inside of each run
+    run = np.repeat(np.arange(len(start)), cuts + 1)
+    nth = np.arange(len(run)) - np.repeat(np.cumsum(cuts + 1) - cuts - 1, cuts + 1)
+    position = np.where(nth == 0, start[run], inner[low[run] + nth - 1])
+    end = np.where(nth == cuts[run], stop[run], inner[np.minimum(low[run] + nth, len(inner) - 1)])
+    length, rank = end - position, rank[run]
+    row = rows_before(rank, length)
+    document = np.searchsorted(bounds, position, side="right") - 1
+    return np.stack([rank, row, length, document, position], axis=1)
 
 
-def _cut(start: int, stop: int, bounds: np.ndarray) -> np.ndarray:
-    """(position, length, document) of the parts of a run of positions, one per document."""
-    inner = bounds[(bounds > start) & (bounds < stop)]
-    edges = np.unique(np.concatenate([[start], inner, [stop]]))
-    document = np.searchsorted(bounds, edges[:-1], side="right") - 1
-    return np.stack([edges[:-1], np.diff(edges), document])
+def rows_before(rank: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """int64 [runs]: rows of the same rank before each of these runs of rows, sorted by rank."""
+    row = np.cumsum(length) - length
+    opens = np.append(True, rank[1:] != rank[:-1])
+    return row - row[opens][np.cumsum(opens) - 1]

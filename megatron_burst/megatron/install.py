@@ -23,6 +23,7 @@ from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.data.cut import cut_for, settle_cut
 from megatron_burst.megatron.patching import patched, registry
 from megatron_burst.megatron.patching.compatibility import check_version
+from megatron_burst.megatron.stream_layout import log_choice, one_layout, settled
 
 _NAME = "burst"
 
@@ -41,6 +42,11 @@ def install(layout: LayoutName | None = None) -> None:
     """
     if layout is not None:
         BurstConfig(layout=layout)
+        if layout == "auto":
+            raise ValueError(
+                "install(layout='auto'): a script that calls configure() itself names "
+                "the layout by which it cuts batches: zigzag, contiguous, ..."
+            )
     check_version()
     present = registry.installed(_NAME)
     if present is None:
@@ -51,12 +57,14 @@ def install(layout: LayoutName | None = None) -> None:
         from megatron_burst.megatron.data.rope import rope_patches
         from megatron_burst.megatron.data.slicing import slicing_patches
         from megatron_burst.megatron.layer import final_norm, forward_attention, mlp_tiles
+        from megatron_burst.megatron.linear import patching_modules
         from megatron_burst.megatron.lm_head import fused_loss, mtp
         from megatron_burst.megatron.offload import layers, weights
         from megatron_burst.megatron.offload import step as offload_step
         from megatron_burst.megatron.packing import step
         from megatron_burst.megatron.training import hooks as training_hooks
 
+        of_linear_layers = patching_modules()
         if for_scripts:
             training_hooks.load()  # before `opened` looks for seams
         with registry.patching(_NAME) as patches, patched.opened(patches):
@@ -74,6 +82,8 @@ def install(layout: LayoutName | None = None) -> None:
             weights.patch(patches)
             offload_step.patch(patches)
             step.patch(patches)
+            for layers_of in of_linear_layers:
+                layers_of.patch(patches)
             patches.notes["scripts"] = for_scripts
             if for_scripts:
                 training_hooks.patch(patches, configure)
@@ -146,6 +156,8 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     patches = registry.installed(_NAME)
     if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
+    burst, why = settled(config, burst, seq_length)
+    log_choice(burst, why)
     refuse(configuration_problems(config, burst, seq_length))
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _fix_layout(patches, burst.layout)
@@ -156,4 +168,5 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     if burst.offload:
         patches.notes["offload"] = burst
     config.burst = burst
+    one_layout(config, burst)
     return config

@@ -18,10 +18,12 @@ from typing import Any
 
 from megatron_burst import flags
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.layouts import adopted
 from megatron_burst.megatron.checks.model import backend_problems
 from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.install import configuration_problems, configure, install
 from megatron_burst.megatron.patching.compatibility import require_function
+from megatron_burst.megatron.stream_layout import settled
 
 
 def burst_layer_spec(
@@ -39,8 +41,9 @@ def burst_layer_spec(
     transformer = transformer_of(config)
     chosen = None if choices else getattr(transformer, "burst", None)
     if chosen is None:
-        chosen = choices_with_layout(choices)
-        install(chosen.layout)
+        chosen = choices_with_layout(choices, config)
+        layout: Any = chosen.layout  # settled by now
+        install(layout)
     if chosen.algorithm == flags.OFF and not choices:  # only the flag's default
         chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
     length = getattr(config, "seq_length", None)
@@ -60,13 +63,14 @@ def transformer_of(config: Any) -> Any:
     return getattr(config, "transformer", config)
 
 
-def choices_with_layout(choices: dict[str, Any]) -> BurstConfig:
-    """The choices of one configuration, with the layout that follows from the others."""
-    config = BurstConfig(**choices)
-    if "layout" in choices:
-        return config
-    layout = flags.layout_for(config.algorithm, config.store)
-    return dataclasses.replace(config, layout=layout)
+def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
+    """The choices of one configuration, with the layouts that follow from the others, from
+    Megatron's own settings, or, for "auto", from the model."""
+    config, transformer = BurstConfig(**choices), transformer_of(model)
+    if not choices.keys() & {"layout", "attention_layout"}:
+        layout = flags.layout_for(config.algorithm, config.store)
+        config = adopted(dataclasses.replace(config, layout=layout), transformer)
+    return settled(transformer, config, getattr(model, "seq_length", None)).burst
 
 
 def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:

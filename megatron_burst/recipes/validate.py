@@ -52,7 +52,7 @@ def check(recipe: Any) -> None:
     if not is_ours(spec):
         return _check_layout_of_others(transformer)
     with translating(model):
-        burst = specs.choices_with_layout(fields_of(spec))
+        burst = specs.choices_with_layout(fields_of(spec), model)
         refuse([
             *config_problems(transformer, burst, getattr(model, "seq_length", None)),
             *backend_problems(transformer, burst),

@@ -28,8 +28,9 @@ def params(lengths=LENGTHS, room=ROOM):
 
 
 @contextlib.contextmanager
-def core_attention(layout, **changes):
-    """One layer's core attention over all ranks, installed for the time being."""
+def core_attention(layout, attention=None, **changes):
+    """One layer's core attention over all ranks, installed for the time being; in the layout
+    ``attention``, if that is not the one of the tokens."""
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,14 +47,15 @@ def core_attention(layout, **changes):
             context_parallel_size=dist.get_world_size(), attention_dropout=0.0,
             calculate_per_token_loss=True, **changes,
         )  # fmt: skip
-        burst.configure(config, mb.BurstConfig(layout=layout, intra_size=2))
+        chosen = mb.BurstConfig(layout=layout, attention_layout=attention, intra_size=2)
+        burst.configure(config, chosen)
         yield burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
     finally:
         burst.uninstall()
         parallel_state.destroy_model_parallel()
 
 
-def worst_errors(layout, padded, window):
+def worst_errors(layout, padded, window, attention=None):
     """Largest error of the output and of the gradients of q, k and v, gathered in order, against a
     dense mask of the documents; and the largest magnitude in rows of padding."""
     import megatron_burst.megatron as burst
@@ -64,7 +66,7 @@ def worst_errors(layout, padded, window):
     q, k, v, seed = (
         torch.randn(TOTAL, HEADS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(4)
     )
-    with core_attention(layout, window_size=window and (window - 1, 0)) as core:
+    with core_attention(layout, attention, window_size=window and (window - 1, 0)) as core:
         mine = [burst.shard_sequence(x, asked, dim=0).requires_grad_() for x in (q, k, v)]
         out = core(*mine, packed_seq_params=asked)
         out.backward(burst.shard_sequence(seed, asked, dim=0).flatten(1))
@@ -123,3 +125,18 @@ def error(how, ranks):
     except Exception as caught:
         return f"{type(caught).__name__}: {caught}"
     return None
+
+
+def without_the_way_back(stream, attention):
+    """As `worst_errors`, with results that stay where attention has them."""
+    from unittest import mock
+
+    from megatron_burst.comm import rows
+
+    exchange = rows.exchange_rows
+
+    def one_way(tensors, *rest):
+        return tensors if len(tensors) == 1 else exchange(tensors, *rest)
+
+    with mock.patch.object(rows, "exchange_rows", one_way):
+        return worst_errors(stream, True, None, attention)

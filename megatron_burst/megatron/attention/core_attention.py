@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
 from megatron_burst.config import Auto
+from megatron_burst.megatron.attention.books import book_of
 from megatron_burst.megatron.attention.call import (
     CAUSAL_PACKED,
     Answer,
@@ -29,7 +30,7 @@ from megatron_burst.megatron.attention.call import (
     check_call,
     check_pack,
 )
-from megatron_burst.megatron.attention.groups import context_groups, micro_batch_groups
+from megatron_burst.megatron.attention.groups import micro_batch_groups
 from megatron_burst.megatron.attention.micro_batch import group_of, ranks_of
 from megatron_burst.megatron.attention.plan_book import (
     WHOLE,
@@ -37,12 +38,12 @@ from megatron_burst.megatron.attention.plan_book import (
     PlanBook,
     Rows,
     nothing_seen,
-    plan_book,
 )
+from megatron_burst.megatron.attention.relayout import Around
 from megatron_burst.megatron.checks.config import check_config
 from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
 from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.data.cut import cut_of_run, layer_window
+from megatron_burst.megatron.data.cut import attention_cut, cut_of_run, layer_window
 from megatron_burst.megatron.data.packed import Pack, packs
 
 
@@ -100,12 +101,7 @@ class BurstCoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         sizes = config.hierarchical_context_parallel_sizes
-        self.book = plan_book(
-            pg_collection.cp,
-            (tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,
-             burst.nccl_max_ctas),
-            lambda: context_groups(pg_collection, sizes, burst),
-        )  # fmt: skip
+        self.book = book_of(config, pg_collection)
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self._per_node = sizes[0] if sizes else burst.intra_size
         # Other ranks of a tensor-parallel group may get what the first one has cut, and later
@@ -177,7 +173,9 @@ class BurstCoreAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
         call = self.call(query, key, value, attn_mask_type, asked, packed_seq_params)
-        out = mb.attention(query, key, value, **call).flatten(2)
+        around = self._around(query, key, value, packed_seq_params)
+        attention = mb.attention if around is None else around.attention
+        out = attention(query, key, value, **call).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
     def call(
@@ -252,6 +250,12 @@ class BurstCoreAttention(MegatronModule):
         check_pack(self.config, layout, pack.total, size, uncut)
         return pack
 
+    def _around(self, query: Any, key: Any, value: Any, params: Any) -> Around | None:
+        """The exchanges of rows that attention in another layout than the stream's needs."""
+        book = self._book(params)
+        pack = None if params is None else book.pack(query.shape[0] * book.groups.size, params)
+        return book.around(self._layer_kind(self.attn_mask_type), query, key, value, pack)
+
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
         """``current_max_attn_logits``, made anew after Megatron took it."""
         if self.current_max_attn_logits is None:
@@ -259,6 +263,7 @@ class BurstCoreAttention(MegatronModule):
         return self.current_max_attn_logits
 
     def _layer_kind(self, mask_type: AttnMaskType) -> LayerKind:
+        apart = attention_cut(self._burst)
         return LayerKind(
             burst=self._burst,
             causal=CAUSAL_PACKED.get(mask_type, True),
@@ -266,7 +271,8 @@ class BurstCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
-            cut=self.cut,
+            cut=self.cut if apart is None else apart,
+            stream=None if apart is None else self.cut,
         )
 
     def _fail(self, book: PlanBook, error: ValueError) -> None:

@@ -32,6 +32,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.advisor import cluster_file
 from megatron_burst.kernels.online_softmax import accumulation_dtype
+from megatron_burst.megatron.attention.relayout import Around, Moves, exchange_line
 from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.data.packed import Pack, Packs, packs
 from megatron_burst.megatron.patching import registry
@@ -51,10 +52,16 @@ class LayerKind:
     head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
     max_logits: bool = False  # record the largest logit of each head
     cut: Cut | None = None  # of packed batches; None for that of a layout which needs only a name
+    stream: Cut | None = None  # of the tokens outside attention, where they have another layout
 
     def layout(self, pack: Pack, cp_size: int) -> mb.layout.Layout:
         """Which positions of a pack each rank holds."""
-        return pack.layout(self.cut or Cut(self.burst.layout), cp_size)
+        return pack.layout(self.attention, cp_size)
+
+    @property
+    def attention(self) -> Cut:
+        """How attention cuts a sequence."""
+        return self.cut or Cut(self.burst.layout)
 
     def mask(self, pack: Pack | None) -> mb.masks.Mask:
         """The mask of such a layer, for one sequence or for the documents of a pack."""
@@ -90,6 +97,7 @@ class PlanBook:
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     _packs: Packs = field(default_factory=packs)
+    _moves: Moves | None = None
 
     def join(self, kind: LayerKind, layer_number: int) -> bool:
         """Register a layer; True if it is the leader of its kind.
@@ -126,6 +134,15 @@ class PlanBook:
         if len(self._plans) > PLANS_KEPT:
             self._plans.popitem(last=False)
         return self._plans[key]
+
+    def around(self, kind: LayerKind, q, k, v, pack: Pack | None = None) -> Around | None:
+        """The exchanges of rows around attention over q, k, v of the stream; None if it has the
+        stream's layout. A collective, the first time."""
+        if kind.stream is None or self.groups.size == 1:
+            return None
+        if self._moves is None:
+            self._moves = Moves(self.groups)
+        return self._moves.around(kind.stream, kind.attention, pack, (q, k, v))
 
     def pack(self, total: int, params: Any) -> Pack:
         """The documents of a ``PackedSeqParams``; each of its tensors is read from the device once.
@@ -172,7 +189,10 @@ class PlanBook:
         )
         if plan.choice is not None:
             self._chosen[known] = plan.choice.call
-        self._log(plan, "" if rates is None else f"; rates of {kind.burst.cluster}")
+        more = "" if rates is None else f"; rates of {kind.burst.cluster}"
+        if kind.stream is not None and self.startup is None:
+            more += exchange_line(self.groups, kind.stream, kind.attention, pack, (q, k, v))
+        self._log(plan, more)
         return plan
 
     def _log(self, plan: mb.Plan, more: str) -> None:

@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
+from megatron_burst.megatron.checks.layouts import two_layout_problems
+from megatron_burst.megatron.checks.linear import linear_layers, linear_problems
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -53,8 +55,10 @@ def config_problems(
         )
     yield from cluster_problems(burst)
     if not splits(config):
+        yield from two_layout_problems(config, burst)
         return
     if burst.algorithm == "megatron":
+        yield from two_layout_problems(config, burst)
         if burst.layout != "zigzag":
             yield Problem(
                 f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
@@ -74,7 +78,10 @@ def config_problems(
     if burst.store:
         yield from _store_problems(config, burst.store)
     yield from hybrid_problems(config)
-    yield from graph_problems(config, burst.store)
+    yield from two_layout_problems(config, burst)
+    yield from linear_problems(config, burst)
+    states = burst.linear != OFF and linear_layers(config) is not None
+    yield from graph_problems(config, burst.store, states)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
     if burst.layout != "zigzag":

@@ -12,6 +12,7 @@ import torch
 
 from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.kernels import flash_packages
+from megatron_burst.megatron.checks.linear import DELTA_NETS
 from megatron_burst.megatron.checks.problem import Problem
 
 HIDDEN_STATES = "Megatron shifts hidden states too, and only zigzag shards of unpacked sequences"
@@ -117,12 +118,10 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
     zigzag = ("--burst-layout zigzag",)
     if get("mtp_hsm"):
         yield Problem(f"--mtp-hsm with --burst-layout {layout}: {HIDDEN_STATES}", add=zigzag)
-    if get("is_hybrid_model"):
-        yield Problem(f"Mamba layers work only with --burst-layout zigzag, not {layout}",
-                      add=zigzag)  # fmt: skip
-    if get("experimental_attention_variant"):
+    variant = get("experimental_attention_variant")
+    if variant and variant not in DELTA_NETS:
         yield Problem(
-            f"--experimental-attention-variant needs --burst-layout zigzag, not {layout}",
+            f"--experimental-attention-variant {variant} needs --burst-layout zigzag, not {layout}",
             add=zigzag,
         )
     if get("multi_latent_attention") and get("apply_rope_fusion"):

@@ -86,6 +86,12 @@ def layer_window(config: Any, layer_number: int) -> Window | None:
     return left, right
 
 
+def attention_cut(burst: BurstConfig) -> Cut | None:
+    """How softmax attention cuts sequences, where that is not how the run cuts its batches."""
+    apart = burst.attention_layout not in (None, burst.layout)
+    return Cut(str(burst.attention_layout)) if apart else None
+
+
 def settle_cut(patches: registry.PatchSet, cut: Cut) -> None:
     """Fix the cut of the run, unless an earlier configuration has."""
     patches.notes.setdefault(_NOTE, cut)

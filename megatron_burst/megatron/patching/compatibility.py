@@ -14,14 +14,21 @@ from typing import Any
 OLDEST = (0, 16)  # of Megatron-Core: no older version was ever tested
 
 
+def core_version() -> tuple[int, ...]:
+    """Major and minor version of Megatron-Core."""
+    import megatron.core
+
+    return tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
+
+
 def check_version() -> None:
     """Raise ``RuntimeError`` for a Megatron-Core older than `OLDEST`."""
     import megatron.core
 
-    version = megatron.core.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+    if core_version() < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise RuntimeError(
-            f"Megatron-Core {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that "
+            f"Megatron-Core {megatron.core.__version__} is older than {oldest}, the oldest that "
             "megatron_burst works with; upgrade megatron-core"
         )
 

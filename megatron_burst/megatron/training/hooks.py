@@ -19,7 +19,9 @@ from megatron.core import parallel_state
 
 from megatron_burst import flags
 from megatron_burst.comm.consensus import agree
+from megatron_burst.megatron import stream_layout
 from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron.checks.layouts import adopted
 from megatron_burst.megatron.checks.problem import refuse
 from megatron_burst.megatron.data import every_stage, loader_masks
 from megatron_burst.megatron.log import log, show_log
@@ -90,7 +92,7 @@ def _validating(original: Callable, patches: PatchSet) -> Callable:
     @functools.wraps(original)
     def validate(args: Any, *others: Any, **named: Any) -> Any:
         show_log(patches)
-        flags.settle(args)
+        _settle(args)
         check_flags(args, sys.argv[1:])
         patches.notes[_ASKED] = _facts(args)
         if command_line.takes_over(args):
@@ -98,6 +100,17 @@ def _validating(original: Callable, patches: PatchSet) -> Callable:
         return original(args, *others, **named)
 
     return validate
+
+
+def _settle(args: Any) -> None:
+    """`flags.settle`, with layouts that Megatron's own settings ask for, or that bytes decide."""
+    open_ = not any(getattr(args, f"burst_{name}", None) for name in ("layout", "attention_layout"))
+    flags.settle(args)
+    settings = command_line.settings_of(args)
+    if open_:
+        found = adopted(flags.choices(args)[0], settings)
+        args.burst_layout, args.burst_attention_layout = found.layout, found.attention_layout
+    stream_layout.settle(args, settings)
 
 
 def check_flags(args: Any, argv: list[str]) -> None:
@@ -140,7 +153,7 @@ def _configuring(configure: Configure) -> Callable[[Callable, PatchSet], Callabl
         @functools.wraps(original)
         def config_from(args: Any, *others: Any, **named: Any) -> Any:
             config = original(args, *others, **named)
-            flags.settle(args)
+            _settle(args)
             length = getattr(args, "seq_length", None)
             return configure(config, flags.burst_config(args), seq_length=length)
 

@@ -1,0 +1,135 @@
+"""The rival that shares heads: an all-to-all before the layer and one behind it.
+
+Where it can be imported, that is Megatron-Core's own code, `tensor_a2a_cp2hp` and
+`tensor_a2a_hp2cp` of its gated delta net, in one piece as that layer calls them or in sections as
+its Mamba layer does; elsewhere torch's `all_to_all_single` with the same messages. With zigzag it
+puts the rows into their order and back. What is exchanged are numbers by position and channel, so
+that every rank knows what it has to get.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .settings import LAYERS, Setting
+
+MEGATRON, TORCH = "Megatron-Core's functions", "torch's all_to_all_single"
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+
+def megatron() -> Any | None:
+    """The module of Megatron-Core with these functions; None where there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.core.ssm.gated_delta_net import common
+    except ImportError:
+        return None
+    return common
+
+
+def exchanges(setting: Setting, module: Any | None) -> tuple[Exchange, Exchange]:
+    """To heads, [s, 1, channels] -> [s x ranks, 1, channels / ranks], and back."""
+    layer, zigzag = LAYERS[setting.form], setting.layout == "zigzag"
+    sections = None if layer.joined else list(layer.channels(setting.heads, setting.width))
+    group = dist.group.WORLD
+    if module is None:
+        return (
+            lambda x: _undone(_sections(_ToHeads.apply, x, sections), zigzag),
+            lambda x: _FromHeads.apply(_redone(x, zigzag)),
+        )
+    # The channels of the output are one section.
+    return (
+        lambda x: module.tensor_a2a_cp2hp(
+            x, seq_dim=0, head_dim=-1, cp_group=group, split_sections=sections,
+            undo_attention_load_balancing=zigzag,
+        ),
+        lambda x: module.tensor_a2a_hp2cp(
+            x, seq_dim=0, head_dim=-1, cp_group=group, redo_attention_load_balancing=zigzag,
+        ),
+    )  # fmt: skip
+
+
+def numbers(positions: torch.Tensor, channels: torch.Tensor, salt: int) -> torch.Tensor:
+    """bfloat16 [positions, 1, channels]: whole numbers below 251, exact in bfloat16."""
+    values = (positions[:, None] * 7 + channels[None] * 13 + salt) % 251
+    return values[:, None].bfloat16()
+
+
+def owned(setting: Setting, size: int, rank: int, channels: Sequence[int]) -> torch.Tensor:
+    """The channels that a rank holds where heads are shared: its share of each section."""
+    starts = torch.tensor([0, *channels]).cumsum(0)
+    parts = [
+        torch.arange(int(start) + rank * n // size, int(start) + (rank + 1) * n // size)
+        for start, n in zip(starts[:-1], channels, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def sections_of(setting: Setting) -> tuple[int, ...]:
+    """Channels that travel together, in the order of the input."""
+    layer = LAYERS[setting.form]
+    channels = layer.channels(setting.heads, setting.width)
+    return (sum(channels),) if layer.joined else channels
+
+
+def _sections(exchange: Any, x: torch.Tensor, sections: list[int] | None) -> torch.Tensor:
+    if sections is None:
+        return exchange(x)
+    return torch.cat([exchange(part) for part in x.split(sections, dim=-1)], dim=-1)
+
+
+def _to_heads(x: torch.Tensor) -> torch.Tensor:
+    size = dist.get_world_size()
+    parts = torch.stack(x.chunk(size, dim=-1))
+    got = torch.empty_like(parts)
+    dist.all_to_all_single(got, parts)
+    return got.flatten(0, 1)
+
+
+def _from_heads(x: torch.Tensor) -> torch.Tensor:
+    size = dist.get_world_size()
+    parts = x.contiguous().unflatten(0, (size, -1))
+    got = torch.empty_like(parts)
+    dist.all_to_all_single(got, parts)
+    return torch.cat(list(got), dim=-1)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return _to_heads(x)
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return _from_heads(grad)
+
+
+class _FromHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return _from_heads(x)
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return _to_heads(grad)
+
+
+def _order(rows: int) -> torch.Tensor:
+    """Where the rows of the sequence are among those of all ranks under zigzag, one by one."""
+    size = dist.get_world_size()
+    chunks = torch.arange(rows).chunk(2 * size)
+    return torch.cat([*chunks[::2], *reversed(chunks[1::2])])
+
+
+def _undone(x: torch.Tensor, zigzag: bool) -> torch.Tensor:
+    return x[_order(len(x))] if zigzag else x
+
+
+def _redone(x: torch.Tensor, zigzag: bool) -> torch.Tensor:
+    return x[_order(len(x)).argsort()] if zigzag else x

@@ -1,0 +1,83 @@
+"""The maps of all pieces of a setting, and the states and gradients that are right.
+
+Every rank makes all of them from one seed, so that it can check its own. The truth is the
+recurrence in float64, written out here: it shares nothing with what is measured but the chains.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_burst.layout import chains, make
+from megatron_burst.layout.chains import Chains
+
+from .settings import Setting
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Share(NamedTuple):
+    """Of one rank, its pieces in the order of its rows: transition, increment, the gradient of the
+    entering states; and the truth: entering states, gradients of transition and increment."""
+
+    transition: torch.Tensor
+    increment: torch.Tensor
+    upstream: torch.Tensor
+    truth: Tensors
+
+
+def chains_of(setting: Setting, size: int) -> Chains:
+    return chains(make(setting.layout, cp_size=size), setting.tokens * size)
+
+
+def share(setting: Setting, size: int, rank: int) -> Share:
+    """What `rank` of `size` holds."""
+    chain = chains_of(setting, size)
+    h, d = setting.heads, setting.width
+    shape = {"scalar": (), "vector": (d,), "matrix": (d, d)}[setting.form]
+    generator = torch.Generator().manual_seed(5)
+    states = (len(chain), 1, h, d, d)
+    transition = torch.rand(len(chain), 1, h, *shape, generator=generator)
+    if setting.form == "matrix":
+        transition = (2 * transition - 1) * (2 / d**0.5)
+    increment, upstream = (torch.randn(states, generator=generator) for _ in range(2))
+    truth = _truth(chain, transition.double(), increment.double(), upstream.double())
+    mine = torch.from_numpy(np.ascontiguousarray(chain.of(rank)))
+    return Share(
+        *(x[mine].clone() for x in (transition, increment, upstream)),
+        tuple(x[mine].clone() for x in truth),
+    )
+
+
+def apply(transition: torch.Tensor, state: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """A S, or A^T S, of one piece."""
+    missing = state.dim() - transition.dim()
+    if missing == 0:
+        return (transition.mT if back else transition) @ state
+    return transition[(..., *[None] * missing)] * state
+
+
+def reduced(transition: torch.Tensor, state: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """The gradient of A, where A S has the gradient `after`."""
+    missing = state.dim() - transition.dim()
+    if missing == 0:
+        return after @ state.mT
+    return (after * state).sum(dim=tuple(range(-missing, 0)))
+
+
+def _truth(
+    chain: Chains, transition: torch.Tensor, increment: torch.Tensor, upstream: torch.Tensor
+) -> Tensors:
+    entering, after = torch.zeros_like(increment), torch.zeros_like(increment)
+    grad = torch.zeros_like(transition)
+    for i in range(1, len(chain)):
+        if not chain.begins[i]:
+            entering[i] = apply(transition[i - 1], entering[i - 1]) + increment[i - 1]
+    for i in reversed(range(len(chain) - 1)):
+        if not chain.ends[i]:
+            after[i] = upstream[i + 1] + apply(transition[i + 1], after[i + 1], back=True)
+            grad[i] = reduced(transition[i], entering[i], after[i])
+    return entering, grad, after

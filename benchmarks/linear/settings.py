@@ -1,0 +1,104 @@
+"""What is measured: layers, states, rivals. Plain data.
+
+A layer here is what crosses between ranks in one forward and backward of it. Where heads are
+shared, that is all that its input projection made, and its output before the output projection;
+where states travel, the maps of its pieces and their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FORMS = ("scalar", "vector", "matrix")
+LAYOUTS = ("contiguous", "zigzag")
+ACTIVATION, STATE = 2, 4  # bytes of an entry: bfloat16 and float32
+GRID, RATES = (2, 4), "200M/800M"
+ALGORITHMS = ("ring", "all_gather", "scan", "two_level", "auto")
+ALL_TO_ALL, GATHER = "all-to-all of heads", "all-gather of torch"
+GROUPS = 8  # of B and C in Mamba-2
+
+
+class Layer(NamedTuple):
+    """name: of the layer with this form of decay. sections: what its input projection makes, each a
+    name and its channels as multiples of (heads x width, groups x width, heads). joined: does one
+    exchange carry all sections?"""
+
+    name: str
+    sections: tuple[tuple[str, tuple[int, int, int]], ...]
+    joined: bool
+
+    def channels(self, heads: int, width: int) -> tuple[int, ...]:
+        """Of each section, for `heads` heads of this width; there are no more groups than heads."""
+        sizes = heads * width, min(GROUPS, heads) * width, heads
+        return tuple(
+            sum(n * size for n, size in zip(counts, sizes, strict=True))
+            for _, counts in self.sections
+        )
+
+
+_WHOLE, _GROUP, _HEAD = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+LAYERS = {
+    "scalar": Layer(
+        "Mamba-2", (("z", _WHOLE), ("x", _WHOLE), ("B", _GROUP), ("C", _GROUP), ("dt", _HEAD)),
+        joined=False,
+    ),
+    "vector": Layer(
+        "GLA",
+        (("q", _WHOLE), ("k", _WHOLE), ("v", _WHOLE), ("gate", _WHOLE), ("decay", _WHOLE)),
+        joined=True,
+    ),
+    "matrix": Layer(
+        "GatedDeltaNet",
+        (("q", _WHOLE), ("k", _WHOLE), ("v", _WHOLE), ("z", _WHOLE), ("beta", _HEAD),
+         ("alpha", _HEAD)),
+        joined=True,
+    ),
+}  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """One cell: a form of decay, a layout, `heads` states of width x width, tokens per rank."""
+
+    form: str
+    layout: str
+    heads: int = 16
+    width: int = 128
+    tokens: int = 4096
+
+    @property
+    def state_bytes(self) -> int:
+        return self.heads * self.width**2 * STATE
+
+    @property
+    def transition_bytes(self) -> int:
+        """Of the transition of one piece."""
+        return self.heads * {"scalar": 1, "vector": self.width, "matrix": self.width**2}[
+            self.form
+        ] * STATE  # fmt: skip
+
+    @property
+    def words(self) -> str:
+        return f"{self.form}, {self.layout}, {self.heads} heads of {self.width}"
+
+    def exchanged(self, size: int) -> tuple[int, int]:
+        """Bytes that each rank sends to each other one when heads are shared, before and after the
+        layer; the backward sends as many."""
+        channels = sum(LAYERS[self.form].channels(self.heads, self.width))
+        each = self.tokens * ACTIVATION // size
+        return channels * each, self.heads * self.width * each
+
+
+def refusal(setting: Setting, rival: str, size: int) -> str | None:
+    """Why a rival cannot run here, or None."""
+    if rival == ALL_TO_ALL and setting.heads % size:
+        return f"{setting.heads} heads are not shared by {size} ranks"
+    return None
+
+
+def settings(quick: bool) -> list[Setting]:
+    """All cells: large states, then small ones; quick: a few of them."""
+    if quick:
+        return [Setting("matrix", "contiguous"), Setting("scalar", "zigzag", 4, 64)]
+    large = [Setting(form, layout) for form in FORMS for layout in LAYOUTS]
+    small = [Setting(form, layout, 4, 64) for form in FORMS[::2] for layout in LAYOUTS]
+    return large + small

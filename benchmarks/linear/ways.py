@@ -1,0 +1,91 @@
+"""Ways to run the communication of a layer: what is timed, what is right, and what it has to send.
+
+`sent` is what a rank sends to each other one, by pass, from the definition of the way; the kernel's
+counters are held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.mail import PASSES
+
+from . import exchange, gathered, maps
+from .settings import ALL_TO_ALL, GATHER, Setting
+
+Tensors = tuple[torch.Tensor, ...]
+Sent = dict[str, list[int]]
+
+
+class Way(NamedTuple):
+    """forward: leaves -> outputs; its backward is autograd's, at `upstream`. truth: of the outputs,
+    then of the gradients of the leaves. says: what it is made of, for the page."""
+
+    leaves: Tensors
+    forward: Callable[..., Sequence[torch.Tensor]]
+    upstream: Tensors
+    truth: Tensors
+    sent: Sent
+    says: str = ""
+
+
+def shared_heads(setting: Setting, size: int, rank: int, module: Any | None) -> Way:
+    """The all-to-all before and behind the layer, which itself is left out."""
+    there, back = exchange.exchanges(setting, module)
+    before, after = exchange.sections_of(setting), (setting.heads * setting.width,)
+    chain = maps.chains_of(setting, size)
+    rows = [torch.from_numpy(chain.table[chain.of(r)]) for r in range(size)]
+    positions = [torch.cat([torch.arange(int(p), int(p + n)) for _, _, n, _, p in r]) for r in rows]
+    mine, everyone = positions[rank], torch.arange(setting.tokens * size)
+
+    def tensors(sections: Sequence[int], salt: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A rank's rows of all channels, and all rows of its channels."""
+        channels = exchange.owned(setting, size, rank, sections)
+        whole = torch.arange(sum(sections))
+        return exchange.numbers(mine, whole, salt), exchange.numbers(everyone, channels, salt)
+
+    (x, heads), (out, made) = tensors(before, 0), tensors(after, 1)
+    (dx, dheads), (dout, dmade) = tensors(before, 2), tensors(after, 3)
+    one, two = setting.exchanged(size)
+    sent = [0 if other == rank else one + two for other in range(size)]
+    return Way(
+        (x, made), lambda a, b: (there(a), back(b)), (dheads, dout), (heads, out, dx, dmade),
+        dict.fromkeys(PASSES, sent), exchange.MEGATRON if module else exchange.TORCH,
+    )  # fmt: skip
+
+
+def all_gather(setting: Setting, size: int, rank: int) -> Way:
+    """gloo's all-gather goes round a ring: what a rank has got it hands on."""
+    chain, held = maps.chains_of(setting, size), maps.share(setting, size, rank)
+    slots, rest = gathered.slots(chain), size - 1
+    states, transitions = setting.state_bytes, setting.transition_bytes
+    sent = {name: [0] * size for name in PASSES}
+    sent["forward"][(rank + 1) % size] = rest * slots * (states + transitions)
+    sent["backward"][(rank + 1) % size] = rest * slots * states
+    return Way(
+        (held.transition, held.increment),
+        lambda a, b: (gathered.scan(chain, a, b),),
+        (held.upstream,),
+        held.truth,
+        sent,
+    )
+
+
+def reach(way: Way) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """New leaves, and what the forward makes of them."""
+    leaves = [x.detach().requires_grad_() for x in way.leaves]
+    return leaves, tuple(way.forward(*leaves))
+
+
+def make(setting: Setting, rival: str, rank: int, module: Any | None) -> Way | None:
+    """The way of a rival that is not ours; None of others."""
+    size = dist.get_world_size()
+    if rival == ALL_TO_ALL:
+        return shared_heads(setting, size, rank, module)
+    if rival == GATHER:
+        return all_gather(setting, size, rank)
+    return None

@@ -1,0 +1,178 @@
+"""Rows of any rank to any rank, and their gradients home again.
+
+What moves where is a `Route`. Decides that what goes to one rank is one message, that a row whose
+copies went to several places gets the sum of their gradients in float32 (float64 for float64), and
+that gradients travel in the dtype of their rows.
+
+Shape letters: s local rows; r rows of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+
+from ..layout.routes import Route
+from . import packing
+from .groups import Groups, InProcessGroups
+from .packing import CallTag, Envelope, Message
+from .transport import Channel, Receive, Send
+
+GRID = Channel("grid", False)
+
+
+class Paths(NamedTuple):
+    """A `Route` whose numbers of rows lie on a device, int64."""
+
+    sends: tuple[torch.Tensor, ...]
+    receives: tuple[torch.Tensor, ...]
+    rows: int
+
+
+def paths(route: Route | Paths, device: torch.device) -> Paths:
+    """The route with its numbers on the device."""
+
+    def there(rows: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            each.to(device)
+            if isinstance(each, torch.Tensor)
+            else torch.tensor(each, dtype=torch.int64, device=device)
+            for each in rows
+        )
+
+    return Paths(there(route.sends), there(route.receives), route.rows)
+
+
+def exchange_rows(
+    tensors: Any,
+    route: Any,
+    groups: Groups | InProcessGroups,
+    identity: int = 0,
+    label: object = None,
+) -> Any:
+    """Several tensors whose rows, along dimension 0, go where `route` says: one message per rank.
+
+    tensors: this rank's, [s, ...] each, of any dtypes; route: this rank's (`paths` on the device of
+    the tensors save a copy per call). Returns as many, [r, ...] each, zero where nobody sends. With
+    `Groups.in_process` tensors and route are lists, one entry per rank, and so is the result.
+    identity: a digest of what the ranks agreed on; label: as of `mb.attention`. Collective over the
+    grid, as its backward is. The caller has made the channel, `groups.connect([GRID], device)`, and
+    said how long a message may be, `groups.expect`.
+
+    Differentiable, any number of times. RuntimeError if a rank died or is out of step.
+    """
+    together = isinstance(groups, InProcessGroups)
+    ranks = groups.ranks if together else (groups,)
+    routes, shards = (route, tensors) if together else ([route], [tensors])
+    jobs = []
+    for rank, one, shard in zip(ranks, routes, shards, strict=True):
+        rank.check()
+        moves = paths(one, shard[0].device)
+        jobs.append(_Job(rank, moves, rank.calls.forward(identity, label, False)))
+    flat = _Rows.apply(jobs, groups, *(t for shard in shards for t in shard))
+    assert flat is not None
+    count = len(shards[0])
+    results = [tuple(flat[i : i + count]) for i in range(0, len(flat), count)]
+    return results if together else results[0]
+
+
+def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of a message with so many rows of each of these tensors."""
+    sizes = [t[:1].numel() * t.element_size() if len(t) else 0 for t in tensors]
+    return sum(rows * size + packing.ALIGNMENT for size in sizes) + packing.ENVELOPE
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One rank's part of an exchange; home: rows of the shard that gradients go back to, or None
+    for the way there."""
+
+    groups: Groups
+    paths: Paths
+    call: CallTag
+    home: int | None = None
+
+    def turned(self, rows: int) -> _Job:
+        """The exchange that carries the gradients of this one."""
+        there, home = self.paths, rows if self.home is None else None
+        return replace(self, paths=Paths(there.receives, there.sends, rows), home=home)
+
+
+class _Rows(torch.autograd.Function):
+    """flat: the tensors of every rank of this process, one rank after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, jobs: list[_Job], groups: Groups | InProcessGroups, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        count = len(flat) // len(jobs)
+        each = [flat[i : i + count] for i in range(0, len(flat), count)]
+        ctx.jobs = [job.turned(len(own[0])) for job, own in zip(jobs, each, strict=True)]
+        ctx.groups = groups
+        if isinstance(groups, InProcessGroups):
+            results = groups.run(_move, jobs, each)
+        else:
+            with groups.running():
+                results = [_move(jobs[0], each[0])]
+        return tuple(t for result in results for t in result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for job in ctx.jobs:
+            job.groups.check()
+            job.groups.calls.backward(job.call)
+        return None, None, *_Rows.apply(ctx.jobs, ctx.groups, *gradients)  # pyright: ignore
+
+
+def _move(job: _Job, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One rank's exchange."""
+    sends, receives, rows = job.paths
+    parts = [[t.index_select(0, numbers) for t in tensors] for numbers in sends]
+    arrived = _exchange(job, parts, [len(numbers) for numbers in receives])
+    sums = [_sums_in(t.dtype) if job.home is not None else t.dtype for t in tensors]
+    results = [
+        t.new_zeros((rows, *t.shape[1:]), dtype=s) for t, s in zip(tensors, sums, strict=True)
+    ]
+    for numbers, some in zip(receives, arrived, strict=True):
+        for result, came in zip(results, some, strict=True):
+            result.index_add_(0, numbers, came.to(result.dtype))
+    return [result.to(t.dtype) for result, t in zip(results, tensors, strict=True)]
+
+
+def _exchange(
+    job: _Job, parts: list[list[torch.Tensor]], wanted: list[int]
+) -> list[Sequence[torch.Tensor]]:
+    """What came from each rank: `wanted` rows of each tensor, or nothing."""
+    groups, me = job.groups, job.groups.rank
+    way = "rows there" if job.home is None else "gradients of rows home"
+    envelope = Envelope(job.call, crc32(way.encode()))
+    arrived: list[Sequence[torch.Tensor]] = [[t[:0] for t in parts[me]] for _ in parts]
+    arrived[me] = parts[me]
+    device = parts[me][0].device
+    packed = device.type == "cpu"
+    sent, received = [], []
+    for peer, part in enumerate(parts):
+        link = groups.topology.link(me, peer)
+        if peer != me and len(part[0]):
+            message = packing.pack(part, envelope) if packed else Message(None, tuple(part))
+            sent.append(Send(peer, link, message.tensors, message.flat))
+        if peer != me and wanted[peer]:
+            shapes = [(torch.Size((wanted[peer], *t.shape[1:])), t.dtype) for t in parts[me]]
+            room = packing.empty(shapes, device, groups.grid.room) if packed else None
+            arrived[peer] = room.tensors if room else [_empty(*one, device) for one in shapes]
+            received.append(Receive(peer, arrived[peer], room, envelope))
+    if sent or received:
+        groups.grid.exchange(GRID, sent, received, way).wait()
+    return arrived
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _sums_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

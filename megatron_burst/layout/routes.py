@@ -1,0 +1,211 @@
+"""Routes: which rows of every shard go to which rank, and where they land.
+
+Two things need rows of others: a piece that looks back a few positions (`preceding`), and work that
+wants another layout than the rows have (`relayout`). Decides the order in which rows travel between
+two ranks, so that sender and receiver agree without a word. Works on runs, not on positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .chains import Chains, rows_before
+from .layouts import Layout, integer
+
+
+class Route(NamedTuple):
+    """One rank's part of an exchange of rows.
+
+    sends: per rank, int64: the rows of this rank's shard that go there, its own rank included, and
+    a row as often as it is wanted. receives: per rank, int64: which rows of the result come from
+    it, in the order in which it sends them. rows: of the result; those that nobody sends are zero.
+    """
+
+    sends: tuple[np.ndarray, ...]
+    receives: tuple[np.ndarray, ...]
+    rows: int
+
+    def leaving(self, rank: int, per_node: int) -> tuple[int, int]:
+        """How many rows `rank`, whose route this is, sends to others of its node, and to other
+        nodes, with `per_node` consecutive ranks on each."""
+        counts = np.array([len(rows) for rows in self.sends])
+        counts[rank] = 0
+        within = np.arange(len(counts)) // per_node == rank // per_node
+        return int(counts[within].sum()), int(counts[~within].sum())
+
+
+def preceding(chains: Chains, width: int, rank: int) -> Route:
+    """The `width` - 1 rows before each piece of `rank`, from whoever holds them.
+
+    The result has width - 1 rows for each piece in the order of the rank's rows, the nearest ones
+    last; rows before the document's first are zero. chains: as of `chains`. width: of the window
+    that ends at a row, 1 or more. Raises ValueError for a width or rank that is none.
+    """
+    width, back = integer("width", width), integer("width", width) - 1
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    _check_rank(rank, chains.ranks)
+    owner, first, _, _, position = chains.table.T
+    start = np.maximum.accumulate(np.where(chains.begins, position, 0))  # of its document
+    wanted = position[:, None] + np.arange(-back, 0)
+    piece, column = np.nonzero(wanted >= start[:, None])
+    wanted = wanted[piece, column]
+    found = np.searchsorted(position, wanted, side="right") - 1
+    landing = chains.order[piece] * back + column
+    moves = _Moves(owner[found], first[found] + wanted - position[found], owner[piece], landing)
+    return moves.route(rank, chains.ranks, back * int((owner == rank).sum()))
+
+
+def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
+    """How `rank` gets its shard under `target` when all ranks hold theirs under `source`.
+
+    seq_len: positions of the sequence. Raises ValueError for what is no layout, for layouts over
+    different numbers of ranks, a length that one of them cannot cut, and a rank that is none.
+    """
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise ValueError(f"{name}: give a layout that mb.layout.make made, got {layout!r}")
+    if source.cp_size != target.cp_size:
+        raise ValueError(
+            f"target: has {target.cp_size} ranks, and source {source.cp_size}; give two layouts "
+            "over the same ranks"
+        )
+    _check_rank(rank, source.cp_size)
+    before, after = _runs(source, seq_len), _runs(target, seq_len)
+    if before.strided and after.strided and set(before.stride) != set(after.stride):
+        before = before.split()
+    sends = _meet(before.of(rank), after)
+    receives = _meet(before, after.of(rank))
+    return Route(
+        _grouped(sends.other_rank, sends.position, sends.mine, source.cp_size),
+        _grouped(receives.rank, receives.position, receives.others, source.cp_size),
+        int(after.of(rank).length.sum()),
+    )
+
+
+def _check_rank(rank: int, ranks: int) -> None:
+    if not 0 <= integer("rank", rank) < ranks:
+        raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
+
+
+class _Moves(NamedTuple):
+    """Row `row` of `source` lands in row `landing` of `destination`: int64 [moves] each."""
+
+    source: np.ndarray
+    row: np.ndarray
+    destination: np.ndarray
+    landing: np.ndarray
+
+    def route(self, rank: int, ranks: int, rows: int) -> Route:
+        """Those of one rank; between two ranks they go in the order of landing."""
+        out, into = self.source == rank, self.destination == rank
+        sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
+        return Route(
+            sends, _split(self.source[into], self.landing[into], self.landing[into], ranks), rows
+        )
+
+
+def _split(group: np.ndarray, key: np.ndarray, rows: np.ndarray, groups: int):
+    """`rows` of each group, sorted by `key`."""
+    order = np.lexsort((key, group))
+    cuts = np.searchsorted(group[order], np.arange(1, groups))
+    return tuple(np.split(rows[order], cuts))
+
+
+class _Runs(NamedTuple):
+    """Spans of all ranks, int64 [spans] each: row `row` of `rank` has position `start`, the next
+    one start + stride, `length` of them."""
+
+    rank: np.ndarray
+    row: np.ndarray
+    start: np.ndarray
+    stride: np.ndarray
+    length: np.ndarray
+
+    @property
+    def strided(self) -> bool:
+        return bool((self.stride > 1).any())
+
+    @property
+    def last(self) -> np.ndarray:
+        return self.start + (self.length - 1) * self.stride
+
+    def of(self, rank: int) -> _Runs:
+        return self.at(np.flatnonzero(self.rank == rank))
+
+    def at(self, index: np.ndarray) -> _Runs:
+        return _Runs(*(column[index] for column in self))
+
+    def split(self) -> _Runs:
+        """The same rows one by one."""
+        nth = _counting(self.length)
+        rank, row, start, stride, _ = (np.repeat(column, self.length) for column in self)
+        one = np.ones_like(nth)
+        return _Runs(rank, row + nth, start + nth * stride, one, one)
+
+
+def _runs(layout: Layout, seq_len: int) -> _Runs:
+    """Those of a layout, sorted by their first position."""
+    spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+    rank = np.repeat(np.arange(layout.cp_size), [len(each) for each in spans])
+    start, stride, length = np.array([s for each in spans for s in each], dtype=np.int64).T
+    runs = _Runs(rank, rows_before(rank, length), start, np.where(length > 1, stride, 1), length)
+    return runs.at(np.argsort(start, kind="stable"))
+
+
+class _Meeting(NamedTuple):
+    """Where runs of two layouts meet: from `position` on `mine` rows on one side and `others` on
+    the other, as (first, step, count), int64 [meetings, 3]."""
+
+    rank: np.ndarray
+    other_rank: np.ndarray
+    position: np.ndarray
+    mine: np.ndarray
+    others: np.ndarray
+
+
+def _meet(mine: _Runs, others: _Runs) -> _Meeting:
+    """The positions that runs of both sides have. Strides above 1 must be the same on both."""
+    i, j = _pairs(mine, others)
+    a, b = mine.at(i), others.at(j)
+    stride = np.maximum(a.stride, b.stride)
+    anchor = np.where(a.stride >= b.stride, a.start, b.start)
+    low, high = np.maximum(a.start, b.start), np.minimum(a.last, b.last)
+    low = low + (anchor - low) % stride  # the first position on the steps of the strided one
+    count = (high - low) // stride + 1
+    apart = (a.stride == b.stride) & ((a.start - b.start) % stride != 0)
+    some = np.flatnonzero((count > 0) & ~apart)
+    a, b, low, stride, count = a.at(some), b.at(some), low[some], stride[some], count[some]
+    sides = (
+        np.stack([x.row + (low - x.start) // x.stride, stride // x.stride, count], axis=1)
+        for x in (a, b)
+    )
+    return _Meeting(a.rank, b.rank, low, *sides)
+
+
+def _pairs(mine: _Runs, others: _Runs) -> tuple[np.ndarray, np.ndarray]:
+    """Which runs may meet: where neither side is strided those that do, else all."""
+    if mine.strided or others.strided:
+        i, j = np.indices((len(mine.rank), len(others.rank))).reshape(2, -1)
+        return i, j
+    # Sorted by position, and no two of one layout overlap.
+    low = np.searchsorted(others.last, mine.start)
+    count = np.searchsorted(others.start, mine.last, side="right") - low
+    count = np.maximum(count, 0)
+    return np.repeat(np.arange(len(count)), count), np.repeat(low, count) + _counting(count)
+
+
+def _grouped(rank: np.ndarray, position: np.ndarray, rows: np.ndarray, ranks: int):
+    """Per rank the rows of its meetings, in the order of their first positions."""
+    order = np.lexsort((position, rank))
+    first, step, count = rows[order].T
+    flat = np.repeat(first, count) + np.repeat(step, count) * _counting(count)
+    ends = np.cumsum(np.bincount(rank[order], weights=count, minlength=ranks).astype(np.int64))
+    return tuple(np.split(flat, ends[:-1]))
+
+
+def _counting(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... lengths[0] - 1, 0, 1, ... lengths[1] - 1, ..."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,0 +1,113 @@
+"""Rows around softmax attention that has another layout than the stream of tokens.
+
+Linear attention wants a contiguous stream, whose states then pass every rank once; causal attention
+wants zigzag, which gives ranks equal work. Decides that only attention's own tensors travel: rows
+of q, k and v go to the ranks that attention's layout gives them, and rows of its result come home.
+Positions were applied to q and k before, as the stream has them.
+
+Shape letters: s local rows, the same number under both layouts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+
+import megatron_burst as mb
+from megatron_burst.comm import rows
+from megatron_burst.layout import routes
+from megatron_burst.megatron.data.cut import Cut
+from megatron_burst.megatron.data.packed import Pack
+
+KEPT = 64  # more than packed micro-batches in flight
+
+
+class Around(NamedTuple):
+    """The exchange before attention and the one after it, for this rank of ``groups``."""
+
+    groups: mb.Groups
+    there: rows.Paths
+    back: rows.Paths
+    identity: int
+
+    def attention(self, q: Any, k: Any, v: Any, **call: Any) -> torch.Tensor:
+        """`mb.attention` of q, k, v [s, b, ...] of the stream, and its result for the stream.
+
+        call: as `mb.attention` takes it; its plan has attention's layout. Collective.
+        """
+        label = call.get("label")
+        moved = rows.exchange_rows((q, k, v), self.there, self.groups, self.identity, label)
+        out = mb.attention(*moved, **call)
+        return rows.exchange_rows((out,), self.back, self.groups, self.identity, label)[0]
+
+
+class Moves:
+    """The exchanges of one grid, by what they depend on; the last `KEPT` of them."""
+
+    def __init__(self, groups: mb.Groups) -> None:
+        self._groups = groups
+        self._known: OrderedDict[tuple, Around] = OrderedDict()
+
+    def around(
+        self, stream: Cut, attention: Cut, pack: Pack | None, tensors: Sequence[torch.Tensor]
+    ) -> Around:
+        """For q, k, v [s, ...] of a batch, which ``pack`` describes if it is packed.
+
+        Makes the channel, a collective, when it is called first.
+        """
+        groups, device, local = self._groups, tensors[0].device, tensors[0].shape[0]
+        groups.connect([rows.GRID], device)
+        groups.expect(rows.longest(local, tensors))
+        key = stream, attention, pack and pack.cut_key, local, device
+        if key not in self._known:
+            both = _routes(groups, stream, attention, pack, local)
+            told = repr((stream.name, attention.name, pack and pack.cut_key, local))
+            there, back = (rows.paths(route, device) for route in both)
+            self._known[key] = Around(groups, there, back, crc32(told.encode()))
+        self._known.move_to_end(key)
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+
+def exchange_line(
+    groups: mb.Groups, stream: Cut, attention: Cut, pack: Pack | None, tensors: Sequence[Any]
+) -> str:
+    """What the exchanges around one layer cost this rank, for the start-up line.
+
+    tensors: q, k, v [s, b, heads, width] of the stream.
+    """
+    q, k, v = tensors
+    there, back = (
+        sum(route.leaving(groups.rank, groups.topology.per_node))
+        for route in _routes(groups, stream, attention, pack, q.shape[0])
+    )
+    out = q.shape[1] * q.shape[2] * v.shape[3] * v.element_size()
+    sent = there * sum(x[:1].numel() * x.element_size() for x in (q, k, v)) + back * out
+    return (
+        f"; tokens lie {stream.name} and attention has {attention.name}: rows of q, k, v and out "
+        f"travel around each layer of it, {sent / 2**20:.3g} MiB from a rank in forward and as "
+        "much in backward"
+    )
+
+
+def _routes(
+    groups: mb.Groups, stream: Cut, attention: Cut, pack: Pack | None, local: int
+) -> tuple[routes.Route, routes.Route]:
+    """The way to attention's layout and the way back, of this rank with so many rows."""
+    total = local * groups.size
+    ours, theirs = (_layout(cut, pack, groups.size) for cut in (stream, attention))
+    return (
+        routes.relayout(ours, theirs, total, groups.rank),
+        routes.relayout(theirs, ours, total, groups.rank),
+    )
+
+
+def _layout(cut: Cut, pack: Pack | None, size: int) -> mb.layout.Layout:
+    if pack is not None:
+        return pack.layout(cut, size)
+    return mb.layout.make(cut.name, cp_size=size)

@@ -1,0 +1,208 @@
+"""What ``--burst-layout auto`` takes: the layouts with which a step sends the fewest bytes.
+
+A stream of tokens that lies contiguous passes a state of linear attention along every rank once,
+zigzag does so twice; softmax attention wants zigzag, and exchanges rows where the stream lies
+otherwise. Decides which of the two is cheaper, from shapes alone, as sums over ranks of one
+sequence's forward: backward sends the same again either way, and tensor parallelism shares both.
+Algorithms of the state scan send a multiple of what is counted here, the same for both layouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megatron_burst import flags
+from megatron_burst.config import OFF, BurstConfig
+from megatron_burst.layout import make, routes
+from megatron_burst.megatron.checks.hybrid import splits
+from megatron_burst.megatron.checks.layouts import ATTENTION as ATTENTION_LAYOUT
+from megatron_burst.megatron.checks.layouts import LINEAR as LINEAR_LAYOUT
+from megatron_burst.megatron.checks.layouts import (
+    STREAMS,
+    layouts_of,
+    two_layout_problems,
+)
+from megatron_burst.megatron.checks.linear import DELTA_NETS
+from megatron_burst.megatron.checks.model import layout_problems
+from megatron_burst.megatron.checks.problem import Problem, refuse
+from megatron_burst.megatron.log import log
+
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
+SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
+
+
+class Layers(NamedTuple):
+    """How many layers of a model are of which kind: gated delta nets, Mamba mixers, attention."""
+
+    delta_net: int
+    mamba: int
+    softmax: int
+
+
+class Choice(NamedTuple):
+    """The choices with their layout, and why it is that one; None where nothing was left open."""
+
+    burst: BurstConfig
+    why: str | None = None
+
+
+def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> Choice:
+    """The choices with a layout in place of "auto".
+
+    config: a ``TransformerConfig``, or parsed arguments under the same names, for the layers also
+    ``hybrid_layer_pattern``; seq_length: global, in tokens. Raises ``ValueError`` where the numbers
+    that decide are not known.
+    """
+    if burst.layout != "auto":
+        return Choice(burst)
+    plain = dataclasses.replace(burst, layout="zigzag")
+    if burst.algorithm == OFF or not splits(config):
+        return Choice(plain)
+    layers = layers_of(config)
+    if not layers.delta_net + layers.mamba:
+        return Choice(plain, "the model has no layers of linear attention")
+    if getattr(burst, "linear", None) == OFF:
+        return Choice(plain, f"--burst-linear {OFF} expects it")
+    if seq_length is None:
+        refuse([Problem(
+            "--burst-layout auto counts bytes, and the length of the sequence is not known: give "
+            "configure() seq_length, or name a layout"
+        )])  # fmt: skip
+    assert seq_length is not None
+    asked = burst.attention_layout or "zigzag"
+    bytes_of, found = {}, {"zigzag": plain}
+    for stream in STREAMS:
+        apart: Any = None if stream == asked else asked
+        tried: Any = dataclasses.replace(burst, layout=stream, attention_layout=apart)
+        bad = [*two_layout_problems(config, tried)]
+        if stream != "zigzag":
+            bad += layout_problems(config, stream)
+        if not bad:
+            found[stream] = tried
+            bytes_of[stream] = sum(traffic(config, layers, stream, asked, seq_length))
+    if len(bytes_of) < 2:
+        return Choice(plain, "other settings need it")
+    best = min(bytes_of, key=lambda name: (bytes_of[name], name != "zigzag"))
+    said = ", ".join(f"{name} {bytes_of[name] / 2**20:.4g} MiB" for name in sorted(bytes_of))
+    return Choice(found[best], f"states and rows between ranks in forward, per sequence: {said}")
+
+
+def one_layout(config: Any, burst: BurstConfig) -> None:
+    """Let a configuration that `configure` has read tell Megatron of one layout, the stream's.
+
+    Megatron would otherwise exchange rows around layers of attention itself, and BurstAttention
+    again. Configurations without these settings stay as they are.
+    """
+    if burst.algorithm == OFF or not splits(config) or burst.layout not in STREAMS:
+        return
+    for name in (LINEAR_LAYOUT, ATTENTION_LAYOUT):
+        was = getattr(config, name, burst.layout)
+        if was != burst.layout:
+            setattr(config, name, burst.layout)
+            log(
+                f"{name} {was} is now {burst.layout}, the layout of all tokens: Megatron moves no "
+                f"rows around layers, and core attention has {layouts_of(burst).attention}"
+            )
+
+
+def settle(args: Any, settings: Any) -> None:
+    """Give parsed arguments, completed by `flags.settle`, the layouts that stand for "auto".
+
+    settings: the same arguments under the names of a ``TransformerConfig``.
+    """
+    burst, wrong = flags.choices(args)
+    if wrong or burst.layout != "auto":
+        return
+    found, why = settled(settings, burst, getattr(settings, "seq_length", None))
+    args.burst_layout, args.burst_attention_layout = found.layout, found.attention_layout
+    log_choice(found, why)
+
+
+def log_choice(burst: BurstConfig, why: str | None) -> None:
+    """Say what "auto" became."""
+    if why is not None:
+        log(f"--burst-layout auto: {' '.join(layouts_of(burst).flags)}, because {why}")
+
+
+def traffic(
+    config: Any, layers: Layers, stream: str, attention: str, seq_length: int
+) -> tuple[int, int]:
+    """Bytes that ranks send in forward of one sequence: (for states, for rows around attention)."""
+    ranks = config.context_parallel_size
+    hops = (ranks - 1) * (2 if stream == "zigzag" else 1)  # zigzag's turn is on one rank
+    states = hops * (
+        (layers.delta_net and layers.delta_net * _delta_net_state(config))
+        + (layers.mamba and layers.mamba * _mamba_state(config))
+    )
+    if stream == attention or not layers.softmax:
+        return states, 0
+    ours, theirs = (make(name, cp_size=ranks) for name in (stream, attention))
+    moved = 0
+    for rank in range(ranks):
+        moved += sum(routes.relayout(ours, theirs, seq_length, rank).leaving(rank, ranks))
+    return states, layers.softmax * moved * _attention_row(config)
+
+
+def layers_of(config: Any) -> Layers:
+    """The layers of a model, of further heads too.
+
+    Raises ``ValueError`` for a hybrid model whose pattern is not known here.
+    """
+    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
+    if pattern:
+        return Layers(
+            pattern.count("G"), pattern.count("M"), sum(pattern.count(one) for one in SOFTMAX)
+        )
+    if getattr(config, "is_hybrid_model", False):
+        refuse([Problem(
+            "--burst-layout auto counts layers, and this configuration of a hybrid model does not "
+            "say which it has: name a layout",
+            add=("--burst-layout zigzag",),
+        )])  # fmt: skip
+    count = getattr(config, "num_layers", None) or 0
+    variant = getattr(config, "experimental_attention_variant", None)
+    linear = sum(_linear_layers(config, count)) if variant in DELTA_NETS else 0
+    return Layers(linear, 0, count - linear)
+
+
+def _linear_layers(config: Any, count: int) -> Iterator[bool]:
+    """Which layers of a GPT are linear: all but every n-th, or those that a list marks."""
+    frequency = getattr(config, "linear_attention_freq", None)
+    for layer in range(count):
+        if isinstance(frequency, int):
+            yield (layer + 1) % frequency != 0
+        else:
+            yield bool(frequency and frequency[layer])
+
+
+def _delta_net_state(config: Any) -> int:
+    """Bytes that travel once along a chain: states in fp32, and the convolution's rows."""
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    rows = (config.linear_conv_kernel_dim - 1) * (2 * keys + heads * width)
+    return 4 * heads * width * config.linear_key_head_dim + _element(config) * rows
+
+
+def _mamba_state(config: Any) -> int:
+    """The same of a Mamba mixer, whose convolution is 4 wide."""
+    width, state = config.mamba_head_dim, config.mamba_state_dim
+    heads = getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // width
+    channels = heads * width + 2 * config.mamba_num_groups * state
+    return 4 * heads * width * state + _element(config) * 3 * channels
+
+
+def _attention_row(config: Any) -> int:
+    """Bytes of a row of q, k, v and out."""
+    heads = config.num_attention_heads
+    if getattr(config, "multi_latent_attention", False):
+        key = config.qk_head_dim + config.qk_pos_emb_head_dim
+        return _element(config) * heads * (2 * key + 2 * config.v_head_dim)
+    width = getattr(config, "kv_channels", None) or config.hidden_size // heads
+    return _element(config) * 2 * width * (heads + (config.num_query_groups or heads))
+
+
+def _element(config: Any) -> int:
+    """Bytes of a number in activations."""
+    return 2 if getattr(config, "bf16", False) or getattr(config, "fp16", False) else 4
