@@ -23,7 +23,6 @@ Auto = Literal["auto"]
 Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
-AttentionLayout = Literal["contiguous", "striped", "zigzag"]
 
 
 class Described(NamedTuple):
@@ -43,8 +42,8 @@ class BurstConfig:
     algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
     takes the ring, side and head chunks that are predicted to be fastest on the groups there are
     (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
-    layout: which positions each rank holds; "balanced" is for packed batches, whose documents it
-    spreads so that ranks have equal tokens and nearly equal work; "auto" sends the fewest bytes.
+    layout: which positions each rank holds; "balanced" spreads packed documents so that ranks have
+    equal tokens and nearly equal work; "auto" sends the fewest bytes.
     side: which tensors travel in backward; "auto" takes the one with fewer bytes.
     kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
     "flash3" and "flash4" are the installed FlashAttention packages.
@@ -215,7 +214,7 @@ class BurstConfig:
         ),
     ] = None
     attention_layout: Annotated[
-        AttentionLayout | None,
+        Literal["contiguous", "striped", "zigzag"] | None,
         Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
     ] = None
 

@@ -91,7 +91,7 @@ def test_json_is_all_there_is_on_standard_output(capsys):
     each = one["tokens_per_second_per_gpu"] * one["seconds"] * 8
     assert each == pytest.approx(found["tokens_per_step"])
     assert set(one["attention"]) == {"algorithm", "side", "layout", "ulysses", "placement",
-                                     "head_chunks", "intra"}  # fmt: skip
+                                     "head_chunks", "intra", "linear"}  # fmt: skip
 
 
 def test_the_recipe_is_a_script(capsys):

@@ -32,7 +32,8 @@ def test_all_flags_reach_the_configuration():
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
         "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents "
         "--burst-offload 0.5 --burst-host-memory 1.5TB --burst-sequence-chunks auto "
-        "--burst-mlp-tiles 4 --burst-head-chunks 2 --burst-cluster cluster.toml"
+        "--burst-mlp-tiles 4 --burst-head-chunks 2 --burst-cluster cluster.toml "
+        "--burst-linear scan --burst-attention-layout striped"
     )
     assert flags.burst_config(args) == BurstConfig(
         "hybrid",
@@ -46,6 +47,7 @@ def test_all_flags_reach_the_configuration():
         "bf16",
         0.0,
         "recompute",
+        "scan",
         8,
         "documents",
         0.5,
@@ -54,6 +56,7 @@ def test_all_flags_reach_the_configuration():
         4,
         2,
         "cluster.toml",
+        "striped",
     )
 
 

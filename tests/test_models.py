@@ -26,6 +26,8 @@ PUBLISHED = {
     "gpt-oss-120b": (116.83, 5.13, False),
     "gemma-3-27b": (27.0, None, False),
     "nemotron-h-8b": (8.1, None, False),
+    "kimi-linear-48b-a3b": (49.1, None, False),
+    "minimax-text-01": (456, 47.2, False),
     "mixtral-8x22b": (140.6, None, False),
 }
 
@@ -63,7 +65,7 @@ def test_a_hybrid_by_hand():
     ends = 2 * 131072 * 4096 + 4096
     found = 24 * mamba + 4 * attention + 24 * 2 * 4096 * 21504 + 52 * 4096 + ends
     assert model.parameters == found
-    assert model.uncounted == ("scans and states of 24 Mamba-2 layers",)
+    assert not model.uncounted
 
 
 def config(**more):
@@ -102,7 +104,8 @@ def test_config_of_hybrids():
              "conv_kernel": 4, "mlp_hidden_act": "relu2", "model_type": "nemotron_h"}  # fmt: skip
     read = models.from_config(config(hybrid_override_pattern="M-*-", **mamba))
     assert read.letters == "M-*-"
-    assert read.mixer == Mixer("Mamba-2", 2 * 512 + 64 + 8, 512, 8, 5 * (512 + 64) + 24 + 512)
+    assert read.mixer == Mixer("Mamba-2", 2 * 512 + 64 + 8, 512, 8, 5 * (512 + 64) + 24 + 512,
+                               "scalar_decay", 2, 16, 64, 4)  # fmt: skip
     assert not read.gated
     linear = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 16,
               "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
@@ -111,6 +114,13 @@ def test_config_of_hybrids():
     assert read.letters == "LLLF"
     assert read.output_gate
     assert read.mixer.into == 2 * 64 + 2 * 256 + 16
+    assert read.mixer.convolved == 2 * 64 + 256
+    kimi = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "full_attn_layers": [2]}
+    read = models.from_config(config(linear_attn_config=kimi))
+    assert (read.letters, read.mixer.form) == ("LFLL", "kda")
+    assert read.mixer.into == 3 * 64 + 4 + 2 * 16
+    read = models.from_config(config(attn_type_list=[0, 0, 0, 1], head_dim=16))
+    assert (read.letters, read.mixer.into, read.mixer.taps) == ("LLLF", 4 * 8 * 16, 0)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +129,8 @@ def test_config_of_hybrids():
      ({"hybrid_override_pattern": "M-"}, "for each of the 4 layers"),
      ({"hybrid_override_pattern": "M-*-"}, "mamba_num_heads"),
      ({"kv_lora_rank": 32}, "qk_rope_head_dim"), ({"ssm_state_size": 16}, "say where they are"),
+     ({"linear_attn_config": {"full_attn_layers": [4]}}, "no 'num_heads'"),
+     ({"linear_attn_config": 3}, "'linear_attn_config' must be an object, got 3"),
      ({"num_attention_heads": None} | {"num_key_value_heads": 3}, "do not divide")],
 )  # fmt: skip
 def test_configurations_that_are_refused(more, words):
@@ -150,7 +162,8 @@ def test_a_megatron_command_of_a_latent_model():
     ("words", "letters"),
     [("--window-size 127,0 --window-attn-skip-freq 2", "WFWF"), ("--window-size 127,0", "WWWW"),
      ("--window-size (127,0) --window-attn-skip-freq [1,1,0,0]", "WWFF"),
-     ("--hybrid-override-pattern M-*-", "M-*-"), ("--linear-attention-freq 4", "LLLF")],
+     ("--hybrid-override-pattern M-*-", "M-*-"), ("--linear-attention-freq 4", "LLLF"),
+     ("--hybrid-layer-pattern GG*-", "MM*-")],
 )  # fmt: skip
 def test_a_megatron_command_of_other_layers(words, letters):
     base = "x --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 64 "

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.advisor.account.layer import Core, Sizes, attention_half, mixer_half
+from megatron_burst.advisor.account.layer import Core, Sizes, attention_half
+from megatron_burst.advisor.account.mixer import mixer_half
 from megatron_burst.advisor.account.memory import account, states_of
 from megatron_burst.advisor.account.rings import core_of, intra_of, on_ring
 from megatron_burst.advisor.account.tape import Tape
@@ -151,8 +152,31 @@ def test_layers_of_a_hybrid():
     assert top.items["layer inputs"] == 52 * rows // 2 * 4096 * 2
     assert account(model, run, every=False).peak.bytes == whole.peak.bytes
     x = Sizes.of(model, run)
-    kept = 4096 // 2 * 2 + 4 / 2 + 2 * (18560 // 2 + 8192 // 2)
-    assert saved(mixer_half(x, rows)) == rows * kept
+    # x, a statistic; projected, convolved (values and 8 groups of keys and queries), dt of 64 heads
+    # in fp32, results, gated results; two states of 64 x 128 x 64
+    kept = 4096 // 2 * 2 + 4 / 2
+    kept += 2 * (18560 // 2 + (8192 + 2 * 1024) // 2 + 2 * 8192 // 2) + 4 * 64
+    assert saved(mixer_half(x, rows)) == rows * kept + 2 * 64 * 128 * 64 * 4
+
+
+def test_a_delta_rule_keeps_its_arguments():
+    """Gated delta net: besides, the keys and queries after their norm, and beta; every 64 rows a
+    state while it runs, in backward with its gradient."""
+    model, rows = models.named("qwen3-next-80b-a3b"), 8 * K
+    x = Sizes.of(model, Settings(seq=rows))
+    keys, values = 2 * 16 * 128, 32 * 128
+    kept = 2 * 2048 + 4 + 2 * (12352 + 2 * keys + values + 2 * values) + 4 * (32 + 32)
+    state = 32 * 128 * 128
+    assert saved(mixer_half(x, rows)) == rows * kept + 2 * state * 4
+    tape, half = Tape(), mixer_half(x, rows)
+    half.forward(tape, grad=False)
+    most = max(sum(moment.items.values()) for moment in tape.moments)
+    chunks = rows // 64 * state * 2
+    linear = rows * (2 * (12352 + 2 * keys + 2 * values) + 4 * 64)
+    assert most == linear + chunks + 2 * 2 * state * 4
+    cpu = mixer_half(Sizes.of(model, Settings(seq=rows, path="cpu")), rows)
+    (op,) = (op for op in cpu.ops if op.name == "linear attention")
+    assert op.back_before == {"attention half": 2 * 2 * chunks + 2 * state * 4}
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "deepseek-v3", "nemotron-h-8b"])

@@ -16,6 +16,9 @@ Recompute = Literal["none", "full"]
 Loss = Literal["off", "single_pass", "recompute"]
 Dtype = Literal["fp32", "bf16"]
 Route = Literal["auto", "ring", "direct"]
+# How layers that carry a state run over context-parallel ranks: by a scan of states, or by
+# Megatron's exchange of heads.
+Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -35,6 +38,7 @@ class Settings:
     optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
+    linear: what carries the states of linear attention over context-parallel ranks.
     algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
     cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
     an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
@@ -67,6 +71,7 @@ class Settings:
     algorithm: str = "burst"
     layout: str = "zigzag"
     side: str = "auto"
+    linear: Linear = "auto"
     wire: Dtype = "fp32"
     rope_local: bool = True
     intra: int | None = None
@@ -133,6 +138,7 @@ def check(model: Model, run: Settings) -> None:
     if run.ep > 1 and not model.experts:
         raise ValueError(f"--ep {run.ep}: {model.name} has no experts")
     _check_heads(model, run)
+    _check_mixer(model, run)
     if run.recompute == "none" and (run.store or run.offload or run.chunked):
         raise ValueError(
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
@@ -199,3 +205,27 @@ def _check_heads(model: Model, run: Settings) -> None:
             f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
             "rank computes"
         )
+
+
+def _check_mixer(model: Model, run: Settings) -> None:
+    """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
+    a scan of states takes any number of context-parallel ranks."""
+    if model.mixers and run.cp > 1 and "striped" in run.layout:
+        raise ValueError(
+            f"--layout {run.layout}: {model.name} has layers that carry a state from row to row, "
+            "and every row's predecessor is on another rank: take zigzag or contiguous"
+        )
+    mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
+    if mixer is None or model.carried(run.tp, run.cp if shared else 1):
+        return
+    said = f"the {mixer.heads} heads" + f" and {mixer.key_heads} of keys" * bool(mixer.key_heads)
+    said += f" of {model.name}'s {mixer.name} layers"
+    if shared and mixer.shares(run.tp):
+        raise ValueError(
+            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks do not divide {said}: take "
+            "--linear auto, which passes states on and takes any --cp"
+        )
+    good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
+    raise ValueError(
+        f"--tp {run.tp} does not divide {said}: take one of {', '.join(map(str, good))}"
+    )

@@ -124,6 +124,7 @@ def choices_of(
         "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
         "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
         "side": choices.side,
+        "linear": choices.linear if ours or cp == 1 else "megatron",
         "wire": choices.wire_dtype or "fp32",
         "placement": choices.placement,
         "head_chunks": choices.head_chunks or 1,

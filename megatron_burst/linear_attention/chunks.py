@@ -72,7 +72,7 @@ def piece_maps(form: Form, grid: Grid, rows: Rows) -> tuple[torch.Tensor, ...]:
     """Of each piece: (transition, increment) as `inputs.Maps` has them, or (increment,) where
     nothing decays. grid: of the pieces that need a map."""
     keys = rows.decay.keys(rows.k)
-    n, b, g, r, _, w = rows.v.shape
+    _, b, g, r, _, w = rows.v.shape
     d = rows.k.shape[-1]
     size = (grid.pieces, b, g, r, d)
     if form.delta:

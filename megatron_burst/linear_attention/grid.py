@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.autograd import first_order_only
 from ..layout.sharding import to_device
 
 
@@ -97,6 +98,7 @@ class _Moved(torch.autograd.Function):
         return _moved(x, source, target, size)
 
     @staticmethod
+    @first_order_only("linear attention")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         source, target = ctx.saved_tensors
         return _moved(gradient, target, source, ctx.size), None, None, None

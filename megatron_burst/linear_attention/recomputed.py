@@ -45,14 +45,12 @@ class _Recomputed(torch.autograd.Function):
             for result, gradient in zip(results, gradients, strict=True)
             if gradient is not None and result.requires_grad
         ]
-        found = [None] * len(leaves)
-        chosen = [i for i, need in enumerate(wanted) if need]
-        if pairs and chosen:
-            ends, arrived = zip(*pairs, strict=True)
-            got = torch.autograd.grad(ends, [leaves[i] for i in chosen], arrived, allow_unused=True)
-            for i, gradient in zip(chosen, got, strict=True):
-                found[i] = gradient
-        return None, *found
+        asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        if not pairs or not asked:
+            return None, *(None for _ in leaves)
+        ends, arrived = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ends, asked, arrived, allow_unused=True))
+        return None, *(next(found) if need else None for need in wanted)
 
 
 def _in_full_precision(function: Callable[..., Tensors], tensors: Any) -> Tensors:

@@ -33,7 +33,7 @@ from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
 from megatron_burst.megatron import training
-from megatron_burst.megatron.linear import on_cpu
+from megatron_burst.megatron.linear import mamba_on_cpu, on_cpu
 from megatron_burst.megatron.patching import registry
 
 _NAME = "cpu"
@@ -61,6 +61,7 @@ def enable() -> None:
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
         _patch_megatron(patches)
         on_cpu.patch(patches)
+        mamba_on_cpu.patch(patches)
         if training.available():
             _patch_training(patches)
         _patch_optimizers(patches)  # in all modules that are loaded by now

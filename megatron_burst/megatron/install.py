@@ -57,12 +57,14 @@ def install(layout: LayoutName | None = None) -> None:
         from megatron_burst.megatron.data.rope import rope_patches
         from megatron_burst.megatron.data.slicing import slicing_patches
         from megatron_burst.megatron.layer import final_norm, forward_attention, mlp_tiles
+        from megatron_burst.megatron.linear import patching_modules
         from megatron_burst.megatron.lm_head import fused_loss, mtp
         from megatron_burst.megatron.offload import layers, weights
         from megatron_burst.megatron.offload import step as offload_step
         from megatron_burst.megatron.packing import step
         from megatron_burst.megatron.training import hooks as training_hooks
 
+        of_linear_layers = patching_modules()
         if for_scripts:
             training_hooks.load()  # before `opened` looks for seams
         with registry.patching(_NAME) as patches, patched.opened(patches):
@@ -80,6 +82,8 @@ def install(layout: LayoutName | None = None) -> None:
             weights.patch(patches)
             offload_step.patch(patches)
             step.patch(patches)
+            for layers_of in of_linear_layers:
+                layers_of.patch(patches)
             patches.notes["scripts"] = for_scripts
             if for_scripts:
                 training_hooks.patch(patches, configure)

@@ -24,10 +24,12 @@ from megatron_burst.megatron.checks.layouts import (
     layouts_of,
     two_layout_problems,
 )
+from megatron_burst.megatron.checks.linear import DELTA_NETS
 from megatron_burst.megatron.checks.model import layout_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.log import log
 
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
 
 
@@ -148,7 +150,7 @@ def layers_of(config: Any) -> Layers:
 
     Raises ``ValueError`` for a hybrid model whose pattern is not known here.
     """
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
     if pattern:
         return Layers(
             pattern.count("G"), pattern.count("M"), sum(pattern.count(one) for one in SOFTMAX)
@@ -161,7 +163,7 @@ def layers_of(config: Any) -> Layers:
         )])  # fmt: skip
     count = getattr(config, "num_layers", None) or 0
     variant = getattr(config, "experimental_attention_variant", None)
-    linear = sum(_linear_layers(config, count)) if variant == "gated_delta_net" else 0
+    linear = sum(_linear_layers(config, count)) if variant in DELTA_NETS else 0
     return Layers(linear, 0, count - linear)
 
 

@@ -22,6 +22,8 @@ _NAMES = tuple(
     f.name for f in dataclasses.fields(BurstConfig) if f.name not in ("intra_size", "pack")
 )
 
+_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # of hybrid models, the second until 0.17
+
 
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
     """Make a recipe train with BurstAttention. Changes the recipe and returns it.
@@ -48,6 +50,14 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
     if _is_nemo(recipe):
         return _apply_nemo(recipe, choices)
     model: Any = getattr(recipe, "model", None)
+    stack = next((name for name in _STACKS if hasattr(model, name)), None)
+    if stack is not None and not hasattr(model, "transformer_layer_spec"):
+        raise ValueError(
+            f"recipe: {type(model).__name__} is a hybrid model, whose layers come from {stack}, "
+            "and apply_burst changes transformer_layer_spec: call install() and configure() of "
+            "megatron_burst.megatron before pretrain(), with Megatron-Core 0.19 or newer (never "
+            "run with Bridge), or leave apply_burst out"
+        )
     if not hasattr(model, "transformer_layer_spec"):
         what = type(recipe if model is None else model).__name__
         raise ValueError(

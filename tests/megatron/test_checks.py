@@ -119,9 +119,8 @@ BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
         ({"calculate_per_token_loss": False}, "divides the loss of each rank by the rank's own"),
         ({"position_embedding_type": "rope", "apply_rope_fusion": True}, "fused rope lays every"),
         ({"multi_latent_attention": True, "apply_rope_fusion": True}, "fused MLA rope works only"),
-        ({"is_hybrid_model": True}, "Mamba layers work only with --burst-layout zigzag"),
         ({"linear_attention_freq": 4}, "--linear-attention-freq: layers of linear attention"),
-        ({"experimental_attention_variant": "gated_delta_net"}, "--experimental-attention-variant"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant dsa needs"),
     ],
 )
 def test_what_excludes_layout_balanced_is_named(changes, words):

@@ -136,7 +136,7 @@ def test_an_unknown_mode_is_refused():
     {
         "gathered": "build the model with parallel_output=True",
         "bias": "needs an output layer that is a ColumnParallelLinear without bias",
-        "model": "supports GPTModel, not SimpleNamespace",
+        "model": "supports GPTModel",
     }.items(),
 )
 def test_models_it_does_not_know_are_refused(what, message):

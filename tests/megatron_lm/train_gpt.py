@@ -1,8 +1,9 @@
 """A user's training script on Megatron-LM: it knows nothing of this project.
 
-As short as one can be: a GPT from Megatron-LM's flags, trained by its `pretrain` on `--data-path`,
-or on counting sequences of documents with uneven lengths. `--packed` keeps the documents from
-seeing each other; with `--alone` besides, one rank runs the model on each document by itself.
+As short as one can be: a GPT from Megatron-LM's flags, or a hybrid model with
+`--hybrid-layer-pattern`, trained by its `pretrain` on `--data-path`, or on counting sequences of
+documents with uneven lengths. `--packed` keeps the documents from seeing each other; with `--alone`
+besides, one rank runs the model on each document by itself.
 """
 
 from functools import partial
@@ -19,7 +20,11 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
@@ -157,5 +162,6 @@ def add_own_flags(parser):
 
 if __name__ == "__main__":
     args = parse_and_validate_args(extra_args_provider=add_own_flags)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    of_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    config = pretrain_cfg_container_from_args(args, of_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

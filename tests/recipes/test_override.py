@@ -121,6 +121,17 @@ def test_what_is_no_recipe_is_named(recipe):
         apply_burst(recipe)
 
 
+def test_hybrid_models_are_refused(llama):
+    from megatron.bridge.models.mamba.mamba_provider import MambaModelProvider
+
+    from megatron_burst.recipes import apply_burst
+
+    recipe = llama()
+    recipe.model = MambaModelProvider(num_layers=2, hidden_size=64, num_attention_heads=4)
+    with pytest.raises(ValueError, match=r"^recipe: MambaModelProvider is a hybrid model, whose"):
+        apply_burst(recipe)
+
+
 def test_models_of_images_are_refused(llama):
     from megatron.bridge.models.ministral3 import Ministral3ModelProvider3B
     from megatron.bridge.models.qwen_vl import Qwen3VLModelProvider
@@ -208,6 +219,11 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
         ({}, ["model.attention_backend=local"], "^model.attention_backend local asks for"),
         ({}, ["model.attention_dropout=0.1"], "add model.attention_dropout 0"),
         ({}, ["dist.use_decentralized_pg=true"], "^dist.use_decentralized_pg=True: "),
+        ({}, ["model.experimental_attention_variant=gated_delta_net"],
+         "^model.experimental_attention_variant gated_delta_net at model.context_parallel_size 4: "
+         "passing the state .* needs Megatron-Core 0.19 .* add linear megatron"),
+        ({"layout": "striped", "attention_layout": "zigzag"}, [],
+         "^attention_layout zigzag with layout striped: .* add layout contiguous"),
         ({"lm_head_loss": "single_pass"}, ["model.cross_entropy_loss_fusion=true"],
          "^lm_head_loss single_pass .* remove model.cross_entropy_loss_fusion"),
         ({"store": 0.5}, ["model.recompute_granularity=null"],

@@ -25,35 +25,24 @@ def attention_half(x: Sizes, rows: int, core: Core, prefix: str = "") -> Half:
     if x.latent:
         ops = _latent(x, rows)
     else:
-        ops = _norm_linear(x, rows, "x", "mixed", x.query * (1 + x.gate) + x.kv, "qkv")
+        ops = norm_linear(x, rows, "x", "mixed", x.query * (1 + x.gate) + x.kv, "qkv")
     ops += [*_rope(x, rows), *core_ops(x, rows, core)]
     out = "out"
     if x.gate:
         gated = {"gated": rows * x.query * B}
         ops += [Op("gate", ("out", "mixed"), gated, ("out", "mixed"))]
         out = "gated"
-    ops += [_projection(x, rows, out, x.out, "projected", "proj")]
+    ops += [projection(x, rows, out, x.out, "projected", "proj")]
     ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
     # A view of the mixed projection is the value of Megatron's forward until it returns.
     return Half(ATTENTION, ops, given, {"mixed": "proj", "x": "add"}, prefix)
-
-
-def mixer_half(x: Sizes, rows: int, prefix: str = "") -> Half:
-    """Norm, projections and residual of a layer without softmax attention; what the scan between
-    them holds is not counted."""
-    n, (into, out) = rows / x.tp, x.mixer
-    ops = _norm_linear(x, rows, "x", "mixed", into, "in")
-    ops += [Op("scan", ("mixed",), {"out": rows * out * B}, ("mixed", "out"))]
-    ops += [_projection(x, rows, "out", out, "projected", "proj")]
-    ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
-    return Half(ATTENTION, ops, {"x": n * x.hidden * B}, {"x": "add"}, prefix)
 
 
 def _latent(x: Sizes, rows: int) -> list[Op]:
     """Multi-head latent attention: down to a few numbers per row, whole on every tensor-parallel
     rank's share of rows, a norm of these, and up to heads."""
     n = rows / x.tp
-    ops = _norm_linear(x, rows, "x", "mixed", x.query + x.up, "qkv")
+    ops = norm_linear(x, rows, "x", "mixed", x.query + x.up, "qkv")
     norm, linear = ops
     down = Op("down", ("normed",), {"low": n * x.latent * B}, ("normed",))
     both = {"low normed": n * x.latent * B}
@@ -66,7 +55,7 @@ def _latent(x: Sizes, rows: int) -> list[Op]:
 def mlp_half(x: Sizes, rows: int, prefix: str = "") -> Half:
     """Norm, MLP and residual, of `rows` rows, which are copied to experts and back."""
     n, wide, experts = rows / x.tp, (2 if x.gated else 1) * x.ffn, x.experts
-    ops = _norm_linear(x, rows, "x", "wide", wide, "fc1")
+    ops = norm_linear(x, rows, "x", "wide", wide, "fc1")
     if experts:
         copied = {"permuted": rows * experts * x.hidden * B}
         ops[-1] = Op("fc1", ("permuted",), {"wide": rows * wide * B}, ("permuted",))
@@ -76,12 +65,12 @@ def mlp_half(x: Sizes, rows: int, prefix: str = "") -> Half:
         ops += [Op("fc2", ("act",), {"back": rows * experts * x.hidden * B}, ("act", "back"))]
         ops += [Op("combine", ("back",), {"projected": n * x.hidden * B})]
     else:
-        ops += [_projection(x, rows, "act", x.ffn, "projected", "fc2")]
+        ops += [projection(x, rows, "act", x.ffn, "projected", "fc2")]
     ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
     return Half(MLP, ops, {"x": n * x.hidden * B}, {"x": "add"}, prefix)
 
 
-def _norm_linear(x: Sizes, rows: int, given: str, made: str, wide: int, name: str) -> list[Op]:
+def norm_linear(x: Sizes, rows: int, given: str, made: str, wide: int, name: str) -> list[Op]:
     """A norm and a column-parallel linear layer; with sequence parallelism rows are gathered for
     the product, and again in backward for the weight's gradient."""
     n, h = rows / x.tp, x.hidden
@@ -122,7 +111,7 @@ def _activation(x: Sizes, rows: int) -> list[Op]:
                back_before={MLP: 2 * act})]  # fmt: skip
 
 
-def _projection(x: Sizes, rows: int, given: str, wide: int, made: str, name: str) -> Op:
+def projection(x: Sizes, rows: int, given: str, wide: int, made: str, name: str) -> Op:
     """A row-parallel linear layer; with sequence parallelism its sum over ranks is scattered, and
     the gradient gathered."""
     item = ATTENTION if name == "proj" else MLP

@@ -69,7 +69,8 @@ def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settin
     context-parallel ranks, more than one if rows are cut into chunks."""
     tp = 1
     while tp <= cluster.ranks_per_node:
-        if cluster.gpus % (tp * run.pp) == 0 and model.heads % tp == 0 and model.kv_heads % tp == 0:
+        fits = model.heads % tp == 0 and model.kv_heads % tp == 0 and model.carried(tp)
+        if cluster.gpus % (tp * run.pp) == 0 and fits:
             intra, cp = max(1, cluster.ranks_per_node // tp), cluster.gpus // tp // run.pp
             if cp > 1 or run.sequence_chunks == 1:
                 yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)

@@ -12,7 +12,8 @@ from ..settings import Settings
 from ..shapes.layer_kinds import MIXER, Part
 from ..shapes.models import Model
 from .core import ATTENTION
-from .layer import attention_half, mixer_half, mlp_half
+from .layer import attention_half, mlp_half
+from .mixer import mixer_half
 from .rings import RoomsOf, core_of, on_ring
 from .sizes import B, F, Sizes
 from .tape import Half, Tape

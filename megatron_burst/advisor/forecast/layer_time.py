@@ -1,7 +1,8 @@
 """How long one transformer layer takes: forward, recompute and backward of one micro-batch.
 
-Four kinds of work, one after another on a rank: matrix products and what is bound by memory
-(`layer_work`), core attention (`attention_time`), collectives of tensor- and expert-parallel ranks.
+What a rank does one after another: matrix products and what is bound by memory (`layer_work`),
+core attention (`attention_time`), linear attention (`linear_work`, `scan_time`), collectives of
+tensor- and expert-parallel ranks.
 Copies to the host run beside them and cost what is left over.
 """
 
@@ -17,10 +18,13 @@ from ..shapes.model import FULL, MIXER, WINDOW, Model, Part
 from .attention_time import AttentionTime, attention_time
 from .faults import Faults
 from .layer_work import memory_bytes, product_seconds, products
+from .linear_work import linear_seconds
 from .links import all_to_all_seconds, ring_seconds
 from .parts import Parts
+from .scan_time import scan_seconds
 
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
+LINEAR, STATES = "linear attention", "states between ranks"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
 Attention = Callable[..., AttentionTime]  # called as `attention_time`
 
@@ -76,6 +80,8 @@ def layer_time(
     forward[MEMORY] = there / cluster.gpu.memory_rate
     backward[MEMORY] = back / cluster.gpu.memory_rate
     collectives(model, cluster, run, part, forward, backward)
+    if part.attention == MIXER:
+        _linear_attention(model, cluster, run, forward, backward)
     full = run.recompute == "full"
     if full:
         again.add(forward)
@@ -109,6 +115,18 @@ def collectives(
         sent = rows / run.tp * model.top_k
         taken = 2 * all_to_all_seconds(cluster, run.ep, run.tp, sent)
         forward[EXPERTS] = backward[EXPERTS] = taken
+
+
+def _linear_attention(
+    model: Model, cluster: Cluster, run: Settings, forward: Parts, backward: Parts
+) -> None:
+    """Add what a mixer computes between its projections, and what its ranks exchange."""
+    x = Sizes.of(model, run)
+    if x.scan is None:
+        return
+    scanned = run.cp > 1 and run.linear != "megatron"
+    forward[LINEAR], backward[LINEAR] = linear_seconds(cluster.gpu, x, x.scan, run.rows, scanned)
+    forward[STATES] = backward[STATES] = scan_seconds(cluster, run, x)
 
 
 def host_bytes(model: Model, run: Settings, part: Part) -> float:

@@ -12,6 +12,7 @@ from ..account.layer import B, Sizes
 from ..gpus import Gpu
 from ..settings import Settings
 from ..shapes.model import MIXER, Model, Part
+from . import linear_work
 
 
 class Product(NamedTuple):
@@ -89,7 +90,7 @@ def memory_bytes(model: Model, run: Settings, part: Part) -> tuple[float, float]
     Norms read and write rows, and residuals read two and write one, in each half; rope reads and
     writes queries and keys; the activation reads what it turns into half as much (gated) or as
     much. Backward: the norm reads its input too; the activation reads its input and a gradient, and
-    writes one. Rows are copied to experts and back. A mixer's scan is not counted.
+    writes one. Rows are copied to experts and back. Of linear attention: what is around it.
     """
     x = Sizes.of(model, run, part.sparse)
     n = run.rows / run.tp
@@ -98,6 +99,9 @@ def memory_bytes(model: Model, run: Settings, part: Part) -> tuple[float, float]
     if part.attention not in (None, MIXER):
         there += 2 * run.rows * (x.query + x.keys)
         back += 2 * run.rows * (x.query + x.keys)
+    if part.attention == MIXER and x.scan is not None:
+        around = linear_work.memory_bytes(x.scan, run.rows)
+        there, back = there + around[0] / B, back + around[1] / B
     if part.mlp:
         narrow = run.rows * x.ffn
         wide = narrow * (2 if x.gated else 1)

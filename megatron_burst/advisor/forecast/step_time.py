@@ -100,11 +100,18 @@ def step_time(
 def model_operations(model: Model, seq: int) -> float:
     """Operations per token that the model needs: six per parameter that multiplies a token (the LM
     head, not the embedding) and three passes of attention's two products over the keys that it
-    sees: of a causal sequence half. Nothing that is recomputed counts. BurstEngine counts so."""
+    sees: of a causal sequence half. Nothing that is recomputed counts. BurstEngine counts so. Of
+    linear attention the recurrence counts, whatever chunks it is computed in: a state written and
+    read once per token, with delta rules read twice."""
     widths = model.heads * (model.head_dim + model.value_dim)
     full = (model.attentions - model.windows) * visible(seq)
     seen = full + model.windows * visible(seq, model.window)
-    return 6.0 * model.active_parameters + 6.0 * widths * seen
+    states = 0
+    if model.mixer is not None and model.mixer.form:
+        mixer = model.mixer
+        touched = 3 if mixer.delta else 2
+        states = model.mixers * touched * mixer.heads * mixer.width * mixer.value_width
+    return 6.0 * model.active_parameters + 6.0 * widths * seen + 6.0 * states
 
 
 # --- stages --------------------------------------------------------------------------------------

@@ -42,12 +42,13 @@ def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
             "layers of other kinds); give your own Megatron command after --, and take the groups "
             "and our flags from the table"
         )
-    return [*model_flags(model), *run_flags(run, packed)]
+    return [*model_flags(model), *run_flags(run, packed, bool(model.mixers))]
 
 
-def run_flags(run: Settings, packed: bool = False) -> list[str]:
-    """The same without the model: lengths, groups, batches, memory, and our flags."""
-    return [*group_flags(run), *training_flags(run), *burst_flags(run, packed)]
+def run_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
+    """The same without the model: lengths, groups, batches, memory, and our flags. carries: the
+    model has layers of linear attention, which carry a state."""
+    return [*group_flags(run), *training_flags(run), *burst_flags(run, packed, carries)]
 
 
 def model_flags(model: Model) -> Iterator[str]:
@@ -127,13 +128,14 @@ def training_flags(run: Settings) -> Iterator[str]:
         yield f"--optimizer-offload-fraction {run.optimizer_offload:g}"
 
 
-def burst_flags(run: Settings, packed: bool = False) -> list[str]:
+def burst_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
     """Our own flags."""
-    return [f"{flag_of(name)} {value}" for name, value in choices(run, packed).items()]
+    return [f"{flag_of(name)} {value}" for name, value in choices(run, packed, carries).items()]
 
 
-def choices(run: Settings, packed: bool = False) -> dict[str, Any]:
-    """Fields of `BurstConfig` that are not their defaults."""
+def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[str, Any]:
+    """Fields of `BurstConfig` that are not their defaults, and what is said in any case: the
+    algorithm, head chunks, and how states are carried where the model has some."""
     ours = run.cp > 1
     wanted: dict[str, Any] = {
         "algorithm": run.algorithm if ours else "megatron",
@@ -150,12 +152,14 @@ def choices(run: Settings, packed: bool = False) -> dict[str, Any]:
     }
     if packed:
         wanted["pack"] = "documents"
+    if ours and carries:
+        wanted["linear"] = run.linear
     if ours and run.head_chunks > 1:
         wanted["head_chunks"] = run.head_chunks
     said = {
         name: value
         for name, value in wanted.items()
-        if name in ("algorithm", "head_chunks") or value != getattr(BurstConfig, name)
+        if name in ("algorithm", "head_chunks", "linear") or value != getattr(BurstConfig, name)
     }
     return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
 
@@ -163,7 +167,8 @@ def choices(run: Settings, packed: bool = False) -> dict[str, Any]:
 def recipe_of(model: Model, run: Settings) -> str:
     """A script for Megatron-Bridge with `apply_burst`."""
     family, name = BRIDGE.get(model.name, ("", ""))
-    chosen = {k: float(v) if k in ("store", "offload") else v for k, v in choices(run).items()}
+    found = choices(run, carries=bool(model.mixers))
+    chosen = {k: float(v) if k in ("store", "offload") else v for k, v in found.items()}
     given = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     intra = math.gcd(run.intra or run.cp, run.cp)
     given += f", intra={intra}" * (1 < intra < run.cp)

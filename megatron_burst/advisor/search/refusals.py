@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import get_args
 
 from ...options import algorithms
 from ...schedule.topology import alternatives, divisors
 from ..clusters import Cluster
-from ..settings import Settings
+from ..settings import Linear, Settings
 from ..shapes.model import Model
 from .search_space import SEARCHED, STAGES, Wanted, groups_of, tensor_sizes
 
+LINEAR = get_args(Linear)
 STEP = 4 * 2**20  # tokens of a step that a suggestion is near
 
 
@@ -56,6 +58,21 @@ def _reasons(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
             f"--ep {pinned['ep']} does not divide the {model.experts} experts of {model.name}: "
             f"take {alternatives(divisors(model.experts or 1))}"
         )
+    if want.carries and "striped" in str(pinned.get("layout")):
+        yield (
+            f"--layout {pinned['layout']}: {model.name} has layers that carry a state from row to "
+            "row, and every row's predecessor is on another rank: take zigzag, or leave it out"
+        )
+    if "linear" in pinned and pinned["linear"] not in LINEAR:
+        yield f"--linear {pinned['linear']}: take {alternatives(LINEAR)}"
+    if want.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
+        good = [cp for cp in divisors(cluster.gpus) if model.carried(pinned.get("tp", 1), cp)]
+        if pinned["cp"] not in good:
+            yield (
+                f"--linear megatron shares the heads of {model.name}'s layers of linear attention "
+                f"over --cp {pinned['cp']} ranks, which do not divide them: take --cp "
+                f"{alternatives(good)}, or --linear auto, which takes any"
+            )
     stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
     product = 1
     for name in stated:

@@ -31,18 +31,20 @@ GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
 SEARCHED = (
     *GROUPS, "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
     "lm_head_loss", "gradients", "optimizer_bytes", "distributed_optimizer", "algorithm", "layout",
-    "side", "wire", "head_chunks", "ulysses", "placement", "path",
+    "side", "linear", "wire", "head_chunks", "ulysses", "placement", "path",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
-    of `Settings` that the user has fixed."""
+    of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
+    the striped layout does not allow."""
 
     seq: int
     sequences: int
     pinned: Mapping[str, Any] = field(default_factory=dict)
+    carries: bool = False
 
     def values(self, name: str, tried: Any) -> list[Any]:
         """The values of a field to try: the one that is fixed, or `tried`."""
@@ -58,6 +60,8 @@ def groups_of(model: Model, cluster: Cluster, want: Wanted) -> Iterator[Settings
             continue
         for cp in want.values("cp", divisors(left)):
             if left % cp or not _rows_fit(cluster, want, tp, cp):
+                continue
+            if want.pinned.get("linear") == "megatron" and not model.carried(tp, cp):
                 continue
             dp = left // cp
             if dp not in want.values("dp", [dp]):
@@ -78,6 +82,7 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
         and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
         and model.hidden % tp == 0
         and model.ffn % tp == 0
+        and model.carried(tp)
     ]
 
 
@@ -144,7 +149,8 @@ def options_of(run: Settings, want: Wanted, chunked: bool) -> Iterator[Settings]
 
 def layout_of(want: Wanted, store: float) -> str:
     """The layout that `flags` takes where none is named: striped balances a partial store."""
-    return want.pinned.get("layout") or ("striped" if 0 < store < 1 else "zigzag")
+    striped = 0 < store < 1 and not want.carries
+    return want.pinned.get("layout") or ("striped" if striped else "zigzag")
 
 
 def _plain(want: Wanted) -> bool:

@@ -37,15 +37,70 @@ class Latent:
     q_rank: int = 0
 
 
+# Forms of linear attention: what a token keeps of the state before it, all ("none"), a share of it
+# or of each of its rows; and whether it writes by a delta rule, whose map of a state is a matrix.
+FORMS: dict[str, tuple[str, bool]] = {
+    "linear": ("none", False),
+    "scalar_decay": ("scalar", False),
+    "vector_decay": ("vector", False),
+    "delta_rule": ("none", True),
+    "gated_delta_rule": ("scalar", True),
+    "kda": ("vector", True),
+}
+
+
 @dataclass(frozen=True)
 class Mixer:
     """A layer that mixes rows without softmax attention (Mamba-2, gated delta net). into, out:
     widths of its projections from and to hidden states; others: its other parameters (convolution,
-    decay). What its scan computes and holds is not counted. heads: tensor-parallel ranks divide
-    them."""
+    decay). heads: tensor-parallel ranks divide them.
+
+    form: of linear attention, one of `FORMS`; "": what it computes between its projections is not
+    counted. key_heads: of queries and keys, which heads share; width, value_width: of a head of
+    keys and of values: a head's state has width x value_width numbers. taps: rows of the short
+    convolution of queries, keys and values, 0: there is none.
+
+    Raises ValueError for a form that there is not, and for sizes that it could not have.
+    """
 
     name: str
     into: int
     out: int
     heads: int
     others: int = 0
+    form: str = ""
+    key_heads: int = 0
+    width: int = 0
+    value_width: int = 0
+    taps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.form:
+            return
+        if self.form not in FORMS:
+            raise ValueError(f"mixer {self.name}: form {self.form!r} is none of {', '.join(FORMS)}")
+        if min(self.key_heads, self.width, self.value_width) < 1 or self.heads % self.key_heads:
+            raise ValueError(
+                f"mixer {self.name}: form {self.form} needs key_heads that divide the "
+                f"{self.heads} heads, got {self.key_heads}, and a width and a value_width from 1, "
+                f"got {self.width} and {self.value_width}"
+            )
+
+    @property
+    def convolved(self) -> int:
+        """Numbers of a row that the short convolution sees: queries, keys and values."""
+        return 2 * self.key_heads * self.width + self.heads * self.value_width
+
+    @property
+    def delta(self) -> bool:
+        """Whether it writes by a delta rule, so that its map of a state is a matrix."""
+        return FORMS[self.form][1] if self.form else False
+
+    def shares(self, tp: int, cp: int = 1) -> bool:
+        """Whether tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
+        heads, can share its heads: they divide those of values and of keys; Mamba's groups of keys
+        are copied where they are fewer than context-parallel ranks."""
+        keys, ranks = self.key_heads or self.heads, tp * cp
+        if self.heads % ranks or keys % tp:
+            return False
+        return keys % ranks == 0 or (not self.delta and cp % (keys // tp) == 0)

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from .layer_kinds import Latent, Mixer
+from .mixers import gated_delta_net, mamba2
 from .model import Model
 
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-# Megatron's letters of a hybrid pattern (`core.ssm.mamba_hybrid_layer_allocation`); E has experts.
-LETTERS = {"M": "M", "*": "*", "-": "-", "E": "-"}
+# Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is
+# Mamba-2, G a gated delta net; E has experts.
+LETTERS = {"M": "M", "G": "M", "*": "*", "-": "-", "E": "-"}
 
 
 def model_from(
@@ -25,9 +27,10 @@ def model_from(
     """The model. gated: three matrices in an MLP; tied: the LM head is the embedding. flag: what a
     name is called where the user wrote it, for ValueErrors."""
     for field in NEEDED:
-        if get(field) is None:
+        if get(field) is None and not (field == "num_layers" and _hybrid(get)):
             raise ValueError(f"{name}: {flag(field)} is missing; add it")
     layers, hidden, heads = (get(field) for field in NEEDED)
+    layers = layers or len(_hybrid(get))
     pattern, window = _pattern(get, layers, name, flag)
     also = ("the head that predicts several tokens",) * bool(get("mtp_num_layers"))
     fields: dict[str, Any] = {
@@ -91,6 +94,11 @@ def _pattern(get: Get, layers: int, name: str, flag: Callable[[str], str]) -> tu
                 f"{name}: {flag('hybrid_override_pattern')} {hybrid!r} needs one of "
                 f"{', '.join(LETTERS)} for each of the {layers} layers"
             )
+        if {"M", "G"} <= set(hybrid):
+            raise ValueError(
+                f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G; of mixers "
+                "one kind in a model is counted: give a pattern with one of them"
+            )
         return "".join(LETTERS[letter] for letter in hybrid), 0
     if get("linear_attention_freq"):  # every Nth layer has softmax attention
         full = _layers(get("linear_attention_freq"), layers, every_is=False)
@@ -145,19 +153,14 @@ def _list_of(text: str) -> list[int]:
 
 def _mixer(get: Get, pattern: str) -> Mixer | None:
     """Mamba-2 with Megatron's defaults, or a gated delta net."""
-    hidden = get("hidden_size")
-    if "L" in pattern:
-        heads = get("linear_num_value_heads") or 32
-        keys = (get("linear_num_key_heads") or 16) * (get("linear_key_head_dim") or 128)
-        values = heads * (get("linear_value_head_dim") or 128)
-        convolution = (get("linear_conv_kernel_dim") or 4) * (2 * keys + values)
-        return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
-                     convolution)  # fmt: skip
+    if "L" in pattern or "G" in _hybrid(get):
+        return gated_delta_net(
+            get("linear_num_value_heads") or 32, get("linear_num_key_heads") or 16,
+            get("linear_key_head_dim") or 128, get("linear_value_head_dim") or 128,
+            get("linear_conv_kernel_dim") or 4,
+        )  # fmt: skip
     if "M" not in pattern:
         return None
     width = get("mamba_head_dim") or 64
-    heads = get("mamba_num_heads") or 2 * hidden // width
-    inner = heads * width
-    states = 2 * (get("mamba_num_groups") or 8) * (get("mamba_state_dim") or 128)
-    return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
-                 5 * (inner + states) + 3 * heads + inner)  # fmt: skip
+    heads = get("mamba_num_heads") or 2 * get("hidden_size") // width
+    return mamba2(heads, get("mamba_num_groups") or 8, get("mamba_state_dim") or 128, width, 4)

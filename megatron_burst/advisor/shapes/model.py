@@ -138,6 +138,11 @@ class Model:
         """Layers with a mixer instead of attention."""
         return self._with(MIXER)
 
+    def carried(self, tp: int, cp: int = 1) -> bool:
+        """Can tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
+        heads, share the heads of its mixers, if it has any?"""
+        return self.mixer is None or not self.mixers or self.mixer.shares(tp, cp)
+
     @property
     def mlps(self) -> int:
         """Layers with an MLP half, with experts or without."""
@@ -150,7 +155,7 @@ class Model:
     def uncounted(self) -> tuple[str, ...]:
         """Parts that neither time nor memory counts, in words."""
         mixers = ()
-        if self.mixer is not None and self.mixers:
+        if self.mixer is not None and self.mixers and not self.mixer.form:
             mixers = (f"scans and states of {self.mixers} {self.mixer.name} layers",)
         return (*mixers, *self.also)
 

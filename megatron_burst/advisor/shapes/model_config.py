@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .layer_kinds import Latent, Mixer
+from .mixers import gated_delta_net, kimi_delta, lightning, mamba2
 from .model import Model
 
 # transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
@@ -136,14 +137,14 @@ def _mlp(config: Config, pattern: str, name: str) -> dict[str, Any]:
     if not experts:
         return {"ffn": ffn}
     shared = config.size("shared_expert_intermediate_size") or (
-        config.size("n_shared_experts")
+        (config.size("n_shared_experts") or config.size("num_shared_experts"))
         * (config.size("moe_shared_expert_intermediate_size") or of_expert)
     )
     with_mlp = sum(letter in "FWL-" for letter in pattern or "F" * config.size("num_hidden_layers"))
     return {
         "ffn": of_expert,
         "experts": experts,
-        "top_k": config.size("num_experts_per_tok"),
+        "top_k": config.size("num_experts_per_tok") or config.size("num_experts_per_token"),
         "shared": shared,
         "moe_layers": _moe_layers(config, with_mlp),
         "dense_ffn": ffn or of_expert,
@@ -188,6 +189,11 @@ def _pattern(config: Config, name: str) -> tuple[str, int]:
                 f"{', '.join(LAYER_TYPES)}"
             )
         return "".join(LAYER_TYPES[kind] for kind in types), window
+    if "linear_attn_config" in config:  # layers are numbered from 1
+        full = set(_kimi(config).items_of("full_attn_layers", int))
+        return "".join("LF"[i + 1 in full] for i in range(layers)), 0
+    if linear := config.items_of("attn_type_list", int):
+        return "".join("LF"[bool(full)] for full in linear), 0
     if every := config.size("full_attention_interval"):
         return "".join("LF"[(i + 1) % every == 0] for i in range(layers)), 0
     if any(config.get(key) for key in ("ssm_state_size", "mamba_d_state", "state_size")):
@@ -209,23 +215,33 @@ def _windows(config: Config, layers: int, window: int) -> tuple[str, int]:
 
 
 def _mixer(config: Config, name: str) -> Mixer:
-    """Mamba-2 as Nemotron-H names its sizes, or Qwen3-Next's gated delta net."""
+    """Mamba-2 as Nemotron-H names its sizes, Qwen3-Next's gated delta net, Kimi Linear's delta
+    attention, or MiniMax's lightning attention."""
     try:
         if "linear_num_value_heads" in config:
-            heads = config.needed("linear_num_value_heads")
-            keys = config.needed("linear_num_key_heads") * config.needed("linear_key_head_dim")
-            values = heads * config.needed("linear_value_head_dim")
-            convolution = config.needed("linear_conv_kernel_dim") * (2 * keys + values)
-            return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
-                         convolution)  # fmt: skip
-        heads = config.needed("mamba_num_heads")
-        inner = heads * config.needed("mamba_head_dim")
-        states = 2 * config.needed("n_groups") * config.needed("ssm_state_size")
-        convolution = (config.needed("conv_kernel") + 1) * (inner + states)
-        return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
-                     convolution + 3 * heads + inner)  # fmt: skip
+            return gated_delta_net(*(config.needed(f"linear_{each}") for each in (
+                "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim",
+                "conv_kernel_dim")))  # fmt: skip
+        if "linear_attn_config" in config:
+            of = _kimi(config)
+            return kimi_delta(*map(of.needed, ("num_heads", "head_dim", "short_conv_kernel_size")))
+        if "attn_type_list" in config:
+            heads = config.needed("num_attention_heads")
+            return lightning(heads, config.size("head_dim") or config.size("hidden_size") // heads)
+        return mamba2(*map(config.needed, ("mamba_num_heads", "n_groups", "ssm_state_size",
+                                           "mamba_head_dim", "conv_kernel")))  # fmt: skip
     except KeyError as error:
         raise ValueError(
             f"{name}: has linear-attention or state-space layers but no {error}, which their size "
             "depends on"
         ) from None
+
+
+def _kimi(config: Config) -> Config:
+    """What Kimi Linear says of its linear layers."""
+    found = config["linear_attn_config"]
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{config.name}: 'linear_attn_config' must be an object, got {found!r:.60}"
+        )
+    return Config(found, f"{config.name}: linear_attn_config")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .layer_kinds import Latent, Mixer
+from .mixers import gated_delta_net, kimi_delta, lightning, mamba2
 from .model import Model, padded
 from .model_config import from_config
 
@@ -64,8 +65,7 @@ _QWEN = (
           head_dim=128, **_moe(94, experts=128, top_k=8)),
     Model("qwen3-next-80b-a3b", hidden=2048, heads=16, kv_heads=2, ffn=512, vocabulary=151936,
           head_dim=256, output_gate=True, pattern="LLLF" * 12,
-          mixer=Mixer("gated delta net", 2 * 16 * 128 + 2 * 32 * 128 + 2 * 32, 32 * 128, 32,
-                      4 * (2 * 16 * 128 + 32 * 128)),
+          mixer=gated_delta_net(32, 16, 128, 128, 4),
           also=("the head that predicts several tokens",),
           **_moe(48, experts=512, top_k=10, shared=512)),
 )  # fmt: skip
@@ -86,8 +86,13 @@ _OTHERS = (
     _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, 128),
     Model("nemotron-h-8b", 52, 4096, 32, 8, 21504, 131072, head_dim=128, gated=False,
           pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-          mixer=Mixer("Mamba-2", 2 * 8192 + 2 * 8 * 128 + 128, 8192, 128,
-                      5 * (8192 + 2 * 8 * 128) + 3 * 128 + 8192)),
+          mixer=mamba2(128, 8, 128, 64, 4)),
+    Model("kimi-linear-48b-a3b", 27, 2304, 32, 32, 1024, 163840, head_dim=192, value_dim=128,
+          latent=Latent(512, 64), pattern="LLLF" * 6 + "LLF", mixer=kimi_delta(32, 128, 4),
+          experts=256, top_k=8, shared=1024, moe_layers=26, dense_ffn=9216),
+    Model("minimax-text-01", hidden=6144, heads=64, kv_heads=8, ffn=9216, vocabulary=200064,
+          head_dim=128, pattern="LLLLLLLF" * 10, mixer=lightning(64, 128),
+          **_moe(80, experts=32, top_k=2)),
 )  # fmt: skip
 NAMED: dict[str, Model] = {model.name: model for model in (*_LLAMA, *_QWEN, *_OTHERS)}
 

@@ -54,6 +54,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "wire": (get_args(settings.Dtype), "dtype in which gradients of keys or queries travel"),
     "algorithm": (str, "of attention: ring, burst, hybrid, tile, ..."),
     "side": (str, "what travels in backward: kv or query"),
+    "linear": (get_args(settings.Linear), "what carries states of linear attention over ranks"),
     "layout": (str, "which rows each rank holds: zigzag or striped"),
     "ulysses": (int, "ranks that share heads"),
     "head_chunks": (int, "groups of heads, of which one travels while another computes"),

@@ -45,6 +45,7 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
         idle = [n for n in ("algorithm", "side", "layout", "ulysses", "wire") if n in pinned]
     else:
         idle = []
+    idle += ["linear"] * ("linear" in pinned and (run.cp == 1 or not found.model.mixers))
     idle += ["placement"] * ("placement" in pinned and not 1 < run.ulysses < run.cp)
     if idle:
         said = ", ".join(f"--{name}" for name in idle)
@@ -150,7 +151,8 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
             found.flags()
         except ValueError as error:
             console.print(Text(str(error), style="yellow"))
-        lines = [*(f"--burst: {name} {value}" for name, value in choices(found.best.run).items())]
+        ours = choices(found.best.run, carries=bool(found.model.mixers))
+        lines = [f"--burst: {name} {value}" for name, value in ours.items()]
         after = ""
     for index, line in enumerate(lines):
         console.print(Text(f"  {line}" + " \\" * (index < len(lines) - 1)))
@@ -191,7 +193,7 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
 def _flags(found: Advice, command: Sequence[str]) -> list[str] | None:
     """Flags to paste: of the run alone beside a command, and of models that flags describe."""
     if command:
-        return run_flags(found.best.run, bool(found.lengths))
+        return run_flags(found.best.run, bool(found.lengths), bool(found.model.mixers))
     try:
         return found.flags()
     except ValueError:
@@ -205,7 +207,8 @@ def one_of(each: Configuration) -> dict[str, Any]:
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (
-            "algorithm", "side", "layout", "ulysses", "placement", "head_chunks", "intra")},
+            "algorithm", "side", "layout", "linear", "ulysses", "placement", "head_chunks",
+            "intra")},
         "options": {name: getattr(run, name) for name in (
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
             "lm_head_loss", "gradients")},

@@ -59,6 +59,7 @@ CHOICES: dict[str, tuple[Any, str]] = {
     "lm_head_loss": (settings.Loss, "the LM head and its loss as one operation, or apart"),
     "gradients": (settings.Dtype, "dtype in which gradients are summed"),
     "wire": (settings.Dtype, "dtype in which gradients of keys or queries travel"),
+    "linear": (settings.Linear, "what carries states of linear attention over ranks"),
     "placement": (Placement, "what lies next to each other: ranks that share heads, or a ring's"),
     "path": (settings.Path, "whose modules compute: Transformer Engine's, or Megatron's on a CPU"),
 }

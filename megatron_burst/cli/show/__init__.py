@@ -1,4 +1,4 @@
-"""`megatron-burst show`: draw masks, layouts and schedules, as text or as PNG.
+"""`megatron-burst show`: draw masks, layouts, schedules and scans of states, as text or as PNG.
 
 This module holds the flags and the size limits. `scene` computes what is drawn; `text`, `png` and
 `timeline` draw it. rich and matplotlib are imported only when they draw.
@@ -19,9 +19,11 @@ from . import language
 from .choices import Choices, schedule_scene
 from .packs import PackScene, pack_scene
 from .passes import ScheduleScene
+from .scans import ScanScene, scan_scene
+from .scans import add_flags as add_scan
 from .scene import LayoutScene, MaskScene, Shards
 
-Scene = LayoutScene | MaskScene | PackScene | ScheduleScene
+Scene = LayoutScene | MaskScene | PackScene | ScanScene | ScheduleScene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
 POSITIONS = {"text": 256, "png": 1024}
@@ -44,6 +46,7 @@ examples:
   megatron-burst show schedule --algorithm burst --nodes 2 --ranks-per-node 4
   megatron-burst show schedule --backward --side query --png backward.png
   megatron-burst show layout --mask causal --ranks 4
+  megatron-burst show scan --algorithm two_level --nodes 2 --ranks-per-node 4
   megatron-burst show documents --lengths 300,20,5,60,40,31 --ranks 4
 """
 
@@ -67,25 +70,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LENGTHS",
         help="tokens of each document: 300,20,5 or random(SEED, MEDIAN)",
     )
-    for sub in (mask, time, strip, packed):
+    states = pictures.add_parser(
+        "scan", help="how states of linear attention pass from rank to rank"
+    )
+    for sub in (mask, time, strip, packed, states):
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
         sub.epilog = EPILOG
         _add_sequence(
-            sub, default_layout=None if sub is strip else "zigzag", layout=sub is not packed
-        )
+            sub, default_layout=None if sub is strip else "zigzag", layout=sub is not packed,
+            mask=sub is not states,
+        )  # fmt: skip
     _add_schedule(time)
+    add_scan(states)
 
 
 def _add_sequence(
-    sub: argparse.ArgumentParser, default_layout: str | None, layout: bool = True
+    sub: argparse.ArgumentParser, default_layout: str | None, layout: bool = True, mask: bool = True
 ) -> None:
-    sub.add_argument(
-        "--mask",
-        default=None if default_layout is None else "causal",
-        metavar="MASK",
-        help="which pairs attend, for example 'causal & window(1023)'"
-        + (" (default: causal)" if default_layout else " (default: none, and no work is drawn)"),
-    )
+    if mask:
+        sub.add_argument(
+            "--mask",
+            default=None if default_layout is None else "causal",
+            metavar="MASK",
+            help="which pairs attend, for example 'causal & window(1023)' (default: "
+            + ("causal)" if default_layout else "none, and no work is drawn)"),
+        )
     if layout:
         sub.add_argument(
             "--layout",
@@ -167,10 +176,12 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
         _at_most("--ranks", grid.size, RANKS[kind], kind)
         return _documents(arguments, grid)
     seq_len = 8 * grid.size if arguments.seq_len is None else arguments.seq_len
-    if arguments.picture == "schedule":
+    if arguments.picture in ("schedule", "scan"):
         _at_most("--ranks", grid.size, RANKS[kind], kind)
     else:
         _at_most("--seq-len", seq_len, POSITIONS[kind], kind)
+    if arguments.picture == "scan":
+        return scan_scene(arguments, grid, seq_len)
     if arguments.picture == "layout":
         return _layouts(arguments, grid, seq_len)
     mask = language.mask(arguments.mask, seq_len)

@@ -1,5 +1,5 @@
-"""Scenes as PNG, with matplotlib: the score matrix and the layouts; `timeline` draws schedules and
-`pack_png` packed documents.
+"""Scenes as PNG, with matplotlib: the score matrix and the layouts; `timeline` draws schedules,
+`pack_png` packed documents, and `scan_png` scans of states.
 
 The files are small, and have the same bytes for the same scene and the same matplotlib, so that a
 generated document changes only with its content.
@@ -17,10 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from . import pack_png, timeline, words
+from . import pack_png, scan_png, timeline, words
 from .colours import GREY, INK, PAPER, RULE, channels, ink_on, mixed, of_rank
 from .packs import PackScene
 from .page import box, headed
+from .scans import ScanScene
 from .scene import LayoutScene, MaskScene
 
 STYLE = {
@@ -47,6 +48,8 @@ def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
             figure = _layouts(scene)
         elif isinstance(scene, PackScene):
             figure = pack_png.draw(scene)
+        elif isinstance(scene, ScanScene):
+            figure = scan_png.draw(scene)
         else:
             figure = timeline.draw(scene, rank)
         _save(figure, path)

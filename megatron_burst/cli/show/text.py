@@ -16,10 +16,11 @@ from ...masks import Cover
 from ...schedule.tables import Chunk, Hop
 from ...units import byte_size
 from ..console import unwrapped
-from . import words
+from . import scan_text, words
 from .colours import of_document, of_rank
 from .packs import PADDING, Held, PackScene
 from .passes import Cell, ScheduleScene, share
+from .scans import ScanScene
 from .scene import LayoutScene, MaskScene
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -42,6 +43,8 @@ def show(scene: words.Scene, rank: int | None = None) -> None:
         parts = _layouts(scene)
     elif isinstance(scene, PackScene):
         parts = _packs(scene)
+    elif isinstance(scene, ScanScene):
+        parts = scan_text.parts(scene)
     else:
         parts = _schedule(scene, rank)
     for part in parts:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...schedule.tables import Chunk
+from ...schedule.tables import Chunk, Grid
 from ...units import byte_size
 from .packs import Held, PackScene
 from .passes import KINDS, ScheduleScene
+from .scans import ScanScene
 from .scene import LayoutScene, MaskScene, Shards
 
-Scene = MaskScene | LayoutScene | PackScene | ScheduleScene
+Scene = MaskScene | LayoutScene | PackScene | ScanScene | ScheduleScene
 LONGEST = 60  # characters of a mask in a title
 COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
 STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
@@ -28,11 +29,11 @@ def title(scene: Scene) -> str:
     """One line that names the scene."""
     if isinstance(scene, PackScene):
         return _packed(scene)
+    if isinstance(scene, ScanScene):
+        way = "backward" if scene.backward else "forward"
+        return f"{scene.algorithm}, {way}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
     if isinstance(scene, ScheduleScene):
-        grid, plan = scene.plan.grid, scene.plan
-        where = (
-            f"{grid.inter} nodes x {grid.intra} ranks" if grid.inter > 1 else f"{grid.size} ranks"
-        )
+        plan, where = scene.plan, _grid(scene.plan.grid)
         both = {"kv", "query"} <= {*scene.families}  # then no side is the travelling one
         way = "backward" + f", side {plan.side}" * (not both) if scene.backward else "forward"
         route = " with direct sends" * (plan.route == "direct")
@@ -48,6 +49,15 @@ def subtitle(scene: Scene) -> str:
     """One line on how to read the scene."""
     if isinstance(scene, PackScene):
         return "a row is a rank, a colour is a document; bars: its visible pairs; dashed: the mean"
+    if isinstance(scene, ScanScene):
+        cut = f", part 1 of {scene.blocks}: s3.1" * (scene.blocks > 1)
+        what = (
+            "gradient of a state that enters piece 3 from behind"
+            if scene.backward
+            else ("state that enters piece 3")
+        )
+        nodes = "; red, or ⇒: to another node" * (scene.grid.inter > 1)
+        return f"s3: the {what}{cut}; m3: what piece 3 does to any{nodes}"
     if isinstance(scene, MaskScene):
         return (
             f"{scene.shards.seq_len} positions over {scene.shards.size} ranks; each visible pair "
@@ -81,6 +91,10 @@ def caption(scene: Scene) -> list[str]:
     """The numbers of the scene, one line each."""
     if isinstance(scene, PackScene):
         return [f"{held.name}: {held_so(held)}" for held in scene.held]
+    if isinstance(scene, ScanScene):
+        many = f"{len(scene.chains)} pieces"
+        rounds = f"{scene.rounds} round{'s' * (scene.rounds != 1)}"
+        return [f"{many}, {scene.seq_len} positions; {rounds}", *scene.counts()]
     if isinstance(scene, MaskScene):
         return [_balance(scene.shards.work, scene.shards.imbalance)]
     if isinstance(scene, LayoutScene):
@@ -102,6 +116,10 @@ def held_so(held: Held) -> str:
     tokens = f"{held.padding:,} token{'s' * (held.padding != 1)}"
     padding = f", {tokens} of padding" * bool(held.padding)
     return f"{_balance(held.work, held.imbalance)}{nodes}{padding}"
+
+
+def _grid(grid: Grid) -> str:
+    return f"{grid.inter} nodes x {grid.intra} ranks" if grid.inter > 1 else f"{grid.size} ranks"
 
 
 def _packed(scene: PackScene) -> str:

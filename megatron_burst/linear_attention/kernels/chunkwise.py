@@ -17,6 +17,7 @@ from ..form import Form
 from ..grid import Grid
 from ..inputs import Cut, Inputs, Maps
 from ..recomputed import recomputed
+from .base import no_maps
 
 
 class ChunkwiseKernel:
@@ -40,9 +41,9 @@ class ChunkwiseRun:
         _, k, v, decay, beta, _ = inputs
         if any(cut.mapped):
             *transition, increment = recomputed(self._maps, k, v, decay, beta)
+            self.maps = Maps(transition[0] if transition else None, increment)
         else:
-            *transition, increment = self._unmapped()
-        self.maps = Maps(transition[0] if transition else None, increment)
+            self.maps = no_maps(form, inputs, len(cut.lengths), self.dtype)
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
         q, k, v, decay, beta, _ = self.inputs
@@ -88,12 +89,3 @@ class ChunkwiseRun:
         lengths = self.cut.lengths
         spans = [(sum(lengths[:i]), lengths[i]) for i in chosen]
         return Grid(spans, self.inputs.v.shape[0], chunks.SIZE, self.inputs.v.device)
-
-    def _unmapped(self) -> tuple[torch.Tensor, ...]:
-        """Zeros in the shapes of maps."""
-        _, b, h, w = self.inputs.v.shape
-        d, pieces = self.inputs.k.shape[-1], len(self.cut.lengths)
-        shape = {"none": (), "scalar": (pieces, b, h), "vector": (pieces, b, h, d)}
-        widths = (pieces, b, h, d, d) if self.form.delta else shape[self.form.decay]
-        zeros = self.inputs.v.new_zeros((pieces, b, h, d, w), dtype=self.dtype)
-        return (zeros.new_zeros(widths), zeros) if widths else (zeros,)

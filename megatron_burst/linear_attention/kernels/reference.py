@@ -10,6 +10,7 @@ import torch
 from ...kernels.online_softmax import accumulation_dtype
 from ..form import Form
 from ..inputs import Cut, Inputs, Maps
+from .base import no_maps
 
 
 class ReferenceKernel:
@@ -40,8 +41,10 @@ class ReferenceRun:
             nothing = v.new_zeros((*v.shape[1:3], k.shape[-1], v.shape[-1]))
             ends.append(_run(self.form, piece, nothing)[1])
             transitions.append(_transition(self.form, piece))
-        kept = None if transitions and transitions[0] is None else _stack(transitions, v)
-        self.maps = Maps(kept, _stack(ends, v))
+        self.maps = no_maps(form, self.inputs, len(ends), wide)
+        if ends:
+            kept = self.maps.transition is not None
+            self.maps = Maps(torch.stack(transitions) if kept else None, torch.stack(ends))
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
         states = entering.to(self.inputs.v.dtype).unbind()
@@ -57,7 +60,8 @@ class ReferenceRun:
             return [None] * len(lengths) if x is None else list(x.split(lengths))
 
         *tensors, scale = self.inputs
-        return [Inputs(*parts, scale) for parts in zip(*map(split, tensors), strict=True)]
+        pieces = zip(*map(split, tensors), strict=True)
+        return [Inputs(q, k, v, decay, beta, scale) for q, k, v, decay, beta in pieces]
 
 
 def _run(form: Form, piece: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +88,3 @@ def _transition(form: Form, piece: Inputs) -> torch.Tensor | None:
         empty = piece.v.new_zeros((piece.v.shape[0], b, h, d))
         return _run(form, piece._replace(v=empty), unit)[1]
     return None if piece.decay is None else piece.decay.sum(0).exp()
-
-
-def _stack(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.stack(parts) if parts else like.new_zeros((0,))

@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 import megatron_burst as mb
 from megatron_burst.comm.consensus import agree
 from megatron_burst.config import Auto
+from megatron_burst.megatron.attention.books import book_of
 from megatron_burst.megatron.attention.call import (
     CAUSAL_PACKED,
     Answer,
@@ -29,7 +30,7 @@ from megatron_burst.megatron.attention.call import (
     check_call,
     check_pack,
 )
-from megatron_burst.megatron.attention.groups import context_groups, micro_batch_groups
+from megatron_burst.megatron.attention.groups import micro_batch_groups
 from megatron_burst.megatron.attention.micro_batch import group_of, ranks_of
 from megatron_burst.megatron.attention.plan_book import (
     WHOLE,
@@ -37,7 +38,6 @@ from megatron_burst.megatron.attention.plan_book import (
     PlanBook,
     Rows,
     nothing_seen,
-    plan_book,
 )
 from megatron_burst.megatron.attention.relayout import Around
 from megatron_burst.megatron.checks.config import check_config
@@ -101,12 +101,7 @@ class BurstCoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         sizes = config.hierarchical_context_parallel_sizes
-        self.book = plan_book(
-            pg_collection.cp,
-            (tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,
-             burst.nccl_max_ctas),
-            lambda: context_groups(pg_collection, sizes, burst),
-        )  # fmt: skip
+        self.book = book_of(config, pg_collection)
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self._per_node = sizes[0] if sizes else burst.intra_size
         # Other ranks of a tensor-parallel group may get what the first one has cut, and later

@@ -17,6 +17,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.megatron.checks.chunks import chunk_problems
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.hybrid import script_problems, splits
+from megatron_burst.megatron.checks.linear import FLAG as LINEAR
 from megatron_burst.megatron.checks.linear import linear_layers
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.mlp_tiles import tile_problems
@@ -129,7 +130,7 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
     yield from _packed(settings, burst)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
-    if not engine:
+    if not engine and not registry.installed("cpu"):  # which has local layers
         yield from _hybrid(settings)
 
 
@@ -246,8 +247,8 @@ def idle(args: Any, argv: list[str]) -> str | None:
             return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
         return f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs"
-    elif args.burst_linear != "auto" and linear_layers(settings_of(args)) is None:
-        return f"--burst-linear {args.burst_linear} has no effect: no layer carries a state"
+    elif _asks(args, LINEAR) not in (None, "auto") and linear_layers(settings_of(args)) is None:
+        return f"{LINEAR} {_asks(args, LINEAR)} has no effect: no layer carries a state"
     else:
         theirs = [name for flag in _KERNELS for name in flags.given(argv, flag)]
         if theirs:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.megatron.checks.cluster import cluster_problems
 from megatron_burst.megatron.checks.cuda_graphs import graph_problems
 from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
 from megatron_burst.megatron.checks.layouts import two_layout_problems
-from megatron_burst.megatron.checks.linear import linear_problems
+from megatron_burst.megatron.checks.linear import linear_layers, linear_problems
 from megatron_burst.megatron.checks.model import (
     layout_problems,
     max_logit_problems,
@@ -80,7 +80,8 @@ def config_problems(
     yield from hybrid_problems(config)
     yield from two_layout_problems(config, burst)
     yield from linear_problems(config, burst)
-    yield from graph_problems(config, burst.store)
+    states = burst.linear != OFF and linear_layers(config) is not None
+    yield from graph_problems(config, burst.store, states)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
     if burst.layout != "zigzag":

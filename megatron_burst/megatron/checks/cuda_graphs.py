@@ -21,10 +21,11 @@ APART = {
 _MODULES = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
 
 
-def graph_problems(config: Any, store: float | None) -> Iterator[Problem]:
+def graph_problems(config: Any, store: float | None, states: bool = False) -> Iterator[Problem]:
     """Unless the CUDA graphs that a ``TransformerConfig`` asks for contain no attention.
 
-    config: as `config_problems` takes it; store: --burst-attention-store.
+    config: as `config_problems` takes it; store: --burst-attention-store; states: whether Mamba
+    layers pass states from rank to rank, which no graph may contain either.
     """
     flag, impl = graphs_asked(config)
     if impl == "none":
@@ -36,6 +37,7 @@ def graph_problems(config: Any, store: float | None) -> Iterator[Problem]:
         )
         return
     apart, modules = APART.get(impl, ()), captured(config)
+    apart = tuple(name for name in apart if not (states and name == "mamba"))
     if modules and modules <= {*apart}:
         return
     what = ", ".join(sorted(modules)) or "whole layers"

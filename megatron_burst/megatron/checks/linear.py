@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.megatron.checks.cuda_graphs import captured, graphs_asked
+from megatron_burst.megatron.checks.hybrid import asked as changing
 from megatron_burst.megatron.checks.problem import Problem
 from megatron_burst.megatron.patching.compatibility import core_version
 
 OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
-DELTA_NET = "gated_delta_net"
+DELTA_NETS = ("gated_delta_net", "gdn")  # one layer, under its name until 0.19 and since
 FLAG = "--burst-linear"
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
 _OTHERS = frozenset("*+D-E|/")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
+_NOT_PASSED = ("gdn2",)  # further variants of the delta net
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -37,7 +40,8 @@ def linear_layers(config: Any) -> str | None:
     if getattr(config, "is_hybrid_model", False):
         return "a hybrid model"
     variant = getattr(config, "experimental_attention_variant", None)
-    return f"--experimental-attention-variant {variant}" if variant == DELTA_NET else None
+    known = (*DELTA_NETS, *_NOT_PASSED)
+    return f"--experimental-attention-variant {variant}" if variant in known else None
 
 
 def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -47,7 +51,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     names.
     """
     asked = linear_layers(config)
-    if asked is None:
+    if asked is None or changing(config):  # `hybrid_problems` names what changes groups
         return
     if burst.linear == "megatron":
         yield from _heads_problems(config, burst, asked)
@@ -61,11 +65,24 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             add=(f"{FLAG} megatron",),
         )
         return
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant in _NOT_PASSED:  # also of a hybrid model
+        yield Problem(
+            f"--experimental-attention-variant {variant}: its state is not passed from rank to "
+            f"rank, only that of {DELTA_NETS[-1]} is",
+            add=(f"{FLAG} megatron",),
+        )
     if burst.layout not in (*LAYOUTS, "auto"):
         yield Problem(
             f"{asked} with --burst-layout {burst.layout}: every row's predecessor is on another "
             "rank, and a state would travel between any two rows",
             add=("--burst-layout zigzag",),
+        )
+    flag, impl = graphs_asked(config)
+    if impl != "none" and "mamba" in captured(config):
+        yield Problem(
+            f"{flag} captures Mamba layers, whose state passes from rank to rank outside of graphs",
+            add=(f"{FLAG} megatron",),
         )
     tensor = getattr(config, "tensor_model_parallel_size", 1)
     yield from _indivisible(config, tensor, f"--tensor-model-parallel-size {tensor}")
@@ -89,7 +106,7 @@ def _indivisible(
     config: Any, ranks: int, sizes: str, add: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
     """Unless the heads of gated delta nets divide by so many ranks."""
-    if getattr(config, "experimental_attention_variant", None) != DELTA_NET:
+    if getattr(config, "experimental_attention_variant", None) not in DELTA_NETS:
         return
     for name in _HEADS:
         heads = getattr(config, name, None)

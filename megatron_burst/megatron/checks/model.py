@@ -12,6 +12,7 @@ import torch
 
 from megatron_burst.config import OFF, BurstConfig
 from megatron_burst.kernels import flash_packages
+from megatron_burst.megatron.checks.linear import DELTA_NETS
 from megatron_burst.megatron.checks.problem import Problem
 
 HIDDEN_STATES = "Megatron shifts hidden states too, and only zigzag shards of unpacked sequences"
@@ -118,7 +119,7 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
     if get("mtp_hsm"):
         yield Problem(f"--mtp-hsm with --burst-layout {layout}: {HIDDEN_STATES}", add=zigzag)
     variant = get("experimental_attention_variant")
-    if variant and variant != "gated_delta_net":
+    if variant and variant not in DELTA_NETS:
         yield Problem(
             f"--experimental-attention-variant {variant} needs --burst-layout zigzag, not {layout}",
             add=zigzag,

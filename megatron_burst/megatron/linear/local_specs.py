@@ -23,20 +23,22 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_burst.megatron.checks.linear import DELTA_NETS
+
 
 def local_block_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
     """The layers that one pipeline stage has of a GPT with gated delta nets.
 
-    config: a ``TransformerConfig`` with ``experimental_attention_variant`` "gated_delta_net", whose
-    ``linear_attention_freq`` says which layers have one. vp_stage, pp_rank: as Megatron's own
-    builders take them. Raises ``ValueError`` for another variant.
+    config: a ``TransformerConfig`` whose ``experimental_attention_variant`` is "gated_delta_net"
+    ("gdn" from 0.20 on) and whose ``linear_attention_freq`` says which layers have one. vp_stage,
+    pp_rank: as Megatron's own builders take them. Raises ``ValueError`` for another variant.
     """
-    if config.experimental_attention_variant != "gated_delta_net":
+    if config.experimental_attention_variant not in DELTA_NETS:
         raise ValueError(
             f"--experimental-attention-variant {config.experimental_attention_variant} without "
-            "Transformer Engine: there are local layers for gated_delta_net only"
+            f"Transformer Engine: there are local layers for {DELTA_NETS[0]} only"
         )
     plain = copy.copy(config)  # without its __post_init__, which has run
     plain.experimental_attention_variant = None

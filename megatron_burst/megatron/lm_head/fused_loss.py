@@ -1,8 +1,9 @@
 """Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
 
-The output layer of a GPTModel that asks for it returns `LazyLogits` instead of logits while labels
-are known, and `compute_language_model_loss` computes the loss from them. This module decides when
-logits stay lazy and which loss mask belongs to which head; `linear_cross_entropy` computes.
+The output layer of a model that asks for it (GPTModel or HybridModel) returns `LazyLogits` instead
+of logits while labels are known, and `compute_language_model_loss` computes the loss from them.
+This module decides when logits stay lazy and which loss mask belongs to which head;
+`linear_cross_entropy` computes.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -10,6 +11,8 @@ Shape letters: s tokens of this context-parallel rank, b batch.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -24,12 +27,13 @@ from megatron.core.transformer import multi_token_prediction as mtp
 
 from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
 from megatron_burst.megatron.checks import translation
+from megatron_burst.megatron.checks.linear import OLDEST
 from megatron_burst.megatron.checks.lm_head import FLAG
 from megatron_burst.megatron.lm_head import STARTUP
 from megatron_burst.megatron.lm_head.lazy_logits import LazyLogits, MainGrad
 from megatron_burst.megatron.lm_head.mtp import rolled
 from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import require_parameters
+from megatron_burst.megatron.patching.compatibility import core_version, require_parameters
 
 Bound = tuple[bool, torch.Tensor | None]
 
@@ -40,12 +44,12 @@ def patch(patches: registry.PatchSet) -> None:
     loss = LanguageModule.compute_language_model_loss
     require_parameters(setup, ["self"], "LanguageModule.setup_embeddings_and_output_layer")
     require_parameters(loss, ["labels", "logits"], "LanguageModule.compute_language_model_loss")
-    require_parameters(
-        GPTModel.forward, ["labels", "loss_mask", "packed_seq_params"], "GPTModel.forward"
-    )
     patches.replace(LanguageModule, "setup_embeddings_and_output_layer", _with_lazy_head(setup))
     patches.replace(LanguageModule, "compute_language_model_loss", _fusing(loss))
-    patches.replace(GPTModel, "forward", _binding(GPTModel.forward))
+    for model in _models():
+        names = ["labels", "loss_mask", "packed_seq_params"]
+        require_parameters(model.forward, names, f"{model.__name__}.forward")
+        patches.replace(model, "forward", _binding(model.forward))
     # Newer versions count correct predictions of the further heads from their logits; the fused
     # loss has computed the argmax by then.
     counts = getattr(mtp, "_compute_mtp_acceptance_counts", None)
@@ -54,6 +58,14 @@ def patch(patches: registry.PatchSet) -> None:
             counts, ["mtp_logits", "mtp_labels", "loss_mask"], "_compute_mtp_acceptance_counts"
         )
         patches.replace_function(mtp, "_compute_mtp_acceptance_counts", _counting(counts))
+
+
+def _models() -> tuple[type, ...]:
+    """The models whose loss is one operation; hybrid ones from 0.19 on."""
+    home = "megatron.core.models.hybrid"
+    if core_version() < OLDEST or importlib.util.find_spec(home) is None:
+        return (GPTModel,)
+    return GPTModel, importlib.import_module(f"{home}.hybrid_model").HybridModel
 
 
 def _with_lazy_head(original: Callable) -> Callable:
@@ -70,8 +82,9 @@ def _with_lazy_head(original: Callable) -> Callable:
 
 def _check_model(model: Any, mode: str) -> None:
     layer = model.output_layer
-    if not isinstance(model, GPTModel):
-        raise translation.user_error(f"{FLAG} {mode} supports GPTModel, not {type(model).__name__}")
+    if not isinstance(model, _models()):
+        names = " and ".join(one.__name__ for one in _models())
+        raise translation.user_error(f"{FLAG} {mode} supports {names}, not {type(model).__name__}")
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
         raise translation.user_error(
             f"{FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
@@ -86,7 +99,7 @@ def _check_model(model: Any, mode: str) -> None:
 
 
 def _binding(original: Callable) -> Callable:
-    """GPTModel.forward whose output layer is lazy while it runs, if it has labels."""
+    """A model's forward whose output layer is lazy while it runs, if it has labels."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

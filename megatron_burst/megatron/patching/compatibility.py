@@ -26,8 +26,9 @@ def check_version() -> None:
     import megatron.core
 
     if core_version() < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__} is older than {'.'.join(map(str, OLDEST))}, the oldest that "
+            f"Megatron-Core {megatron.core.__version__} is older than {oldest}, the oldest that "
             "megatron_burst works with; upgrade megatron-core"
         )
 

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .all_gather import all_gather
 from .hops import Hops, Task
 from .ring import ring
+from .scan import scan
+from .two_level import two_level
 
 # Name -> what makes its table.
-SCANS: dict[str, Callable[[Task], Hops]] = {"ring": ring}
+SCANS: dict[str, Callable[[Task], Hops]] = {
+    "all_gather": all_gather,
+    "scan": scan,
+    "two_level": two_level,
+    "ring": ring,
+}

@@ -16,7 +16,9 @@ class Blocks(NamedTuple):
     sizes: tuple[int, int, int]
     shares: tuple[int, int, int]
 
-    def __len__(self) -> int:  # not of the fields
+    @property
+    def number(self) -> int:
+        """How many blocks there are."""
         return self.shares[0] * self.shares[1] * self.shares[2]
 
     @property

@@ -20,12 +20,12 @@ WHOLE = -1
 
 
 class Hops(NamedTuple):
-    """One hop per entry, int64 [hops] each, sorted by `round`.
+    """One hop per entry, int64 [hops] each, sorted by `round`; rounds count from 0, none is empty.
 
     In a round every rank sends and receives at once, and what it sends it has from earlier rounds.
     kind: STATE, that which enters piece `first`; or MAP, that of pieces `first` to `last`, one
-    after the other, all of one document. block: which of `blocks` parts of the state; WHOLE for all
-    of it. Parts are equal shares of heads, then of columns; see `linear_attention`.
+    after the other, all of one document. block: which of `blocks` parts of the state, or of the map
+    as far as this part needs it; WHOLE for all of it. What the parts are: `blocks.cut`.
     """
 
     round: np.ndarray
@@ -51,8 +51,46 @@ class Task(NamedTuple):
     blocks: int = 1
 
 
-def table(rows: list[tuple[int, int, int, int, int, int, int]]) -> Hops:
-    """Hops of these (round, source, destination, kind, first, last, block), sorted by round."""
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 7)
-    columns = columns[np.argsort(columns[:, 0], kind="stable")]
-    return Hops(*columns.T)
+class Runs(NamedTuple):
+    """Consecutive pieces of a document on one rank as one: int64 [runs] each, in order.
+
+    first, last: its pieces; nth: the how manieth run of its document; follows: bool, does another
+    run of this document come after it?
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    rank: np.ndarray
+    nth: np.ndarray
+    follows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def document(self) -> np.ndarray:
+        """int64 [runs]: a number for each document that has pieces, in order."""
+        return np.cumsum(self.nth == 0) - 1
+
+
+def runs_of(chains: Chains) -> Runs:
+    """The runs of pieces between which states change the rank."""
+    opens = chains.begins | np.append(True, chains.rank[1:] != chains.rank[:-1])
+    first = np.flatnonzero(opens)
+    count = np.arange(len(first))
+    begins = chains.begins[first]
+    nth = count - np.maximum.accumulate(np.where(begins, count, 0))
+    last = np.append(first[1:], len(chains)) - 1
+    return Runs(first, last, chains.rank[first], nth, np.append(~begins[1:], False))
+
+
+def table(*parts: tuple) -> Hops:
+    """The hops of all parts; of each part (round, source, destination, kind, first, last, block),
+    which broadcast together. What a rank would send to itself is left out."""
+    columns = np.concatenate(
+        [np.stack([x.ravel() for x in np.broadcast_arrays(*part)]) for part in parts], axis=1
+    )
+    columns = columns[:, columns[1] != columns[2]].astype(np.int64)
+    columns = columns[:, np.argsort(columns[0], kind="stable")]
+    columns[0] = np.unique(columns[0], return_inverse=True)[1].ravel()
+    return Hops(*columns)

@@ -1,0 +1,172 @@
+"""Megatron's gated delta net with its state passed from rank to rank.
+
+Megatron shares the heads of such a layer by all-to-all, undoes zigzag and redoes it. Here every
+rank keeps its rows and all heads: the layer is built as on one context-parallel rank, and its
+forward takes the place of Megatron's with the layer's own projections, gates, norms and
+recomputation; what crosses ranks are rows of the convolution and states. Parameters and
+checkpoints are those of the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net.common import _GDNBase
+
+import megatron_burst as mb
+from megatron_burst.config import OFF
+from megatron_burst.megatron.attention.micro_batch import ONE_RANK
+from megatron_burst.megatron.linear.heads import check_shared_heads
+from megatron_burst.megatron.linear.state_layer import StateLayer
+from megatron_burst.megatron.patching.compatibility import require_function, require_parameters
+from megatron_burst.megatron.patching.registry import PatchSet
+
+_STATES = "_burst_states"  # the layer's `StateLayer`, where states are passed
+_SILU = ("silu", "swish")
+
+
+def patch(patches: PatchSet) -> None:
+    """Add to a set of patches what makes gated delta nets pass states; for 0.19 and newer."""
+    original = _GDNBase.__init__
+    require_parameters(original, ["config", "layer_number", "pg_collection"], "_GDNBase.__init__")
+    patches.replace(_GDNBase, "__init__", _with_states(original))
+    forward = GatedDeltaNet.forward
+    names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
+    require_parameters(forward, names, "GatedDeltaNet.forward")
+    names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
+    require_function(GatedDeltaNet, "_gated_norm_and_a2a", names)
+    require_function(GatedDeltaNet, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"])
+    patches.replace(GatedDeltaNet, "forward", _passing_states(forward))
+
+
+def _with_states(original: Callable) -> Callable:
+    """Wrap the constructor: where states are passed, the layer sees one context-parallel rank."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
+        ranks = 1 if groups is None else groups.cp.size()
+        if ranks == 1:
+            return original(*bound.args, **bound.kwargs)
+        burst = getattr(config, "burst", None)
+        if burst is None or OFF in (burst.algorithm, burst.linear):
+            check_shared_heads(config, groups.tp.size(), ranks)
+            return original(*bound.args, **bound.kwargs)
+        if not isinstance(self, GatedDeltaNet):
+            raise ValueError(
+                f"{type(self).__name__}: only GatedDeltaNet passes its state from rank to rank; "
+                f"take --burst-linear megatron or --context-parallel-algo megatron"
+            )
+        alone = copy.copy(groups)
+        alone.cp = ONE_RANK
+        bound.arguments["pg_collection"] = alone
+        original(*bound.args, **bound.kwargs)
+        sizes = (
+            self.num_k_heads_local_tp, self.num_v_heads_local_tp, self.key_head_dim,
+            self.value_head_dim, self.conv_kernel_dim,
+        )  # fmt: skip
+        states = StateLayer(config, groups, self.layer_number, "gated_delta_rule", sizes)
+        setattr(self, _STATES, states)
+
+    return __init__
+
+
+def _passing_states(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = getattr(self, _STATES, None)
+        given = signature.bind(self, *args, **kwargs).arguments
+        inference = given.get("inference_context"), given.get("inference_params")
+        if states is None or inference != (None, None):
+            return original(self, *args, **kwargs)
+        return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
+
+    return forward
+
+
+def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
+    """hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
+    projected, _ = net.in_proj(hidden)
+    mixed, gate, *gates = torch.split(projected, net.feat_dim_split, dim=-1)
+    call = states.call(_shapes(net, mixed, gates), packed)
+    silu = net.activation in _SILU
+    mixed = mb.short_convolution(
+        mixed,
+        net.conv1d.weight.squeeze(1),
+        net.conv1d.bias,
+        activation="silu" if silu else None,
+        **call,
+    )
+    if not silu:
+        mixed = net.act_fn(mixed)
+    inputs, gate = _prepared(net, mixed, gate, gates)
+    out = mb.linear_attention(**inputs, **call).transpose(0, 1)
+    return _projected(net, out, gate)
+
+
+def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `_prepared` will return, without the memory of it."""
+    rows, batch = mixed.shape[:2]
+    heads = net.num_v_heads_local_tp
+
+    def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
+        return mixed.new_empty((), dtype=dtype).expand(rows, batch, *sizes)
+
+    return {
+        "q": like(heads, net.key_head_dim),
+        "k": like(heads, net.key_head_dim),
+        "v": like(heads, net.value_head_dim),
+        "decay": like(heads, dtype=torch.promote_types(gates[1].dtype, torch.float32)),
+        "beta": like(heads, dtype=gates[0].dtype),
+    }
+
+
+def _prepared(
+    net: Any, mixed: torch.Tensor, gate: torch.Tensor, gates: list[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(q, k, v, decay and beta [s, b, ...], output gate [b, s, h, w]) by the layer's own methods.
+
+    These take and return [b, s, ...]; from 0.20 on, one of them makes all inputs.
+    """
+    mixed, gate, *gates = (x.transpose(0, 1) for x in (mixed, gate, *gates))
+    batch, rows = mixed.shape[:2]
+    gate = gate.reshape(batch, rows, -1, net.value_head_dim)
+    prepare = net._prepare_input_for_gated_delta_rule
+    if hasattr(net, "_compute_g_and_beta"):
+        q, k, v, gate, beta, alpha = prepare(mixed, gate, batch, rows, *gates)
+        decay, beta = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha, beta)
+    else:
+        made = prepare(mixed, gate, net.A_log, net.dt_bias, batch, rows, *gates)
+        q, k, v, decay, gate, beta = (made[name] for name in ("q", "k", "v", "g", "gate", "beta"))
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    return {name: x.transpose(0, 1) for name, x in inputs.items()}, gate
+
+
+def _projected(net: Any, out: torch.Tensor, gate: torch.Tensor) -> Any:
+    """The layer's gated norm and output projection of out [b, s, h, w]."""
+    batch, rows = out.shape[:2]
+    norm = partial(
+        net._gated_norm_and_a2a,
+        thd_cp_a2a_inv=None,
+        batch=batch,
+        seq_len=rows,
+        packed_seq_params=None,
+    )
+    if not net.recompute_norm_out:
+        return net.out_proj(norm(out, gate))
+    net.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=net.config.fp8)
+    result, bias = net.out_proj(net.norm_out_checkpoint.checkpoint(norm, out, gate))
+    net.norm_out_checkpoint.discard_output_and_register_recompute(result)
+    return result, bias

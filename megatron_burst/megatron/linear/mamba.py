@@ -1,0 +1,161 @@
+"""Megatron's Mamba-2 mixer with its state passed from rank to rank.
+
+Megatron shares the heads of a mixer by all-to-all, undoes zigzag and redoes it. Here every rank
+keeps its rows and all heads: the mixer is built as on one context-parallel rank, and its forward
+takes the place of Megatron's with the mixer's own projections and norm; what crosses ranks are rows
+of the convolution and states. A mixer is linear attention with scalar decay: C are the queries, B
+the keys, x times its step dt the values, and the state decays by exp(A dt) per token. Parameters
+and checkpoints are those of the mixer.
+
+Shape letters: s local rows, b batch, h heads of width p, g groups of states of width n.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+import megatron_burst as mb
+from megatron_burst.config import OFF
+from megatron_burst.megatron.attention.micro_batch import ONE_RANK
+from megatron_burst.megatron.linear.state_layer import StateLayer
+from megatron_burst.megatron.patching.compatibility import require_parameters
+from megatron_burst.megatron.patching.registry import PatchSet
+
+_STATES = "_burst_states"  # the mixer's `StateLayer`, where states are passed
+# Mixers of main that share heads in their own way: module, class.
+_OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
+
+
+def patch(patches: PatchSet) -> None:
+    """Add to a set of patches what makes Mamba mixers pass states; for 0.19 and newer."""
+    original = MambaMixer.__init__
+    names = ["config", "d_model", "layer_number", "pg_collection"]
+    require_parameters(original, names, "MambaMixer.__init__")
+    patches.replace(MambaMixer, "__init__", _with_states(original))
+    forward = MambaMixer.forward
+    names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
+    require_parameters(forward, names, "MambaMixer.forward")
+    patches.replace(MambaMixer, "forward", _passing_states(forward))
+    for home, name in _OTHERS:
+        if importlib.util.find_spec(home) is not None:
+            mixer = getattr(importlib.import_module(home), name)
+            patches.replace(mixer, "__init__", _refusing(mixer.__init__, name))
+
+
+def states_passed(config: Any, groups: Any) -> bool:
+    """Whether layers with this configuration pass states over these process groups."""
+    burst = getattr(config, "burst", None)
+    split = groups is not None and groups.cp.size() > 1
+    return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
+
+
+def _with_states(original: Callable) -> Callable:
+    """Wrap the constructor: where states are passed, the mixer sees one context-parallel rank."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
+        if not states_passed(config, groups):
+            return original(*bound.args, **bound.kwargs)
+        alone: Any = copy.copy(groups)
+        alone.cp = ONE_RANK
+        bound.arguments["pg_collection"] = alone
+        original(*bound.args, **bound.kwargs)
+        sizes = (
+            self.ngroups_local_tp, self.nheads_local_tp, self.d_state, self.headdim, self.d_conv,
+        )  # fmt: skip
+        states = StateLayer(config, groups, self.layer_number, "scalar_decay", sizes)
+        setattr(self, _STATES, states)
+
+    return __init__
+
+
+def _refusing(original: Callable, name: str) -> Callable:
+    """Wrap the constructor of a mixer that cannot pass states."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        if states_passed(bound["config"], bound.get("pg_collection")):
+            raise ValueError(
+                f"{name}: only MambaMixer and GatedDeltaNet pass their state from rank to rank; "
+                "take --burst-linear megatron or --context-parallel-algo megatron"
+            )
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _passing_states(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = getattr(self, _STATES, None)
+        given = signature.bind(self, *args, **kwargs).arguments
+        inference = given.get("inference_context"), given.get("inference_params")
+        if states is None or inference != (None, None):
+            return original(self, *args, **kwargs)
+        return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
+
+    return forward
+
+
+def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
+    """hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
+    projected, _ = mixer.in_proj(hidden)
+    inner, groups, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.nheads_local_tp
+    state = groups * mixer.d_state
+    gate, mixed, steps = projected.split((inner, inner + 2 * state, heads), dim=-1)
+    call = states.call(_shapes(mixer, mixed), packed)
+    mixed = mb.short_convolution(
+        mixed, mixer.conv1d_weight.squeeze(1), mixer.conv1d_bias, activation="silu", **call
+    )
+    x, keys, queries = mixed.split((inner, state, state), dim=-1)
+    x = x.unflatten(-1, (heads, mixer.headdim))
+    steps = F.softplus(steps.to(_wide(steps)) + mixer.dt_bias)
+    skip = mixer.D.unflatten(0, (heads, -1))  # [h, 1], or [h, p] with D_has_hdim
+    out = mb.linear_attention(
+        queries.unflatten(-1, (groups, -1)),
+        keys.unflatten(-1, (groups, -1)),
+        (x * steps.unsqueeze(-1)).to(x.dtype),
+        decay=-mixer.A_log.to(steps.dtype).exp() * steps,
+        scale=1.0,
+        **call,
+    )
+    y = out + skip * x
+    y = (y.flatten(2) * F.silu(gate)).to(projected.dtype)
+    return mixer.out_proj(mixer.norm(y) if mixer.rmsnorm else y)
+
+
+def _shapes(mixer: Any, mixed: torch.Tensor) -> dict[str, Any]:
+    """What `mb.linear_attention` will take, without the memory of it."""
+    rows, batch = mixed.shape[:2]
+
+    def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
+        return mixed.new_empty((), dtype=dtype).expand(rows, batch, *sizes)
+
+    keys = like(mixer.ngroups_local_tp, mixer.d_state)
+    return {
+        "q": keys,
+        "k": keys,
+        "v": like(mixer.nheads_local_tp, mixer.headdim),
+        "decay": like(mixer.nheads_local_tp, dtype=_wide(mixed)),
+    }
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,242 @@
+"""What ranks of the tests of gated delta nets run: a small GPT with three such layers and one of
+softmax attention, for a few steps, with all of its numbers at hand."""
+
+import contextlib
+from itertools import pairwise
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from session import _log, _meet_again
+
+LENGTH, VOCABULARY, BATCH = 64, 61, 2
+# Documents of a pack without their padding, and with it.
+LENGTHS, ROOM = (21, 1, 17, 0, 9, 11), (21, 3, 17, 2, 9, 12)
+
+
+@contextlib.contextmanager
+def installed(layout, cp, sizes):
+    """Megatron with BurstAttention over ``cp`` of the four ranks; the others do the same."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    import megatron_burst.megatron as burst
+
+    _meet_again()
+    burst.install(layout)
+    try:
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=cp, hierarchical_context_parallel_sizes=sizes
+        )
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        yield
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+def build(cp, sizes, choices, **changes):
+    """The model in fp64, with the same weights in every run."""
+    import torch.nn.functional as F
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+    from megatron_burst.megatron.linear.local_specs import local_block_spec
+
+    config = TransformerConfig(**{
+        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "context_parallel_size": cp,
+        "hierarchical_context_parallel_sizes": sizes, "normalization": "RMSNorm",
+        "gated_linear_unit": True, "activation_func": F.silu, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "calculate_per_token_loss": True, "add_bias_linear": False,
+        "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False, "apply_rope_fusion": False, "deterministic_mode": True,
+        **changes,
+    })  # fmt: skip
+    burst.configure(config, mb.BurstConfig(**choices))
+    torch.manual_seed(7)
+    spec = local_block_spec(config)
+    model = GPTModel(config, spec, VOCABULARY + 3, LENGTH, position_embedding_type="rope")
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        draw = torch.Generator().manual_seed(index)
+        noise = torch.randn(parameter.shape, generator=draw)
+        parameter.data += (0.3 if name.endswith(("A_log", "dt_bias")) else 0.05) * noise
+    for module in model.modules():
+        if hasattr(module, "gated_delta_rule"):  # Megatron's own is in fp32
+            module.gated_delta_rule = recurrence
+    return model.double()
+
+
+def recurrence(query, key, value, g, beta, **unused):
+    """The gated delta rule token by token: q, k, v [b, s, h, d], g and beta [b, s, h]."""
+    state, out = torch.zeros_like(key[:, 0, :, :, None] * value[:, 0, :, None]), []
+    for q, k, v, decay, rate in zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True):
+        state = state * decay.exp()[..., None, None]
+        seen = torch.einsum("bhd,bhdw->bhw", k, state)
+        state = state + torch.einsum("bhd,bhw->bhdw", k, (v - seen) * rate[..., None])
+        out.append(torch.einsum("bhd,bhdw->bhw", q, state) * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1), None
+
+
+def batch(packed):
+    """(tokens, labels, places, parameters of the pack): of whole sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(VOCABULARY, (1 if packed else BATCH, LENGTH + 1), generator=draw)
+    places = torch.arange(LENGTH)[None].expand(len(rows), -1)
+    params = None
+    if packed:
+        ends, padded = (
+            torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (LENGTHS, ROOM)
+        )
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS),
+        )  # fmt: skip
+    return rows[:, :-1], rows[:, 1:], places, params
+
+
+def real_rows():
+    """The parts of a pack that are no padding."""
+    starts = torch.tensor([0, *ROOM]).cumsum(0).tolist()
+    return [(a, a + n) for (a, _), n in zip(pairwise(starts), LENGTHS, strict=True) if n]
+
+
+def losses(model, packed, alone):
+    """Losses of this rank's tokens that count."""
+    import megatron_burst.megatron as burst
+
+    tokens, labels, places, params = batch(packed)
+    if alone:
+        parts = [slice(a, b) for a, b in real_rows()]
+        found = [
+            model(tokens[:, part], places[:, : part.stop - part.start], None, labels=labels[:, part])
+            for part in parts
+        ]
+        return torch.cat(found, 1).flatten()
+    counts = torch.ones_like(tokens, dtype=torch.bool)
+    if packed:
+        counts[:] = False
+        for a, b in real_rows():
+            counts[:, a:b] = True
+    mine = [burst.shard_sequence(x.contiguous(), params, dim=1)
+            for x in (tokens, labels, places, counts)]  # fmt: skip
+    tokens, labels, places, counts = mine
+    found = model(tokens, places, None, labels=labels, packed_seq_params=params)
+    return found[counts]
+
+
+def train(
+    layout, cp, choices=None, sizes=None, packed=False, alone=False, steps=3, flight=1, **changes
+):
+    """([(loss, gradient norm)] of each step, what the package has logged on this rank); ``flight``
+    micro-batches are run forward before any of them runs backward."""
+    from megatron.core import parallel_state
+
+    choices = {"layout": layout, "kernel": "reference", **(choices or {})}
+    with _log() as told, installed(layout, cp, sizes):
+        model = build(cp, sizes, choices, **changes)
+        replicas = dist.get_world_size() // parallel_state.get_context_parallel_world_size()
+        optimizer, history = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(steps):
+            *others, found = (losses(model, packed, alone) for _ in range(flight))
+            total = torch.tensor([float(found.detach().double().sum()), found.numel()]).double()
+            dist.all_reduce(total)
+            for one in (found, *others[::-1]):
+                (one.sum() * replicas / total[1] / flight).backward()
+            for parameter in model.parameters():
+                parameter.grad /= replicas
+                dist.all_reduce(parameter.grad)
+            norm = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
+            history.append((float(total[0] / total[1]), norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        return history, told
+
+
+def recomputed():
+    """As `train`, with recomputed layers and two micro-batches in flight."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    choices = {"store": 1.0}
+    return train("zigzag", 2, choices, steps=2, flight=2, recompute_num_layers=1, **full)
+
+
+def refused(layout, cp, options, odd=None):
+    """The error that building and running the model ends in on this rank, or None; ``odd``: further
+    options of rank 1."""
+    try:
+        train(layout, cp, steps=1, **options | (odd or {} if dist.get_rank() == 1 else {}))
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return None
+
+
+def plans_made(**options):
+    """How many plans a step of the model makes on two ranks, and how many calls take one."""
+    import megatron_burst as mb
+
+    count = {"prepare_linear": 0, "linear_attention": 0}
+
+    def counting(name):
+        original = getattr(mb, name)
+
+        def call(*args, **named):
+            count[name] += 1
+            return original(*args, **named)
+
+        return mock.patch.object(mb, name, call)
+
+    with counting("prepare_linear"), counting("linear_attention"):
+        train("zigzag", 2, steps=1, **options)
+    return tuple(count.values())
+
+
+def described(cp, linear):
+    """What the first layer's sharded state is: name -> (global shape, offset, local shape); and its
+    own parameters' shapes."""
+    choices = {"linear": linear, "kernel": "reference"}
+    with installed("zigzag", cp, None):
+        layer = build(cp, None, choices).decoder.layers[0]
+        sharded = layer.sharded_state_dict()
+        flat = {}
+        for name, one in sharded.items():
+            parts = one.build() if hasattr(one, "build") else one
+            for part in _leaves(parts):
+                shape = getattr(part, "local_shape", ())  # none of objects
+                where = tuple(part.global_shape), tuple(part.global_offset), tuple(shape)
+                flat.setdefault((name, part.key), []).append(where)
+        return flat, {name: tuple(p.shape) for name, p in layer.named_parameters()}
+
+
+def _leaves(parts):
+    if isinstance(parts, dict):
+        parts = list(parts.values())
+    if isinstance(parts, (list, tuple)):
+        return [leaf for part in parts for leaf in _leaves(part)]
+    return [parts]
+
+
+def called_differently(what):
+    """The error of a call of one layer that its state's plan does not allow."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    with installed("zigzag", 2, None):
+        layers = build(2, None, {"kernel": "reference"}).decoder.layers
+        hidden = torch.zeros(LENGTH // 2, 1, 32, dtype=torch.float64)
+        try:
+            if what == "follower":
+                layers[1].self_attention(hidden, None)
+            ends = torch.tensor([0, LENGTH // 2], dtype=torch.int32)
+            params = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, local_cp_size=1
+            )
+            layers[0].self_attention(hidden, None, packed_seq_params=params)
+        except ValueError as caught:
+            return str(caught)
+    return None

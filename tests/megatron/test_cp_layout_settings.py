@@ -1,0 +1,206 @@
+"""Megatron's own settings of layouts, and ``--burst-layout auto``; no ranks.
+
+The settings are those of Megatron-LM at commit 010994d536a31a389479f995577f7b05a01f7053
+(``TransformerConfig``: ``linear_cp_layout`` and ``attention_cp_layout`` came with pull request
+6776, ``cp_partition_mode`` from its branch dev).
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_burst as mb
+import megatron_burst.megatron as burst
+from megatron_burst import flags
+from megatron_burst.megatron import stream_layout
+from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron.checks.config import check_config
+from megatron_burst.megatron.training import hooks
+
+CPLayout = Literal["contiguous", "zigzag"]
+APART = mb.BurstConfig(layout="contiguous", attention_layout="zigzag")
+
+
+@dataclass
+class NewerConfig(TransformerConfig):
+    """The fields as that commit declares them."""
+
+    cp_partition_mode: CPLayout = "zigzag"
+    linear_cp_layout: CPLayout = "zigzag"
+    attention_cp_layout: CPLayout = "zigzag"
+
+
+def newer(**settings):
+    return NewerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2,
+        attention_dropout=0.0, **settings,
+    )  # fmt: skip
+
+
+def layouts(config):
+    return config.linear_cp_layout, config.attention_cp_layout
+
+
+@pytest.fixture
+def installed():
+    burst.install()
+    yield
+    burst.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("settings", "choices"),
+    [
+        ({}, mb.BurstConfig()),
+        ({"linear_cp_layout": "contiguous"}, APART),
+        ({"attention_cp_layout": "contiguous"}, mb.BurstConfig(attention_layout="contiguous")),
+        (
+            {"linear_cp_layout": "contiguous", "attention_cp_layout": "contiguous"},
+            mb.BurstConfig(layout="contiguous"),
+        ),
+        # The defaults ask for nothing: as with striped, our flags say how tokens lie.
+        ({}, APART),
+    ],
+)
+def test_megatron_is_told_of_one_layout_so_that_rows_are_not_exchanged_twice(
+    installed, settings, choices
+):
+    config = newer(**settings)
+    for _ in range(2):  # a second model may have the same configuration
+        assert burst.configure(config, choices).burst == choices
+        assert layouts(config) == (choices.layout, choices.layout)
+        check_config(config, choices)  # as each layer does
+    assert burst.installed_layout() == choices.layout
+
+
+def test_striped_tokens_leave_the_settings_alone(installed):
+    config = burst.configure(newer(), mb.BurstConfig(layout="striped"))
+    assert layouts(config) == ("zigzag", "zigzag")
+
+
+@pytest.mark.parametrize("choices", [mb.BurstConfig(), mb.BurstConfig(layout="contiguous")])
+def test_a_contradiction_is_refused_by_name(installed, choices):
+    with pytest.raises(ValueError, match="--linear-cp-layout contiguous and --attention-cp") as e:
+        burst.configure(newer(linear_cp_layout="contiguous"), choices)
+    assert f"contradict --burst-layout {choices.layout}" in str(e.value)
+    assert "add --burst-layout contiguous --burst-attention-layout zigzag" in str(e.value)
+
+
+def test_megatrons_own_conversion_around_attention_is_refused(installed):
+    with pytest.raises(ValueError, match="--cp-partition-mode contiguous: Megatron then") as e:
+        burst.configure(newer(cp_partition_mode="contiguous"), APART)
+    assert "remove --cp-partition-mode" in str(e.value)
+
+
+def test_where_megatrons_attention_runs_its_settings_are_its_own(installed):
+    settings = {"linear_cp_layout": "contiguous", "cp_partition_mode": "contiguous"}
+    config = newer(**settings)
+    burst.configure(config, mb.BurstConfig(algorithm="megatron"))
+    assert layouts(config) == ("contiguous", "zigzag")
+
+
+def arguments(line="", **settings):
+    """Parsed arguments of a script, completed as `validate_args` does it."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, algorithm=flags.OFF)
+    args = parser.parse_args(["--context-parallel-algo", "burst", *line.split()])
+    vars(args).update({"context_parallel_size": 2} | settings)
+    hooks._settle(args)
+    return args
+
+
+def test_a_command_line_takes_megatrons_settings_where_ours_are_not_given():
+    args = arguments(linear_cp_layout="contiguous", attention_cp_layout="zigzag")
+    assert flags.burst_config(args) == APART
+    same = arguments("--burst-layout zigzag", linear_cp_layout="contiguous")
+    said = "\n".join(map(str, command_line.problems(same, [])))
+    assert "--linear-cp-layout contiguous and --attention-cp-layout zigzag contradict" in said
+    assert not [p for p in command_line.problems(args, []) if "cp-layout" in str(p)]
+
+
+HYBRID = {
+    "context_parallel_size": 4, "hybrid_layer_pattern": "GG*-MM", "hidden_size": 64,
+    "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "bf16": True,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_num_groups": 2,
+}  # fmt: skip
+
+
+def test_bytes_by_hand():
+    model = SimpleNamespace(**HYBRID)
+    layers = stream_layout.layers_of(model)
+    assert layers == (2, 2, 1)
+    delta_net = 4 * 4 * 16 * 8 + 2 * 3 * (2 * 2 * 8 + 4 * 16)
+    mamba = 4 * 8 * 16 * 32 + 2 * 3 * (8 * 16 + 2 * 2 * 32)
+    once = 3 * 2 * (delta_net + mamba)
+    assert stream_layout.traffic(model, layers, "zigzag", "zigzag", 64) == (2 * once, 0)
+    # Ranks hold 2 x 8 rows: contiguous (0, 1), (2, 3), (4, 5), (6, 7), zigzag (0, 7), (1, 6),
+    # (2, 5), (3, 4): only piece 0 stays, and piece 5, which rank 2 has in both.
+    row = 2 * (64 + 32 + 32 + 64)
+    found = stream_layout.traffic(model, layers, "contiguous", "zigzag", 64)
+    assert found == (once, 6 * 8 * row)
+
+
+@pytest.mark.parametrize(
+    ("length", "pattern", "expected"),
+    [
+        (64, "GG*-MM", APART),  # states of two layers once more: above 6 KiB x 3, rows 18 KiB
+        (4096, "GG*-MM", mb.BurstConfig()),
+        (4096, "MMMM-", mb.BurstConfig(layout="contiguous", attention_layout="zigzag")),
+        (64, "**--", mb.BurstConfig()),
+    ],
+)
+def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
+    model = SimpleNamespace(**HYBRID | {"hybrid_layer_pattern": pattern})
+    found, why = stream_layout.settled(model, mb.BurstConfig(layout="auto"), length)
+    assert found == expected
+    assert ("no layers of linear attention" if "*" * 2 in pattern else "MiB") in why
+
+
+@pytest.mark.parametrize(
+    ("changed", "choices", "words"),
+    [
+        ({}, {"linear": "megatron"}, "--burst-linear megatron expects it"),
+        ({}, {"sequence_chunks": 2}, "other settings need it"),
+        ({"mtp_num_layers": 1}, {}, "other settings need it"),
+    ],
+)
+def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words):
+    burst = mb.BurstConfig(layout="auto", **choices)
+    found, why = stream_layout.settled(SimpleNamespace(**HYBRID | changed), burst, 64)
+    assert (found.layout, found.attention_layout) == ("zigzag", None)
+    assert words in why
+
+
+def test_auto_needs_to_know_what_it_counts():
+    auto = mb.BurstConfig(layout="auto")
+    with pytest.raises(ValueError, match=r"give configure\(\) seq_length"):
+        stream_layout.settled(SimpleNamespace(**HYBRID), auto, None)
+    unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
+    with pytest.raises(ValueError, match="does not say which it has"):
+        stream_layout.settled(unknown, auto, 64)
+    with pytest.raises(ValueError, match=r"install\(layout='auto'\).*names the layout"):
+        burst.install("auto")
+
+
+def test_a_command_line_says_what_auto_became(caplog):
+    with caplog.at_level("INFO", logger="megatron_burst"):
+        args = arguments("--burst-layout auto", **HYBRID, seq_length=64)
+    assert flags.burst_config(args) == APART
+    assert "--burst-layout auto: --burst-layout contiguous --burst-att" in caplog.text
+    assert "because states and rows between ranks in forward" in caplog.text
+
+
+def test_frequencies_say_which_layers_of_a_gpt_are_linear():
+    for frequency in (4, [1, 1, 1, 0, 1, 1, 1, 0]):
+        model = SimpleNamespace(
+            num_layers=8, experimental_attention_variant="gated_delta_net",
+            linear_attention_freq=frequency,
+        )  # fmt: skip
+        assert stream_layout.layers_of(model) == (6, 0, 2)

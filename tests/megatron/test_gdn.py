@@ -1,0 +1,97 @@
+"""Gated delta nets over several ranks, with all of their numbers: a step equals that of one rank.
+
+The model is in fp64 but for gates, rotary angles and the loss, which Megatron computes in fp32. Runs
+of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
+"""
+
+import delta_net_ranks as ranks
+import pytest
+
+from megatron_burst.megatron.checks.linear import OLDEST
+from megatron_burst.megatron.patching.compatibility import core_version
+
+pytestmark = pytest.mark.skipif(core_version() < OLDEST, reason="states are passed from 0.19 on")
+
+
+@pytest.fixture(scope="module")
+def one(four):
+    """The steps of one rank."""
+    return four(ranks.train, "zigzag", 1)[0][0]
+
+
+@pytest.fixture(scope="module")
+def alone(four):
+    """The steps of one rank that runs every document of a pack by itself."""
+    return four(ranks.train, "zigzag", 1, None, None, True, True)[0][0]
+
+
+def same(found, expected):
+    """Losses to what fp32 leaves of them, gradient norms as fp64 has them."""
+    for history, _ in found:
+        for (loss, norm), (wanted, stock) in zip(history, expected, strict=True):
+            assert loss == pytest.approx(wanted, rel=3e-7)
+            assert norm == pytest.approx(stock, rel=1e-9)
+
+
+def test_megatrons_own_exchange_of_heads_is_one_rank_too(four, one):
+    same(four(ranks.train, "zigzag", 2, {"linear": "megatron"}), one)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cp", "algorithm", "sizes"),
+    [
+        ("zigzag", 2, "auto", None),
+        ("contiguous", 2, "all_gather", None),
+        ("zigzag", 4, "scan", [2, 2]),  # twice the key heads
+        ("contiguous", 4, "ring", None),
+        pytest.param("contiguous", 4, "two_level", [2, 2], marks=pytest.mark.slow),
+        pytest.param("zigzag", 4, "two_level", [2, 2], marks=pytest.mark.slow),
+        pytest.param("zigzag", 4, "auto", None, marks=pytest.mark.slow),
+    ],
+)
+def test_states_passed_are_one_rank(four, one, layout, cp, algorithm, sizes):
+    found = four(ranks.train, layout, cp, {"linear": algorithm}, sizes)
+    same(found, one)
+    (line,) = [line for line in found[0][1] if line.startswith("linear attention:")]
+    assert f"layout {layout}" in line
+    if algorithm != "auto":
+        assert f"algorithm {algorithm}" in line
+
+
+@pytest.mark.parametrize(
+    ("layout", "cp"),
+    [
+        ("zigzag", 2),
+        ("balanced", 4),
+        pytest.param("contiguous", 4, marks=pytest.mark.slow),
+        pytest.param("zigzag", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_documents_of_a_pack_are_each_alone(four, alone, layout, cp):
+    same(four(ranks.train, layout, cp, None, None, True), alone)
+
+
+def test_recomputed_with_two_micro_batches_in_flight(four, one):
+    same(four(ranks.recomputed), one[:2])
+
+
+def test_one_plan_per_micro_batch(four):
+    assert four(ranks.plans_made) == [(1, 3)] * 4
+
+
+def test_parameters_and_checkpoints_are_those_of_megatron(four):
+    stock, ours = four(ranks.described, 2, "megatron"), four(ranks.described, 2, "auto")
+    assert stock == ours
+    assert len(stock[0][1]) > 8
+
+
+def test_ranks_with_other_documents_are_told(four):
+    found = four(ranks.refused, "contiguous", 2, {"packed": True}, {"packed": False})
+    assert all("ValueError" in str(error) for error in found[:2])
+
+
+def test_groups_of_one_micro_batch_and_other_shapes_are_refused(four):
+    (error, *_) = four(ranks.called_differently, "local_cp_size")
+    assert "take the group that the model was built with" in error
+    (error, *_) = four(ranks.called_differently, "follower")
+    assert "the lowest layer of its kind on this rank never saw" in error

@@ -1,0 +1,127 @@
+"""What layers that carry a state need of a run over several ranks, and what they are told."""
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+from test_checks import config
+
+import megatron_burst as mb
+from megatron_burst.megatron.checks import linear as checks
+from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.patching.compatibility import core_version
+
+NEW = core_version() >= checks.OLDEST
+# The layer's name until 0.19, and since.
+DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net" if core_version() < (0, 20) else "gdn"
+}
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+new = pytest.mark.skipif(not NEW, reason="states are passed from 0.19 on")
+
+
+def told(cp=2, linear="auto", layout="zigzag", **changes):
+    burst = mb.BurstConfig(kernel="reference", linear=linear, layout=layout)
+    changes = {"calculate_per_token_loss": True} | HEADS | changes
+    return [str(problem) for problem in config_problems(config(cp, **changes), burst)]
+
+
+@pytest.mark.parametrize("layers", [DELTA_NET, {"is_hybrid_model": True}])
+def test_states_are_passed_from_0_19_on(layers):
+    found = told(**layers)
+    if NEW:
+        assert not found
+    else:
+        (words,) = found
+        assert "needs Megatron-Core 0.19 or newer, and this is 0." in words
+        assert words.endswith("add --burst-linear megatron")
+    assert not told(linear="megatron", **layers)
+    assert not told(cp=1, **layers)
+
+
+@new
+@pytest.mark.parametrize("layers", [DELTA_NET, {"is_hybrid_model": True}])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "striped"])
+def test_every_layout_but_those_that_part_neighbours(layers, layout):
+    found = told(layout=layout, **layers)
+    if layout == "striped":
+        (words,) = found
+        assert "with --burst-layout striped: every row's predecessor" in words
+        assert words.endswith("add --burst-layout zigzag")
+    else:
+        assert not found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced", "striped"])
+def test_megatrons_own_exchange_of_heads_knows_only_zigzag(layout):
+    (words,) = told(linear="megatron", layout=layout, **DELTA_NET)
+    assert words.startswith(f"--burst-linear megatron with --burst-layout {layout}")
+
+
+def test_megatrons_own_exchange_needs_heads_for_every_rank():
+    (words,) = told(cp=4, linear="megatron", **DELTA_NET)
+    assert words.startswith("--linear-num-key-heads 2 is not divisible by --tensor-model-parallel-")
+    assert words.endswith("add --burst-linear auto") == NEW
+
+
+@new
+def test_heads_are_shared_by_tensor_parallel_ranks_alone():
+    assert not told(cp=16, **DELTA_NET)
+    (words,) = told(tensor_model_parallel_size=4, **DELTA_NET)
+    assert words == "--linear-num-key-heads 2 is not divisible by --tensor-model-parallel-size 4"
+
+
+@new
+def test_further_variants_and_graphs_are_named():
+    (words,) = told(experimental_attention_variant="gdn2")
+    assert words.startswith("--experimental-attention-variant gdn2: its state is not passed")
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_modules": ["mamba"]}
+    (words,) = told(is_hybrid_model=True, **graphs)
+    assert "captures Mamba layers" in words
+    assert not told(is_hybrid_model=True, linear="megatron", **graphs)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "linear"), [("M*-", True), ("G*E|G*-/*", True), ("*-*E/*", False), ("+D", False)]
+)
+def test_patterns_say_which_layers_there_are(pattern, linear):
+    made = config(is_hybrid_model=True, hybrid_layer_pattern=pattern)
+    assert (checks.linear_layers(made) is not None) == linear
+
+
+def _configuration(**changes):
+    given = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
+             "linear_attention_freq": 4, "context_parallel_size": 4}  # fmt: skip
+    return TransformerConfig(**given | DELTA_NET | HEADS | changes)
+
+
+@new
+def test_a_configuration_may_have_fewer_heads_than_ranks_once_installed():
+    import megatron_burst.megatron as burst
+
+    for installed in (False, True):
+        if installed:
+            burst.install("zigzag")
+        try:
+            assert _configuration(context_parallel_size=2).linear_num_key_heads == 2
+            with pytest.raises(AssertionError, match="must be a multiple of"):
+                _configuration(tensor_model_parallel_size=4)  # by tensor-parallel ranks, always
+            if not installed:
+                with pytest.raises(AssertionError, match="must be a multiple of"):
+                    _configuration()
+                continue
+            made = _configuration()
+            assert (made.linear_num_key_heads, made.linear_num_value_heads) == (2, 4)
+            with pytest.raises(AssertionError):
+                _configuration(linear_num_value_heads=3)
+        finally:
+            burst.uninstall()
+    with pytest.raises(AssertionError, match="must be a multiple of"):
+        _configuration()
+
+
+@new
+def test_a_layer_of_megatrons_own_refuses_heads_that_its_ranks_cannot_share():
+    from megatron_burst.megatron.linear.heads import check_shared_heads
+
+    check_shared_heads(config(**HEADS), 1, 2)
+    with pytest.raises(ValueError, match=r"linear_num_key_heads is 2.*\(1\) x --context.*\(4\)"):
+        check_shared_heads(config(**HEADS), 1, 4)

@@ -1,0 +1,102 @@
+"""Mamba mixers: what stands in for mamba_ssm on a CPU, against the recurrence written out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core.models.hybrid.hybrid_block")
+
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+from megatron_burst.megatron.linear import mamba
+from megatron_burst.megatron.linear.mamba_on_cpu import GatedNorm, split_conv1d_scan
+
+BATCH, TOKENS, HEADS, WIDTH, GROUPS, STATE, CONVOLUTION = 2, 11, 6, 3, 2, 5, 4
+INNER, CHANNELS = HEADS * WIDTH, HEADS * WIDTH + 2 * GROUPS * STATE
+
+
+def drawn(*shape, seed=0):
+    draw = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+
+def written_out(projected, weight, bias, dt_bias, A, D):
+    """[b, l, h * p], token by token and number by number where the definition has indices."""
+    out = torch.zeros(*projected.shape[:2], INNER, dtype=torch.float64)
+    for b in range(len(projected)):
+        state = torch.zeros(HEADS, WIDTH, STATE, dtype=torch.float64)
+        for t in range(projected.shape[1]):
+            z = projected[b, t, :INNER]
+            mixed = bias.clone()
+            for back in range(min(CONVOLUTION, t + 1)):
+                row = projected[b, t - back, INNER : INNER + CHANNELS]
+                mixed = mixed + weight[:, CONVOLUTION - 1 - back] * row
+            mixed = mixed / (1 + (-mixed).exp())
+            x, keys, queries = mixed.split((INNER, GROUPS * STATE, GROUPS * STATE))
+            for head in range(HEADS):
+                own = head // (HEADS // GROUPS) * STATE
+                step = F.softplus(projected[b, t, INNER + CHANNELS + head] + dt_bias[head])
+                row = x[head * WIDTH : (head + 1) * WIDTH]
+                state[head] = (step * A[head]).exp() * state[head] + torch.outer(
+                    step * row, keys[own : own + STATE]
+                )
+                y = state[head] @ queries[own : own + STATE] + D[head] * row
+                gate = z[head * WIDTH : (head + 1) * WIDTH]
+                out[b, t, head * WIDTH : (head + 1) * WIDTH] = y * gate / (1 + (-gate).exp())
+    return out
+
+
+def parameters():
+    return (
+        drawn(CHANNELS, CONVOLUTION), drawn(CHANNELS), drawn(HEADS), -drawn(HEADS, seed=1).exp(),
+        drawn(HEADS, seed=2),
+    )  # fmt: skip
+
+
+def test_the_stand_in_for_the_fused_kernel():
+    projected = drawn(BATCH, TOKENS, INNER + CHANNELS + HEADS)
+    weight, bias, dt_bias, A, D = parameters()
+    found = split_conv1d_scan(
+        projected, weight, bias, dt_bias, A, D, 4, headdim=WIDTH, ngroups=GROUPS
+    )
+    expected = written_out(projected, weight, bias, dt_bias, A, D)
+    assert (found - expected).abs().max() < 1e-12
+    wide = D[:, None].expand(HEADS, WIDTH)
+    assert torch.equal(
+        found, split_conv1d_scan(projected, weight, bias, dt_bias, A, wide, 4, ngroups=GROUPS)
+    )
+    with pytest.raises(ValueError, match=r"packed batches: .* take --burst-linear auto"):
+        split_conv1d_scan(projected, *parameters(), 4, headdim=WIDTH, seq_idx=torch.zeros(1))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_stand_in_for_the_gated_norm(before):
+    x, z = drawn(3, 8), drawn(3, 8, seed=1)
+    norm = GatedNorm(8, eps=1e-5, group_size=4, norm_before_gate=before, dtype=torch.float64)
+    norm.weight.data.copy_(drawn(8))
+    expected, gate = torch.zeros_like(x), z / (1 + (-z).exp())
+    for row in range(3):
+        for first in (0, 4):
+            part = slice(first, first + 4)
+            gated = x[row, part] if before else x[row, part] * gate[row, part]
+            out = gated / ((gated**2).mean() + 1e-5).sqrt() * norm.weight[part]
+            expected[row, part] = out * gate[row, part] if before else out
+    assert (norm(x, z) - expected).abs().max() < 1e-12
+
+
+def test_other_mixers_are_refused_by_name():
+    class GatedDeltaProductMixer:
+        def __init__(self, config, pg_collection=None):
+            self.built = True
+
+    built = mamba._refusing(GatedDeltaProductMixer.__init__, "GatedDeltaProductMixer")
+    GatedDeltaProductMixer.__init__ = built
+    group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
+    with pytest.raises(ValueError, match=r"^GatedDeltaProductMixer: only .* take --bu"):
+        GatedDeltaProductMixer(ours, pg_collection=group)
+    ours.burst.linear = "megatron"
+    assert GatedDeltaProductMixer(ours, pg_collection=group).built
+    assert hasattr(MambaMixer, "_ssm_training")  # what stands in is for this path

@@ -1,0 +1,74 @@
+"""Ten iterations of Megatron-LM's own loop on hybrid models: attention beside layers that carry a
+state, split as on one rank, and as with Megatron's own all-to-all of heads."""
+
+import pytest
+from test_training import RECOMPUTE, same
+
+pytest.importorskip("megatron.training.models.hybrid")
+
+# Two key heads, so that four ranks are more than heads; four heads of Mamba in two groups.
+DELTA_NETS = (
+    "--hybrid-layer-pattern GGG*- --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
+)
+SIZES = "--mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2"
+MAMBA = f"--hybrid-layer-pattern M*M- {SIZES}"
+BURST = "--context-parallel-algo burst"
+CP2 = f"{BURST} --context-parallel-size 2"
+CP4 = f"{BURST} --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
+APART = "--burst-layout contiguous --burst-attention-layout zigzag"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+EXPERTS = (
+    f"--hybrid-layer-pattern M*E {SIZES} --num-experts 4 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 48 --moe-aux-loss-coeff 1e-2 "
+    "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall"
+)
+# what is compared -> (model, ranks, flags)
+CASES = {
+    "delta-nets": (DELTA_NETS, 2, CP2),
+    "delta-nets-more-ranks-than-heads": (DELTA_NETS, 4, f"{CP4} {APART}"),
+    "delta-nets-contiguous": (DELTA_NETS, 4, f"{CP4} --burst-layout contiguous"),
+    "delta-nets-scan": (DELTA_NETS, 4, f"{CP4} --burst-linear scan"),
+    "mamba": (MAMBA, 2, f"{CP2} --burst-lm-head-loss single_pass"),
+    "mamba-four-ranks": (MAMBA, 4, f"{CP4} --burst-linear ring"),
+    "mamba-contiguous": (MAMBA, 2, f"{CP2} --burst-layout contiguous --burst-linear all_gather"),
+    "mamba-auto-layout": (MAMBA, 4, f"{CP4} --burst-layout auto"),
+    "mamba-tensor-parallel": (MAMBA, 4, f"{CP2} {TP2} {APART}"),
+    "mamba-recompute": (MAMBA, 2, f"{CP2} {APART} {RECOMPUTE} --burst-attention-store 1.0"),
+    "mamba-experts": (EXPERTS, 2, CP2),
+    "megatrons-delta-nets": (DELTA_NETS, 2, f"{CP2} --burst-linear megatron"),
+    "megatrons-mamba": (MAMBA, 2, f"{CP2} --burst-linear megatron"),
+}
+QUICK = (
+    "delta-nets-more-ranks-than-heads", "mamba", "mamba-contiguous", "mamba-tensor-parallel",
+    "megatrons-mamba",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+)
+def test_split_like_one_rank(train, case):
+    model, ranks, flags = CASES[case]
+    same(train(ranks, f"{model} {flags}"), train(1, model))
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        (MAMBA, f"{CP2} {APART}"),
+        pytest.param(DELTA_NETS, CP2, marks=pytest.mark.slow),
+        pytest.param(MAMBA, f"{CP2} --burst-layout balanced", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_documents_like_each_alone(train, model, flags):
+    alone = train(1, f"{model} --packed --alone")
+    same(train(2, f"{model} --packed {flags}"), alone)
+    assert alone.steps[10] != train(1, model).steps[10]
+
+
+def test_the_log_says_how_states_and_rows_travel(train):
+    model, ranks, flags = CASES["mamba-tensor-parallel"]
+    run = train(ranks, f"{model} {flags}")
+    assert run.lines("tokens lie contiguous and attention has zigzag")
+    assert run.lines("linear attention")
