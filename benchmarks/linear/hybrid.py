@@ -54,7 +54,9 @@ class Sleeping:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, *_: Any) -> None:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, *_: Any
+    ) -> None:
         self._take(q.shape[2] * visible(work))
 
     def backward(self, rows: Any, k: torch.Tensor, v: torch.Tensor, work: Any, *_: Any) -> None:

@@ -50,7 +50,9 @@ def convolution(setting: Setting, groups: mb.Groups) -> Way:
     whole = x.T.requires_grad_()
     out = F.conv1d(F.pad(whole, (WIDTH - 1, 0)), weight[:, None], groups=channels)
     (grad,) = torch.autograd.grad(out, whole, upstream.T)
-    mine = [t.T[order][:, None].bfloat16() for t in (whole.detach(), upstream.T, out.detach(), grad)]
+    mine = [
+        t.T[order][:, None].bfloat16() for t in (whole.detach(), upstream.T, out.detach(), grad)
+    ]
     plan = plan_of(short, "ring", groups, None)
     chain = maps.chains_of(short, size)
     row = channels * ACTIVATION

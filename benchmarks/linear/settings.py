@@ -119,7 +119,7 @@ def settings(quick: bool) -> list[Setting]:
 class Stack(NamedTuple):
     """Shapes of the layers; tokens per rank. model: whose they are."""
 
-    tokens: int = 4096
+    tokens: int = 2048
     heads: int = 16
     kv_heads: int = 2
     width: int = 256

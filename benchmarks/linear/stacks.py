@@ -86,9 +86,7 @@ def busiest(works: list[Work], name: str) -> dict[str, int]:
     return {link: max(w.bytes[name][link] for w in works) for link in LINKS}
 
 
-def _of(
-    name: str, works: list[Work], done: list[list[Run]], stack: Stack, speed: float
-) -> Record:
+def _of(name: str, works: list[Work], done: list[list[Run]], stack: Stack, speed: float) -> Record:
     attention = max(sum(w.flops.values()) for w in works)
     linear = LINEAR_LAYERS * (1 + LINEAR_BACKWARD) * stack.linear_flops
     return {
