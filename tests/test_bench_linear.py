@@ -56,7 +56,7 @@ def test_linear_flops_by_hand():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_truth_is_that_of_autograd(form, layout):
-    """The states of all ranks put in the order of the chain are one recurrence; so are gradients."""
+    """The states of all ranks in the order of the chain are one recurrence; so are gradients."""
     setting, size = Setting(form, layout, heads=2, width=3, tokens=8), 3
     chain = maps.chains_of(setting, size)
     shares = [maps.share(setting, size, rank) for rank in range(size)]
@@ -199,7 +199,9 @@ def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path):
                     "old\n<!-- end linear-cluster -->\n\nmore by hand\n")  # fmt: skip
     page.write({"cluster": run, "hybrid": stack}, tmp_path, ("cluster", "hybrid"))
     text = path.read_text()
-    assert text.startswith("# By hand\n") and "more by hand" in text and "old" not in text
+    assert text.startswith("# By hand\n")
+    assert "more by hand" in text
+    assert "old" not in text
     assert "(target: at most 0.1): 0.188 to 0.188 of its time" in text
     assert "(target: 2 times as fast): 4.0 to 4.0 times as fast" in text
     assert "8 ranks cannot share the heads" in text

@@ -83,9 +83,10 @@ def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
         torch.zeros(stack.tokens, 1, n, stack.width, dtype=torch.bfloat16, requires_grad=True)
         for n in heads
     )
+    rates = measured if attention.algorithm == "auto" else None
     plan = mb.prepare(
         q, k, v, groups=measure.groups(state), algorithm=attention.algorithm, kernel="aten",
-        rates=measured if attention.algorithm == "auto" else None, layout="zigzag", head_chunks=attention.head_chunks,
+        rates=rates, layout="zigzag", head_chunks=attention.head_chunks,
     )  # fmt: skip
     state["attentions"][attention.name] = plan, (q, k, v)
     run = timed(state, attention.name, 0.0)

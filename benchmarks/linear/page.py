@@ -174,7 +174,7 @@ def _bytes(cells: Sequence[Record]) -> str:
 
 
 def _chosen(cells: Sequence[Record]) -> str:
-    lines = [f"`auto` and the number of blocks, at the rates measured in each setting:\n"]
+    lines = ["`auto` and the number of blocks, at the rates measured in each setting:\n"]
     for cell in cells:
         rivals = [_rival(cell, name) for name in ("scan", "two_level", "auto")]
         words = "; ".join(f"{r['name']}: {r['says']}" for r in rivals)

@@ -22,8 +22,8 @@ CHUNK = 64  # tokens that linear attention computes at once
 
 class Layer(NamedTuple):
     """name: of the layer with this form of decay. sections: what its input projection makes, each a
-    name and its channels as multiples of (heads x width, groups x width, heads). convolved: those that a
-    short convolution goes over. joined: does one exchange carry all sections?"""
+    name and its channels as multiples of (heads x width, groups x width, heads). convolved: those
+    that a short convolution goes over. joined: does one exchange carry all sections?"""
 
     name: str
     sections: tuple[tuple[str, tuple[int, int, int]], ...]
