@@ -36,6 +36,7 @@ CASES = {
     "mamba-tensor-parallel": (MAMBA, 4, f"{CP2} {TP2} {APART}"),
     "mamba-recompute": (MAMBA, 2, f"{CP2} {APART} {RECOMPUTE} --burst-attention-store 1.0"),
     "mamba-experts": (EXPERTS, 2, CP2),
+    "mamba-tiles": (MAMBA, 2, f"{CP2} --burst-sequence-chunks 2 --burst-mlp-tiles 2"),
     "megatrons-delta-nets": (DELTA_NETS, 2, f"{CP2} --burst-linear megatron"),
     "megatrons-mamba": (MAMBA, 2, f"{CP2} --burst-linear megatron"),
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.online_softmax import accumulation_dtype
 from ..form import Form
 from ..inputs import Cut, Inputs
 from .packages import Loaded, load
@@ -84,6 +85,7 @@ def arguments(
     """What the function of a form is given: sequences are the pieces of the first batch, those of
     the second, and so on."""
     b, h = inputs.v.shape[1:3]
+    wide = accumulation_dtype(inputs.v.dtype)
     several = len(lengths) > 1
 
     def laid(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,7 +100,7 @@ def arguments(
         "q": laid(q),
         "k": laid(k),
         "v": laid(inputs.v),
-        "g": laid(None if inputs.decay is None else inputs.decay.float()),
+        "g": laid(None if inputs.decay is None else inputs.decay.to(wide)),
         "beta": laid(inputs.beta),
         "scale": inputs.scale,
         "initial_state": None if states is None else states.transpose(0, 1).flatten(0, 1),

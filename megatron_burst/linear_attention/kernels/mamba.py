@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.online_softmax import accumulation_dtype
 from ..form import Form
 from ..inputs import Cut, Inputs
 from .packages import Loaded, load
@@ -71,13 +72,14 @@ def run(loaded: Loaded, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
 def arguments(piece: Inputs, state: torch.Tensor | None) -> dict[str, Any]:
     """What the function is given of one piece; state [b, h, d, w]. Queries bring the scale."""
     assert piece.decay is not None
-    dt = (-piece.decay.float()).clamp(min=SMALLEST)
+    wide = accumulation_dtype(piece.v.dtype)
+    dt = (-piece.decay.to(wide)).clamp(min=SMALLEST)
     x = (piece.v / dt.unsqueeze(-1)).to(piece.v.dtype)
     heads = piece.v.shape[2]
     return {
         "x": x.transpose(0, 1),
         "dt": dt.transpose(0, 1),
-        "A": -torch.ones(heads, dtype=torch.float32, device=x.device),
+        "A": -torch.ones(heads, dtype=wide, device=x.device),
         "B": piece.k.transpose(0, 1),
         "C": (piece.q * piece.scale).transpose(0, 1),
         "chunk_size": CHUNK,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...kernels.online_softmax import accumulation_dtype
 from ..form import Form
 from ..inputs import Cut, Inputs, Maps
 from .base import no_maps
@@ -24,16 +25,17 @@ Sweep = Callable[
 
 
 class SequencesRun:
-    """An `inputs.Run`; states are float32."""
+    """An `inputs.Run`."""
 
     def __init__(self, form: Form, inputs: Inputs, cut: Cut, sweep: Sweep):
         self.inputs, self.cut, self.sweep = inputs, cut, sweep
-        self.maps = no_maps(form, inputs, len(cut.lengths), torch.float32)
+        self.dtype = accumulation_dtype(inputs.v.dtype)
+        self.maps = no_maps(form, inputs, len(cut.lengths), self.dtype)
         if any(cut.mapped):
             self.maps = self._maps(form)
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
-        out, _ = self.sweep(self.inputs, self.cut.lengths, entering.float(), False)
+        out, _ = self.sweep(self.inputs, self.cut.lengths, entering.to(self.dtype), False)
         return out.to(self.inputs.v.dtype)
 
     def _maps(self, form: Form) -> Maps:
@@ -45,7 +47,7 @@ class SequencesRun:
         else:
             transition = None
             if chosen.decay is not None:
-                parts = chosen.decay.float().split(lengths)
+                parts = chosen.decay.to(self.dtype).split(lengths)
                 transition = torch.stack([part.sum(0) for part in parts]).exp()
             _, increment = self.sweep(chosen, lengths, None, True)
             assert increment is not None
@@ -67,7 +69,7 @@ class SequencesRun:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _, b, h, w = chosen.v.shape
         d = chosen.k.shape[-1]
-        unit = torch.eye(d, dtype=torch.float32, device=chosen.v.device)
+        unit = torch.eye(d, dtype=self.dtype, device=chosen.v.device)
         start = unit.expand(len(lengths), b, h, d, d)
         start = torch.nn.functional.pad(start, (0, w))
         wide = chosen._replace(v=torch.nn.functional.pad(chosen.v, (d, 0)))
