@@ -43,6 +43,11 @@ it lands, in the colour of its owner: filled for a copy (k0, q0), pale for a gra
 striped for a partial output (o0). It stands for all rows of its owner, the first row on the left,
 and is filled only where rows travel: `3/8` means three of the owner's eight. Dashed boxes are idle,
 and dashed arrows are transfers that are left out because no rank needs the chunk.
+
+How to read a **scan of states** ([linear attention](linear-attention.md)): on top are the pieces of
+the sequence in the order of positions, in the colour of the rank that holds them. Below, a column
+is a round: ranks send from its left side to its right side. s3 is the state that enters piece 3,
+s3.1 part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
 """
 
 
@@ -178,6 +183,13 @@ SECTIONS = (
         Picture("token-ring-forward", "schedule --algorithm token_ring --ranks 4 --mask full",
                 "TokenRing: queries go round, and each partial output goes straight back to the "
                 "rank of its queries, in the opposite direction."),
+    )),
+    Section("States of linear attention", (
+        Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --ranks-per-node 4",
+                "Zigzag's chain goes up the ranks and back; the last rank's two pieces meet at the "
+                "turn. Each part of a state has its rank in each node: it takes in the maps of "
+                "the node's pieces, passes its part of the state on to the next node, and tells "
+                "each piece of its node what enters there."),
     )),
 )  # fmt: skip
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from .comm.groups import Groups
     from .config import BurstConfig
     from .layout.sharding import shard, unshard
+    from .linear_attention.operation import linear_attention
+    from .linear_attention.plan import LinearPlan
+    from .linear_attention.prepare import prepare_linear
+    from .linear_attention.short_convolution import short_convolution
+    from .linear_attention.state_scan import state_scan
     from .linear_cross_entropy import linear_cross_entropy
     from .planning.plan import Plan
     from .planning.prepare import prepare
@@ -46,6 +51,7 @@ _HOMES = {
     "Gpu": "advisor.gpus",
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",
+    "LinearPlan": "linear_attention.plan",
     "Model": "advisor.shapes.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
@@ -55,13 +61,17 @@ _HOMES = {
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
     "layout": "",
+    "linear_attention": "linear_attention.operation",
     "linear_cross_entropy": "linear_cross_entropy",
     "masks": "",
     "measure_rates": "autotune.measure",
     "megatron": "",  # above this package: imported when asked for, by nothing in it
     "prepare": "planning.prepare",
+    "prepare_linear": "linear_attention.prepare",
     "shard": "layout.sharding",
+    "short_convolution": "linear_attention.short_convolution",
     "simulate": "advisor.simulate",
+    "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "unshard": "layout.sharding",
 }
@@ -75,6 +85,7 @@ __all__ = [
     "Gpu",
     "Groups",
     "HostMemory",
+    "LinearPlan",
     "Model",
     "Plan",
     "Rates",
@@ -84,20 +95,25 @@ __all__ = [
     "checkpoint",
     "choose",
     "layout",
+    "linear_attention",
     "linear_cross_entropy",
     "masks",
     "measure_rates",
     "prepare",
+    "prepare_linear",
     "shard",
+    "short_convolution",
     "simulate",
+    "state_scan",
     "tiled",
     "unshard",
 ]
 
 
 class _Package(ModuleType):
-    """`mb.attention` and `mb.linear_cross_entropy` are functions, and their modules have the same
-    names: what the import system binds for a submodule must not hide the function."""
+    """`mb.attention`, `mb.linear_attention` and `mb.linear_cross_entropy` are functions, and their
+    modules have the same names: what the import system binds for a submodule must not hide the
+    function."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, ModuleType) and _HOMES.get(name)):

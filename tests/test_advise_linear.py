@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_burst.advisor.account.sizes import Sizes
@@ -17,6 +18,11 @@ from megatron_burst.advisor.shapes.layer_kinds import FORMS
 from megatron_burst.advisor.shapes.mixers import gated_delta_net, mamba2
 from megatron_burst.advisor.shapes.models import Mixer, Model
 from megatron_burst.autotune.rates import Rates
+from megatron_burst.layout import make
+from megatron_burst.layout.chains import chains
+from megatron_burst.schedule.scans import SCANS
+from megatron_burst.schedule.scans import hops as tables
+from megatron_burst.schedule.topology import Topology
 
 K = 1024
 DELTA = Model("delta", 4, 1024, 8, 2, 4096, 32000, pattern="LLLF",
@@ -102,6 +108,24 @@ def test_seconds_of_each_algorithm():
     assert found["scan"] == pytest.approx(42 * (1e-3 + STATE / 13 / 1e8))
     shared = 2 * 3 / 4 * (whole + STATE) / 1e9
     assert found["two_level"] == pytest.approx(2e-3 + shared + 6 * (1e-3 + STATE / 4 / 1e8))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_the_formulas_count_the_hops_that_run(layout):
+    """Of 2 nodes x 4 ranks, blocks in units of whole states."""
+    run = Settings(64 * K, cp=8, intra=4, layout=layout)
+    chain = scan_time.Chain.of(cluster(8), run)
+    task = tables.Task(chains(make(layout, cp_size=8), 64 * K), Topology(8, 4), 4)
+    ring, scan, lanes = (SCANS[name](task) for name in ("ring", "scan", "two_level"))
+    crossings = ring.source // 4 != ring.destination // 4
+    assert (len(ring), crossings.sum()) == (chain.hops, chain.crossings)
+    assert scan.round[-1] + 1 == chain.hops + 4 - 1
+    crosses = lanes.source // 4 != lanes.destination // 4
+    assert crosses.sum() == chain.crossings * 4
+    # Of the rank that sends most within its node: its maps in parts, then parts of states. At the
+    # turn of zigzag a rank has one piece less.
+    most, counted = np.bincount(lanes.source[~crosses]).max(), 2 * chain.pieces * 3
+    assert counted - (layout == "zigzag") <= most <= counted
 
 
 def test_a_contiguous_stream_goes_up_only():

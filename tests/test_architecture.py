@@ -17,8 +17,8 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 # named before it. The operation and the package itself come after the rooms that they join.
 ROOMS = (
     "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
-    "linear_cross_entropy", "execution", "recompute", "autotune", "packing", "planning",
-    "attention", "advisor", "seam", "__init__", "megatron", "recipes", "cli", "__main__",
+    "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune", "packing",
+    "planning", "attention", "advisor", "seam", "__init__", "megatron", "recipes", "cli", "__main__",
 )  # fmt: skip
 PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
 NO_TORCH = {
@@ -205,7 +205,8 @@ for name in mb.__all__:
     getattr(mb, name)
 mb.megatron.install
 import megatron_burst.attention, megatron_burst.linear_cross_entropy
-print(mb.attention.__name__, mb.linear_cross_entropy.__name__)
+import megatron_burst.linear_attention
+print(mb.attention.__name__, mb.linear_cross_entropy.__name__, mb.linear_attention.__name__)
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {others!r}))
 import torch
 print(torch.distributed.is_initialized(), torch.get_default_dtype())
@@ -228,7 +229,7 @@ def test_rooms_without_torch_are_imported_without_it():
     light, names, heavy, state = done.stdout.splitlines()
     assert len(modules) > 20
     assert light == "[]"
-    assert names == "attention linear_cross_entropy"
+    assert names == "attention linear_cross_entropy linear_attention"
     assert heavy == "[]"
     assert state == "False torch.float32"
 

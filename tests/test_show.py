@@ -432,7 +432,7 @@ def test_text_of_layouts(capsys):
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = re.findall("^  megatron-burst (.*)$", show.EPILOG, re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         assert cli.main(shlex.split(example)) == 0
     assert capsys.readouterr().err == ""

@@ -10,13 +10,9 @@ chunk, d width of keys, x any width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-from ..kernels.autograd import first_order_only
-
-BLOCK = 16  # rows among which vectors of decays are compared pair by pair
 
 
 class Keys(NamedTuple):
@@ -62,29 +58,27 @@ class Scalar:
 
 
 class Vector:
-    """decay [n, b, g, r, c, d], c a multiple of `BLOCK`."""
+    """decay [n, b, g, r, c, d], c a power of two."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
         self.total = decay.to(dtype).cumsum(-2)
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """As of `Scalar`. Between blocks through the state before the later one, which lies between
-        the two rows; within a block pair by pair."""
+        """As of `Scalar`. Single rows are joined to blocks, two by two: rows of two blocks meet in
+        the state behind the earlier block, which lies between them."""
         total = self.total
         a, k = a.expand_as(total), k.expand_as(total)
-        size = total.shape[-2]
-        within = _Near.apply(*(x.unflatten(-2, (-1, BLOCK)) for x in (a, k, total)))
-        rows = []
-        for index, first in enumerate(range(0, size, BLOCK)):
-            there = slice(first, first + BLOCK)
-            parts = [within[..., index, :, :]]
-            if first:
-                before = total[..., first - 1 : first, :]
-                late = a[..., there, :] * (total[..., there, :] - before).exp()
-                early = k[..., :first, :] * (before - total[..., :first, :]).exp()
-                parts.insert(0, late @ early.transpose(-1, -2))
-            rows.append(torch.nn.functional.pad(torch.cat(parts, -1), (0, size - first - BLOCK)))
-        return torch.cat(rows, -2)
+        found = (a * k).sum(-1)[..., None, None]
+        while found.shape[-3] > 1:  # [..., blocks, rows, rows]
+            halves = (-1, 2, found.shape[-1])
+            late, since = (x.unflatten(-2, halves)[..., 1, :, :] for x in (a, total))
+            early, until = (x.unflatten(-2, halves)[..., 0, :, :] for x in (k, total))
+            end = until[..., -1:, :]
+            across = (late * (since - end).exp()) @ (early * (end - until).exp()).transpose(-1, -2)
+            first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+            above = torch.cat([first, torch.zeros_like(first)], -1)
+            found = torch.cat([above, torch.cat([across, second], -1)], -2)
+        return found.squeeze(-3)
 
     def keys(self, k: torch.Tensor) -> Keys:
         """As of `Scalar`."""
@@ -95,34 +89,6 @@ class Vector:
     def read(self, q: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """As of `Scalar`."""
         return (q * self.total.exp()) @ states
-
-
-class _Near(torch.autograd.Function):
-    """sum_d a_t exp(total_t - total_j) k_j of all rows j <= t of a block; a, k, total [..., c, d].
-
-    The tile [c, c, d] of factors is made anew in backward: it is the largest tensor of a chunk.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, k, total)
-        return torch.einsum("...td,...tjd,...jd->...tj", a, _factors(total), k)
-
-    @staticmethod
-    @first_order_only("linear attention")
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        a, k, total = ctx.saved_tensors
-        weighted = _factors(total).mul_(gradient.unsqueeze(-1))
-        da = (weighted * k.unsqueeze(-3)).sum(-2)
-        dk = (weighted * a.unsqueeze(-2)).sum(-3)
-        return da, dk, a * da - k * dk
-
-
-def _factors(total: torch.Tensor) -> torch.Tensor:
-    """exp(total_t - total_j) [..., c, c, d] where j <= t, else 0."""
-    away = total.unsqueeze(-2) - total.unsqueeze(-3)
-    later = _later(total.shape[-2], total.device).unsqueeze(-1)
-    return away.masked_fill_(later, float("-inf")).exp_()
 
 
 def _later(size: int, device: torch.device) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Scan:
         after the last pieces wanted?"""
         program = self.program
         known = Known(program.begins, program.blocks, self._own(maps, initial))
-        for number, (sends, receives) in enumerate(program.rounds):
+        for number, sends, receives in program.rounds:
             envelope = Envelope(call, crc32(f"{self.name} {number}".encode()))
             self._exchange(known, sends, receives, envelope, f"round {number} of {self.name}")
         entering, left = maps.increment.new_zeros(maps.increment.shape), {}

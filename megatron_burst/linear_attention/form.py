@@ -19,7 +19,8 @@ class Form(NamedTuple):
     """name: its entry in `forms.FORMS`. decay: what a token keeps of the state before it: all
     ("none"), a share of it ("scalar") or a share of each of its d rows ("vector"). delta: does a
     token write what the state does not yet answer for its key (True), or its value (False)? fla:
-    the function of flash-linear-attention that computes it; mamba: does mamba_ssm compute it?"""
+    the function of flash-linear-attention that computes it, with its module; mamba: does mamba_ssm
+    compute it?"""
 
     name: str
     decay: Decay

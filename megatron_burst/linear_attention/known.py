@@ -6,7 +6,7 @@ carried on by maps that are known, of one piece or of a run of pieces. So algori
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -110,7 +110,7 @@ class Known:
         """The blocks that a hop's block is."""
         return range(self._blocks.number) if block == WHOLE else range(block, block + 1)
 
-    def whole(self, parts: list[torch.Tensor | None]) -> torch.Tensor:
+    def whole(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """All blocks of a state [b, h, d, w], put together; of a single one itself."""
         if len(parts) == 1:
             assert parts[0] is not None

@@ -34,8 +34,9 @@ class Parcel(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one rank sends and receives at once."""
+    """What one rank sends and receives at once, in round `number` of the table."""
 
+    number: int
     sends: tuple[Parcel, ...]
     receives: tuple[Parcel, ...]
 
@@ -81,14 +82,17 @@ def program(hops: Hops, chains: Chains, rank: int, blocks: Blocks) -> Program:
         way, peer = (sends, destination) if source == rank else (receives, source)
         way.setdefault(peer, []).append(Hop(*hop))
     rounds = tuple(
-        Round(*(tuple(Parcel(peer, tuple(some)) for peer, some in way.items()) for way in ways))
-        for ways in found.values()
+        Round(number, *(_parcels(way) for way in ways)) for number, ways in found.items()
     )
     own = chains.of(rank)
     return Program(
         rounds, tuple(own.tolist()), chains.begins.tolist(), chains.ends.tolist(),
         tuple(chains.document[own].tolist()), blocks,
     )  # fmt: skip
+
+
+def _parcels(way: dict[int, list[Hop]]) -> tuple[Parcel, ...]:
+    return tuple(Parcel(peer, tuple(some)) for peer, some in way.items())
 
 
 def message_bytes(hops: Hops, program: Program, states: States) -> tuple[int, int]:
@@ -111,8 +115,8 @@ def message_bytes(hops: Hops, program: Program, states: States) -> tuple[int, in
 def sent_bytes(program: Program, states: States, topology: Topology, rank: int) -> tuple[int, int]:
     """What `rank`, whose program it is, sends within its node and to others."""
     sent = {"intra": 0, "inter": 0}
-    for sends, _ in program.rounds:
-        for parcel in sends:
+    for each in program.rounds:
+        for parcel in each.sends:
             shapes = [shape for hop in parcel.hops for shape in program.shapes(hop, states)]
             size = sum(shape.numel() for shape in shapes) * states.dtype.itemsize
             sent[topology.link(rank, parcel.peer)] += size

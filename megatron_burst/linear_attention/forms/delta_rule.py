@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ..form import Form
 
-FORM = Form("delta_rule", decay="none", delta=True, fla="chunk_delta_rule")
+FORM = Form("delta_rule", decay="none", delta=True, fla="fla.ops.delta_rule.chunk_delta_rule")

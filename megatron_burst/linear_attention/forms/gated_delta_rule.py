@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from ..form import Form
 
-FORM = Form("gated_delta_rule", decay="scalar", delta=True, fla="chunk_gated_delta_rule")
+FORM = Form(
+    "gated_delta_rule",
+    decay="scalar",
+    delta=True,
+    fla="fla.ops.gated_delta_rule.chunk_gated_delta_rule",
+)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ..form import Form
 
-FORM = Form("kda", decay="vector", delta=True, fla="chunk_kda")
+FORM = Form("kda", decay="vector", delta=True, fla="fla.ops.kda.chunk_kda")

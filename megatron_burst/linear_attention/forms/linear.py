@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ..form import Form
 
-FORM = Form("linear", decay="none", delta=False, fla="chunk_linear_attn")
+FORM = Form("linear", decay="none", delta=False, fla="fla.ops.simple_gla.chunk_simple_gla")

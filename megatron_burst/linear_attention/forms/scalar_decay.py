@@ -4,4 +4,10 @@ from __future__ import annotations
 
 from ..form import Form
 
-FORM = Form("scalar_decay", decay="scalar", delta=False, fla="chunk_simple_gla", mamba=True)
+FORM = Form(
+    "scalar_decay",
+    decay="scalar",
+    delta=False,
+    fla="fla.ops.simple_gla.chunk_simple_gla",
+    mamba=True,
+)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ..form import Form
 
-FORM = Form("vector_decay", decay="vector", delta=False, fla="chunk_gla")
+FORM = Form("vector_decay", decay="vector", delta=False, fla="fla.ops.gla.chunk_gla")

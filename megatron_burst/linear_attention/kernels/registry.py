@@ -13,17 +13,23 @@ from ..form import Form
 from ..inputs import Inputs
 from .base import LinearKernel
 from .chunkwise import ChunkwiseKernel
+from .fla import FlaKernel
+from .mamba import MambaKernel
+from .packages import installed
 from .reference import ReferenceKernel
 
 KERNELS: dict[str, Callable[[], LinearKernel]] = {
     "torch": ChunkwiseKernel,
+    "fla": FlaKernel,
+    "mamba_ssm": MambaKernel,
     "reference": ReferenceKernel,
 }
 
 
 def automatic(device: torch.device) -> tuple[str, ...]:
-    """The kernels that "auto" tries, in this order."""
-    return ("torch",)
+    """The kernels that "auto" tries, in this order: on CUDA flash-linear-attention comes first
+    where it is installed."""
+    return ("fla", "torch") if device.type == "cuda" and installed("fla") else ("torch",)
 
 
 def make(name: str, form: Form, inputs: Inputs) -> LinearKernel:

@@ -76,7 +76,7 @@ def _with_states(original: Callable) -> Callable:
         sizes = (
             self.ngroups_local_tp, self.nheads_local_tp, self.d_state, self.headdim, self.d_conv,
         )  # fmt: skip
-        states = StateLayer(config, groups, self.layer_number, "scalar_decay", sizes)
+        states = StateLayer(config, groups, self.layer_number, "scalar_decay", sizes, scale=1.0)
         setattr(self, _STATES, states)
 
     return __init__
@@ -106,9 +106,14 @@ def _passing_states(original: Callable) -> Callable:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         states = getattr(self, _STATES, None)
         given = signature.bind(self, *args, **kwargs).arguments
-        inference = given.get("inference_context"), given.get("inference_params")
-        if states is None or inference != (None, None):
+        if states is None:
             return original(self, *args, **kwargs)
+        for name in ("inference_context", "inference_params"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name}: this mixer passes its state over context-parallel ranks, for "
+                    "training; decode with --context-parallel-size 1"
+                )
         return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
 
     return forward
@@ -133,7 +138,6 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
         keys.unflatten(-1, (groups, -1)),
         (x * steps.unsqueeze(-1)).to(x.dtype),
         decay=-mixer.A_log.to(steps.dtype).exp() * steps,
-        scale=1.0,
         **call,
     )
     y = out + skip * x

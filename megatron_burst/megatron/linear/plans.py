@@ -33,6 +33,7 @@ class LinearKind:
     form: str
     sizes: tuple[int, ...]
     cut: Cut
+    scale: float | None = None  # of queries, None for that of `mb.linear_attention`
 
     def layout(self, pack: Pack | None, cp_size: int) -> mb.layout.Layout:
         """Which positions each rank holds, of a sequence or of a pack."""
@@ -82,6 +83,7 @@ class LinearBook:
             layout=kind.layout(pack, groups.size),
             cu_seqlens=None if pack is None else pack.bounds,
             algorithm=kind.burst.linear,
+            scale=kind.scale,
         )
         if self.startup is None:
             self.startup = plan.describe()

@@ -33,18 +33,24 @@ class StateLayer:
     """One layer's share in the plans of its context-parallel group.
 
     config: a ``TransformerConfig`` after `configure`. pg_collection: Megatron's groups, with all
-    context-parallel ranks. form, sizes: as `LinearKind` has them. The first layer over a group
+    context-parallel ranks. form, sizes, scale: as `LinearKind` has them. The first layer over a group
     makes its grid, a collective. Raises ``ValueError`` for settings that cannot be honoured.
     """
 
     def __init__(
-        self, config: Any, pg_collection: Any, layer_number: int, form: str, sizes: tuple[int, ...]
+        self,
+        config: Any,
+        pg_collection: Any,
+        layer_number: int,
+        form: str,
+        sizes: tuple[int, ...],
+        scale: float | None = None,
     ) -> None:
         burst: mb.BurstConfig = config.burst
         check_config(config, burst)
         self.config, self.group = config, pg_collection.cp
         self.label = max(1, layer_number or 1)
-        self.kind = LinearKind(burst, form, sizes, cut_of_run(burst.layout))
+        self.kind = LinearKind(burst, form, sizes, cut_of_run(burst.layout), scale)
         self.book = book_of(config, pg_collection)
         self.plans = linear_book(pg_collection.cp, topology_key(config), self.book)
         self.leads = self.book.join(self.kind, self.label)

@@ -1,0 +1,95 @@
+"""The kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, where it is installed.
+
+Decides how our tensors become its arguments. It was not run for this project: there was no GPU.
+That the arguments fit is tested against the signatures of its releases
+(`tests/linear_signatures.json`); what becomes of them was read in the sources, and is played by a
+stand-in in the tests.
+
+It computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per head, so that what a token
+keeps and what it writes are bound together by dt. We give A = -1, dt = -decay and x = v / dt. A
+decay nearer to 0 than `SMALLEST` is taken as -`SMALLEST`: it cannot be told otherwise. Gradients
+of decays that are small lose digits, because x is large then: "auto" does not take this kernel.
+States are [b, h, w, d] there; pieces are called one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.online_softmax import accumulation_dtype
+from ..form import Form
+from ..inputs import Cut, Inputs
+from .packages import Loaded, load
+from .sequences import SequencesRun
+
+FUNCTION = "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined"
+NAMES = ("x", "dt", "A", "B", "C", "chunk_size", "initial_states", "return_final_states")
+CHUNK = 256  # rows, as Mamba's own layers take
+SMALLEST = 1e-6
+
+
+class MambaKernel:
+    """The kernel "mamba_ssm"."""
+
+    name = "mamba_ssm"
+
+    def refusal(self, form: Form, inputs: Inputs) -> str | None:
+        if not form.mamba:
+            return f"computes scalar decays without a delta rule, got form {form.name}"
+        if not inputs.v.is_cuda:
+            return f"runs on CUDA devices, got tensors on {inputs.v.device.type}"
+        return None
+
+    def run(self, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
+        return run(function(), form, inputs, cut)
+
+
+def function() -> Loaded:
+    """The function. Raises ValueError as `load`."""
+    return load("mamba_ssm", FUNCTION, NAMES)
+
+
+def run(loaded: Loaded, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
+    """The run of this function."""
+
+    def sweep(
+        inputs: Inputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        entering = [None] * len(lengths) if states is None else list(states.unbind())
+        outs, ends = [], []
+        for piece, state in zip(_pieces(inputs, lengths), entering, strict=True):
+            out, end = loaded(**arguments(piece, state))
+            outs.append(out.transpose(0, 1))
+            ends.append(end.transpose(-1, -2))
+        return torch.cat(outs), torch.stack(ends) if behind else None
+
+    return SequencesRun(form, inputs, cut, sweep)
+
+
+def arguments(piece: Inputs, state: torch.Tensor | None) -> dict[str, Any]:
+    """What the function is given of one piece; state [b, h, d, w]. Queries bring the scale."""
+    assert piece.decay is not None
+    wide = accumulation_dtype(piece.v.dtype)
+    dt = (-piece.decay.to(wide)).clamp(min=SMALLEST)
+    x = (piece.v / dt.unsqueeze(-1)).to(piece.v.dtype)
+    heads = piece.v.shape[2]
+    return {
+        "x": x.transpose(0, 1),
+        "dt": dt.transpose(0, 1),
+        "A": -torch.ones(heads, dtype=wide, device=x.device),
+        "B": piece.k.transpose(0, 1),
+        "C": (piece.q * piece.scale).transpose(0, 1),
+        "chunk_size": CHUNK,
+        "initial_states": None if state is None else state.transpose(-1, -2),
+        "return_final_states": True,
+    }
+
+
+def _pieces(inputs: Inputs, lengths: Sequence[int]) -> list[Inputs]:
+    assert inputs.decay is not None
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.decay)
+    parts = zip(*(x.split(list(lengths)) for x in tensors), strict=True)
+    return [Inputs(q, k, v, decay, None, inputs.scale) for q, k, v, decay in parts]

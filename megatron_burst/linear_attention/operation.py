@@ -1,0 +1,149 @@
+"""The public operation: linear attention over a sequence that is split over ranks.
+
+Finds or makes the plan of a call; a kernel sums up each piece, the scan carries states from piece
+to piece, and the kernel makes outputs of the states that enter. What is refused is `request`'s.
+
+Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
+values.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..comm.groups import Groups, InProcessGroups
+from ..kernels.autograd import outside_graphs, refuse_transforms
+from . import forms
+from .function import following
+from .inputs import Inputs, Maps
+from .plan import InProcessLinearPlan, LinearPlan
+from .prepare import per_rank, prepared
+from .request import Options, of_attention, spread
+from .state_scan import check_alone, scanned, spread_initial
+
+
+@outside_graphs
+def linear_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    form: str | None = None,
+    cu_seqlens: Any = None,
+    initial_state: Any = None,
+    return_final_state: bool = False,
+    scale: float | None = None,
+    algorithm: str | None = None,
+    kernel: str | None = None,
+    groups: Groups | InProcessGroups | None = None,
+    layout: Any = None,
+    rates: Any = None,
+    plan: LinearPlan | InProcessLinearPlan | None = None,
+    label: object = None,
+) -> Any:
+    """Linear attention of all positions to those before them in their documents.
+
+    A state S [d, w] per batch and value head takes every token t of a document, in order:
+    S_t = D_t S_{t-1} + k_t v_t^T or, with beta, S_t = D_t S_{t-1} + beta_t k_t (v_t -
+    (D_t S_{t-1})^T k_t)^T (the delta rule), with D_t = exp(decay_t); out_t = scale * S_t^T q_t.
+
+    q, k [s, b, g, d]; v [s, b, h, w]: this rank's shard, s rows of the positions that `layout`
+    gives it; g divides h. decay: logarithms, [s, b, h] (retention, Mamba-2), [s, b, h, d] (gated
+    linear attention, KDA), [h] for one that never changes (lightning attention), or None. Normally
+    they are not positive: a state that grows is allowed, and on the CPU warned of. beta [s, b, h]
+    or None. Returns out [s, b, h, w] in the dtype of v; with return_final_state also the states
+    after all documents, [documents, b, h, d, w], the same on all ranks. initial_state: those before
+    them, as many, the same on all ranks; zero if None. With `Groups.in_process` q, k, v, decay and
+    beta are lists, one tensor per rank, and so are out and the final states.
+
+    form: "auto" (the default: what decay and beta say), "linear", "scalar_decay", "vector_decay",
+    "delta_rule", "gated_delta_rule" or "kda". scale: default d ** -0.5. cu_seqlens: cumulative
+    lengths of documents. layout: a name (default "zigzag") or one that `mb.layout.make` made, but
+    striped. algorithm, rates: which carries states between ranks, as of `mb.state_scan`. kernel:
+    "auto", "torch" (chunks, in torch's operators), "reference" (the recurrence), or that of an
+    installed package. plan: made by `mb.prepare_linear`, in place of these and groups; without one
+    the call is a collective of the host too. label: as of `mb.attention`.
+
+    States and their gradients travel and add up in float32 (float64 for float64). The loss is the
+    sum of the ranks' losses: the gradient of initial_state is whole on the rank with a document's
+    first row, and zero on others. Cannot be differentiated twice, and either all ranks run its
+    backward or none. Raises ValueError for what cannot be served, RuntimeError naming the exchange
+    if a peer died or is out of step.
+    """
+    refuse_transforms("mb.linear_attention")
+    named = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    given = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
+             "scale": scale, "algorithm": algorithm, "kernel": kernel, "rates": rates}  # fmt: skip
+    home = groups if plan is None else getattr(plan, "groups", None)
+    together = isinstance(home, InProcessGroups)
+    if together and isinstance(decay, torch.Tensor) and decay.dim() == 1:
+        named["decay"] = [decay] * home.size
+    if plan is None:
+        options = Options(layout or "zigzag", cu_seqlens, algorithm or "auto", rates)
+        asked = partial(of_attention, options=options, form=form or "auto", scale=scale,
+                        kernel=kernel or "auto", final=bool(return_final_state))  # fmt: skip
+        plan = _planned(groups, named, asked, initial_state)
+    else:
+        check_alone(plan, given)
+        for one, shard in zip(*_each(plan, named), strict=True):
+            if one.local is None:
+                raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
+            one.check(shard)
+    results = _run(plan, named, initial_state, bool(return_final_state), label)
+    outs, finals = results if together else (results[0][0], results[1] and results[1][0])
+    return (outs, finals) if return_final_state else outs
+
+
+def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any) -> Any:
+    """The plan of one call."""
+    made = {**named, "initial_state": initial}
+    if isinstance(groups, InProcessGroups):
+        made["initial_state"] = spread_initial(groups, initial)
+
+    def request(group: Groups, tensors: dict[str, Any]) -> Any:
+        start = tensors.pop("initial_state")
+        return asked(group, tensors, initial=start)
+
+    return prepared(groups, made, request)
+
+
+def _each(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
+    """The plans, and the tensors by name, of each rank of this process."""
+    if isinstance(plan, InProcessLinearPlan):
+        return list(plan.ranks), per_rank(plan.groups, named)
+    return [plan], [named]
+
+
+def _run(
+    plan: Any, named: dict[str, Any], initial: Any, final: bool, label: object
+) -> tuple[list[torch.Tensor], Any]:
+    """Outputs, and final states or None, of each rank of this process."""
+    plans, shards = _each(plan, named)
+    runs = []
+    for one, given in zip(plans, shards, strict=True):
+        local = one.local
+        assert local is not None
+        inputs = Inputs(
+            given["q"], given["k"], given["v"], spread(given["decay"], given["v"]), given["beta"],
+            local.scale,
+        )  # fmt: skip
+        runs.append(forms.run(local.form, local.kernel, inputs, one.cut(final)))
+    maps: list[Maps] = [run.maps for run in runs]
+    decays = [each.transition for each in maps]
+    # In backward every rank takes part in the scan, and before its inputs get their gradients: also
+    # one whose pieces all end documents, so that none of its maps is anything but a constant.
+    increments = [
+        following(each.increment, *(t for t in given.values() if t is not None))
+        for each, given in zip(maps, shards, strict=True)
+    ]
+    if not isinstance(plan, InProcessLinearPlan):
+        decays, increments = decays[0], increments[0]
+    elif decays[0] is None:
+        decays = None
+    entering, finals = scanned(plan, decays, increments, initial, final, label)
+    return [run.outputs(state) for run, state in zip(runs, entering, strict=True)], finals

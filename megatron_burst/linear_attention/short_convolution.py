@@ -1,0 +1,138 @@
+"""The public operation: a short causal convolution over a sequence that is split over ranks.
+
+Decides that each piece gets the rows before it from whoever holds them, in one exchange, and is
+then convolved as if the rank had them.
+
+Shape letters: s local rows, b batch, c channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm.groups import Groups, InProcessGroups
+from ..comm.rows import exchange_rows, longest
+from ..kernels.autograd import outside_graphs, refuse_transforms
+from .checks import check_name, check_tensor, check_together
+from .plan import InProcessLinearPlan, LinearPlan
+from .prepare import per_rank, prepared
+from .request import Options, Request, of_rows
+from .state_scan import check_alone
+from .tables import Window
+
+ACTIVATIONS = ("silu",)
+
+
+@outside_graphs
+def short_convolution(
+    x: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    groups: Groups | InProcessGroups | None = None,
+    layout: Any = None,
+    cu_seqlens: Any = None,
+    plan: LinearPlan | InProcessLinearPlan | None = None,
+    label: object = None,
+) -> Any:
+    """Each channel of every row, and of the rows before it in its document, times the weights.
+
+    x [s, b, c]: this rank's rows; weight [c, width], of which the last column is that of the row
+    itself; bias [c] or None; before a document there are zeros. Rows come from as many ranks as
+    hold some of the width - 1 before a piece. activation: None or "silu". Returns [s, b, c] in the
+    dtype of x, in which weight and bias are used. Their gradients are those of this rank's rows:
+    the sum over ranks is that of the sequence. With `Groups.in_process` x and what is returned are
+    lists, one tensor per rank.
+
+    groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
+    (default "zigzag") or one that `mb.layout.make` made, but striped. plan: made by
+    `mb.prepare_linear` for the same rows, in place of these; without one the call is a collective
+    of the host too. label: as of `mb.attention`. Raises ValueError for what cannot be served,
+    RuntimeError naming the exchange if a peer died or is out of step.
+    """
+    refuse_transforms("mb.short_convolution")
+    if plan is None:
+        options = Options(layout or "zigzag", cu_seqlens)
+
+        def request(group: Groups, tensors: dict[str, Any]) -> Request:
+            found = of_rows(group, tensors["x"], _width(weight), options)
+            _check_weights(tensors["x"], weight, bias, activation)
+            return found
+
+        plan = prepared(groups, {"x": x}, request)
+    else:
+        check_alone(plan, {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens})
+    assert plan is not None
+    together = isinstance(plan, InProcessLinearPlan)
+    plans = list(plan.ranks) if together else [plan]
+    shards = [each["x"] for each in per_rank(plan.groups, {"x": x})] if together else [x]
+    for one, shard in zip(plans, shards, strict=True):
+        _check_rows(one, shard)
+        _check_weights(shard, weight, bias, activation)
+    width = weight.shape[1]
+    windows = [one.window(width) for one in plans]
+    before = [None] * len(plans)
+    if width > 1:
+        before = _rows_before(plan, plans, shards, windows, (width, weight.shape[0], label))
+    every = zip(shards, before, windows, strict=True)
+    outs = [_convolved(*each, weight, bias, activation) for each in every]
+    return outs if together else outs[0]
+
+
+def _rows_before(
+    plan: Any, plans: list[LinearPlan], shards: list[Any], windows: list[Window], label: Any
+) -> list[torch.Tensor]:
+    """Of each rank of this process the rows before its pieces, [p (width - 1), b, c]."""
+    for one, shard, window in zip(plans, shards, windows, strict=True):
+        one.groups.expect(longest(window.longest, [shard]))
+    routes, given = [window.paths for window in windows], [[shard] for shard in shards]
+    if isinstance(plan, InProcessLinearPlan):
+        identity = plans[0].identity
+        return [rows for (rows,) in exchange_rows(given, routes, plan.groups, identity, label)]
+    return list(exchange_rows(given[0], routes[0], plan.groups, plan.identity, label))
+
+
+def _convolved(
+    x: torch.Tensor,
+    before: torch.Tensor | None,
+    window: Window,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    """One rank's rows, convolved."""
+    rows = x if before is None else torch.cat([x, before]).index_select(0, window.order)
+    kernel = weight.to(x.dtype).unsqueeze(1)
+    shift = None if bias is None else bias.to(x.dtype)
+    # Windows that reach from one piece into the rows before the next one are left out.
+    found = torch.nn.functional.conv1d(rows.permute(1, 2, 0), kernel, shift, groups=x.shape[2])
+    found = found.permute(2, 0, 1).index_select(0, window.ends).to(x.dtype)
+    return torch.nn.functional.silu(found) if activation == "silu" else found
+
+
+def _width(weight: Any) -> int:
+    check_tensor("weight", weight, {"c, width": (None, None)})
+    return weight.shape[1]
+
+
+def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:
+    """Raise ValueError unless they fit x."""
+    channels = x.shape[2]
+    check_tensor("weight", weight, {"c, width": (channels, None)})
+    check_together({"x": x, "weight": weight}, dtype=False)
+    if bias is not None:
+        check_tensor("bias", bias, {"c": (channels,)})
+        check_together({"x": x, "bias": bias}, dtype=False)
+    if activation is not None:
+        check_name("activation, if not None,", activation, ACTIVATIONS)
+
+
+def _check_rows(plan: LinearPlan, x: Any) -> None:
+    """Raise ValueError unless x has the rows that the plan was made for."""
+    rows = plan.sequence.seq_len // plan.groups.size
+    check_tensor("x", x, {"s, b, c": (rows, None, None)})
+    if x.device != plan.device:
+        raise ValueError(f"x: the plan was made for tensors on {plan.device}, got {x.device}")

@@ -1,0 +1,149 @@
+"""The public operation on states: what enters the pieces of every rank.
+
+Finds or makes the plan of a call, and hands it to autograd.
+
+Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm.groups import Groups, InProcessGroups
+from ..kernels.autograd import outside_graphs, refuse_transforms
+from .checks import check_initial
+from .function import Asked, StateScan
+from .plan import InProcessLinearPlan, LinearPlan
+from .prepare import per_rank, prepared
+from .request import Options, of_states
+
+
+@outside_graphs
+def state_scan(
+    decay: Any,
+    increment: Any,
+    *,
+    groups: Groups | InProcessGroups | None = None,
+    layout: Any = None,
+    seq_len: int | None = None,
+    cu_seqlens: Any = None,
+    initial_state: Any = None,
+    return_final_state: bool = False,
+    algorithm: str | None = None,
+    rates: Any = None,
+    plan: LinearPlan | InProcessLinearPlan | None = None,
+    label: object = None,
+) -> Any:
+    """The state that enters each piece of this rank, when each piece maps S to decay S + increment.
+
+    A piece is as many rows of one rank as hold consecutive positions of one document (see
+    `mb.layout.chains`). decay: of this rank's pieces in the order of its rows, factors of the
+    state [p, b, h], of its rows [p, b, h, d], matrices [p, b, h, d, d], or None where pieces keep
+    the state; increment [p, b, h, d, w]. Returns entering [p, b, h, d, w], in float32 (float64 for
+    float64), zero where a document begins, or what initial_state [documents, b, h, d, w] has, the
+    same on all ranks; with return_final_state also the states after all documents, as many, on all
+    ranks. With `Groups.in_process` decay, increment and what is returned are lists, one entry per
+    rank; initial_state is one tensor or such a list.
+
+    groups, layout, seq_len, cu_seqlens: which positions of which documents the ranks hold; layout a
+    name (default "zigzag") or one that `mb.layout.make` made, but striped. algorithm: "all_gather"
+    (LASP-2, arXiv 2502.07563), "scan" (the All-Scan of ZeCO, arXiv 2507.01004), "two_level",
+    "ring" (LASP, arXiv 2404.02882) or, the default, "auto", the one that is predicted to be fastest
+    at `rates` (an `mb.Rates`; nominal ones if None). plan: made by `mb.prepare_linear`, in place of
+    these; without one the call is a collective of the host too. label: as of `mb.attention`.
+
+    The loss is the sum of the ranks' losses: the gradient of initial_state is whole on the rank
+    that holds the first piece, and zero on others. Cannot be differentiated twice, and either all
+    ranks run its backward or none. Raises ValueError for what cannot be served, RuntimeError
+    naming the exchange if a peer died or is out of step.
+    """
+    refuse_transforms("mb.state_scan")
+    keywords = {"groups": groups, "layout": layout, "seq_len": seq_len, "cu_seqlens": cu_seqlens,
+                "algorithm": algorithm, "rates": rates}  # fmt: skip
+    named = {"decay": decay, "increment": increment}
+    if plan is None:
+        options = Options(layout or "zigzag", cu_seqlens, algorithm or "auto", rates)
+        made = {**named, "initial_state": initial_state}
+        if isinstance(groups, InProcessGroups):
+            made["initial_state"] = spread_initial(groups, initial_state)
+        plan = prepared(groups, made, lambda group, t: of_states(
+            group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
+            bool(return_final_state),
+        ))  # fmt: skip
+    else:
+        check_alone(plan, keywords)
+    assert plan is not None
+    together = isinstance(plan, InProcessLinearPlan)
+    for one, shard in zip(*_each(plan, named), strict=True):
+        _check_states(one, **shard)
+    entering, final = scanned(plan, decay, increment, initial_state, return_final_state, label)
+    if not together:
+        entering, final = entering[0], final and final[0]
+    return (entering, final) if return_final_state else entering
+
+
+def scanned(
+    plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
+) -> tuple[list[torch.Tensor], Any]:
+    """The states that enter, and final states or None, of each rank of this process."""
+    plans, shards = _each(plan, {"decay": decay, "increment": increment})
+    together = isinstance(plan, InProcessLinearPlan)
+    starts = spread_initial(plan.groups, initial) if together else [initial]
+    starts = [None] * len(plans) if starts is None else starts
+    for one, start in zip(plans, starts, strict=True):
+        one.groups.check()
+        assert one.job is not None
+        check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
+    asked: list[Asked] = [
+        one.begin(label, start is not None, bool(leaving))
+        for one, start in zip(plans, starts, strict=True)
+    ]
+    flat = [
+        t
+        for shard, start in zip(shards, starts, strict=True)
+        for t in (shard["decay"], shard["increment"], start)
+    ]
+    results: Any = StateScan.apply(asked, plan.groups, *flat)
+    count = len(plans)
+    return list(results[:count]), list(results[count:]) if leaving else None
+
+
+def spread_initial(groups: InProcessGroups, initial: Any) -> Any:
+    """An initial state per rank, of one that all share, or of a list; None stays None."""
+    if initial is None or isinstance(initial, (list, tuple)):
+        return initial
+    return [initial] * groups.size
+
+
+def check_alone(plan: object, keywords: dict[str, object]) -> None:
+    """Raise ValueError if a plan is none, or comes with keywords that would make one."""
+    if not isinstance(plan, (LinearPlan, InProcessLinearPlan)):
+        raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
+    given = sorted(name for name, value in keywords.items() if value is not None)
+    if given:
+        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+
+
+def _each(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
+    """The plans, and the tensors by name, of each rank of this process."""
+    if isinstance(plan, InProcessLinearPlan):
+        return list(plan.ranks), per_rank(plan.groups, named)
+    return [plan], [named]
+
+
+def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
+    """Raise ValueError unless the plan is for maps of these shapes."""
+    states, pieces = plan.states, len(plan.chains.of(plan.groups.rank))
+    if states is None:
+        raise ValueError("plan: made for a convolution; make one with mb.prepare_linear")
+    wanted = pieces, states.batch, *states.sizes
+    beyond = {"none": None, "scalar": 3, "vector": 4, "matrix": 5}[states.form]
+    found = None if decay is None else decay.dim()
+    if tuple(increment.shape) != wanted or found != beyond or increment.device != plan.device:
+        raise ValueError(
+            f"plan: made for increments {list(wanted)} and transitions of the kind {states.form} "
+            f"on {plan.device}, got {list(increment.shape)} on {increment.device} and decay "
+            f"{None if decay is None else list(decay.shape)}"
+        )
