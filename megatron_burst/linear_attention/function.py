@@ -51,19 +51,13 @@ class Asked(NamedTuple):
 
 class StateScan(torch.autograd.Function):
     """flat: decay, increment and initial state of every rank of this process; returns the entering
-    states of each, then, if they are wanted, the final states of each.
-
-    anchor: what the rank's call was made of. A rank whose pieces all end their documents has
-    increments that depend on nothing, and its backward would not run, or after that of an operation
-    before this one: so it waits for this, too.
-    """
+    states of each, then, if they are wanted, the final states of each."""
 
     @staticmethod
     def forward(
         ctx: Any,
         asked: Sequence[Asked],
         groups: Groups | InProcessGroups,
-        anchor: torch.Tensor | None,
         *flat: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         given = [Given(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # pyright: ignore
@@ -84,11 +78,11 @@ class StateScan(torch.autograd.Function):
             each.job.groups.calls.backward(each.call)
         saved = [ctx.saved_tensors[i : i + 2] for i in range(0, 2 * number, 2)]
         finals = arrived[number:] or [None] * number
-        needs = [ctx.needs_input_grad[i : i + 3] for i in range(3, 3 + 3 * number, 3)]
+        needs = [ctx.needs_input_grad[i : i + 3] for i in range(2, 2 + 3 * number, 3)]
         kinds = [ctx.kinds[i : i + 3] for i in range(0, 3 * number, 3)]
         every = saved, arrived[:number], finals, needs, kinds
         results = _on_ranks(ctx.groups, _backward, asked, *every)
-        return None, None, None, *(t for result in results for t in result)
+        return None, None, *(t for result in results for t in result)
 
 
 def _on_ranks(groups: Groups | InProcessGroups, function: Any, *of_each: Sequence[Any]) -> Any:
@@ -144,3 +138,20 @@ def _backward(
         None if t is None or kind is None else t.to(kind[0])
         for t, kind in zip(results, kinds, strict=True)
     ]
+
+
+def following(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The first tensor; the backward of what is made of it runs wherever one of them needs a
+    gradient, and before that of what made the others."""
+    return _Following.apply(first, *others)  # pyright: ignore[reportReturnType]
+
+
+class _Following(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(others)
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, *(None,) * ctx.others

@@ -85,16 +85,9 @@ def state_scan(
 
 
 def scanned(
-    plan: Any,
-    decay: Any,
-    increment: Any,
-    initial: Any,
-    leaving: bool,
-    label: object,
-    anchor: torch.Tensor | None = None,
+    plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
 ) -> tuple[list[torch.Tensor], Any]:
-    """The states that enter, and final states or None, of each rank of this process; anchor: as of
-    `StateScan`."""
+    """The states that enter, and final states or None, of each rank of this process."""
     plans, shards = _each(plan, {"decay": decay, "increment": increment})
     together = isinstance(plan, InProcessLinearPlan)
     starts = spread_initial(plan.groups, initial) if together else [initial]
@@ -112,7 +105,7 @@ def scanned(
         for shard, start in zip(shards, starts, strict=True)
         for t in (shard["decay"], shard["increment"], start)
     ]
-    results: Any = StateScan.apply(asked, plan.groups, anchor, *flat)
+    results: Any = StateScan.apply(asked, plan.groups, *flat)
     count = len(plans)
     return list(results[:count]), list(results[count:]) if leaving else None
 
