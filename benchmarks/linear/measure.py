@@ -19,7 +19,7 @@ from benchmarks.cluster import emulated
 from benchmarks.cluster.mail import PASSES
 
 from . import exchange, ours, ways
-from .settings import Setting
+from .settings import CONVOLUTION, Setting
 
 TOLERANCE = 1e-4  # of the largest entry: fp32 states after 15 products of maps
 State = dict[str, Any]
@@ -67,6 +67,8 @@ def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
     """Make the way of a rival, run it once to warm up and check it. Collective."""
     setting, rank = state["setting"], state["rank"]
     way = ways.make(setting, rival, rank, state["module"])
+    if way is None and rival == CONVOLUTION:
+        way = ours.convolution(setting, groups(state))
     if way is None:
         way = ours.way(setting, rival, groups(state), measured)
     state["ways"][rival] = way

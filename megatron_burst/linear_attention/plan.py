@@ -117,13 +117,14 @@ class LinearPlan:
         return window(self.groups, self.sequence, width, self.device)
 
     def begin(self, label: object, initial: bool, final: bool) -> Asked:
-        """A scan begins: what it needs beside tensors. initial, final: are there initial states,
-        are final ones wanted?"""
+        """A scan begins: what it needs beside tensors. label: of the call; initial, final: are
+        there initial states, are final ones wanted?"""
         assert self.job is not None
         return Asked(self.job, self.call(label, initial, final), final)
 
     def call(self, label: object, *choices: bool) -> CallTag:
-        """A call begins; choices that the plan does not make, and that ranks have to share."""
+        """A call begins: the tag of its messages. label: of the call; choices: what the plan leaves
+        open, and ranks have to share."""
         calls = self.groups.calls
         return calls.forward(self.identity, (label, *map(int, choices)), False)
 
