@@ -77,7 +77,8 @@ def choose(chains: Chains, topology: Topology, sizes: Sizes, links: Links = NOMI
         if name != "all_gather" or count_wanted(trials.runs) <= LARGE:
             tried.append((name, *trials.best(name, min([s for *_, s in tried], default=math.inf))))
     tried.sort(key=lambda each: each[2])
-    return Choice(*tried[0], tuple(tried))
+    name, blocks, seconds = tried[0]
+    return Choice(name, blocks, seconds, tuple(tried))
 
 
 def blocks_for(
