@@ -69,7 +69,12 @@ def one_setting(ranks: Ranks, setting: Setting, repeats: int, say: Say) -> Recor
         "setting": setting._asdict(),
         "grid": [network.nodes, network.per_node],
         "rates": str(network.rates),
-        "measured": {"intra": measured.intra, "inter": measured.inter, "latency": measured.latency},
+        "measured": {
+            "intra": measured.intra,
+            "inter": measured.inter,
+            "latency": measured.latency,
+            "posting": measured.posting,
+        },
         "plain": plain,
         "load": [round(x, 1) for x in loads],
         "rivals": [of(network, name, works[name], runs[name]) for name in names],

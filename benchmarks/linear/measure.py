@@ -23,6 +23,7 @@ from .settings import CONVOLUTION, Setting
 
 TOLERANCE = 1e-4  # of the largest entry: fp32 states after 15 products of maps
 LONG, SOME = 1000, 61  # rows
+LATER = 0.02  # seconds from a barrier to the start of what is timed
 State = dict[str, Any]
 
 
@@ -53,7 +54,8 @@ def load(state: State, setting: Setting) -> None:
 
 def rates(state: State) -> mb.Rates:
     """What `mb.measure_rates` finds: `auto` chooses by it."""
-    return mb.measure_rates(groups(state))
+    with emulated.urgent(True):  # as all that is timed
+        return mb.measure_rates(groups(state))
 
 
 def groups(state: State) -> mb.Groups:
@@ -88,12 +90,10 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
     dist.barrier()
     before = network.sent_from_here(me)
     with emulated.urgent(True):
-        dist.barrier()
-        begin = time.perf_counter()
+        begin = together()
         leaves, outputs = ways.reach(way)
         forward = begin, time.perf_counter()
-        dist.barrier()
-        begin = time.perf_counter()
+        begin = together()
         grads = torch.autograd.grad(outputs, leaves, way.upstream)
         backward = begin, time.perf_counter()
         dist.barrier()
@@ -103,6 +103,16 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
     error = worst_error(*zip(*some, strict=True))
     counted = {"intra": counters.intra, "inter": counters.inter} if counters is not None else None
     return Run(dict(zip(PASSES, (forward, backward), strict=True)), kernel, counted, error)
+
+
+def together() -> float:
+    """Return on all ranks at one time, and say which: they share a clock. A barrier lets some go
+    milliseconds before others, as long as a small state takes."""
+    dist.barrier()
+    begin = torch.tensor(time.perf_counter() + LATER, dtype=torch.float64)
+    dist.broadcast(begin, 0)
+    time.sleep(max(0.0, begin.item() - time.perf_counter()))
+    return begin.item()
 
 
 def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
