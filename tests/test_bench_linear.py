@@ -143,7 +143,7 @@ def record(form="matrix", heads=16, names=(ALL_TO_ALL, GATHER, *ALGORITHMS)):
         "rates": "200M/800M", "measured": {}, "load": [1.0, 2.0],
         "plain": {"intra": [8e6], "inter": [8e6]},
         "rivals": [
-            {"name": name, "says": "x", "error": 0.0,
+            {"name": name, "says": "x", "error": 0.0, "busy": 0.001,
              "seconds": [{"forward": s / 2, "backward": s / 2}, {"forward": s, "backward": s}],
              "busiest": {"forward": {"intra": 3 * 10**6, "inter": 10**6}, "backward": zero},
              "bytes": {"intra": {"formula": 8 << 20, "kernel": 9 << 20}, "inter": {

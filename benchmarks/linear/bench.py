@@ -90,7 +90,8 @@ def plain_rates(ranks: Ranks) -> dict[str, float]:
 
 def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) -> Record:
     """What is kept of a rival's runs: seconds of every one, and bytes by link class: a rank's mean,
-    what the busiest interface carries, and what the kernel counted."""
+    what the busiest interface carries, and what the kernel counted; for how long a rank's own
+    thread was busy, on average."""
     totals = formula(network, works)
     for runs in done:
         check(name, totals, runs)
@@ -109,6 +110,7 @@ def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) ->
             }
             for link in LINKS
         },
+        "busy": median(sum(run.busy for run in runs) / len(runs) for runs in done),
         "error": max(run.error for runs in done for run in runs),
     }
 

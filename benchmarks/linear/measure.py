@@ -37,12 +37,14 @@ class Work(NamedTuple):
 
 class Run(NamedTuple):
     """One timed run on one rank: clock readings by pass, bytes by link as the kernel counted them
-    and, of ours, as the transport did, and the worst relative error."""
+    and, of ours, as the transport did, the worst relative error, and seconds for which the rank's
+    own thread was busy."""
 
     clock: dict[str, tuple[float, float]]
     kernel: dict[str, int]
     counted: dict[str, int] | None
     error: float
+    busy: float = 0.0
 
 
 def load(state: State, setting: Setting) -> None:
@@ -90,19 +92,19 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
     dist.barrier()
     before = network.sent_from_here(me)
     with emulated.urgent(True):
-        begin = together()
+        begin, own = together(), time.thread_time()
         leaves, outputs = ways.reach(way)
-        forward = begin, time.perf_counter()
-        begin = together()
+        forward, busy = (begin, time.perf_counter()), time.thread_time() - own
+        begin, own = together(), time.thread_time()
         grads = torch.autograd.grad(outputs, leaves, way.upstream)
-        backward = begin, time.perf_counter()
+        backward, busy = (begin, time.perf_counter()), busy + time.thread_time() - own
         dist.barrier()
     kernel = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
     found = zip((*outputs, *grads), way.truth, strict=True)
     some = [(x[::every], y[::every]) if len(x) > LONG else (x, y) for x, y in found]
     error = worst_error(*zip(*some, strict=True))
     counted = {"intra": counters.intra, "inter": counters.inter} if counters is not None else None
-    return Run(dict(zip(PASSES, (forward, backward), strict=True)), kernel, counted, error)
+    return Run(dict(zip(PASSES, (forward, backward), strict=True)), kernel, counted, error, busy)
 
 
 def together() -> float:
