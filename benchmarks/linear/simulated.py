@@ -1,5 +1,175 @@
-"""Simulation at sizes that no machine here has. Written by the owner of the simulator."""
+"""Scans at 256 ranks and 8M tokens, the setting of ZeCO (arXiv 2507.01004), which no machine here
+has: the tables of hops, played by the simulator of `schedule.scans.timing`.
+
+Decides what the simulated model and cluster are. Their published page names a GLA of 1B parameters
+and 32K tokens per GPU; the widths below are those of the GLA of 1.3B parameters (arXiv 2312.06635).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from benchmarks.report import markdown
+from megatron_burst.layout import chains, make
+from megatron_burst.schedule.scans import SCANS
+from megatron_burst.schedule.scans.choice import blocks_for, choose
+from megatron_burst.schedule.scans.hops import Task
+from megatron_burst.schedule.scans.sizes import Sizes
+from megatron_burst.schedule.scans.timing import (
+    NOMINAL,
+    Rows,
+    exchange_seconds,
+    exchange_sent,
+    scan_seconds,
+)
+from megatron_burst.schedule.topology import Topology
+from megatron_burst.units import duration, rate
+
+RANKS, PER_NODE, TOKENS = 256, 8, 1 << 23
+HIDDEN, LAYERS, HEADS, KEYS, VALUES = 2048, 24, 4, 256, 512  # keys and values per head
+ITEMSIZE = 2  # of activations: bfloat16
+COMPUTE, MEMORY = 400e12, 2.4e12  # FLOP/s that matrix products reach, bytes/s of a GPU's memory
+LAYOUTS = ("contiguous", "zigzag")
+NAMES = {"all_gather": "all_gather (LASP-2)", "scan": "scan (ZeCO)", "ring": "ring (LASP)"}
+
+
+class Row(NamedTuple):
+    """One way in the table. sent: bytes of the busiest rank to its node and to others."""
+
+    name: str
+    layout: str
+    blocks: int
+    sent: tuple[int, int]
+    seconds: float
+
+
+def states() -> Sizes:
+    """Of one layer."""
+    return Sizes(1, HEADS, KEYS, VALUES, "vector")
+
+
+def widths() -> Rows:
+    """Bytes of a row: queries, keys and decays, values; the outputs."""
+    return Rows(HEADS * (3 * KEYS + VALUES) * ITEMSIZE, HEADS * VALUES * ITEMSIZE)
+
+
+def within() -> float:
+    """Seconds of a rank's work in one layer that needs no state of others: the chunks among
+    themselves, which read and write each row once."""
+    return TOKENS // RANKS * (widths().there + widths().back) / MEMORY
+
+
+def layer() -> float:
+    """Seconds of one rank's forward through one layer without any exchange: its projections and its
+    feed-forward, 12 x hidden^2 parameters, and the recurrence."""
+    return TOKENS // RANKS * 2 * 12 * HIDDEN**2 / COMPUTE + within()
+
+
+def scans() -> list[Row]:
+    """Every algorithm with both layouts."""
+    topology, state, rows = Topology(RANKS, PER_NODE), states(), []
+    for layout in LAYOUTS:
+        found = chains(make(layout, cp_size=RANKS), TOKENS)
+        for name in SCANS:
+            blocks = blocks_for(name, found, topology, state)
+            hops = SCANS[name](Task(found, topology, blocks))
+            sent = state.sent(hops, blocks, topology).max(axis=0).tolist()
+            seconds = float(scan_seconds(hops, topology, state, blocks, NOMINAL).max())
+            rows.append(Row(NAMES.get(name, name), layout, blocks, (sent[0], sent[1]), seconds))
+    return rows
+
+
+def collective() -> Row:
+    """An all-gather of maps as a library makes it: rings over all NICs, each with a share. Every
+    NIC passes on what all ranks but one send, shared by the NICs of its node; a ring's first
+    message arrives after as many steps as there are ranks."""
+    one, steps, nodes = states().map, RANKS - 1, RANKS // PER_NODE
+    passed = steps * one // PER_NODE
+    links = NOMINAL
+    start = nodes * links.inter_latency + (steps - nodes) * links.intra_latency
+    seconds = start + passed / min(links.inter, links.intra / PER_NODE)
+    return Row(
+        "all-gather by rings over all NICs", "any", 1, (steps * one - passed, passed), seconds
+    )
+
+
+def heads_exchanged() -> Row:
+    """Both all-to-alls, of as many heads as there are ranks: no such model."""
+    topology, rows = Topology(RANKS, PER_NODE), TOKENS // RANKS
+    seconds = exchange_seconds(topology, rows, widths(), NOMINAL)
+    name = f"all-to-all of heads (if there were {RANKS})"
+    return Row(name, "any", 1, exchange_sent(topology, rows, widths()), seconds)
+
+
+def _line(row: Row, best: float) -> list[str]:
+    hidden = min(row.seconds, within())
+    exposed = row.seconds - hidden
+    slower = (layer() + row.seconds) / (layer() + best)
+    intra, inter = (f"{size / 2**20:.1f}" for size in row.sent)
+    return [
+        row.name, row.layout, str(row.blocks), f"{intra} + {inter}", duration(row.seconds),
+        duration(hidden), duration(exposed), f"{slower:.2f}",
+    ]  # fmt: skip
 
 
 def section() -> str:
-    return "Not simulated yet."
+    """Of docs/linear-attention.md, in Markdown."""
+    rows = [*scans(), collective(), heads_exchanged()]
+    best = min(row.seconds for row in rows)
+    head = [
+        "algorithm", "layout", "blocks", "MiB sent", "seconds", "could be hidden", "exposed",
+        "layer / best",
+    ]  # fmt: skip
+    chosen = [f"`{_chosen(name)}`" for name in LAYOUTS]
+    return "\n\n".join(
+        [
+            _setting(),
+            markdown(head, [_line(row, best) for row in rows]),
+            f"`auto` takes {chosen[0]} with a contiguous stream and {chosen[1]} with zigzag. "
+            "*MiB sent*: by the rank that sends most, within its node + to others. *could be "
+            f"hidden*: behind the {duration(within())} of a layer's work that needs no state of "
+            "others; the executor waits for the states before it computes outputs, so today all "
+            "of *seconds* is exposed, and *layer / best* counts all of it: a layer's forward with "
+            f"this way over that with the quickest, {duration(layer())} being its computing.",
+            _published({(row.name, row.layout): row.seconds for row in rows}),
+            f"Heads are shared by {HEADS} ranks at most, so that the all-to-all is no choice here; "
+            "its line says what it would cost.",
+        ]
+    )
+
+
+def _chosen(layout: str) -> str:
+    found = chains(make(layout, cp_size=RANKS), TOKENS)
+    return choose(found, Topology(RANKS, PER_NODE), states()).algorithm
+
+
+def _published(seconds: dict[tuple[str, str], float]) -> str:
+    """Beside what ZeCO's authors measured."""
+    gather, scan, two = (
+        seconds[NAMES.get(name, name), "contiguous"] for name in ("all_gather", "scan", "two_level")
+    )
+    gain = (layer() + gather) / (layer() + scan) - 1
+    return (
+        "ZeCO's authors measured, on their links, All-Scan up to 3.9 times as fast as other ways "
+        "to pass states and 60 % more tokens per second than LASP-2 at 256 GPUs. Here `scan` is "
+        f"{gather / scan:.1f} times and `two_level` {gather / two:.1f} times as fast as "
+        f"`all_gather`, and a layer with `scan` passes {100 * gain:.0f} % more tokens per second."
+    )
+
+
+def _setting() -> str:
+    links, state = NOMINAL, states()
+    return (
+        f"Simulated, not measured: {RANKS} ranks on {RANKS // PER_NODE} nodes, "
+        f"{TOKENS // 2**20}M tokens, forward of one layer of a GLA of 1.3B parameters ({LAYERS} "
+        f"layers, hidden {HIDDEN}, {HEADS} heads of {KEYS} keys and {VALUES} values; a state of "
+        f"{state.state / 2**20:.0f} MiB in fp32). A rank sends {rate(links.intra, 'B/s')} within "
+        f"its node and {rate(links.inter, 'B/s')} to others, a message takes "
+        f"{duration(links.intra_latency)} and {duration(links.inter_latency)} besides, and states "
+        f"are folded in at {rate(links.combine, 'B/s')}. Computing is taken at "
+        f"{rate(COMPUTE, 'FLOP/s')} and {rate(MEMORY, 'B/s')} of memory."
+    )
+
+
+if __name__ == "__main__":
+    print(section())
