@@ -184,7 +184,8 @@ def test_other_bytes_than_the_formulas_end_the_benchmark():
             bench.check("ring", right, [run, odd])
 
 
-def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path):
+def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(page.simulated, "section", lambda: "forecast")
     small = record("scalar", 4, (GATHER, *ALGORITHMS))
     run = {"command": "bench", "machine": "a machine", "cells": [record(), small]}
     stack = {
@@ -205,6 +206,7 @@ def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path):
     assert "(target: at most 0.1): 0.188 to 0.188 of its time" in text
     assert "(target: 2 times as fast): 4.0 to 4.0 times as fast" in text
     assert "8 ranks cannot share the heads" in text
+    assert "### Simulated\n\nforecast\n" in text
     assert "| 2.00 (2.00 to 2.00)" in text  # burst's gain
     assert (tmp_path / page.PICTURE).exists()
 
