@@ -143,7 +143,7 @@ def record(form="matrix", heads=16, names=(ALL_TO_ALL, GATHER, *ALGORITHMS)):
         "rates": "200M/800M", "measured": {}, "load": [1.0, 2.0],
         "plain": {"intra": [8e6], "inter": [8e6]},
         "rivals": [
-            {"name": name, "says": "x", "error": 0.0,
+            {"name": name, "says": "x", "error": 0.0, "busy": 0.001,
              "seconds": [{"forward": s / 2, "backward": s / 2}, {"forward": s, "backward": s}],
              "busiest": {"forward": {"intra": 3 * 10**6, "inter": 10**6}, "backward": zero},
              "bytes": {"intra": {"formula": 8 << 20, "kernel": 9 << 20}, "inter": {
@@ -184,7 +184,8 @@ def test_other_bytes_than_the_formulas_end_the_benchmark():
             bench.check("ring", right, [run, odd])
 
 
-def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path):
+def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(page.simulated, "section", lambda: "forecast")
     small = record("scalar", 4, (GATHER, *ALGORITHMS))
     run = {"command": "bench", "machine": "a machine", "cells": [record(), small]}
     stack = {
@@ -205,6 +206,7 @@ def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path):
     assert "(target: at most 0.1): 0.188 to 0.188 of its time" in text
     assert "(target: 2 times as fast): 4.0 to 4.0 times as fast" in text
     assert "8 ranks cannot share the heads" in text
+    assert "### Simulated\n\nforecast\n" in text
     assert "| 2.00 (2.00 to 2.00)" in text  # burst's gain
     assert (tmp_path / page.PICTURE).exists()
 

@@ -69,7 +69,12 @@ def one_setting(ranks: Ranks, setting: Setting, repeats: int, say: Say) -> Recor
         "setting": setting._asdict(),
         "grid": [network.nodes, network.per_node],
         "rates": str(network.rates),
-        "measured": {"intra": measured.intra, "inter": measured.inter, "latency": measured.latency},
+        "measured": {
+            "intra": measured.intra,
+            "inter": measured.inter,
+            "latency": measured.latency,
+            "posting": measured.posting,
+        },
         "plain": plain,
         "load": [round(x, 1) for x in loads],
         "rivals": [of(network, name, works[name], runs[name]) for name in names],
@@ -85,7 +90,8 @@ def plain_rates(ranks: Ranks) -> dict[str, float]:
 
 def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) -> Record:
     """What is kept of a rival's runs: seconds of every one, and bytes by link class: a rank's mean,
-    what the busiest interface carries, and what the kernel counted."""
+    what the busiest interface carries, and what the kernel counted; for how long a rank's own
+    thread was busy, on average."""
     totals = formula(network, works)
     for runs in done:
         check(name, totals, runs)
@@ -104,6 +110,7 @@ def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) ->
             }
             for link in LINKS
         },
+        "busy": median(sum(run.busy for run in runs) / len(runs) for runs in done),
         "error": max(run.error for runs in done for run in runs),
     }
 

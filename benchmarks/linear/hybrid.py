@@ -122,8 +122,7 @@ def timed(state: State, name: str, speed: float) -> Run:
 
     dist.barrier()
     with emulated.urgent(True):
-        dist.barrier()
-        begin = time.perf_counter()
+        begin = measure.together()
         made = []
         for _ in range(LINEAR_LAYERS):
             time.sleep(local)
@@ -132,8 +131,7 @@ def timed(state: State, name: str, speed: float) -> Run:
         out = mb.attention(*tensors, plan=plan)
         attended(before)
         forward = begin, time.perf_counter()
-        dist.barrier()
-        begin = time.perf_counter()
+        begin = measure.together()
         before = count()
         torch.autograd.grad(out, tensors, out)
         attended(before)

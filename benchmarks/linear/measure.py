@@ -23,6 +23,7 @@ from .settings import CONVOLUTION, Setting
 
 TOLERANCE = 1e-4  # of the largest entry: fp32 states after 15 products of maps
 LONG, SOME = 1000, 61  # rows
+LATER = 0.02  # seconds from a barrier to the start of what is timed
 State = dict[str, Any]
 
 
@@ -36,12 +37,14 @@ class Work(NamedTuple):
 
 class Run(NamedTuple):
     """One timed run on one rank: clock readings by pass, bytes by link as the kernel counted them
-    and, of ours, as the transport did, and the worst relative error."""
+    and, of ours, as the transport did, the worst relative error, and seconds for which the rank's
+    own thread was busy."""
 
     clock: dict[str, tuple[float, float]]
     kernel: dict[str, int]
     counted: dict[str, int] | None
     error: float
+    busy: float = 0.0
 
 
 def load(state: State, setting: Setting) -> None:
@@ -53,7 +56,8 @@ def load(state: State, setting: Setting) -> None:
 
 def rates(state: State) -> mb.Rates:
     """What `mb.measure_rates` finds: `auto` chooses by it."""
-    return mb.measure_rates(groups(state))
+    with emulated.urgent(True):  # as all that is timed
+        return mb.measure_rates(groups(state))
 
 
 def groups(state: State) -> mb.Groups:
@@ -88,21 +92,29 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
     dist.barrier()
     before = network.sent_from_here(me)
     with emulated.urgent(True):
-        dist.barrier()
-        begin = time.perf_counter()
+        begin, own = together(), time.thread_time()
         leaves, outputs = ways.reach(way)
-        forward = begin, time.perf_counter()
-        dist.barrier()
-        begin = time.perf_counter()
+        forward, busy = (begin, time.perf_counter()), time.thread_time() - own
+        begin, own = together(), time.thread_time()
         grads = torch.autograd.grad(outputs, leaves, way.upstream)
-        backward = begin, time.perf_counter()
+        backward, busy = (begin, time.perf_counter()), busy + time.thread_time() - own
         dist.barrier()
     kernel = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
     found = zip((*outputs, *grads), way.truth, strict=True)
     some = [(x[::every], y[::every]) if len(x) > LONG else (x, y) for x, y in found]
     error = worst_error(*zip(*some, strict=True))
     counted = {"intra": counters.intra, "inter": counters.inter} if counters is not None else None
-    return Run(dict(zip(PASSES, (forward, backward), strict=True)), kernel, counted, error)
+    return Run(dict(zip(PASSES, (forward, backward), strict=True)), kernel, counted, error, busy)
+
+
+def together() -> float:
+    """Return on all ranks at one time, and say which: they share a clock. A barrier lets some go
+    milliseconds before others, as long as a small state takes."""
+    dist.barrier()
+    begin = torch.tensor(time.perf_counter() + LATER, dtype=torch.float64)
+    dist.broadcast(begin, 0)
+    time.sleep(max(0.0, begin.item() - time.perf_counter()))
+    return begin.item()
 
 
 def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:

@@ -63,7 +63,12 @@ def cluster(run: Known) -> str:
         f"![Seconds by tokens per rank]({PICTURE})",
     ]
     if small:
-        parts += [f"Small states, where {size} ranks cannot share the heads:", _times(small)]
+        parts += [
+            f"Small states, where {size} ranks cannot share the heads:",
+            _times(small),
+            OWN,
+            _own(small),
+        ]
     parts += [
         "MiB that a rank sends on average in both passes, within its node + between nodes, by the "
         "formula; the kernel's counters were held against it, and *headers* is what they say "
@@ -86,6 +91,13 @@ send each other the rows of the short convolution, three per piece: that is the 
 all-gather sends round a ring of all ranks; its time includes that of going through all maps, as \
 ours do. Nothing else is computed. Eight ranks share two cores: where messages are small, their \
 handling costs more than their bytes."""
+
+
+OWN = """Milliseconds for which a rank's own thread is busy in both passes, on average. Here eight \
+such threads share two cores: where all ranks exchange at once, four wait for each core, and in a \
+ring, where one rank exchanges at a time, none does. `auto` counts links and the start of each \
+exchange, not this, so with small states it can take an algorithm that is slower on such a \
+machine:"""
 
 
 def goals(cells: Sequence[Record]) -> list[str]:
@@ -152,6 +164,15 @@ def _times(cells: Sequence[Record]) -> str:
     heads = ["", "heads", "all-to-all", "torch gather", *ALGORITHMS, "auto / all-to-all",
              "gather / scan", "convolution"]  # fmt: skip
     return markdown(heads, found)
+
+
+def _own(cells: Sequence[Record]) -> str:
+    found = []
+    for cell in cells:
+        rows = {row.name: row for row in summary.rows(cell)}
+        own = [f"{1e3 * rows[n].busy:.1f}" for n in ALGORITHMS]
+        found.append([summary.setting_of(cell).words, *own])
+    return markdown(["", *ALGORITHMS], found)
 
 
 def _bytes(cells: Sequence[Record]) -> str:

@@ -42,6 +42,7 @@ class Row(NamedTuple):
     bytes: dict[str, float]  # link class -> MiB that a rank sends on average
     extra: dict[str, float]  # link class -> kernel's bytes over the formula's, per cent more
     error: float
+    busy: float  # seconds of a rank's own thread
 
 
 def setting_of(record: Record) -> Setting:
@@ -64,7 +65,7 @@ def rows(record: Record) -> list[Row]:
                 {link: sent[link]["formula"] / size / MIB for link in LINKS},
                 {link: 100 * (n["kernel"] / n["formula"] - 1) for link, n in sent.items()
                  if n["formula"]},
-                r["error"],
+                r["error"], r["busy"],
             )
         )  # fmt: skip
     return found
