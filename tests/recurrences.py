@@ -106,4 +106,8 @@ def gradients(results, wanted, seed=1):
     total = 0.0
     for x in results:
         total = total + (x * torch.randn(x.shape, generator=made, dtype=torch.float64)).sum()
-    return torch.autograd.grad(total, [x for x in wanted if x is not None])
+    wanted = [x for x in wanted if x is not None]
+    found = torch.autograd.grad(total, wanted, allow_unused=True)
+    return [
+        torch.zeros_like(x) if one is None else one for x, one in zip(wanted, found, strict=True)
+    ]

@@ -46,7 +46,7 @@ class Grid:
 
     def _place(self, spans: Sequence[tuple[int, int]]) -> None:
         """Which row stands where."""
-        firsts = np.concatenate([[0], np.cumsum(self.active)])  # chunk of each number's first piece
+        firsts = np.cumsum([0, *self.active])  # the first piece's chunk of each number
         rank_of = np.argsort(self.order)
         source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for piece, (start, length) in enumerate(spans):

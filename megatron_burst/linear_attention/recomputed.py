@@ -46,11 +46,15 @@ class _Recomputed(torch.autograd.Function):
             if gradient is not None and result.requires_grad
         ]
         asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        if not pairs or not asked:
-            return None, *(None for _ in leaves)
-        ends, arrived = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ends, asked, arrived, allow_unused=True))
-        return None, *(next(found) if need else None for need in wanted)
+        found: Any = [None] * len(asked)
+        if pairs and asked:
+            ends, arrived = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ends, asked, arrived, allow_unused=True)
+        each = iter(
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(asked, found, strict=True)
+        )
+        return None, *(next(each) if need else None for need in wanted)
 
 
 def _in_full_precision(function: Callable[..., Tensors], tensors: Any) -> Tensors:
