@@ -493,8 +493,6 @@ MUTANTS = [
            "a factor's gradient is summed along another dimension"),
     Mutant("linear_attention/maps.py", "(heads, rows) if transition.dim() == 3 else (heads,)",
            "(heads,)", "a block of rows gets the factors of all"),
-    Mutant("linear_attention/known.py", "if first not in after and first >= least:",
-           "if first not in after:", "a map reaches back before its first piece"),
     Mutant("linear_attention/executor.py", "and document in initial:\n            found",
            "and False:\n            found", "other ranks never hear of an initial state"),
     Mutant("linear_attention/executor.py", "entering[index] = initial[document]", "pass",
