@@ -514,8 +514,8 @@ MUTANTS = [
            "the last piece's state is not asked for"),
     Mutant("linear_attention/request.py", "width**-0.5 if scale is None", "1.0 if scale is None",
            "queries are not scaled"),
-    Mutant("schedule/scans/blocks.py", "divmod(rest, self.shares[1])",
-           "divmod(rest, self.shares[2])[::-1]", "blocks of columns pass for blocks of rows"),
+    Mutant("schedule/scans/blocks.py", "found = zip((heads, rows, columns)",
+           "found = zip((heads, columns, rows)", "blocks of columns pass for blocks of rows"),
 ]  # fmt: skip
 
 
