@@ -61,10 +61,24 @@ def serial(chain, decays, increments, initial):
     return entering, torch.stack(states)
 
 
+class Shuffled(mb.layout.Layout):
+    """Each rank holds a run of positions, the second half of it first: of a document it has two
+    pieces one behind the other."""
+
+    name = "shuffled"
+    pieces_per_rank = 2
+
+    def _spans(self, rank, seq_len):
+        half = seq_len // self.cp_size // 2
+        first = 2 * rank * half
+        return mb.layout.Span(first + half, 1, half), mb.layout.Span(first, 1, half)
+
+
 LAYOUTS = {
     "contiguous": lambda n, bounds: mb.layout.make("contiguous", cp_size=n),
     "zigzag": lambda n, bounds: mb.layout.make("zigzag", cp_size=n),
     "document_zigzag": lambda n, bounds: mb.layout.make("zigzag", cp_size=n, cu_seqlens=bounds),
+    "shuffled": lambda n, bounds: Shuffled(n),
     "balanced": lambda n, bounds: mb.layout.make("balanced", cp_size=n, cu_seqlens=bounds),
 }
 GRIDS = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 8: (2, 4)}  # world -> nodes, ranks of each

@@ -76,7 +76,8 @@ class StateScan(torch.autograd.Function):
         for each in asked:
             each.job.groups.check()
             each.job.groups.calls.backward(each.call)
-        saved = [ctx.saved_tensors[i : i + 2] for i in range(0, 2 * number, 2)]
+        flat = ctx.saved_tensors  # asked for once: a checkpoint makes them anew
+        saved = [flat[i : i + 2] for i in range(0, 2 * number, 2)]
         finals = arrived[number:] or [None] * number
         needs = [ctx.needs_input_grad[i : i + 3] for i in range(2, 2 + 3 * number, 3)]
         kinds = [ctx.kinds[i : i + 3] for i in range(0, 3 * number, 3)]

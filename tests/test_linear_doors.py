@@ -1,0 +1,129 @@
+"""What operations on chains refuse, and what they say."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import megatron_burst as mb
+
+S, B, G, H, D, W = 4, 2, 1, 2, 3, 4
+
+
+def given(**changes):
+    """Keywords of a call on two ranks that works, and what differs."""
+    each = {"q": (S, B, G, D), "k": (S, B, G, D), "v": (S, B, H, W)}
+    tensors = {name: [torch.randn(shape) for _ in range(2)] for name, shape in each.items()}
+    return tensors | {"groups": mb.Groups.in_process(intra=2)} | changes
+
+
+def two(*shape, dtype=torch.float32):
+    return [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+
+
+WRONG = {
+    "no list": ({"q": torch.zeros(S, B, G, D)}, "q: groups hold 2 ranks in this process, got 1"),
+    "three dimensions": ({"q": two(S, B, D)}, r"q must be \[s, b, g, d\]"),
+    "k": ({"k": two(S, B, G, D + 1)}, r"k must be \[s, b, g, d\], here \[4, 2, 1, 3\]"),
+    "heads": ({"q": two(S, B, 3, D), "k": two(S, B, 3, D)}, "3 heads of q and k must divide"),
+    "dtypes": ({"v": two(S, B, H, W, dtype=torch.float64)}, "v: must be on the device and of the"),
+    "decay": ({"decay": two(S, B, 3)}, r"decay must be \[s, b, h\] or \[s, b, h, d\] or \[h\]"),
+    "beta": ({"beta": two(S, B, 1)}, r"beta must be \[s, b, h\]"),
+    "form": ({"form": "kda"}, "form kda"),
+    "no form": ({"form": "mamba"}, "form must be one of auto, linear"),
+    "kernel": ({"kernel": "best"}, "kernel must be one of auto"),
+    "algorithm": ({"algorithm": "burst"}, "algorithm must be one of auto, all_gather, scan"),
+    "rates": ({"rates": 3, "algorithm": "auto"}, "rates: give mb.Rates, whose intra is a number"),
+    "rates beside": ({"rates": mb.Rates(1.0, 1.0), "algorithm": "ring"}, "for algorithm='auto'"),
+    "scale": ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),
+    "layout": ({"layout": "diagonal"}, "layout must be one of balanced, contiguous"),
+    "striped": ({"layout": "striped"}, "take zigzag, contiguous or balanced"),
+    "other ranks": ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks"),
+    "balanced": ({"layout": "balanced"}, "cu_seqlens: layout balanced needs"),
+    "documents": ({"cu_seqlens": [0, 5]}, "the documents end at 5, and the 2 ranks hold 8"),
+    "decreasing": ({"cu_seqlens": [0, 9, 8]}, "cu_seqlens must be integers that start at 0"),
+    "initial": ({"initial_state": torch.zeros(2, B, H, D, W)}, "initial_state must be"),
+    "groups": ({"groups": None}, "groups: make them with mb.Groups, got None"),
+    "label": ({"label": 1.5}, "label must be a string, an integer or a tuple"),
+    "plan": ({"plan": 3, "groups": None}, "plan must be made by mb.prepare_linear, got 3"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_linear_attention_refuses(case):
+    wrong, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        mb.linear_attention(**given(**wrong))
+
+
+SCANS = {
+    "pieces": ({"increment": two(1, B, H, D, W)}, r"increment must be \[p, b, h, d, w\]"),
+    "decay": ({"decay": [torch.zeros(p, B, H, W) for p in (2, 1)]}, "decay must be"),
+    "length": ({"seq_len": None}, "seq_len must be a positive integer, got None"),
+    "odd": ({"seq_len": 7}, "over 2 ranks needs a positive multiple of 4, got 7"),
+}
+
+
+@pytest.mark.parametrize("case", SCANS)
+def test_what_the_state_scan_refuses(case):
+    wrong, words = SCANS[case]
+    keywords = {"decay": None, "increment": [torch.zeros(p, B, H, D, W) for p in (2, 1)],
+                "groups": mb.Groups.in_process(intra=2), "seq_len": 8} | wrong  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        mb.state_scan(keywords.pop("decay"), keywords.pop("increment"), **keywords)
+
+
+def test_a_plan_serves_what_it_was_made_for_alone():
+    keywords = given()
+    plan = mb.prepare_linear(**keywords)
+    tensors = {name: keywords[name] for name in "qkv"}
+    mb.linear_attention(**tensors, plan=plan)
+    wrong = {
+        r"plan: give a plan or its keywords, not both; got \['groups'\]": keywords,
+        "plan: made for v": tensors | {"v": two(S, B, H, W + 1)},
+        "plan: made for decay None": tensors | {"decay": two(S, B, H)},
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            mb.linear_attention(**call, plan=plan)
+    with pytest.raises(ValueError, match="plan: made for increments"):
+        mb.state_scan(None, [torch.zeros(p, B, H, D, W + 1) for p in (2, 1)], plan=plan)
+    with pytest.raises(ValueError, match="x must be"):
+        mb.short_convolution(two(S + 1, B, 3), torch.zeros(3, 2), plan=plan)
+
+
+def test_a_decay_that_grows_is_warned_of():
+    with pytest.warns(UserWarning, match="decay has positive logarithms"):
+        mb.linear_attention(**given(decay=torch.ones(H)))
+
+
+TRANSFORMS = {
+    "grad": lambda loss, x: torch.func.grad(loss)(x),
+    "vmap": lambda loss, x: torch.func.vmap(loss)(x[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_function_transforms_are_refused(transform):
+    call = given()
+
+    def loss(q):
+        return mb.linear_attention(**call | {"q": [q, q]})[0].sum()
+
+    with pytest.raises(ValueError, match=r"mb.linear_attention cannot run inside torch.func"):
+        TRANSFORMS[transform](loss, call["q"][0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(reentrant):
+    call = given()
+    tensors = [call.pop(name) for name in "qkv"]
+    leaves = [t.double().requires_grad_() for shards in tensors for t in shards]
+
+    def function(*flat):
+        q, k, v = (list(flat[i : i + 2]) for i in (0, 2, 4))
+        return torch.cat(mb.linear_attention(q, k, v, **call))
+
+    truth = torch.autograd.grad(function(*leaves).square().sum(), leaves)
+    checkpoint(function, *leaves, use_reentrant=reentrant).square().sum().backward()
+    for leaf, wanted in zip(leaves, truth, strict=True):
+        assert torch.equal(leaf.grad, wanted)
