@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -104,6 +104,9 @@ bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention s
 
 bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU, into csrc/README.md
 	@$(PY) benchmarks/csrc.py $(ARGS)
+
+bench-linear: $(VENV)/.ready-test ## states of linear attention on the emulated cluster, beside all-to-all and gathers, into docs/linear-attention.md; ARGS=--quick
+	@$(PY) -m benchmarks.linear $(ARGS)
 
 bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory, into docs/performance.md
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/lm_head.py $(ARGS)

@@ -43,6 +43,7 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(3))
 cu_seqlens = [0, 5, 32]
 """
+STATES = f"{QKV}\nv = torch.randn(8, 1, 4, 3, requires_grad=True)"  # heads of width 3
 HEAD = """
 import torch
 import megatron_burst as mb
@@ -57,7 +58,13 @@ transformer_config = TransformerConfig(num_layers=1, hidden_size=8, num_attentio
 READERS = {
     "README.md-1": Reader(CONFIG, "transformer_config.burst.algorithm == 'burst'"),
     "README.md-2": Reader(QKV, "out.shape == q.shape and groups.size == 4", ranks=4),
-    "README.md-3": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
+    "README.md-3": Reader(
+        f"{STATES}\ndecay, beta = -torch.rand(8, 1, 4), torch.rand(8, 1, 4)\n"
+        "groups = mb.Groups.by_host(torch.distributed.group.WORLD)",
+        "out.shape == v.shape and out.isfinite().all()",
+        ranks=4,
+    ),
+    "README.md-4": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
     "docs/advise.md-0": Reader("", "call.seconds < step.seconds and step.mfu > 0"),
     "docs/cluster.md-0": Reader(
         f"{QKV}\npg, gpus_per_node = torch.distributed.group.WORLD, 2",
@@ -67,6 +74,17 @@ READERS = {
     "docs/concepts/host-memory.md-0": Reader(
         f"{QKV}\nx, layers = q.sin(), [torch.tanh] * 4",
         "host.peak == host.bytes_out == host.bytes_back == 4 * x.nbytes and q.grad is not None",
+    ),
+    "docs/linear-attention.md-0": Reader(
+        STATES, "out.shape == v.shape and out.sum().backward() is None and v.grad.any()", ranks=4
+    ),
+    "docs/linear-attention.md-1": Reader(QKV, "y.shape == x.shape", ranks=4),
+    # Piece n of 7 finds 1 + 1/2 + ... of what the n before it have written.
+    "docs/linear-attention.md-2": Reader(
+        QKV,
+        "[round(float(e.max()), 6) for e in entering] == [2 - 2 * 0.5**n for n in "
+        "mb.layout.chains(mb.layout.make('zigzag', cp_size=4), 32).of(groups.rank)]",
+        ranks=4,
     ),
     "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
     "docs/own-script.md-1": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),

@@ -22,7 +22,7 @@ from benchmarks.cluster.record import BYTES_WITHIN, span
 
 from . import measure
 from .measure import Run, Work
-from .settings import ALGORITHMS, ALL_TO_ALL, GATHER, Setting, refusal
+from .settings import ALGORITHMS, ALL_TO_ALL, CONVOLUTION, GATHER, Setting, refusal
 
 PRELOAD = ("megatron.core.ssm.gated_delta_net.common",)
 PLAIN = 0.2  # seconds of a plain transfer at the nominal rate
@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 
 
 def rivals(setting: Setting, size: int) -> list[str]:
-    """All that can run here; torch's gather needs nothing of ours."""
-    names = (ALL_TO_ALL, GATHER)
+    """All that can run here."""
+    names = (ALL_TO_ALL, GATHER, *ALGORITHMS, CONVOLUTION)
     return [name for name in names if refusal(setting, name, size) is None]
 
 
@@ -127,7 +127,7 @@ def check(name: str, totals: dict[str, int], runs: list[Run]) -> None:
             raise RankError(f"{name}: rank {rank} is off by {run.error:.3g}")
     for link, total in totals.items():
         own = [run.counted[link] for run in runs if run.counted is not None]
-        if name in ALGORITHMS and sum(own) != total:
+        if name not in (ALL_TO_ALL, GATHER) and sum(own) != total:
             raise RankError(f"{name}: ranks sent {sum(own)} {link} bytes, the formula says {total}")
         sent = sum(run.kernel[link] for run in runs)
         if abs(sent - total) > BYTES_WITHIN * total + 20_000 * len(runs):

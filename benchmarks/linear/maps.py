@@ -33,6 +33,13 @@ def chains_of(setting: Setting, size: int) -> Chains:
     return chains(make(setting.layout, cp_size=size), setting.tokens * size)
 
 
+def rows_of(setting: Setting, size: int, rank: int) -> torch.Tensor:
+    """The positions of the rows of `rank`, in their order."""
+    chain = chains_of(setting, size)
+    pieces = chain.table[chain.of(rank)]
+    return torch.cat([torch.arange(int(p), int(p + n)) for _, _, n, _, p in pieces])
+
+
 def share(setting: Setting, size: int, rank: int) -> Share:
     """What `rank` of `size` holds."""
     chain = chains_of(setting, size)

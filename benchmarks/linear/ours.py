@@ -2,12 +2,101 @@
 
 from __future__ import annotations
 
-import megatron_burst as mb
+from collections.abc import Sequence
+from typing import Any
 
-from .settings import Setting
-from .ways import Way
+import torch
+import torch.nn.functional as F
+
+import megatron_burst as mb
+from benchmarks.cluster.mail import PASSES
+from megatron_burst.layout.routes import preceding
+
+from . import exchange, maps
+from .settings import ACTIVATION, Setting
+from .ways import Sent, Way
+
+FORMS = {"scalar": "scalar_decay", "vector": "vector_decay", "matrix": "gated_delta_rule"}
+CONVOLVED, WIDTH = 16, 4  # tokens per rank, taps
 
 
 def way(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | None) -> Way:
-    """The scan of a setting's maps by this algorithm; "auto" chooses by `rates`."""
-    raise NotImplementedError(algorithm)
+    """The scan of a setting's maps by this algorithm; "auto" chooses by `rates`. Collective."""
+    held = maps.share(setting, groups.size, groups.rank)
+    plan = plan_of(setting, algorithm, groups, rates)
+
+    def forward(transition: torch.Tensor, increment: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (mb.state_scan(transition, increment, plan=plan),)
+
+    sent = sent_by(plan)
+    return Way(
+        (held.transition, held.increment), forward, (held.upstream,), held.truth, sent, says(plan)
+    )
+
+
+def convolution(setting: Setting, groups: mb.Groups) -> Way:
+    """The rows before each piece that the layer's short convolution needs: few enough tokens that
+    nothing else takes time. Collective."""
+    short = setting._replace(tokens=CONVOLVED)
+    size, rank = groups.size, groups.rank
+    channels = setting.convolved
+    order = maps.rows_of(short, size, rank)
+    positions = torch.arange(CONVOLVED * size)
+    x, upstream = (
+        (exchange.numbers(positions, torch.arange(channels), salt) % 8).squeeze(1).float()
+        for salt in (4, 5)
+    )
+    weight = torch.tensor([1.0, -1.0, 2.0, 1.0]).expand(channels, WIDTH).contiguous()
+    whole = x.T.requires_grad_()
+    out = F.conv1d(F.pad(whole, (WIDTH - 1, 0)), weight[:, None], groups=channels)
+    (grad,) = torch.autograd.grad(out, whole, upstream.T)
+    mine = [
+        t.T[order][:, None].bfloat16() for t in (whole.detach(), upstream.T, out.detach(), grad)
+    ]
+    plan = plan_of(short, "ring", groups, None)
+    chain = maps.chains_of(short, size)
+    row = channels * ACTIVATION
+    there = [len(rows) * row for rows in preceding(chain, WIDTH, rank).sends]
+    back = [len(preceding(chain, WIDTH, other).sends[rank]) * row for other in range(size)]
+    there[rank] = back[rank] = 0
+    kernel = weight.bfloat16()
+    return Way(
+        (mine[0],), lambda rows: (mb.short_convolution(rows, kernel, plan=plan),), (mine[1],),
+        (mine[2], mine[3]), dict(zip(PASSES, (there, back), strict=True)),
+    )  # fmt: skip
+
+
+def plan_of(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | None) -> Any:
+    """The plan of a layer with these states; of its activations only the shapes are real."""
+    row = setting.tokens, 1, setting.heads
+
+    def like(*sizes: int) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.bfloat16).expand(*row, *sizes).requires_grad_()
+
+    q, k, v = (like(setting.width) for _ in range(3))
+    decay = like(setting.width) if setting.form == "vector" else like()
+    return mb.prepare_linear(
+        q, k, v, decay=decay, beta=like() if setting.form == "matrix" else None,
+        form=FORMS[setting.form], algorithm=algorithm, groups=groups, layout=setting.layout,
+        rates=rates if algorithm == "auto" else None, kernel="torch",
+    )  # fmt: skip
+
+
+def says(plan: Any) -> str:
+    """ "scan in 8 blocks, why"."""
+    cut = f" in {plan.blocks} blocks" if plan.blocks > 1 else ""
+    return f"{plan.algorithm}{cut}" + f": {plan.why}" * bool(plan.why)
+
+
+def sent_by(plan: Any) -> Sent:
+    """Bytes that this rank sends to each other one, by pass: of every message of the plan."""
+    found: Sent = {}
+    for name, scan in zip(PASSES, (plan.job.forward, plan.job.backward), strict=True):
+        program = scan.program
+        found[name] = [0] * plan.groups.size
+        for each in program.rounds:
+            for parcel in each.sends:
+                numbers = sum(s.numel() for hop in parcel.hops
+                              for s in program.shapes(hop, plan.states))  # fmt: skip
+                found[name][parcel.peer] += numbers * plan.states.dtype.itemsize
+    return found

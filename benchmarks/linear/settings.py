@@ -15,16 +15,19 @@ ACTIVATION, STATE = 2, 4  # bytes of an entry: bfloat16 and float32
 GRID, RATES = (2, 4), "200M/800M"
 ALGORITHMS = ("ring", "all_gather", "scan", "two_level", "auto")
 ALL_TO_ALL, GATHER = "all-to-all of heads", "all-gather of torch"
+CONVOLUTION = "rows of the convolution"
 GROUPS = 8  # of B and C in Mamba-2
+CHUNK = 64  # tokens that linear attention computes at once
 
 
 class Layer(NamedTuple):
     """name: of the layer with this form of decay. sections: what its input projection makes, each a
-    name and its channels as multiples of (heads x width, groups x width, heads). joined: does one
-    exchange carry all sections?"""
+    name and its channels as multiples of (heads x width, groups x width, heads). convolved: those
+    that a short convolution goes over. joined: does one exchange carry all sections?"""
 
     name: str
     sections: tuple[tuple[str, tuple[int, int, int]], ...]
+    convolved: tuple[str, ...]
     joined: bool
 
     def channels(self, heads: int, width: int) -> tuple[int, ...]:
@@ -40,18 +43,18 @@ _WHOLE, _GROUP, _HEAD = (1, 0, 0), (0, 1, 0), (0, 0, 1)
 LAYERS = {
     "scalar": Layer(
         "Mamba-2", (("z", _WHOLE), ("x", _WHOLE), ("B", _GROUP), ("C", _GROUP), ("dt", _HEAD)),
-        joined=False,
+        convolved=("x", "B", "C"), joined=False,
     ),
     "vector": Layer(
         "GLA",
         (("q", _WHOLE), ("k", _WHOLE), ("v", _WHOLE), ("gate", _WHOLE), ("decay", _WHOLE)),
-        joined=True,
+        convolved=(), joined=True,
     ),
     "matrix": Layer(
         "GatedDeltaNet",
         (("q", _WHOLE), ("k", _WHOLE), ("v", _WHOLE), ("z", _WHOLE), ("beta", _HEAD),
          ("alpha", _HEAD)),
-        joined=True,
+        convolved=("q", "k", "v"), joined=True,
     ),
 }  # fmt: skip
 
@@ -77,6 +80,13 @@ class Setting(NamedTuple):
         ] * STATE  # fmt: skip
 
     @property
+    def convolved(self) -> int:
+        """Channels of the short convolution."""
+        layer = LAYERS[self.form]
+        every = zip(layer.sections, layer.channels(self.heads, self.width), strict=True)
+        return sum(n for (name, _), n in every if name in layer.convolved)
+
+    @property
     def words(self) -> str:
         return f"{self.form}, {self.layout}, {self.heads} heads of {self.width}"
 
@@ -91,7 +101,9 @@ class Setting(NamedTuple):
 def refusal(setting: Setting, rival: str, size: int) -> str | None:
     """Why a rival cannot run here, or None."""
     if rival == ALL_TO_ALL and setting.heads % size:
-        return f"{setting.heads} heads are not shared by {size} ranks"
+        return f"{size} ranks cannot share {setting.heads} heads"
+    if rival == CONVOLUTION and not setting.convolved:
+        return "the layer has none"
     return None
 
 
@@ -102,3 +114,43 @@ def settings(quick: bool) -> list[Setting]:
     large = [Setting(form, layout) for form in FORMS for layout in LAYOUTS]
     small = [Setting(form, layout, 4, 64) for form in FORMS[::2] for layout in LAYOUTS]
     return large + small
+
+
+class Stack(NamedTuple):
+    """Shapes of the layers; tokens per rank. model: whose they are."""
+
+    tokens: int = 2048
+    heads: int = 16
+    kv_heads: int = 2
+    width: int = 256
+    state_heads: int = 32
+    state_width: int = 128
+    model: str = "Qwen3-Next 80B-A3B"
+
+    @property
+    def setting(self) -> Setting:
+        """Of a linear layer."""
+        return Setting("matrix", "zigzag", self.state_heads, self.state_width, self.tokens)
+
+    @property
+    def linear_flops(self) -> float:
+        """Of one rank's chunks in forward of one linear layer: in a chunk of C tokens a head takes
+        2 C C (3 d + 2 w) within it and 6 C d w with the state."""
+        d = self.state_width
+        return self.tokens * self.state_heads * (2 * CHUNK * 5 * d + 6 * d * d)
+
+
+class Attention(NamedTuple):
+    """One way to run the attention of the stack."""
+
+    name: str
+    algorithm: str
+    head_chunks: int | None = 1
+
+
+ATTENTIONS = (
+    Attention("all_gather (LASP-2H)", "all_gather"),
+    Attention("burst", "burst"),
+    Attention("burst, 2 head chunks", "burst", 2),
+    Attention("auto", "auto", None),
+)

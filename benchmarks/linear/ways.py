@@ -37,10 +37,7 @@ def shared_heads(setting: Setting, size: int, rank: int, module: Any | None) -> 
     """The all-to-all before and behind the layer, which itself is left out."""
     there, back = exchange.exchanges(setting, module)
     before, after = exchange.sections_of(setting), (setting.heads * setting.width,)
-    chain = maps.chains_of(setting, size)
-    rows = [torch.from_numpy(chain.table[chain.of(r)]) for r in range(size)]
-    positions = [torch.cat([torch.arange(int(p), int(p + n)) for _, _, n, _, p in r]) for r in rows]
-    mine, everyone = positions[rank], torch.arange(setting.tokens * size)
+    mine, everyone = maps.rows_of(setting, size, rank), torch.arange(setting.tokens * size)
 
     def tensors(sections: Sequence[int], salt: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's rows of all channels, and all rows of its channels."""

@@ -138,3 +138,20 @@ def _backward(
         None if t is None or kind is None else t.to(kind[0])
         for t, kind in zip(results, kinds, strict=True)
     ]
+
+
+def following(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The first tensor; the backward of what is made of it runs wherever one of them needs a
+    gradient, and before that of what made the others."""
+    return _Following.apply(first, *others)  # pyright: ignore[reportReturnType]
+
+
+class _Following(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(others)
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, *(None,) * ctx.others

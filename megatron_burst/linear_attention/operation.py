@@ -17,6 +17,7 @@ import torch
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from . import forms
+from .function import following
 from .inputs import Inputs, Maps
 from .plan import InProcessLinearPlan, LinearPlan
 from .prepare import per_rank, prepared
@@ -133,7 +134,13 @@ def _run(
         )  # fmt: skip
         runs.append(forms.run(local.form, local.kernel, inputs, one.cut(final)))
     maps: list[Maps] = [run.maps for run in runs]
-    decays, increments = [each.transition for each in maps], [each.increment for each in maps]
+    decays = [each.transition for each in maps]
+    # In backward every rank takes part in the scan, and before its inputs get their gradients: also
+    # one whose pieces all end documents, so that none of its maps is anything but a constant.
+    increments = [
+        following(each.increment, *(t for t in given.values() if t is not None))
+        for each, given in zip(maps, shards, strict=True)
+    ]
     if not isinstance(plan, InProcessLinearPlan):
         decays, increments = decays[0], increments[0]
     elif decays[0] is None:

@@ -1,7 +1,7 @@
 """Gated delta nets over several ranks, with all of their numbers: a step equals that of one rank.
 
-The model is in fp64 but for gates, rotary angles and the loss, which Megatron computes in fp32. Runs
-of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
+The model is in fp64 but for gates, rotary angles and the loss, which Megatron computes in fp32.
+Runs of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
 """
 
 import delta_net_ranks as ranks
@@ -52,7 +52,7 @@ def test_megatrons_own_exchange_of_heads_is_one_rank_too(four, one):
 def test_states_passed_are_one_rank(four, one, layout, cp, algorithm, sizes):
     found = four(ranks.train, layout, cp, {"linear": algorithm}, sizes)
     same(found, one)
-    (line,) = [line for line in found[0][1] if line.startswith("linear attention:")]
+    (line,) = [line for line in found[0][1] if line.startswith("burst linear")]
     assert f"layout {layout}" in line
     if algorithm != "auto":
         assert f"algorithm {algorithm}" in line

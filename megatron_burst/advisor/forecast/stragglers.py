@@ -22,7 +22,7 @@ from ..shapes.model import Model, Part
 from .attention_time import AttentionTime, attention_time
 from .disturbed import Group, groups
 from .faults import Faults
-from .layer_time import ATTENTION, EXPERTS, HOST, TENSOR, LayerTime, layer_time
+from .layer_time import ATTENTION, EXPERTS, HOST, STATES, TENSOR, LayerTime, layer_time
 from .layer_work import products
 from .parts import Parts
 from .pipeline import pipeline_time
@@ -30,7 +30,7 @@ from .states_time import GATHERING, GRADIENTS
 from .step_time import HEAD, StepTime, stages_of, step_time
 
 STRAGGLERS = "stragglers"
-COMMUNICATED = (TENSOR, EXPERTS, HOST, ATTENTION)  # not computed by this rank, or simulated
+COMMUNICATED = (TENSOR, EXPERTS, HOST, STATES, ATTENTION)  # not computed by this rank, or simulated
 SAMPLES = 256
 
 

@@ -16,11 +16,10 @@ def all_gather(task: Task) -> Hops:
     runs = runs_of(task.chains)
     run, rank = wanted(runs)
     intra = task.topology.per_node
+    run, rank = np.divmod(np.sort(run * task.topology.size + rank), task.topology.size)
     source = runs.rank[run]
     node, home = rank // intra, source // intra
     # Of the ranks of another node that need it, in turn by source, one takes it for all.
-    order = np.lexsort((rank, node, run))
-    run, rank, node, source, home = (x[order] for x in (run, rank, node, source, home))
     opens = np.append(True, (run[1:] != run[:-1]) | (node[1:] != node[:-1]))[: len(run)]
     begin = np.flatnonzero(opens)
     group = np.cumsum(opens) - 1
@@ -34,16 +33,26 @@ def all_gather(task: Task) -> Hops:
 
 def wanted(runs: Runs) -> tuple[np.ndarray, np.ndarray]:
     """(run, rank): which rank needs the map of which run: those that hold a later one, once."""
-    ranks = runs.rank.max(initial=0) + 1
-    key = runs.document * ranks + runs.rank
-    held, place = np.unique(key[::-1], return_index=True)
-    last = len(runs) - 1 - place  # run of this document on this rank
-    rank, begin = held % ranks, np.flatnonzero(runs.nth == 0)[held // ranks]
-    count = last - begin
+    rank, begin, count = _lasts(runs)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     run, rank = np.repeat(begin, count) + nth, np.repeat(rank, count)
     others = runs.rank[run] != rank
     return run[others], rank[others]
+
+
+def count_wanted(runs: Runs) -> int:
+    """How many they are at most: ranks that hold a run before the one they need are counted too."""
+    return int(_lasts(runs)[2].sum())
+
+
+def _lasts(runs: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every document on every rank: (rank, first run of the document, how many runs it has
+    before the rank's last)."""
+    ranks = runs.rank.max(initial=0) + 1
+    key = runs.document * ranks + runs.rank
+    held, place = np.unique(key[::-1], return_index=True)
+    begin = np.flatnonzero(runs.nth == 0)[held // ranks]
+    return held % ranks, begin, len(runs) - 1 - place - begin
 
 
 def carried(

@@ -43,12 +43,17 @@ def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> Blocks
     """
     shares = _shares(blocks, heads, rows, columns, mixes)
     if shares is None:
-        able = [n for n in range(1, 65) if _shares(n, heads, rows, columns, mixes)]
         raise ValueError(
             f"blocks: {heads} heads of {rows} x {columns} cannot be cut into {blocks} equal blocks"
-            f"{' of whole columns' * mixes}; of the numbers up to 64 these work: {able}"
+            f"{' of whole columns' * mixes}; of the numbers up to 64 these work: "
+            f"{able(64, heads, rows, columns, mixes)}"
         )
     return Blocks((heads, rows, columns), shares)
+
+
+def able(most: int, heads: int, rows: int, columns: int, mixes: bool) -> list[int]:
+    """All numbers of blocks, up to `most`, into which `cut` cuts such a state."""
+    return [n for n in range(1, most + 1) if _shares(n, heads, rows, columns, mixes)]
 
 
 def _shares(

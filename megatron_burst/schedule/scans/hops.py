@@ -87,10 +87,12 @@ def runs_of(chains: Chains) -> Runs:
 def table(*parts: tuple) -> Hops:
     """The hops of all parts; of each part (round, source, destination, kind, first, last, block),
     which broadcast together. What a rank would send to itself is left out."""
-    columns = np.concatenate(
-        [np.stack([x.ravel() for x in np.broadcast_arrays(*part)]) for part in parts], axis=1
-    )
-    columns = columns[:, columns[1] != columns[2]].astype(np.int64)
-    columns = columns[:, np.argsort(columns[0], kind="stable")]
-    columns[0] = np.unique(columns[0], return_inverse=True)[1].ravel()
-    return Hops(*columns)
+    broad = [np.broadcast_arrays(*part) for part in parts]
+    columns = [np.concatenate([x.ravel() for x in column]) for column in zip(*broad, strict=True)]
+    some = columns[1] != columns[2]
+    rounds = columns[0][some]
+    order = np.argsort(rounds.astype(np.min_scalar_type(rounds.max(initial=0))), kind="stable")
+    found = np.flatnonzero(some)[order]
+    columns = [column[found].astype(np.int64, copy=False) for column in columns]
+    dense = np.cumsum(np.bincount(columns[0], minlength=1) > 0) - 1
+    return Hops(dense[columns[0]], *columns[1:])

@@ -1,0 +1,151 @@
+"""The attention of a hybrid stack: keys and values gathered (LASP-2H), or burst, in the same stack.
+
+Three layers of gated delta rule and one of softmax attention, in Qwen3-Next's shapes. Linear layers
+run the scan of their states, always by "auto"; attention is `mb.attention` by one algorithm or
+another. Compute is a sleep of FLOPs / speed: nothing is computed, so results are not looked at
+here, only bytes, which have to be those of the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from benchmarks.cluster import emulated
+from benchmarks.cluster.emulated import BACKWARD, visible
+from benchmarks.cluster.mail import LINKS, PASSES
+
+from . import measure, ours, ways
+from .settings import Attention, Stack
+
+State = dict[str, Any]
+LINEAR_LAYERS, LINEAR_BACKWARD = 3, 2.0
+
+
+class Work(NamedTuple):
+    """What a plan costs this rank: bytes by pass and link, FLOPs of attention by pass, what it
+    is."""
+
+    bytes: dict[str, dict[str, int]]
+    flops: dict[str, float]
+    says: str
+
+
+class Run(NamedTuple):
+    """One timed run on one rank: clock readings by pass, bytes that attention sent, by link."""
+
+    clock: dict[str, tuple[float, float]]
+    sent: dict[str, int]
+
+
+@dataclass
+class Sleeping:
+    """A kernel that only takes the time: FLOPs / speed; 0.0: none."""
+
+    real: Any
+    flops_per_pair: float
+    speed: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Any, *_: Any
+    ) -> None:
+        self._take(q.shape[2] * visible(work))
+
+    def backward(self, rows: Any, k: torch.Tensor, v: torch.Tensor, work: Any, *_: Any) -> None:
+        self._take(BACKWARD * rows.q.shape[2] * visible(work))
+
+    def _take(self, pairs: float) -> None:
+        if self.speed:
+            time.sleep(pairs * self.flops_per_pair / self.speed)
+
+
+def load(state: State, stack: Stack, measured: mb.Rates) -> None:
+    """The linear layers of a stack; forget the one before. Collective."""
+    grid = measure.groups(state)
+    way = ours.way(stack.setting, "auto", grid, measured)
+    state["stack"], state["linear"], state["attentions"] = stack, way, {}
+
+
+def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
+    """Make the plan of the attention and run the stack once; "auto" chooses by these rates, with
+    those of the compute. Collective."""
+    stack: Stack = state["stack"]
+    heads = stack.heads, stack.kv_heads, stack.kv_heads
+    q, k, v = (
+        torch.zeros(stack.tokens, 1, n, stack.width, dtype=torch.bfloat16, requires_grad=True)
+        for n in heads
+    )
+    rates = measured if attention.algorithm == "auto" else None
+    plan = mb.prepare(
+        q, k, v, groups=measure.groups(state), algorithm=attention.algorithm, kernel="aten",
+        rates=rates, layout="zigzag", head_chunks=attention.head_chunks,
+    )  # fmt: skip
+    state["attentions"][attention.name] = plan, (q, k, v)
+    run = timed(state, attention.name, 0.0)
+    traffic = dict(zip(PASSES, plan.traffic(), strict=True))
+    planned = {link: sum(getattr(t, link) for t in traffic.values()) for link in LINKS}
+    if run.sent != planned:
+        raise ArithmeticError(f"{attention.name} sent {run.sent}, the plan says {planned}")
+    passes = {"forward": (plan.job.forward, 1.0), "backward": (plan.job.backward, BACKWARD)}
+    flops = {p: 4.0 * stack.width * stack.heads * _pairs(job) * n for p, (job, n) in passes.items()}
+    sent = {p: {link: getattr(t, link) for link in LINKS} for p, t in traffic.items()}
+    taken = plan.choice.taken if plan.choice is not None else None
+    says = f"{plan.algorithm}, side {plan.schedules[1].side}, {plan.head_chunks} head chunks"
+    return Work(sent, flops, says if taken is not None else "")
+
+
+def timed(state: State, name: str, speed: float) -> Run:
+    """Forward and backward of the stack; compute at `speed` FLOP/s, 0.0: it takes no time."""
+    stack: Stack = state["stack"]
+    plan, tensors = state["attentions"][name]
+    kernel = Sleeping(plan.kernel, 4.0 * stack.width, speed)
+    plan = plan.with_kernel(kernel)
+    linear: ways.Way = state["linear"]
+    local = stack.linear_flops / speed if speed else 0.0
+    counters = measure.groups(state).counters
+    sent = dict.fromkeys(LINKS, 0)
+
+    def count() -> dict[str, int]:
+        return {link: getattr(counters, link) for link in LINKS}
+
+    def attended(before: dict[str, int]) -> None:
+        for link, n in count().items():
+            sent[link] += n - before[link]
+
+    dist.barrier()
+    with emulated.urgent(True):
+        dist.barrier()
+        begin = time.perf_counter()
+        made = []
+        for _ in range(LINEAR_LAYERS):
+            time.sleep(local)
+            made.append(ways.reach(linear))
+        before = count()
+        out = mb.attention(*tensors, plan=plan)
+        attended(before)
+        forward = begin, time.perf_counter()
+        dist.barrier()
+        begin = time.perf_counter()
+        before = count()
+        torch.autograd.grad(out, tensors, out)
+        attended(before)
+        for leaves, outputs in reversed(made):
+            time.sleep(LINEAR_BACKWARD * local)
+            torch.autograd.grad(outputs, leaves, linear.upstream)
+        backward = begin, time.perf_counter()
+        dist.barrier()
+    return Run(dict(zip(PASSES, (forward, backward), strict=True)), sent)
+
+
+def _pairs(run: Any) -> int:
+    """Visible (query, key) pairs that this rank computes in a pass."""
+    computed = (pair for boundary in run.program for pair in boundary.pairs)
+    return sum(visible(call.work) for pair in computed for call in run.calls.get(pair, ()))

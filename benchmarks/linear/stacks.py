@@ -1,0 +1,98 @@
+"""Runs the hybrid stack: every attention in turn, again and again, by how much there is to compute.
+
+Compute is so fast that burst's attention alone takes `REGIMES[regime]` times as long as its links
+are busy; linear layers compute at the same speed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.cluster.bench import TIMEOUT, built
+from benchmarks.cluster.cells import REGIMES
+from benchmarks.cluster.mail import LINKS, PASSES
+from benchmarks.cluster.network import Network, Rates
+from benchmarks.cluster.ranks import Ranks
+from benchmarks.cluster.record import span
+
+from . import hybrid, measure
+from .bench import PRELOAD
+from .hybrid import LINEAR_BACKWARD, LINEAR_LAYERS, Run, Work
+from .settings import ATTENTIONS, Stack
+
+Record = dict[str, Any]
+SPEED_OF = "burst"  # whose links say how fast compute is
+
+
+def run_stack(
+    stack: Stack, regimes: Sequence[str], grid: tuple[int, int], rates: str, repeats: int,
+    say: Callable[[str], None],
+) -> Iterator[Record]:  # fmt: skip
+    """One record per regime."""
+    network = Network(*grid, Rates.parse(rates))
+    with built(network), Ranks(network, TIMEOUT, PRELOAD) as ranks:
+        ranks.run(measure.load, stack.setting)
+        measured = ranks.run(measure.rates)[0]
+        ranks.run(hybrid.load, stack, measured)
+        works: dict[str, list[Work]] = {}
+        autos = [attention for attention in ATTENTIONS if attention.algorithm == "auto"]
+        for attention in (each for each in ATTENTIONS if each not in autos):
+            say(f"stack: {attention.name}, warming up")
+            works[attention.name] = ranks.run(hybrid.prepare, attention, measured)
+        for regime in regimes:
+            speed = speed_of(stack, regime, works[SPEED_OF], network)
+            known = replace(measured, compute=speed or math.inf)
+            for attention in autos:
+                works[attention.name] = ranks.run(hybrid.prepare, attention, known)
+            yield _one(ranks, stack, regime, speed, works, repeats, say)
+
+
+def _one(
+    ranks: Ranks, stack: Stack, regime: str, speed: float, works: dict[str, list[Work]],
+    repeats: int, say: Callable[[str], None],
+) -> Record:  # fmt: skip
+    runs: dict[str, list[list[Run]]] = {name: [] for name in works}
+    loads = []
+    for repeat in range(repeats):
+        loads.append(round(os.getloadavg()[0], 1))
+        for name, done in runs.items():
+            say(f"stack, {regime}: {name} ({repeat + 1}/{repeats})")
+            done.append(ranks.run(hybrid.timed, name, speed))
+    return {
+        "stack": stack._asdict(),
+        "regime": regime,
+        "grid": [ranks.network.nodes, ranks.network.per_node],
+        "rates": str(ranks.network.rates),
+        "gflops": speed / 1e9,
+        "load": loads,
+        "attentions": [_of(name, works[name], done, stack, speed) for name, done in runs.items()],
+    }
+
+
+def speed_of(stack: Stack, regime: str, works: list[Work], network: Network) -> float:
+    """FLOP/s; 0.0: compute takes no time."""
+    share = REGIMES[regime]
+    busy = sum(max(busiest(works, p)[link] * 8 / network.rates.of(link) for link in LINKS)
+               for p in PASSES)  # fmt: skip
+    return max(sum(w.flops.values()) for w in works) / (share * busy) if share else 0.0
+
+
+def busiest(works: list[Work], name: str) -> dict[str, int]:
+    """Bytes of the rank that sends most, by link class."""
+    return {link: max(w.bytes[name][link] for w in works) for link in LINKS}
+
+
+def _of(name: str, works: list[Work], done: list[list[Run]], stack: Stack, speed: float) -> Record:
+    attention = max(sum(w.flops.values()) for w in works)
+    linear = LINEAR_LAYERS * (1 + LINEAR_BACKWARD) * stack.linear_flops
+    return {
+        "name": name,
+        "says": works[0].says,
+        "seconds": [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in done],
+        "busiest": {p: busiest(works, p) for p in PASSES},
+        "compute": (attention + linear) / speed if speed else 0.0,
+    }

@@ -1,0 +1,236 @@
+"""Operations on chains on gloo ranks: equal to one process, and an error where ranks differ.
+
+Groups that are made here to fail wait two seconds.
+"""
+
+import os
+import signal
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+ROWS, B, G, H, D, W = 8, 1, 1, 2, 2, 4  # rows of each rank
+ALGORITHMS = ("all_gather", "scan", "two_level", "ring")
+
+
+def tensors(rows, seed=0, delta=True):
+    """q, k, v, decay and beta of a sequence, and weights of the loss."""
+    make = torch.Generator().manual_seed(seed)
+    sizes = [(G, D), (G, D), (H, W), (H,), (H,), (H, W)]
+    q, k, v, decay, beta, weights = (
+        torch.randn(rows, B, *size, generator=make, dtype=torch.float64) for size in sizes
+    )
+    return {
+        "q": q, "k": k / 2, "v": v, "decay": -decay.abs(),
+        "beta": beta.sigmoid() if delta else None,
+    }, weights  # fmt: skip
+
+
+def shards(named, layout, rank):
+    return {
+        name: None if t is None else mb.shard(t, layout, rank, dim=0).detach().requires_grad_()
+        for name, t in named.items()
+    }
+
+
+def trained(algorithm, delta):
+    """(out, gradients, final states, bytes as counted, bytes as planned) of this rank: several
+    micro-batches in flight, inputs with any strides, frozen keys."""
+    world = dist.get_world_size()
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2 if world == 4 else world)
+    bounds = [0, 5, 5, ROWS * world]
+    layout = mb.layout.make("zigzag", cp_size=world)
+    named, weights = tensors(ROWS * world, delta=delta)
+    mine = shards(named, layout, groups.rank)
+    mine["k"].requires_grad_(False)
+    weights = mb.shard(weights, layout, groups.rank, dim=0)
+    plan = mb.prepare_linear(
+        **mine, groups=groups, layout=layout, cu_seqlens=bounds, algorithm=algorithm
+    )
+    strided = mine | {"v": mine["v"].mT.contiguous().mT}
+    runs = [
+        mb.linear_attention(**strided, plan=plan, return_final_state=label == 0, label=label)
+        for label in range(3)
+    ]
+    sent = groups.counters.intra, groups.counters.inter
+    leaves = [t for t in mine.values() if t is not None and t.requires_grad]
+    out, finals = runs[0]
+    grads = [
+        torch.autograd.grad((run * weights).sum(), leaves, retain_graph=True)
+        for run in (runs[2], runs[1], out)
+    ]
+    assert all(torch.equal(a, b) for some in zip(*grads, strict=True) for a, b in pairwise(some))
+    spread = finals[0].numel() * 8 * (world - 1) * len(plan.job.finals.held_by(groups.rank))
+    return out.detach(), grads[0], finals.detach(), sum(sent) - spread, 3 * sum(plan.traffic()[0])
+
+
+def alone(world, delta):
+    """The same on one rank: out, gradients but that of the keys, final states."""
+    named, weights = tensors(ROWS * world, delta=delta)
+    layout = mb.layout.make("zigzag", cp_size=world)
+    groups = mb.Groups.in_process(intra=1)
+    whole = {n: None if t is None else t.requires_grad_(n != "k") for n, t in named.items()}
+    lists = {n: None if t is None else [t] for n, t in whole.items()}
+    (out,), (finals,) = mb.linear_attention(
+        **lists, groups=groups, layout="contiguous", cu_seqlens=[0, 5, 5, ROWS * world],
+        return_final_state=True,
+    )  # fmt: skip
+    leaves = [t for t in whole.values() if t is not None and t.requires_grad]
+    grads = torch.autograd.grad((out * weights).sum(), leaves)
+    cut = [[mb.shard(t, layout, rank, dim=0) for t in (out, *grads)] for rank in range(world)]
+    return cut, finals
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_equal_one(world, algorithm, ranks):
+    for delta in (True, False):
+        expected, finals = alone(world, delta)
+        results = ranks(world).run(trained, algorithm, delta)
+        for (out, grads, ends, sent, planned), (wanted, *of_wanted) in zip(
+            results, expected, strict=True
+        ):
+            close(out, wanted)
+            close(ends, finals)
+            for one, other in zip(grads, of_wanted, strict=True):
+                close(one, other)
+            assert sent == planned
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+
+
+# --- arguments that differ -------------------------------------------------------------------
+
+DIFFERENT = {
+    "documents": ({"cu_seqlens": [0, 9, 16]}, "cu_seqlens (0, 9, 16)"),
+    "algorithm": ({"algorithm": "ring"}, "algorithm 'ring'"),
+    "layout": ({"layout": "contiguous"}, "layout Contiguous"),
+    "form": ({"decay": None, "form": "delta_rule"}, "decay None"),
+    "width of keys": ({"width": 4}, "q ((8, 1, 1, 4)"),
+    "dtype": ({"dtype": torch.float32}, "torch.float32"),
+    "frozen": ({"freeze": True}, "needs_grad"),
+    "final states": ({"return_final_state": True}, "return_final_state True"),
+    "initial states": ({"initial_state": torch.zeros(1, B, H, D, W).double()}, "initial_state"),
+    "a shape": ({"bad": True}, "rank 1: v must be [s, b, h, w]"),
+    "an algorithm that is none": ({"algorithm": "best"}, "rank 1: algorithm must be one of auto"),
+    "striped": ({"layout": "striped"}, "rank 1: layout striped: every row's predecessor"),
+}
+
+
+def told(case):
+    """The ValueError of this rank, rank 1 being different."""
+    change = dict(DIFFERENT[case][0]) if dist.get_rank() == 1 else {}
+    groups = mb.Groups.flat(dist.group.WORLD)
+    named, _ = tensors(ROWS)
+    width, dtype = change.pop("width", D), change.pop("dtype", torch.float64)
+    named = {n: t.to(dtype).requires_grad_(n == "q") for n, t in named.items()}
+    for name in "qk":
+        named[name] = torch.zeros(ROWS, B, G, width, dtype=dtype, requires_grad=name == "q")
+    if change.pop("freeze", False):
+        named["q"] = named["q"].detach()
+    if change.pop("bad", False):
+        named["v"] = named["v"][:3]
+    keywords = {"layout": "zigzag", "cu_seqlens": None, "algorithm": "scan", **change}
+    try:
+        mb.linear_attention(**named | keywords, groups=groups)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_arguments_that_differ_are_the_same_error_everywhere(case, ranks):
+    first, second = ranks(2).run(told, case)
+    assert first is not None
+    assert first == second
+    assert DIFFERENT[case][1] in first
+
+
+# --- out of step -----------------------------------------------------------------------------
+
+
+def begin(**choices):
+    groups = mb.Groups.flat(dist.new_group(timeout=timedelta(seconds=2)))
+    named, _ = tensors(ROWS)
+    mine = {n: t.requires_grad_() for n, t in named.items()}
+    return groups, mine, mb.prepare_linear(**mine, groups=groups, algorithm="scan", **choices)
+
+
+def another_plan():
+    groups, mine, first = begin()
+    second = mb.prepare_linear(**mine, groups=groups, algorithm="scan", scale=2.0)
+    mb.linear_attention(**mine, plan=second if groups.rank else first).sum().backward()
+
+
+def another_label():
+    groups, mine, plan = begin()
+    mb.linear_attention(**mine, plan=plan, label=groups.rank).sum().backward()
+
+
+def final_states_on_one_rank():
+    groups, mine, plan = begin()
+    found = mb.linear_attention(**mine, plan=plan, return_final_state=groups.rank == 0)
+    (found[0] if groups.rank == 0 else found).sum().backward()
+
+
+def forward_beside_backward():
+    groups, mine, plan = begin()
+    out = mb.linear_attention(**mine, plan=plan)
+    out.sum().backward() if groups.rank else mb.linear_attention(**mine, plan=plan)
+
+
+def another_convolution():
+    groups, _, plan = begin()
+    mb.short_convolution(torch.ones(ROWS, 1, 3), torch.ones(3, 3 + groups.rank), plan=plan)
+
+
+OUT_OF_STEP = {
+    "another plan": (another_plan, "another plan"),
+    "another label": (another_label, "another label or sink"),
+    "final states on one rank": (final_states_on_one_rank, "another label or sink"),
+    "forward beside backward": (forward_beside_backward, "message of"),
+    "another convolution": (another_convolution, "message of"),
+}
+
+
+def failure(case):
+    try:
+        OUT_OF_STEP[case][0]()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", OUT_OF_STEP)
+def test_ranks_out_of_step_get_an_error(case, ranks):
+    errors = ranks(2).run(failure, case)
+    assert all(errors), errors
+    assert any(OUT_OF_STEP[case][1] in error for error in errors), errors
+
+
+def killed():
+    groups, mine, plan = begin()
+    out = mb.linear_attention(**mine, plan=plan)
+    if groups.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for again in (out.sum().backward, lambda: mb.linear_attention(**mine, plan=plan)):
+        try:
+            again()
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_rank_that_dies_is_named(ranks):
+    first, _ = ranks(2).run(killed, may_die=(1,))
+    assert "RuntimeError: exchange failed: round" in first[0]
+    assert "rank 1" in first[0]
+    assert "ValueError: groups: an earlier call on them failed half-way" in first[1]
