@@ -113,7 +113,7 @@ def outputs(
 def _solved(rows: Rows) -> torch.Tensor:
     """(I + L)^-1 diag(beta) [n, b, g, r, c, c]."""
     assert rows.beta is not None
-    lower = (rows.beta * rows.decay.pairs(rows.k, rows.k)).tril(-1)
+    lower = rows.beta * rows.decay.pairs(rows.k, rows.k)  # whose diagonal is not read
     right = torch.diag_embed(rows.beta.squeeze(-1))
     return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 

@@ -34,13 +34,8 @@ class Grid:
         longest = int(chunks.max(initial=0))
         self.active = [int((chunks > number).sum()) for number in range(longest)]
         self.chunks = sum(self.active)
-        lengths = {length for _, length in spans}
-        self._even = (
-            len(lengths) == 1
-            and min(lengths) > 0
-            and min(lengths) % size == 0
-            and self.pieces * min(lengths) == rows
-        )
+        shortest = min((length for _, length in spans), default=0)
+        self._even = shortest > 0 and shortest % size == 0 and self.pieces * shortest == rows
         if not self._even:
             self._place(spans)
 

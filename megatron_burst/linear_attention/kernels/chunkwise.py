@@ -78,8 +78,6 @@ class ChunkwiseRun:
         beta: torch.Tensor | None,
         entering: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        if v.numel() == 0:
-            return (torch.zeros_like(v),)
         grid = self._grid(range(len(self.cut.lengths)))
         rows = chunks.rows(grid, q, k, v, decay, beta, self.dtype)
         out = chunks.outputs(self.form, grid, rows, entering.to(self.dtype), self.inputs.scale)
