@@ -222,21 +222,23 @@ def _leaves(parts):
     return [parts]
 
 
-def called_differently(what):
-    """The error of a call of one layer that its state's plan does not allow."""
+def called_differently(what, odd):
+    """The error of a call of one layer over all ranks that its plan does not allow on rank ``odd``,
+    or on every rank if that is None."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    with installed("zigzag", 2, None):
-        layers = build(2, None, {"kernel": "reference"}).decoder.layers
-        hidden = torch.zeros(LENGTH // 2, 1, 32, dtype=torch.float64)
+    with installed("contiguous", 4, None):
+        choices = {"kernel": "reference", "layout": "contiguous"}
+        layers = build(4, None, choices).decoder.layers
+        hidden = torch.zeros(LENGTH // 4, 1, 32, dtype=torch.float64)
+        ends = torch.tensor([0, LENGTH], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        wrong = odd in (None, dist.get_rank())
+        if wrong and what == "local_cp_size":
+            params.local_cp_size = 1
+        layer = layers[1 if wrong and what == "follower" else 0].self_attention
         try:
-            if what == "follower":
-                layers[1].self_attention(hidden, None)
-            ends = torch.tensor([0, LENGTH // 2], dtype=torch.int32)
-            params = PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, local_cp_size=1
-            )
-            layers[0].self_attention(hidden, None, packed_seq_params=params)
+            layer(hidden, None, packed_seq_params=params)
         except ValueError as caught:
             return str(caught)
     return None

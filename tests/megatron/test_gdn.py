@@ -91,8 +91,12 @@ def test_ranks_with_other_documents_are_told(four):
     assert found[0].startswith("ValueError: ranks")
 
 
-def test_groups_of_one_micro_batch_and_other_shapes_are_refused(four):
-    (error, *_) = four(ranks.called_differently, "local_cp_size")
-    assert "take the group that the model was built with" in error
-    (error, *_) = four(ranks.called_differently, "follower")
+def test_a_wrong_call_on_one_rank_is_told_to_all(four):
+    found = four(ranks.called_differently, "local_cp_size", 1)
+    assert len(set(found)) == 1
+    assert "take the group that the model was built with" in found[0]
+
+
+def test_a_call_that_the_leading_layer_never_saw_is_refused(four):
+    (error, *_) = four(ranks.called_differently, "follower", None)
     assert "the lowest layer of its kind on this rank never saw" in error
