@@ -33,8 +33,8 @@ class StateLayer:
     """One layer's share in the plans of its context-parallel group.
 
     config: a ``TransformerConfig`` after `configure`. pg_collection: Megatron's groups, with all
-    context-parallel ranks. form, sizes, scale: as `LinearKind` has them. The first layer over a group
-    makes its grid, a collective. Raises ``ValueError`` for settings that cannot be honoured.
+    context-parallel ranks. form, sizes, scale: as `LinearKind` has them. The first layer over a
+    group makes its grid, a collective. Raises ``ValueError`` for settings that cannot be honoured.
     """
 
     def __init__(
