@@ -8,6 +8,8 @@ losses printed are the same. torch and this package are all it needs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -98,9 +100,9 @@ def train(groups: mb.Groups, group: dist.ProcessGroup) -> list[float]:
 
 def compare() -> tuple[list[float], list[float]]:
     """Losses of all ranks together, and of this rank alone."""
-    everybody = dist.group.WORLD
+    everybody: Any = dist.group.WORLD
     together = train(mb.Groups.by_host(everybody), everybody)
-    mine, _ = dist.new_subgroups(1)
+    mine: Any = dist.new_subgroups(1)[0]
     return together, train(mb.Groups.flat(mine), mine)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from megatron_burst.advisor.account.sizes import Sizes
@@ -18,11 +17,7 @@ from megatron_burst.advisor.shapes.layer_kinds import FORMS
 from megatron_burst.advisor.shapes.mixers import gated_delta_net, mamba2
 from megatron_burst.advisor.shapes.models import Mixer, Model
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.layout import make
-from megatron_burst.layout.chains import chains
 from megatron_burst.schedule.scans import SCANS
-from megatron_burst.schedule.scans import hops as tables
-from megatron_burst.schedule.topology import Topology
 
 K = 1024
 DELTA = Model("delta", 4, 1024, 8, 2, 4096, 32000, pattern="LLLF",
@@ -82,56 +77,41 @@ def test_operations_that_the_model_needs():
 def test_tensor_parallel_ranks_share_it_out():
     half = scan_of(DELTA, Settings(8 * K, tp=2))
     assert 2 * linear_work.answers(half, 64) == linear_work.answers(scan_of(DELTA), 64)
-    assert 2 * scan_time.map_bytes(half) == scan_time.map_bytes(scan_of(DELTA))
 
 
 # --- what travels ------------------------------------------------------------------------------
 
 
 def test_bytes_of_states_and_of_maps():
-    assert scan_time.state_bytes(scan_of(DELTA)) == STATE
-    assert scan_time.map_bytes(scan_of(DELTA)) == STATE + 16 * 128 * 128 * 4
-    assert scan_time.map_bytes(scan_of(SSD)) == STATE + 16 * 4
+    assert scan_time.sizes_of(scan_of(DELTA)).state == STATE
+    assert scan_time.sizes_of(scan_of(DELTA)).map == STATE + 16 * 128 * 128 * 4
+    assert scan_time.sizes_of(scan_of(SSD)).map == STATE + 16 * 4
     two = scan_of(SSD, Settings(8 * K, micro_batch=2))
-    assert scan_time.map_bytes(two) == 2 * (STATE + 16 * 4)
+    assert scan_time.sizes_of(two).map == 2 * (STATE + 16 * 4)
+    half = scan_of(DELTA, Settings(8 * K, tp=2))
+    assert 2 * scan_time.sizes_of(half).map == scan_time.sizes_of(scan_of(DELTA)).map
 
 
-def test_seconds_of_each_algorithm():
-    """16 ranks on 4 nodes, up and back: 30 hops, 6 of them between nodes."""
-    run, scan = Settings(64 * K, cp=16, intra=4), scan_of(DELTA)
-    found = scan_time.by_algorithm(cluster(), run, scan)
-    whole = STATE + 16 * 128 * 128 * 4
-    assert found["ring"] == pytest.approx(30e-3 + 24 * STATE / 1e9 + 6 * STATE / 1e8)
-    # A node's four NICs take in what the other nodes have: 15/16 of all 32 maps.
-    assert found["all_gather"] == pytest.approx(2e-3 + 32 * whole * 15 / 16 / 4e8)
-    # sqrt(30 hops x 5.24 ms / 1 ms) = 13 parts (rounded), so 42 rounds.
-    assert found["scan"] == pytest.approx(42 * (1e-3 + STATE / 13 / 1e8))
-    shared = 2 * 3 / 4 * (whole + STATE) / 1e9
-    assert found["two_level"] == pytest.approx(2e-3 + shared + 6 * (1e-3 + STATE / 4 / 1e8))
+def test_links_are_those_of_a_rank_among_others():
+    """Two NICs for four ranks; folding in reads two states and writes one."""
+    halved = replace(cluster(), nics=2)
+    links = scan_time.links_of(halved)
+    assert (links.intra, links.inter, links.intra_latency) == (1e9, 5e7, 1e-3)
+    assert links.combine == halved.gpu.memory_rate / 3
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_the_formulas_count_the_hops_that_run(layout):
-    """Of 2 nodes x 4 ranks, blocks in units of whole states."""
-    run = Settings(64 * K, cp=8, intra=4, layout=layout)
-    chain = scan_time.Chain.of(cluster(8), run)
-    task = tables.Task(chains(make(layout, cp_size=8), 64 * K), Topology(8, 4), 4)
-    ring, scan, lanes = (SCANS[name](task) for name in ("ring", "scan", "two_level"))
-    crossings = ring.source // 4 != ring.destination // 4
-    assert (len(ring), crossings.sum()) == (chain.hops, chain.crossings)
-    assert scan.round[-1] + 1 == chain.hops + 4 - 1
-    crosses = lanes.source // 4 != lanes.destination // 4
-    assert crosses.sum() == chain.crossings * 4
-    # Of the rank that sends most within its node: its maps in parts, then parts of states. At the
-    # turn of zigzag a rank has one piece less.
-    most, counted = np.bincount(lanes.source[~crosses]).max(), 2 * chain.pieces * 3
-    assert counted - (layout == "zigzag") <= most <= counted
-
-
-def test_a_contiguous_stream_goes_up_only():
-    run, scan = Settings(64 * K, cp=16, intra=4, layout="contiguous"), scan_of(SSD)
-    found = scan_time.by_algorithm(cluster(), run, scan)
-    assert found["ring"] == pytest.approx(15e-3 + 12 * STATE / 1e9 + 3 * STATE / 1e8)
+@pytest.mark.parametrize(("layout", "hops", "crossings"),
+                         [("zigzag", 30, 6), ("contiguous", 15, 3)])  # fmt: skip
+def test_seconds_of_a_ring_of_states(layout, hops, crossings):
+    """16 ranks on 4 nodes, up and back or up only; each rank folds in what it gets."""
+    where, run = cluster(), Settings(64 * K, cp=16, intra=4, layout=layout, linear="ring")
+    x = Sizes.of(replace(DELTA, mixer=replace(DELTA.mixer, taps=0)), run)
+    each = hops * (1e-3 + STATE * 3 / where.gpu.memory_rate)
+    each += (hops - crossings) * STATE / 1e9 + crossings * STATE / 1e8
+    assert scan_time.scan_seconds(where, run, x) == pytest.approx(each)
+    auto = scan_time.scan_seconds(where, replace(run, linear="auto"), x)
+    named = [scan_time.scan_seconds(where, replace(run, linear=name), x) for name in SCANS]
+    assert auto == min(named) < each
 
 
 def test_heads_and_rows_of_a_layer():
@@ -144,9 +124,19 @@ def test_heads_and_rows_of_a_layer():
     # three rows of 8 + 8 heads of 128 and 16 of 64, for both pieces
     run = replace(run, linear="ring")
     before = 1e-3 + 2 * 3 * 2 * (2 * 1024 + 1024) / 1e8
-    states = scan_time.by_algorithm(cluster(), run, x.scan)["ring"]
+    dry = Sizes.of(replace(SSD, mixer=replace(SSD.mixer, taps=0)), run)
+    states = scan_time.scan_seconds(cluster(), run, dry)
     assert scan_time.scan_seconds(cluster(), run, x) == pytest.approx(states + before)
     assert scan_time.scan_seconds(cluster(), replace(run, cp=1), x) == 0
+
+
+def test_scans_are_found_once(monkeypatch):
+    found, scans = [], scan_time.Scans()
+    monkeypatch.setattr(scan_time, "scan_time", lambda *scan: found.append(scan) or 1.0)
+    run = Settings(64 * K, cp=16, intra=4)
+    for one in (run, replace(run, store=1.0), replace(run, tp=2, cp=8), replace(run, cp=8)):
+        scans.seconds(cluster(), one, Sizes.of(SSD, one))
+    assert len(found) == 3
 
 
 def test_a_layer_computes_maps_only_where_states_are_passed_on():
@@ -199,6 +189,7 @@ def test_a_partial_store_stays_in_zigzag():
     found = advise(SSD, cluster(), seq="64K", tokens_per_step="64K", tp=1, store=0.5,
                    recompute="full", top=3)  # fmt: skip
     assert {each.run.layout for each in found.ranked} == {"zigzag"}
+    assert {each.run.offload for each in found.ranked} == {0.0}  # a HybridModel refuses it
 
 
 @pytest.mark.parametrize(

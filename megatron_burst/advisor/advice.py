@@ -116,7 +116,9 @@ def advise(
     """
     model = models.named(model) if isinstance(model, str) else model
     cluster = cluster_of(cluster, gpus, per_node)
-    want = replace(wanted_of(seq, tokens_per_step, fixed), carries=bool(model.mixers))
+    hybrid = bool(set(model.pattern) & set("M*-"))
+    want = wanted_of(seq, tokens_per_step, fixed)
+    want = replace(want, carries=bool(model.mixers), hybrid=hybrid)
     check_wanted(model, cluster, want)
     if type(top) is not int or top < 1:
         raise ValueError(f"--top must be an integer from 1 on, got {top!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..settings import Settings
 from ..shapes.layer_kinds import FORMS, Mixer
@@ -22,7 +23,7 @@ class Scan:
     key_heads: int
     width: int
     value_width: int
-    decay: str
+    decay: Literal["none", "scalar", "vector"]
     delta: bool
     taps: int
     batch: int

@@ -21,7 +21,7 @@ from .layer_work import memory_bytes, product_seconds, products
 from .linear_work import linear_seconds
 from .links import all_to_all_seconds, ring_seconds
 from .parts import Parts
-from .scan_time import scan_seconds
+from .scan_time import States, scan_seconds
 
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 LINEAR, STATES = "linear attention", "states between ranks"
@@ -64,11 +64,12 @@ def layer_time(
     faults: Faults | None = None,
     part: Part | None = None,
     attention: Attention = attention_time,
+    states: States = scan_seconds,
 ) -> LayerTime:
     """The time of one layer.
 
     part: what it is made of, as `Model.parts` lists them; None: the last layer's. attention: times
-    its core attention; a search gives one that remembers.
+    its core attention; states: times the exchange of states. A search gives ones that remember.
     """
     part = part or model.parts[-1]
     forward, backward, again = Parts(), Parts(), Parts()
@@ -81,7 +82,12 @@ def layer_time(
     backward[MEMORY] = back / cluster.gpu.memory_rate
     collectives(model, cluster, run, part, forward, backward)
     if part.attention == MIXER:
-        _linear_attention(model, cluster, run, forward, backward)
+        x = Sizes.of(model, run)
+        if x.scan is not None:
+            passed = run.cp > 1 and run.linear != "megatron"
+            each = linear_seconds(cluster.gpu, x, x.scan, run.rows, passed)
+            forward[LINEAR], backward[LINEAR] = each
+            forward[STATES] = backward[STATES] = states(cluster, run, x)
     full = run.recompute == "full"
     if full:
         again.add(forward)
@@ -115,18 +121,6 @@ def collectives(
         sent = rows / run.tp * model.top_k
         taken = 2 * all_to_all_seconds(cluster, run.ep, run.tp, sent)
         forward[EXPERTS] = backward[EXPERTS] = taken
-
-
-def _linear_attention(
-    model: Model, cluster: Cluster, run: Settings, forward: Parts, backward: Parts
-) -> None:
-    """Add what a mixer computes between its projections, and what its ranks exchange."""
-    x = Sizes.of(model, run)
-    if x.scan is None:
-        return
-    scanned = run.cp > 1 and run.linear != "megatron"
-    forward[LINEAR], backward[LINEAR] = linear_seconds(cluster.gpu, x, x.scan, run.rows, scanned)
-    forward[STATES] = backward[STATES] = scan_seconds(cluster, run, x)
 
 
 def host_bytes(model: Model, run: Settings, part: Part) -> float:

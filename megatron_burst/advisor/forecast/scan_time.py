@@ -1,97 +1,102 @@
 """How long the ranks of one layer of linear attention exchange: states, or heads as Megatron does.
 
-By formula, of the busiest rank; the tables of hops that run are those of `schedule.scans`.
-Nothing of it is taken to hide behind computing. Letters: S bytes of the states of one rank's heads,
-M of the map of a piece: S and its transition.
+Decides which links a scan has; its tables, and what "auto" takes of them, are those that run
+(`schedule.scans`). Nothing of an exchange is taken to hide behind computing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
+from ...layout import make
+from ...layout.chains import Chains, chains
+from ...schedule.scans import SCANS, timing
+from ...schedule.scans.choice import blocks_for, choose
+from ...schedule.scans.hops import Task
+from ...schedule.scans.sizes import Form
+from ...schedule.scans.sizes import Sizes as StateSizes
+from ...schedule.topology import Topology
 from ..account.sizes import B, F, Scan, Sizes
 from ..clusters import Cluster
 from ..settings import Settings
-from .links import all_to_all_seconds, inter_rate, intra_rate, ring_seconds
+from .links import all_to_all_seconds, inter_rate, intra_rate
+
+States = Callable[[Cluster, Settings, Sizes], float]  # called as `scan_seconds`
+ACCESSES = 3  # of memory, to fold in what came: a state and a map are read, a state is written
 
 
-class Chain(NamedTuple):
-    """How the ranks of one sequence follow each other. hops: from rank to rank; crossings: those
-    of them to another node; per_node: ranks of it on a node; pieces: of a rank."""
+class Scans:
+    """Seconds of scans, each found once."""
 
-    hops: int
-    crossings: int
-    per_node: int
-    pieces: int
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], float] = {}
 
-    @classmethod
-    def of(cls, cluster: Cluster, run: Settings) -> Chain:
-        """Zigzag goes up the ranks and back, and its turn is no hop; others go up only."""
-        here = min(run.intra or run.cp, cluster.cp_per_node(run.tp, run.cp))
-        ways = 2 if run.layout == "zigzag" else 1
-        return cls(ways * (run.cp - 1), ways * (-(-run.cp // here) - 1), here, ways)
+    def seconds(self, cluster: Cluster, run: Settings, x: Sizes) -> float:
+        """Of one pass of a layer, forward or backward: both send the same.
+
+        A scan of states passes them from piece to piece, gradients the other way, and the
+        convolution takes its rows from the rank before. Megatron's exchange brings the mixed
+        projection to where its heads are, and results back.
+        """
+        if run.cp == 1 or x.scan is None:
+            return 0.0
+        if run.linear == "megatron":
+            sent = (run.rows * each * B for each in x.mixer)
+            return sum(all_to_all_seconds(cluster, run.cp, run.tp, each) for each in sent)
+        topology, sizes, links = topology_of(cluster, run), sizes_of(x.scan), links_of(cluster)
+        key = (run.linear, run.layout, topology, sizes, links)
+        if key not in self._found:
+            self._found[key] = scan_time(run.linear, chain_of(run), topology, sizes, links)
+        return self._found[key] + rows_before(topology, run, x.scan, links)
 
 
 def scan_seconds(cluster: Cluster, run: Settings, x: Sizes) -> float:
-    """Seconds of one pass, forward or backward: both send the same.
-
-    A scan of states passes them from piece to piece, gradients the other way, and the convolution
-    takes its rows from the rank before. Megatron's exchange brings the mixed projection to where
-    its heads are, and results back.
-    """
-    if run.cp == 1 or x.scan is None:
-        return 0.0
-    if run.linear == "megatron":
-        into, out = x.mixer
-        sent = (run.rows * into * B, run.rows * out * B)
-        return sum(all_to_all_seconds(cluster, run.cp, run.tp, each) for each in sent)
-    found = by_algorithm(cluster, run, x.scan)
-    states = min(found.values()) if run.linear == "auto" else found[run.linear]
-    return states + rows_before(cluster, run, x.scan)
+    """`Scans.seconds`, found anew."""
+    return Scans().seconds(cluster, run, x)
 
 
-def state_bytes(scan: Scan) -> int:
-    """S: fp32."""
-    return scan.batch * scan.state * F
+def scan_time(
+    algorithm: str, chain: Chains, topology: Topology, sizes: StateSizes, links: timing.Links
+) -> float:
+    """Seconds of a scan of states, until the last rank is done."""
+    if algorithm == "auto":
+        return choose(chain, topology, sizes, links).seconds
+    blocks = blocks_for(algorithm, chain, topology, sizes, links)
+    hops = SCANS[algorithm](Task(chain, topology, blocks))
+    return float(timing.scan_seconds(hops, topology, sizes, blocks, links).max())
 
 
-def map_bytes(scan: Scan) -> int:
-    """M: what a state is multiplied by, one number per head, per row of the state, or a matrix with
-    delta rules; and what is added to it."""
-    each = {"none": 0, "scalar": 1, "vector": scan.width}[scan.decay]
-    each = scan.width**2 if scan.delta else each
-    return state_bytes(scan) + scan.batch * scan.heads * each * F
+def chain_of(run: Settings) -> Chains:
+    """The chain of one sequence; how long its pieces are changes nothing."""
+    return chains(make(run.layout, cp_size=run.cp), 2 * run.cp)
 
 
-def by_algorithm(cluster: Cluster, run: Settings, scan: Scan) -> Mapping[str, float]:
-    """Seconds of the states of one pass, by the algorithm that carries them."""
-    state, whole, chain = state_bytes(scan), map_bytes(scan), Chain.of(cluster, run)
-    late, intra, inter = cluster.rank_rates().latency, intra_rate(cluster), inter_rate(cluster)
-    within = chain.hops - chain.crossings
-    slowest = min(intra, inter) if chain.crossings else intra
-    # Maps of all pieces come to every rank; of a document's last piece nobody needs one.
-    gathered = ring_seconds(cluster, run.cp, run.tp, chain.pieces * run.cp * whole)
-    # Pipelined: as many rounds as hops and parts, each as long as the slowest link takes.
-    parts = max(1, round(math.sqrt(chain.hops * state / slowest / late))) if late else scan.heads
-    rounds = chain.hops + parts - 1
-    # Within a node maps go to the rank of their part, and states from it; between, parts travel.
-    alone = chain.per_node
-    shared = (alone - 1) / alone * chain.pieces * (whole + state) / intra
-    return {
-        "ring": chain.hops * late + within * state / intra + chain.crossings * state / inter,
-        "all_gather": gathered + late * (1 + (chain.crossings > 0)),
-        "scan": rounds * (late + state / parts / slowest),
-        "two_level": 2 * late + shared + chain.crossings * (late + state / alone / inter),
-    }
+def topology_of(cluster: Cluster, run: Settings) -> Topology:
+    """Of the context-parallel ranks. ValueError where nodes do not divide them."""
+    return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp))
 
 
-def rows_before(cluster: Cluster, run: Settings, scan: Scan) -> float:
+def sizes_of(scan: Scan) -> StateSizes:
+    """States of one rank's heads, fp32."""
+    form: Form = "matrix" if scan.delta else scan.decay
+    return StateSizes(scan.batch, scan.heads, scan.width, scan.value_width, form, F)
+
+
+def links_of(cluster: Cluster) -> timing.Links:
+    """Those of a rank while all ranks of its node send."""
+    rates = cluster.rank_rates()
+    return timing.Links(
+        intra_rate(cluster), inter_rate(cluster), rates.latency, rates.latency,
+        cluster.gpu.memory_rate / ACCESSES, rates.posting,
+    )  # fmt: skip
+
+
+def rows_before(topology: Topology, run: Settings, scan: Scan, links: timing.Links) -> float:
     """Seconds of the rows before each piece, which the short convolution starts with."""
     if scan.taps < 2:
         return 0.0
-    chain = Chain.of(cluster, run)
-    size = scan.batch * (scan.taps - 1) * (scan.keys + scan.values) * B * chain.pieces
-    rate = inter_rate(cluster) if chain.crossings else intra_rate(cluster)
-    return cluster.rank_rates().latency + size / rate
+    pieces = 2 if run.layout == "zigzag" else 1
+    size = scan.batch * (scan.taps - 1) * (scan.keys + scan.values) * B * pieces
+    if topology.per_node < topology.size:
+        return links.inter_latency + size / links.inter
+    return links.intra_latency + size / links.intra

@@ -24,6 +24,7 @@ from .layer_time import MEMORY, Attention, LayerTime, layer_time, visible
 from .layer_work import Product, product_seconds
 from .links import ring_seconds, send_seconds
 from .parts import Parts
+from .scan_time import States, scan_seconds
 from .states_time import states_seconds
 
 HEAD, RECOMPUTE = "LM head and loss", "recompute"
@@ -68,16 +69,17 @@ def step_time(
     cluster: Cluster,
     run: Settings,
     attention: Attention = attention_time,
+    states: States = scan_seconds,
 ) -> StepTime:
     """The time of one step of a run, without faults. attention: times the core attention of a
-    layer; a search gives one that remembers.
+    layer, states: its exchange of states; a search gives ones that remember.
 
     Raises ValueError for settings that no run could have.
     """
     check(model, run)
 
     def layer(part: Part) -> LayerTime:
-        return layer_time(model, cluster, run, part=part, attention=attention)
+        return layer_time(model, cluster, run, part=part, attention=attention, states=states)
 
     stages = stages_of(model, cluster, run, layer)
     times = [stage.seconds for stage in stages]

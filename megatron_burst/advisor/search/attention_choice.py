@@ -22,6 +22,7 @@ from ...schedule.topology import Topology, alternatives
 from ..clusters import Cluster
 from ..forecast.attention_time import AttentionTime, attention_time
 from ..forecast.ring_passes import Rings, nodes_of, sizes_of
+from ..forecast.scan_time import Scans
 from ..settings import Settings
 from ..shapes.models import Model
 
@@ -44,7 +45,7 @@ class Attention:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
-        self.rings = Rings()
+        self.rings, self.scans = Rings(), Scans()
         self._choices: dict[Any, Settings] = {}
 
     def on(self, cluster: Cluster) -> Attention:

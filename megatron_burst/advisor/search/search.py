@@ -144,7 +144,9 @@ class Search:
         run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
                       mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
                       head_chunks=1)  # fmt: skip
-        return step_time(self.model, self.cluster, run, attention=self.attention.at_least).seconds
+        return step_time(
+            self.model, self.cluster, run, self.attention.at_least, self.attention.scans.seconds
+        ).seconds
 
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.
@@ -203,7 +205,10 @@ class Search:
         found = []
         for run in runs:
             settled = self.attention.settled(run)
-            time = step_time(self.model, self.cluster, settled, attention=self.attention.time)
+            attention = self.attention
+            time = step_time(
+                self.model, self.cluster, settled, attention.time, attention.scans.seconds
+            )
             found.append((time, settled))
         return sorted(found, key=lambda each: (each[0].seconds, simplicity(each[1])))
 

@@ -39,12 +39,14 @@ SEARCHED = (
 class Wanted:
     """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
     of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
-    the striped layout does not allow."""
+    the striped layout does not allow; hybrid: it is Megatron's HybridModel, which does not take
+    `--burst-offload`."""
 
     seq: int
     sequences: int
     pinned: Mapping[str, Any] = field(default_factory=dict)
     carries: bool = False
+    hybrid: bool = False
 
     def values(self, name: str, tried: Any) -> list[Any]:
         """The values of a field to try: the one that is fixed, or `tried`."""
@@ -139,7 +141,8 @@ def options_of(run: Settings, want: Wanted, chunked: bool) -> Iterator[Settings]
         stores = want.values("store", STORES)
         if run.cp == 1:  # the store is of BurstAttention, which runs over several ranks
             stores = [store for store in stores if not store]
-        for store, offload in product(stores, want.values("offload", OFFLOADS)):
+        offloads = want.values("offload", OFFLOADS[:1] if want.hybrid else OFFLOADS)
+        for store, offload in product(stores, offloads):
             for chunks, tiles in _pieces(run, want, chunked):
                 yield replace(
                     there, recompute="full", store=store, offload=offload, sequence_chunks=chunks,

@@ -49,7 +49,10 @@ def _faster(
     for words, other in faster_parts(cluster):
         attention = search.attention.on(other)
         runs = [best.run, attention.settled(best.run)]
-        times = [step_time(model, other, run, attention=attention.time).seconds for run in runs]
+        times = [
+            step_time(model, other, run, attention.time, attention.scans.seconds).seconds
+            for run in runs
+        ]
         then = ""
         if times[1] < times[0] and runs[1] != runs[0]:
             then = f"{runs[1].algorithm}, side {runs[1].side}"
@@ -115,6 +118,6 @@ def _longer(
 ) -> Iterator[Change]:
     """Twice the sequences in a step: bubbles, reductions and updates are shared by more tokens."""
     run = replace(best.run, micro_batches=2 * best.run.micro_batches)
-    time = step_time(model, cluster, run, attention=search.attention.time)
+    time = step_time(model, cluster, run, search.attention.time, search.attention.scans.seconds)
     each = time.seconds / time.tokens
     yield Change("2x the tokens per step", 1 - each / (best.seconds / best.time.tokens))

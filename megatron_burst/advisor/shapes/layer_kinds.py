@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
 FULL, WINDOW, MIXER = "full", "window", "mixer"
@@ -39,7 +39,7 @@ class Latent:
 
 # Forms of linear attention: what a token keeps of the state before it, all ("none"), a share of it
 # or of each of its rows; and whether it writes by a delta rule, whose map of a state is a matrix.
-FORMS: dict[str, tuple[str, bool]] = {
+FORMS: dict[str, tuple[Literal["none", "scalar", "vector"], bool]] = {
     "linear": ("none", False),
     "scalar_decay": ("scalar", False),
     "vector_decay": ("vector", False),

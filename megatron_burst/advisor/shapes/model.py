@@ -139,8 +139,10 @@ class Model:
         return self._with(MIXER)
 
     def carried(self, tp: int, cp: int = 1) -> bool:
-        """Whether ranks can share the heads of its mixers, if it has any. tp: tensor-parallel ranks;
-        cp: context-parallel ranks of Megatron's exchange of heads."""
+        """Whether ranks can share the heads of its mixers, if it has any.
+
+        tp: tensor-parallel ranks; cp: context-parallel ranks of Megatron's exchange of heads.
+        """
         return self.mixer is None or not self.mixers or self.mixer.shares(tp, cp)
 
     @property
