@@ -28,6 +28,7 @@ from megatron_burst.megatron.checks.linear import DELTA_NETS
 from megatron_burst.megatron.checks.model import layout_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.log import log
+from megatron_burst.units import byte_size
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
@@ -85,7 +86,7 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> Choice:
     if len(bytes_of) < 2:
         return Choice(plain, "other settings need it")
     best = min(bytes_of, key=lambda name: (bytes_of[name], name != "zigzag"))
-    said = ", ".join(f"{name} {bytes_of[name] / 2**20:.4g} MiB" for name in sorted(bytes_of))
+    said = ", ".join(f"{name} {byte_size(bytes_of[name])}" for name in sorted(bytes_of))
     return Choice(found[best], f"states and rows between ranks in forward, per sequence: {said}")
 
 

@@ -160,7 +160,7 @@ def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
     model = SimpleNamespace(**HYBRID | {"hybrid_layer_pattern": pattern})
     found, why = stream_layout.settled(model, mb.BurstConfig(layout="auto"), length)
     assert found == expected
-    assert ("no layers of linear attention" if "*" * 2 in pattern else "MiB") in why
+    assert ("no layers of linear attention" if "*" * 2 in pattern else "KiB") in why
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core.models.hybrid.hybrid_block")
 
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
+from megatron_burst.megatron.attention import hooks
 from megatron_burst.megatron.linear import mamba
 from megatron_burst.megatron.linear.mamba_on_cpu import GatedNorm, split_conv1d_scan
 
@@ -117,3 +118,12 @@ def test_a_mixer_over_four_ranks_against_the_recurrence(four, layout, linear, pa
     for errors in four(mamba_ranks.worst_errors, layout, linear, packed):
         assert len(errors) == 10
         assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
+
+
+def test_sparse_attention_of_megatrons_is_refused_by_name():
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    stock = hooks._stock_core_attentions()
+    with pytest.raises(ValueError, match=r"core attention DSAttention, .* --context-parallel-algo"):
+        hooks._replaced(ModuleSpec(module=DSAttention), stock)

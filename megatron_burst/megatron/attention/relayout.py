@@ -22,6 +22,7 @@ from megatron_burst.comm import rows
 from megatron_burst.layout import routes
 from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.data.packed import Pack
+from megatron_burst.units import byte_size
 
 KEPT = 64  # more than packed micro-batches in flight
 
@@ -90,8 +91,8 @@ def exchange_line(
     sent = there * sum(x[:1].numel() * x.element_size() for x in (q, k, v)) + back * out
     return (
         f"; tokens lie {stream.name} and attention has {attention.name}: rows of q, k, v and out "
-        f"travel around each layer of it, {sent / 2**20:.3g} MiB from a rank in forward and as "
-        "much in backward"
+        f"travel around each layer of it, {byte_size(sent)} from a rank in forward and as much in "
+        "backward"
     )
 
 

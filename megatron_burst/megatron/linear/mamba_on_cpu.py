@@ -13,21 +13,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_burst.megatron.checks.linear import OLDEST
+from megatron_burst.megatron.patching.compatibility import core_version
 from megatron_burst.megatron.patching.registry import PatchSet
 
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what lets Mamba mixers (from 0.19 on), and models of hybrid stacks
     without Transformer Engine, run on a CPU."""
+    if core_version() < OLDEST:  # whose mixers need triton to be imported
+        return
     from megatron.core.ssm import mamba_mixer
 
-    kernel = "mamba_split_conv1d_scan_combined"
-    if not hasattr(mamba_mixer.MambaMixer, "_ssm_training"):
-        return
     if not mamba_mixer.HAVE_MAMBA_SSM:
         patches.replace(mamba_mixer, "HAVE_MAMBA_SSM", True)
         patches.replace(mamba_mixer, "ExtendedRMSNorm", GatedNorm)
-    patches.replace(mamba_mixer, kernel, split_conv1d_scan)
+    patches.replace(mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan)
     models = "megatron.training.models"
     if importlib.util.find_spec("megatron.training") is None:
         return
