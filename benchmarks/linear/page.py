@@ -192,11 +192,10 @@ def _bytes(cells: Sequence[Record]) -> str:
 
 
 def _chosen(cells: Sequence[Record]) -> str:
-    lines = ["`auto` and the number of blocks, at the rates measured in each setting:\n"]
+    lines = ["What `auto` takes of a pass, at the rates measured in each setting:\n"]
     for cell in cells:
-        rivals = [_rival(cell, name) for name in ("scan", "two_level", "auto")]
-        words = "; ".join(f"{r['name']}: {r['says']}" for r in rivals)
-        lines.append(f"- {summary.setting_of(cell).words}: {words}.")
+        chosen, scan = (_rival(cell, name)["says"] for name in ("auto", "scan"))
+        lines.append(f"- {summary.setting_of(cell).words}: {chosen} (`scan`: {scan}).")
     return "\n".join(lines)
 
 
