@@ -20,7 +20,7 @@ from .settings import GRID, RATES, Stack, settings
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "runs" / "linear"
-PARTS = ("cluster", "hybrid", "simulated")
+PARTS = ("cluster", "hybrid")
 REGIMES = ("communication", "balanced", "compute")
 
 
@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
     out = arguments.out or (RESULTS if arguments.quick else ROOT / "docs")
     try:
         for part in parts if not arguments.page else ():
-            if part != "simulated" and enclosed(lambda part=part: _measure(part, arguments)):
+            if enclosed(lambda part=part: _measure(part, arguments)):
                 return 1
     except Unavailable as error:
         print(f"no emulated cluster here: {error}", file=sys.stderr)
@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from . import page  # draws, and needs what measuring does not
 
     out.mkdir(parents=True, exist_ok=True)
-    page.write(_known(out / "linear-attention.json", parts), out, parts)
+    page.write(_known(out / "linear-attention.json", parts), out)
     return 0
 
 
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few settings, into runs/linear")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
-    parser.add_argument("--repeats", type=int, help="runs of each rival (default: 5, or 2)")
+    parser.add_argument("--repeats", type=int, help="runs of each rival (default: 5, 3, 2)")
     parser.add_argument("--page", action="store_true", help="measure nothing, write again")
     parser.add_argument("--out", type=Path, help="folder of what is written (default: docs)")
     return parser
@@ -61,7 +61,8 @@ def _measure(part: str, arguments: argparse.Namespace) -> int:
 
     from . import bench, stacks
 
-    repeats, begin = arguments.repeats or (2 if arguments.quick else 5), time.perf_counter()
+    usual = 2 if arguments.quick else {"cluster": 5, "hybrid": 3}[part]
+    repeats, begin = arguments.repeats or usual, time.perf_counter()
     cells: list[Any] = []
     if part == "cluster":
         found = bench.run_settings(settings(arguments.quick), GRID, RATES, repeats, _say)

@@ -29,19 +29,16 @@ COLUMNS = (ALL_TO_ALL, GATHER, *ALGORITHMS)
 Known = dict[str, Any]
 
 
-def write(known: Known, out: Path, parts: Sequence[str]) -> None:
-    """Replace the sections of these parts, and draw the picture."""
-    made = {"cluster": cluster, "hybrid": hybrid}
-    for part in parts:
-        if part == "simulated":
-            text = simulated.section()
-        elif part in known:
-            text = made[part](known[part])
-        else:
-            continue
-        write_section(out / PAGE, f"linear-{part}", text, OPENING)
-    if "cluster" in parts and "cluster" in known:
+def write(known: Known, out: Path) -> None:
+    """Replace the section, with what is known, and draw the picture."""
+    parts = []
+    if "cluster" in known:
+        parts += ["### States on an emulated cluster", cluster(known["cluster"])]
         picture.draw(known["cluster"]["cells"], out / PICTURE)
+    if "hybrid" in known:
+        parts += ["### The attention of a hybrid stack", hybrid(known["hybrid"])]
+    parts += ["### Simulated", simulated.section()]
+    write_section(out / PAGE, "linear", "\n\n".join(parts), OPENING)
 
 
 # --- states on the emulated cluster --------------------------------------------------------

@@ -79,8 +79,8 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
     sends = _meet(before.of(rank), after)
     receives = _meet(before, after.of(rank))
     return Route(
-        _grouped(sends.other_rank, sends.position, sends.mine, source.cp_size),
-        _grouped(receives.rank, receives.position, receives.others, source.cp_size),
+        _grouped(sends.other_rank, sends.mine, source.cp_size),
+        _grouped(receives.rank, receives.others, source.cp_size),
         int(after.of(rank).length.sum()),
     )
 
@@ -107,7 +107,9 @@ class _Moves(NamedTuple):
         )
 
 
-def _split(group: np.ndarray, key: np.ndarray, rows: np.ndarray, groups: int):
+def _split(
+    group: np.ndarray, key: np.ndarray, rows: np.ndarray, groups: int
+) -> tuple[np.ndarray, ...]:
     """`rows` of each group, sorted by `key`."""
     order = np.lexsort((key, group))
     cuts = np.searchsorted(group[order], np.arange(1, groups))
@@ -156,12 +158,11 @@ def _runs(layout: Layout, seq_len: int) -> _Runs:
 
 
 class _Meeting(NamedTuple):
-    """Where runs of two layouts meet: from `position` on `mine` rows on one side and `others` on
-    the other, as (first, step, count), int64 [meetings, 3]."""
+    """Where runs of two layouts meet: `mine` rows on one side and `others` on the other, as (first,
+    step, count), int64 [meetings, 3]; by runs of the one side, then of the other."""
 
     rank: np.ndarray
     other_rank: np.ndarray
-    position: np.ndarray
     mine: np.ndarray
     others: np.ndarray
 
@@ -182,7 +183,7 @@ def _meet(mine: _Runs, others: _Runs) -> _Meeting:
         np.stack([x.row + (low - x.start) // x.stride, stride // x.stride, count], axis=1)
         for x in (a, b)
     )
-    return _Meeting(a.rank, b.rank, low, *sides)
+    return _Meeting(a.rank, b.rank, *sides)
 
 
 def _pairs(mine: _Runs, others: _Runs) -> tuple[np.ndarray, np.ndarray]:
@@ -197,9 +198,9 @@ def _pairs(mine: _Runs, others: _Runs) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(np.arange(len(count)), count), np.repeat(low, count) + _counting(count)
 
 
-def _grouped(rank: np.ndarray, position: np.ndarray, rows: np.ndarray, ranks: int):
-    """Per rank the rows of its meetings, in the order of their first positions."""
-    order = np.lexsort((position, rank))
+def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, ...]:
+    """Per rank the rows of its meetings, in their order."""
+    order = np.argsort(rank, kind="stable")
     first, step, count = rows[order].T
     flat = np.repeat(first, count) + np.repeat(step, count) * _counting(count)
     ends = np.cumsum(np.bincount(rank[order], weights=count, minlength=ranks).astype(np.int64))

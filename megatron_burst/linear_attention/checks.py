@@ -79,6 +79,20 @@ def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_rates(rates: Any) -> None:
+    """Raise ValueError unless it is None or states the rates of links, as `mb.Rates` does."""
+    if rates is None:
+        return
+    for name, least in (("intra", "positive"), ("inter", "positive"), ("latency", "0 or more"),
+                        ("posting", "0 or more")):  # fmt: skip
+        value: Any = getattr(rates, name, None)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or value < 0 or (least == "positive" and not value):
+            raise ValueError(
+                f"rates: give mb.Rates, whose {name} is a number, {least}; got {rates!r}"
+            )
+
+
 def sequence_of(groups: Groups, layout: object, seq_len: int, cu_seqlens: Any) -> Sequence:
     """The layout, the length and the documents; ValueError where they do not fit one another."""
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens)

@@ -18,9 +18,9 @@ from ..layout.layouts import Layout
 from ..units import byte_size
 from .function import Asked, ScanJob
 from .inputs import Cut
-from .program import States, sent_bytes
+from .program import States
 from .request import Local, described
-from .tables import Sequence, Window, chains_of, window
+from .tables import Sequence, Window, chains_of, directions, window
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ class LinearPlan:
         node, to others); final states and rows of a convolution come on top."""
         if self.job is None or self.states is None:
             return (0, 0), (0, 0)
-        programs = self.job.forward.program, self.job.backward.program
-        where = self.groups.topology, self.groups.rank
-        there, back = (sent_bytes(each, self.states, *where) for each in programs)
-        return there, back
+        blocks = self.job.forward.program.blocks
+        both = directions(self.groups, self.sequence, self.algorithm, blocks).hops
+        sizes, topology = self.states.bytes, self.groups.topology
+        sent = [sizes.sent(hops, blocks.number, topology)[self.groups.rank] for hops in both]
+        (a, b), (c, d) = (each.tolist() for each in sent)
+        return (a, b), (c, d)
 
     def describe(self) -> str:
         """What runs, on one line: choices, and the bytes of states per layer and rank."""

@@ -22,9 +22,9 @@ from .executor import Scan
 from .finals import Finals
 from .function import ScanJob
 from .plan import InProcessLinearPlan, LinearPlan
-from .program import message_bytes
+from .program import longest_message
 from .request import Options, Request, of_attention
-from .tables import Directions, chains_of, directions
+from .tables import Directions, chains_of, choice_of, directions
 
 
 def prepare_linear(
@@ -150,25 +150,18 @@ def _job(request: Request, groups: Groups, both: Directions) -> ScanJob:
 def _longest(request: Request, job: ScanJob, both: Directions) -> int:
     """Bytes of the longest message that any rank sends, envelope and alignment included."""
     assert request.states is not None
-    found = [
-        message_bytes(hops, one, request.states)
-        for hops, one in zip(both.hops, both.programs, strict=True)
-    ]
+    blocks = job.forward.program.blocks
+    found = [longest_message(hops, blocks, request.states) for hops in both.hops]
     found.append((job.finals.message, len(job.finals.holders)))
     return max(size + count * packing.ALIGNMENT for size, count in found) + packing.ENVELOPE
 
 
 def _chosen(request: Request, groups: Groups) -> tuple[str, str, int]:
     """Algorithm, why, and number of blocks."""
-    name, states = request.options.algorithm, request.states
+    name, rates, states = request.options.algorithm, request.options.rates, request.states
     assert states is not None
-    if name in ("all_gather", "ring"):
-        return name, "", 1
-    number = 1
-    for blocks in range(2, 17):
-        try:
-            cut(blocks, *states.sizes, states.form == "matrix")
-            number = blocks
-        except ValueError:
-            continue
-    return ("scan", "auto", number) if name == "auto" else (name, "", number)
+    found = choice_of(groups, request.sequence, states.bytes, name, rates)
+    if isinstance(found, int):
+        return name, "", found
+    at = "nominal rates" if rates is None else "given rates"
+    return found.algorithm, f"auto: {found.describe()}; at {at}", found.blocks

@@ -13,7 +13,7 @@ import torch
 from ..layout.chains import Chains
 from ..schedule.scans.blocks import Blocks
 from ..schedule.scans.hops import MAP, WHOLE, Hops
-from ..schedule.topology import Topology
+from ..schedule.scans.sizes import Form, Sizes
 from .maps import shape_of
 
 
@@ -47,8 +47,13 @@ class States(NamedTuple):
 
     batch: int
     sizes: tuple[int, int, int]
-    form: str
+    form: Form
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> Sizes:
+        """What they cost."""
+        return Sizes(self.batch, *self.sizes, self.form, self.dtype.itemsize)
 
 
 class Program(NamedTuple):
@@ -95,29 +100,11 @@ def _parcels(way: dict[int, list[Hop]]) -> tuple[Parcel, ...]:
     return tuple(Parcel(peer, tuple(some)) for peer, some in way.items())
 
 
-def message_bytes(hops: Hops, program: Program, states: States) -> tuple[int, int]:
-    """The bytes of the longest message of a table, and how many tensors it has at most."""
+def longest_message(hops: Hops, blocks: Blocks, states: States) -> tuple[int, int]:
+    """The bytes of the longest message of a table, and how many tensors one has at most."""
     if not len(hops):
         return 0, 0
-    item = states.dtype.itemsize
-    kinds = list(zip(hops.kind.tolist(), (hops.block == WHOLE).tolist(), strict=True))
-    sizes: dict[tuple[int, bool], int] = {}
-    for kind, whole in set(kinds):
-        shapes = program.shapes(Hop(kind, 0, 0, WHOLE if whole else 0), states)
-        sizes[kind, whole] = sum(shape.numel() for shape in shapes) * item
     key = np.stack([hops.round, hops.source, hops.destination])
-    _, message = np.unique(key, axis=1, return_inverse=True)
-    message = message.reshape(-1)
-    total = np.bincount(message, weights=[sizes[kind] for kind in kinds])
+    message = np.unique(key, axis=1, return_inverse=True)[1].reshape(-1)
+    total = np.bincount(message, weights=states.bytes.of(hops, blocks.number))
     return int(total.max()), 2 * int(np.bincount(message).max())
-
-
-def sent_bytes(program: Program, states: States, topology: Topology, rank: int) -> tuple[int, int]:
-    """What `rank`, whose program it is, sends within its node and to others."""
-    sent = {"intra": 0, "inter": 0}
-    for each in program.rounds:
-        for parcel in each.sends:
-            shapes = [shape for hop in parcel.hops for shape in program.shapes(hop, states)]
-            size = sum(shape.numel() for shape in shapes) * states.dtype.itemsize
-            sent[topology.link(rank, parcel.peer)] += size
-    return sent["intra"], sent["inter"]

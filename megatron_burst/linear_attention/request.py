@@ -23,6 +23,7 @@ from .checks import (
     check_device,
     check_initial,
     check_name,
+    check_rates,
     check_tensor,
     check_together,
     sequence_of,
@@ -174,6 +175,7 @@ def _request(
     check_name("algorithm", options.algorithm, ALGORITHMS)
     if options.rates is not None and options.algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {options.algorithm!r} beside them")
+    check_rates(options.rates)
     given = tensors.pop("initial_state", None)
     first = next(t for t in (tensors.get(n) for n in ("q", "increment", "x")) if t is not None)
     chains = chains_of(groups, sequence)  # refuses layouts that have none

@@ -19,7 +19,9 @@ from ..layout.layouts import Layout
 from ..layout.routes import preceding
 from ..schedule.scans import SCANS
 from ..schedule.scans.blocks import Blocks
+from ..schedule.scans.choice import Choice, blocks_for, choose, links_of
 from ..schedule.scans.hops import Hops, Task
+from ..schedule.scans.sizes import Sizes
 from .program import Program, program
 
 KEPT = 32  # of all kinds together: layers of a few kinds, documents of a few micro-batches
@@ -80,6 +82,19 @@ def directions(groups: Groups, sequence: Sequence, algorithm: str, blocks: Block
         return Directions((tables[0], tables[1]), (programs[0], programs[1]))
 
     return _kept(groups, ("directions", sequence, algorithm, blocks), make)
+
+
+def choice_of(
+    groups: Groups, sequence: Sequence, sizes: Sizes, algorithm: str, rates: Any
+) -> Choice | int:
+    """For algorithm "auto" the one predicted to be fastest at these rates, nominal ones if None;
+    for another the number of its blocks."""
+
+    def make() -> Choice | int:
+        given = chains_of(groups, sequence), groups.topology, sizes, links_of(rates)
+        return choose(*given) if algorithm == "auto" else blocks_for(algorithm, *given)
+
+    return _kept(groups, ("choice", sequence, sizes, algorithm, rates), make)
 
 
 def window(groups: Groups, sequence: Sequence, width: int, device: torch.device) -> Window:

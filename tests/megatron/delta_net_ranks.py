@@ -75,7 +75,8 @@ def build(cp, sizes, choices, **changes):
 def recurrence(query, key, value, g, beta, **unused):
     """The gated delta rule token by token: q, k, v [b, s, h, d], g and beta [b, s, h]."""
     state, out = torch.zeros_like(key[:, 0, :, :, None] * value[:, 0, :, None]), []
-    for q, k, v, decay, rate in zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True):
+    rows = zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True)
+    for q, k, v, decay, rate in rows:
         state = state * decay.exp()[..., None, None]
         seen = torch.einsum("bhd,bhdw->bhw", k, state)
         state = state + torch.einsum("bhd,bhw->bhdw", k, (v - seen) * rate[..., None])
@@ -114,10 +115,9 @@ def losses(model, packed, alone):
 
     tokens, labels, places, params = batch(packed)
     if alone:
-        parts = [slice(a, b) for a, b in real_rows()]
         found = [
-            model(tokens[:, part], places[:, : part.stop - part.start], None, labels=labels[:, part])
-            for part in parts
+            model(tokens[:, a:b], places[:, : b - a], None, labels=labels[:, a:b])
+            for a, b in real_rows()
         ]
         return torch.cat(found, 1).flatten()
     counts = torch.ones_like(tokens, dtype=torch.bool)

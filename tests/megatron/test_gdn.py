@@ -1,7 +1,7 @@
 """Gated delta nets over several ranks, with all of their numbers: a step equals that of one rank.
 
-The model is in fp64 but for gates, rotary angles and the loss, which Megatron computes in fp32. Runs
-of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
+The model is in fp64 but for gates, rotary angles and the loss, which Megatron computes in fp32.
+Runs of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
 """
 
 import delta_net_ranks as ranks

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import mamba_ranks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,3 +101,19 @@ def test_other_mixers_are_refused_by_name():
     ours.burst.linear = "megatron"
     assert GatedDeltaProductMixer(ours, pg_collection=group).built
     assert hasattr(MambaMixer, "_ssm_training")  # what stands in is for this path
+
+
+@pytest.mark.parametrize(
+    ("layout", "linear", "packed"),
+    [
+        ("zigzag", "scan", False),
+        ("contiguous", "all_gather", True),
+        pytest.param("zigzag", "ring", True, marks=pytest.mark.slow),
+        pytest.param("contiguous", "two_level", False, marks=pytest.mark.slow),
+        pytest.param("balanced", "auto", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixer_over_four_ranks_against_the_recurrence(four, layout, linear, packed):
+    for errors in four(mamba_ranks.worst_errors, layout, linear, packed):
+        assert len(errors) == 10
+        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,14 +93,15 @@ class PlanBook:
     startup: str | None = None
     others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     _communicators: str = ""
-    _lowest: dict[LayerKind, int] = field(default_factory=dict)
+    _lowest: dict[Hashable, int] = field(default_factory=dict)
     _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
 
-    def join(self, kind: LayerKind, layer_number: int) -> bool:
-        """Register a layer; True if it is the leader of its kind.
+    def join(self, kind: Hashable, layer_number: int) -> bool:
+        """Register a layer; True if it is the leader of its kind (a `LayerKind`, or what other
+        layers have in its place).
 
         A rebuilt layer with the leader's number leads too. Thus leadership depends only on the
         order of construction, never on when old models are garbage-collected.

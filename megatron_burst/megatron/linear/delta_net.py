@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.gated_delta_net.common import _GDNBase
 
 import megatron_burst as mb
 from megatron_burst.config import OFF
@@ -35,9 +34,11 @@ _SILU = ("silu", "swish")
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what makes gated delta nets pass states; for 0.19 and newer."""
-    original = _GDNBase.__init__
-    require_parameters(original, ["config", "layer_number", "pg_collection"], "_GDNBase.__init__")
-    patches.replace(_GDNBase, "__init__", _with_states(original))
+    family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
+    original = family.__init__  # of further variants too
+    symbol = f"{family.__name__}.__init__"
+    require_parameters(original, ["config", "layer_number", "pg_collection"], symbol)
+    patches.replace(family, "__init__", _with_states(original))
     forward = GatedDeltaNet.forward
     names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
     require_parameters(forward, names, "GatedDeltaNet.forward")
@@ -55,12 +56,11 @@ def _with_states(original: Callable) -> Callable:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
-        ranks = 1 if groups is None else groups.cp.size()
-        if ranks == 1:
+        if groups is None or groups.cp.size() == 1:
             return original(*bound.args, **bound.kwargs)
         burst = getattr(config, "burst", None)
         if burst is None or OFF in (burst.algorithm, burst.linear):
-            check_shared_heads(config, groups.tp.size(), ranks)
+            check_shared_heads(config, groups.tp.size(), groups.cp.size())
             return original(*bound.args, **bound.kwargs)
         if not isinstance(self, GatedDeltaNet):
             raise ValueError(
@@ -71,7 +71,7 @@ def _with_states(original: Callable) -> Callable:
         alone.cp = ONE_RANK
         bound.arguments["pg_collection"] = alone
         original(*bound.args, **bound.kwargs)
-        sizes = (
+        sizes: Any = (
             self.num_k_heads_local_tp, self.num_v_heads_local_tp, self.key_head_dim,
             self.value_head_dim, self.conv_kernel_dim,
         )  # fmt: skip
@@ -116,7 +116,7 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
     return _projected(net, out, gate)
 
 
-def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, Any]:
     """What `_prepared` will return, without the memory of it."""
     rows, batch = mixed.shape[:2]
     heads = net.num_v_heads_local_tp
@@ -135,7 +135,7 @@ def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[st
 
 def _prepared(
     net: Any, mixed: torch.Tensor, gate: torch.Tensor, gates: list[torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+) -> tuple[dict[str, Any], torch.Tensor]:
     """(q, k, v, decay and beta [s, b, ...], output gate [b, s, h, w]) by the layer's own methods.
 
     These take and return [b, s, ...]; from 0.20 on, one of them makes all inputs.

@@ -50,19 +50,21 @@ def local_block_spec(
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    linear = get_linear_attention_pattern(config)
-    for place, layer in enumerate(_layers(config, len(block.layer_specs), vp_stage, pp_rank)):
+    linear, layers = get_linear_attention_pattern(config), list(block.layer_specs or ())
+    for place, layer in enumerate(_layers(config, len(layers), vp_stage, pp_rank)):
         if linear[layer]:
-            block.layer_specs[place] = with_delta_net(block.layer_specs[place], config)
-    return block
+            layers[place] = with_delta_net(layers[place], config)
+    return dataclasses.replace(block, layer_specs=layers)
 
 
 def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
     """A local transformer layer with a gated delta net as its attention."""
-    names = dict(layer.submodules.sharded_state_dict_keys_map)
-    names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    parts: Any = layer.submodules
+    names = parts.sharded_state_dict_keys_map | {
+        "input_layernorm.": "self_attention.in_proj.layer_norm_"
+    }
     submodules = dataclasses.replace(
-        layer.submodules, self_attention=delta_net(config), sharded_state_dict_keys_map=names
+        parts, self_attention=delta_net(config), sharded_state_dict_keys_map=names
     )
     return dataclasses.replace(layer, submodules=submodules)
 
@@ -70,11 +72,12 @@ def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
 def delta_net(config: Any) -> ModuleSpec:
     """A gated delta net of local modules, behind a norm of its own."""
     rms = config.normalization == "RMSNorm"
+    norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
     return ModuleSpec(
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear,
-            out_norm=LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False),
+            out_norm=norm,
             out_proj=RowParallelLinear,
         ),
     )

@@ -51,7 +51,7 @@ class LinearBook:
     _plans: OrderedDict[tuple, mb.LinearPlan] = field(default_factory=OrderedDict)
 
     def plan(
-        self, kind: LinearKind, leads: bool, inputs: dict[str, torch.Tensor], pack: Pack | None
+        self, kind: LinearKind, leads: bool, inputs: dict[str, Any], pack: Pack | None
     ) -> mb.LinearPlan:
         """The plan for tensors like ``inputs`` (q, k, v, decay, beta as `mb.linear_attention` takes
         them); a collective if ``leads``, a look-up otherwise."""
@@ -73,7 +73,7 @@ class LinearBook:
         return self._plans[key]
 
     def _prepare(
-        self, kind: LinearKind, inputs: dict[str, torch.Tensor], pack: Pack | None
+        self, kind: LinearKind, inputs: dict[str, Any], pack: Pack | None
     ) -> mb.LinearPlan:
         groups = self.book.groups
         plan = mb.prepare_linear(

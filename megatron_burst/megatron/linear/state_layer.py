@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 import megatron_burst as mb
@@ -33,8 +32,8 @@ class StateLayer:
     """One layer's share in the plans of its context-parallel group.
 
     config: a ``TransformerConfig`` after `configure`. pg_collection: Megatron's groups, with all
-    context-parallel ranks. form, sizes, scale: as `LinearKind` has them. The first layer over a group
-    makes its grid, a collective. Raises ``ValueError`` for settings that cannot be honoured.
+    context-parallel ranks. form, sizes, scale: as `LinearKind` has them. The first layer over a
+    group makes its grid, a collective. Raises ``ValueError`` for settings that cannot be honoured.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class StateLayer:
         self.plans = linear_book(pg_collection.cp, topology_key(config), self.book)
         self.leads = self.book.join(self.kind, self.label)
 
-    def call(self, inputs: dict[str, torch.Tensor], packed_seq_params: Any) -> StateCall:
+    def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
         """Plan and label of the calls of one forward; a collective if this layer leads.
 
         inputs: q, k, v, decay and beta as `mb.linear_attention` takes them, of which only shapes,

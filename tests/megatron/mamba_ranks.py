@@ -1,0 +1,107 @@
+"""What ranks of the tests of Mamba run: one mixer, in fp64, and the same written out."""
+
+import contextlib
+
+import packed_ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from session import _meet_again
+
+HIDDEN, HEADS, WIDTH, GROUPS, STATE, TAPS = 12, 6, 3, 2, 5, 4
+INNER, KEYS = HEADS * WIDTH, GROUPS * STATE
+
+
+@contextlib.contextmanager
+def mixer(layout, linear):
+    """A mixer over all ranks, the same on each, installed for the time being."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+    from megatron_burst.megatron.linear import local_stack
+
+    _meet_again()
+    burst.install(layout)
+    try:
+        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+        model_parallel_cuda_manual_seed(5)
+        torch.manual_seed(5)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, mamba_num_heads=HEADS,
+            mamba_head_dim=WIDTH, mamba_num_groups=GROUPS, mamba_state_dim=STATE,
+            context_parallel_size=dist.get_world_size(), attention_dropout=0.0,
+            params_dtype=torch.float64, calculate_per_token_loss=True, use_cpu_initialization=True,
+            gradient_accumulation_fusion=False, is_hybrid_model=True,
+        )  # fmt: skip
+        burst.configure(config, mb.BurstConfig(layout=layout, intra_size=2, linear=linear))
+        spec = local_stack.local_hybrid_stack_spec().submodules.mamba_layer.submodules.mixer
+        groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        yield build_module(
+            spec, config, d_model=HIDDEN, layer_number=1, pg_collection=groups
+        ).double()
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+def worst_errors(layout, linear, packed):
+    """Largest error of the output and of the gradients of the input and of every parameter."""
+    import megatron_burst.megatron as burst
+
+    lengths = packed_ranks.ROOM if packed else (240,)
+    asked = packed_ranks.params(packed_ranks.ROOM, None) if packed else None
+    draw = torch.Generator().manual_seed(3)
+    hidden, seed = (torch.randn(240, 1, HIDDEN, generator=draw).double() for _ in range(2))
+    with mixer(layout, linear) as layer:
+        mine = burst.shard_sequence(hidden, asked, dim=0).requires_grad_()
+        out, _ = layer(mine, packed_seq_params=asked)
+        out.backward(burst.shard_sequence(seed, asked, dim=0))
+        found = {"out": out, "hidden": mine.grad}
+        found = {name: burst.gather_sequence(x, asked) for name, x in found.items()}
+        for name, parameter in layer.named_parameters():
+            found[name] = parameter.grad.clone()
+            dist.all_reduce(found[name])
+        layer.zero_grad()
+        whole = hidden.clone().requires_grad_()
+        expected = written_out(layer, whole, lengths)
+        expected.backward(seed)
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    expected = {"out": expected, "hidden": whole.grad} | grads
+    return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+
+
+def written_out(layer, hidden, lengths):
+    """A mixer token by token; hidden [240, 1, HIDDEN], documents of these lengths from the first
+    token on, what is behind them one more."""
+    starts = {sum(lengths[:i]) for i in range(len(lengths) + 1)}
+    rows, state, out = [], None, []
+    skip = torch.zeros(INNER + 2 * KEYS, dtype=torch.float64)
+    for t in range(len(hidden)):
+        if t in starts:
+            rows, state = [skip] * (TAPS - 1), torch.zeros(HEADS, WIDTH, STATE).double()
+        z, row, steps = (layer.in_proj.weight @ hidden[t, 0]).split(
+            (INNER, INNER + 2 * KEYS, HEADS)
+        )
+        rows = [*rows[1 - TAPS :], row]
+        mixed = layer.conv1d_bias + sum(
+            layer.conv1d_weight[:, 0, tap] * rows[tap] for tap in range(TAPS)
+        )
+        x, keys, queries = (mixed * mixed.sigmoid()).split((INNER, KEYS, KEYS))
+        x = x.view(HEADS, WIDTH)
+        keys, queries = (
+            each.view(GROUPS, 1, STATE).expand(GROUPS, HEADS // GROUPS, STATE).reshape(HEADS, STATE)
+            for each in (keys, queries)
+        )
+        steps = F.softplus(steps + layer.dt_bias)
+        kept = (-steps * layer.A_log.exp()).exp()[:, None, None]
+        state = kept * state + steps[:, None, None] * x[:, :, None] * keys[:, None, :]
+        y = (state * queries[:, None]).sum(-1) + layer.D[:, None] * x
+        y = (y.flatten() * z * z.sigmoid()).view(GROUPS, -1)
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        out.append(layer.out_proj.weight @ (y.flatten() * layer.norm.weight))
+    return torch.stack(out)[:, None]
