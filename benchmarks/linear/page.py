@@ -30,15 +30,15 @@ Known = dict[str, Any]
 
 
 def write(known: Known, out: Path) -> None:
-    """Replace the section, with what is known, and draw the picture."""
-    parts = []
+    """Replace the sections of what is known, and draw the picture."""
+    parts = {"simulated": f"### Simulated\n\n{simulated.section()}"}
     if "cluster" in known:
-        parts += ["### States on an emulated cluster", cluster(known["cluster"])]
+        parts["cluster"] = f"### States on an emulated cluster\n\n{cluster(known['cluster'])}"
         picture.draw(known["cluster"]["cells"], out / PICTURE)
     if "hybrid" in known:
-        parts += ["### The attention of a hybrid stack", hybrid(known["hybrid"])]
-    parts += ["### Simulated", simulated.section()]
-    write_section(out / PAGE, "linear", "\n\n".join(parts), OPENING)
+        parts["hybrid"] = f"### The attention of a hybrid stack\n\n{hybrid(known['hybrid'])}"
+    for part, text in parts.items():
+        write_section(out / PAGE, f"linear-{part}", text, OPENING)
 
 
 # --- states on the emulated cluster --------------------------------------------------------
