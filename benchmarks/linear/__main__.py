@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from . import page  # draws, and needs what measuring does not
 
     out.mkdir(parents=True, exist_ok=True)
-    page.write(_known(out / "linear-attention.json", parts), out)
+    page.write(_known(out / "linear-attention.json", () if arguments.page else parts), out)
     return 0
 
 
@@ -80,7 +80,7 @@ def _measure(part: str, arguments: argparse.Namespace) -> int:
 
 
 def _known(path: Path, parts: Sequence[str]) -> dict[str, Any]:
-    """What is kept of all parts, with the records that there are of these."""
+    """What is kept of all parts, with the new records of these."""
     known = json.loads(path.read_text()) if path.exists() else {}
     for part in parts:
         records = RESULTS / f"{part}.json"
