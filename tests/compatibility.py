@@ -3,6 +3,8 @@
     make compatibility                            # releases of megatron-core, from the registry
     make compatibility ARGS='--tree main=PATH'    # and a checkout of Megatron-LM
 
+    make compatibility ARGS='--only delta'        # the rows with this in their names, added
+
     make test-te                                  # the rows of Transformer Engine's layers (TE)
 
 Each version takes the place of the installed one in a pytest process of its own, which runs the
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +43,8 @@ HEAD = "tests/megatron/test_lm_head.py::test_the_fused_loss_changes_nothing"
 HEADS = "tests/megatron/test_mtp.py::test_heads_look_no_further_than_their_document"
 BAD = "tests/megatron/test_bad_input.py::test_a_bad_flag_is_named_on_every_rank"
 LOOP = "tests/megatron_lm/test_training.py::"
+GPT = "tests/megatron_lm/test_hybrid_training.py::"
+HYBRID = "tests/megatron_lm/test_hybrid_model_training.py::test_split_like_one_rank"
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
@@ -108,10 +113,18 @@ FEATURES = (
     Feature("PP x VPP x attention store, in Megatron-LM's loop",
             (f"{LOOP}test_interleaved_pipeline_with_attention_kept",)),
     Feature("`--spec`", (f"{LOOP}test_chosen_by_a_spec_alone",)),
+    Feature("gated delta nets in a GPT model, zigzag and contiguous",
+            tuple(f"{GPT}test_ranks_train_like_one[{case}]" for case in ("cp2", "contiguous-2x2"))),
+    Feature("gated delta nets, packed",
+            (f"{GPT}test_packed_documents_are_each_alone[zigzag]",)),
+    Feature("hybrid model of gated delta nets, more ranks than heads",
+            (f"{HYBRID}[delta-nets-more-ranks-than-heads]",)),
+    Feature("hybrid model of Mamba-2, x TP", tuple(
+        f"{HYBRID}[{case}]" for case in ("mamba", "mamba-contiguous", "mamba-tensor-parallel"))),
     _refused("attention dropout", "--attention-dropout 0.1"),
 )  # fmt: skip
 TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)
-UNTESTED = ("fp8 computation", "Megatron-FSDP", "Mamba and hybrid stacks", "heterogeneous layers")
+UNTESTED = ("fp8 computation", "Megatron-FSDP", "heterogeneous layers")
 
 # What Python runs first in each process: `megatron` is this tree and no other, or a release without
 # megatron.training would be joined by that of the installed one.
@@ -139,17 +152,31 @@ def main() -> int:
         for version in args.versions:
             step(version)
             tree = args.trees.get(version) or release(version, Path(scratch) / version)
+            rows = [feature for feature in FEATURES if args.only in feature.name]
             found = {
                 "date": str(date.today()),
                 "python": ".".join(map(str, sys.version_info[:3])),
                 "torch": metadata.version("torch"),
-                "tests": outcomes(tree, args.limit),
+                "tests": outcomes(tree, args.limit, rows),
             }
             known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            if args.only and version in known:
+                found = added(known[version], found, rows)
             if "te" in known.get(version, {}):
                 found["te"] = known[version]["te"]
             keep(known | {version: found})
     return 0
+
+
+def added(
+    earlier: dict[str, Any], found: dict[str, Any], rows: Sequence[Feature]
+) -> dict[str, Any]:
+    """What was known of a version, with rows that ran later; their days are kept."""
+    later = {row.name: found["date"] for row in rows}
+    return earlier | {
+        "tests": earlier["tests"] | found["tests"],
+        "later": earlier.get("later", {}) | later,
+    }
 
 
 def record_te(files: list[Path]) -> int:
@@ -192,7 +219,8 @@ def table(known: dict[str, dict[str, Any]]) -> str:
     versions = sorted(known)
     theirs = {v: known[v].get("te") or {"tests": {}, "dates": {}} for v in versions}
     rows = [[f.name, *(cell(f, known[v]["tests"]) for v in versions)] for f in FEATURES]
-    when = [["run on", *(known[v]["date"] for v in versions)]]
+    days = ({"": known[v]["date"], **known[v].get("later", {})} for v in versions)
+    when = [["run on", *map(_days, days)]]
     rows += when + [[f.name, *(cell(f, theirs[v]["tests"]) for v in versions)] for f in TE_FEATURES]
     rows += [["TE: run on", *(_days(theirs[v]["dates"]) for v in versions)]]
     first = known[versions[0]]
@@ -223,6 +251,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--releases", nargs="*", default=list(RELEASES), metavar="VERSION")
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH",
                         help="a checkout of Megatron-LM")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="TEXT",
+                        help="rows whose name has this; others stay as they were")  # fmt: skip
     parser.add_argument("--te", type=Path, nargs="+", metavar="JUNIT",
                         help="no tests: keep what runs of make test-te found")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one version")
@@ -245,12 +275,12 @@ def release(version: str, folder: Path) -> Path:
     return folder
 
 
-def outcomes(tree: Path, limit: float) -> dict[str, str]:
+def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str]:
     """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
-    tests = [test for feature in FEATURES for test in feature.tests]
+    tests = [test for feature in rows for test in feature.tests]
     interface = tree / "megatron" / "training" / "models" / "gpt.py"  # from 0.19 on
     if not interface.is_file():  # that the script of these tests is written for
-        tests = [test for test in tests if not test.startswith(LOOP)]
+        tests = [test for test in tests if not test.startswith("tests/megatron_lm/")]
     with tempfile.TemporaryDirectory() as folder:
         tree = _with_helpers(tree, Path(folder))
         (Path(folder) / "sitecustomize.py").write_text(ONLY.format(path=str(tree / "megatron")))

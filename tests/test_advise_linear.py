@@ -11,6 +11,7 @@ from megatron_burst.advisor.forecast import linear_work, scan_time
 from megatron_burst.advisor.forecast.layer_time import LINEAR, STATES, layer_time
 from megatron_burst.advisor.forecast.step_time import model_operations
 from megatron_burst.advisor.search.pasted import burst_flags
+from megatron_burst.advisor.search.search_space import Wanted, options_of
 from megatron_burst.advisor.settings import Settings, check
 from megatron_burst.advisor.shapes import models
 from megatron_burst.advisor.shapes.layer_kinds import FORMS
@@ -163,6 +164,8 @@ def test_only_megatrons_exchange_is_capped_by_heads():
     with pytest.raises(ValueError, match="do not divide"):
         check(DELTA, replace(many, cp=16, linear="megatron"))
     check(SSD, replace(many, cp=16, linear="megatron"))  # Mamba copies its groups
+    with pytest.raises(ValueError, match="do not divide"):
+        check(SSD, replace(many, cp=32, linear="megatron"))
     with pytest.raises(ValueError, match="take one of 1, 2, 4, 8"):
         check(replace(DELTA, heads=32, kv_heads=16), Settings(64 * K, tp=16))
     with pytest.raises(ValueError, match="--layout striped: delta has layers that carry"):
@@ -189,7 +192,15 @@ def test_a_partial_store_stays_in_zigzag():
     found = advise(SSD, cluster(), seq="64K", tokens_per_step="64K", tp=1, store=0.5,
                    recompute="full", top=3)  # fmt: skip
     assert {each.run.layout for each in found.ranked} == {"zigzag"}
-    assert {each.run.offload for each in found.ranked} == {0.0}  # a HybridModel refuses it
+
+
+def test_what_a_hybrid_model_refuses_is_not_tried():
+    tried = {
+        hybrid: {each.offload for each in options_of(Settings(64 * K, cp=2), want, False)}
+        for hybrid in (True, False)
+        for want in [Wanted(64 * K, 1, hybrid=hybrid)]
+    }
+    assert tried == {True: {0.0}, False: {0.0, 1.0}}
 
 
 @pytest.mark.parametrize(

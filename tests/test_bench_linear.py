@@ -196,8 +196,8 @@ def test_the_page_has_the_targets_and_keeps_what_is_written_by_hand(tmp_path, mo
             for name, s in (("all_gather (LASP-2H)", 4.0), ("burst", 2.0))]}],
     }  # fmt: skip
     path = tmp_path / page.PAGE
-    path.write_text("# By hand\n\n<!-- begin linear: generated -->\n"
-                    "old\n<!-- end linear -->\n\nmore by hand\n")  # fmt: skip
+    path.write_text("# By hand\n\n<!-- begin linear-cluster: generated -->\n"
+                    "old\n<!-- end linear-cluster -->\n\nmore by hand\n")  # fmt: skip
     page.write({"cluster": run, "hybrid": stack}, tmp_path)
     text = path.read_text()
     assert text.startswith("# By hand\n")

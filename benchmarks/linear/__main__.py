@@ -1,5 +1,5 @@
 """`python -m benchmarks.linear`: measure, then write docs/linear-attention.json, a picture and
-sections of docs/linear-attention.md. Eight minutes on two cores; `--quick` takes two.
+sections of docs/linear-attention.md. Eight minutes on two idle cores; `--quick` takes two.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from . import page  # draws, and needs what measuring does not
 
     out.mkdir(parents=True, exist_ok=True)
-    page.write(_known(out / "linear-attention.json", parts), out)
+    page.write(_known(out / "linear-attention.json", () if arguments.page else parts), out)
     return 0
 
 
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few settings, into runs/linear")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
-    parser.add_argument("--repeats", type=int, help="runs of each rival (default: 5, 3, 2)")
+    parser.add_argument("--repeats", type=int, help="runs of each rival (default: 3; quick: 2)")
     parser.add_argument("--page", action="store_true", help="measure nothing, write again")
     parser.add_argument("--out", type=Path, help="folder of what is written (default: docs)")
     return parser
@@ -61,8 +61,8 @@ def _measure(part: str, arguments: argparse.Namespace) -> int:
 
     from . import bench, stacks
 
-    usual = 2 if arguments.quick else {"cluster": 5, "hybrid": 3}[part]
-    repeats, begin = arguments.repeats or usual, time.perf_counter()
+    repeats = arguments.repeats or (2 if arguments.quick else 3)
+    begin = time.perf_counter()
     cells: list[Any] = []
     if part == "cluster":
         found = bench.run_settings(settings(arguments.quick), GRID, RATES, repeats, _say)
@@ -80,7 +80,7 @@ def _measure(part: str, arguments: argparse.Namespace) -> int:
 
 
 def _known(path: Path, parts: Sequence[str]) -> dict[str, Any]:
-    """What is kept of all parts, with the records that there are of these."""
+    """What is kept of all parts, with the new records of these."""
     known = json.loads(path.read_text()) if path.exists() else {}
     for part in parts:
         records = RESULTS / f"{part}.json"

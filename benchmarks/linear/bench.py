@@ -26,6 +26,7 @@ from .settings import ALGORITHMS, ALL_TO_ALL, CONVOLUTION, GATHER, Setting, refu
 
 PRELOAD = ("megatron.core.ssm.gated_delta_net.common",)
 PLAIN = 0.2  # seconds of a plain transfer at the nominal rate
+MORE = 2  # times as many runs of small states, which take no time and vary more
 Record = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -39,11 +40,12 @@ def rivals(setting: Setting, size: int) -> list[str]:
 def run_settings(
     todo: Sequence[Setting], grid: tuple[int, int], rates: str, repeats: int, say: Say
 ) -> Iterator[Record]:
-    """One record per setting."""
+    """One record per setting; `repeats` runs of each rival, of small states more."""
     network = Network(*grid, Rates.parse(rates))
     with built(network), Ranks(network, TIMEOUT, PRELOAD) as ranks:
         for setting in todo:
-            yield one_setting(ranks, setting, repeats, say)
+            shared = refusal(setting, ALL_TO_ALL, network.size) is None
+            yield one_setting(ranks, setting, repeats if shared else MORE * repeats, say)
 
 
 def one_setting(ranks: Ranks, setting: Setting, repeats: int, say: Say) -> Record:

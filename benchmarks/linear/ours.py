@@ -83,9 +83,9 @@ def plan_of(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates
 
 
 def says(plan: Any) -> str:
-    """ "scan in 8 blocks, why"."""
+    """ "scan in 8 blocks"; what "auto" chose, and why."""
     cut = f" in {plan.blocks} blocks" if plan.blocks > 1 else ""
-    return f"{plan.algorithm}{cut}" + f": {plan.why}" * bool(plan.why)
+    return plan.why.removeprefix("auto: ") or f"{plan.algorithm}{cut}"
 
 
 def sent_by(plan: Any) -> Sent:

@@ -30,15 +30,15 @@ Known = dict[str, Any]
 
 
 def write(known: Known, out: Path) -> None:
-    """Replace the section, with what is known, and draw the picture."""
-    parts = []
+    """Replace the sections of what is known, and draw the picture."""
+    parts = {"simulated": f"### Simulated\n\n{simulated.section()}"}
     if "cluster" in known:
-        parts += ["### States on an emulated cluster", cluster(known["cluster"])]
+        parts["cluster"] = f"### States on an emulated cluster\n\n{cluster(known['cluster'])}"
         picture.draw(known["cluster"]["cells"], out / PICTURE)
     if "hybrid" in known:
-        parts += ["### The attention of a hybrid stack", hybrid(known["hybrid"])]
-    parts += ["### Simulated", simulated.section()]
-    write_section(out / PAGE, "linear", "\n\n".join(parts), OPENING)
+        parts["hybrid"] = f"### The attention of a hybrid stack\n\n{hybrid(known['hybrid'])}"
+    for part, text in parts.items():
+        write_section(out / PAGE, f"linear-{part}", text, OPENING)
 
 
 # --- states on the emulated cluster --------------------------------------------------------
@@ -192,11 +192,10 @@ def _bytes(cells: Sequence[Record]) -> str:
 
 
 def _chosen(cells: Sequence[Record]) -> str:
-    lines = ["`auto` and the number of blocks, at the rates measured in each setting:\n"]
+    lines = ["What `auto` takes of a pass, at the rates measured in each setting:\n"]
     for cell in cells:
-        rivals = [_rival(cell, name) for name in ("scan", "two_level", "auto")]
-        words = "; ".join(f"{r['name']}: {r['says']}" for r in rivals)
-        lines.append(f"- {summary.setting_of(cell).words}: {words}.")
+        chosen, scan = (_rival(cell, name)["says"] for name in ("auto", "scan"))
+        lines.append(f"- {summary.setting_of(cell).words}: {chosen} (`scan`: {scan}).")
     return "\n".join(lines)
 
 
