@@ -18,7 +18,8 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 ROOMS = (
     "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
     "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune", "packing",
-    "planning", "attention", "advisor", "seam", "__init__", "megatron", "recipes", "cli", "__main__",
+    "planning", "attention", "advisor", "seam", "__init__", "megatron", "recipes", "cli",
+    "__main__",
 )  # fmt: skip
 PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
 NO_TORCH = {

@@ -7,8 +7,8 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.advisor.account.layer import Core, Sizes, attention_half
-from megatron_burst.advisor.account.mixer import mixer_half
 from megatron_burst.advisor.account.memory import account, states_of
+from megatron_burst.advisor.account.mixer import mixer_half
 from megatron_burst.advisor.account.rings import core_of, intra_of, on_ring
 from megatron_burst.advisor.account.tape import Tape
 from megatron_burst.advisor.settings import Settings
