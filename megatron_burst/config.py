@@ -72,8 +72,8 @@ class BurstConfig:
     mlp_tiles: into how many tiles of rows the MLP half of a layer is cut.
     head_chunks: into how many chunks the key/value heads of a rank are cut, whose rings run
     staggered; None: 1, or what algorithm "auto" takes.
-    cluster: the path of a file of `megatron-burst calibrate`, whose rates algorithm "auto" takes;
-    None measures them when the run starts.
+    cluster: the path of a file of `megatron-burst calibrate`, whose rates "auto" takes, of the
+    algorithm and of linear; None measures those of attention when the run starts.
     attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
 
     Raises ValueError naming the flag for a value that cannot be.
@@ -208,8 +208,8 @@ class BurstConfig:
     cluster: Annotated[
         str | None,
         Described(
-            "a file of megatron-burst calibrate, whose rates --context-parallel-algo auto takes; "
-            "default: it measures when the run starts",
+            "a file of megatron-burst calibrate, whose rates --context-parallel-algo auto and "
+            "--burst-linear auto take; default: the first measures, the second has nominal ones",
             text="FILE",
         ),
     ] = None

@@ -1,6 +1,7 @@
 """`--burst-cluster`: algorithm "auto" of a run takes the rates of a cluster file."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_burst.advisor.simulate import simulate
 from megatron_burst.autotune.places import Nodes
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.cluster import cluster_problems
+from megatron_burst.megatron.linear import plans
 
 RATES = mb.Rates(3e9, 1e9, 1e-6, 1e12, 2e-6, backward=2.9, half_rows=16, slowdown=0.1)
 
@@ -68,8 +70,31 @@ def test_ranks_that_share_a_nic_are_told_so(tmp_path):
     assert "2 ranks of a node share 1 NICs" in shared.run_rates(1).describe()
 
 
-def told(**choices):
-    return [problem.reason for problem in cluster_problems(mb.BurstConfig(**choices))]
+def planned_states(path):
+    """Of two plans of a layer that carries states: what they say, and which files were read."""
+    grid = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
+    book = plans.linear_book(dist.group.WORLD, (), grid)
+    burst = mb.BurstConfig("burst", cluster=path)
+    kind = plans.LinearKind(burst, "linear", (4, 4, 16, 16, 4), plan_book.Cut("zigzag"))
+    inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
+    read, asked = cluster_file.read, []
+    with mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)):
+        made = [book.plan(kind, True, inputs, None) for _ in range(2)]
+    return [plan.why for plan in made], book.startup, asked
+
+
+@pytest.mark.world_size(4)
+def test_layers_that_carry_states_take_them_too(ranks, tmp_path):
+    path = str(tmp_path / "mine.toml")
+    written(path)
+    for whys, startup, asked in ranks(4).run(planned_states, path):
+        assert [why.endswith("at given rates") for why in whys] == [True, True]
+        assert startup.endswith(f"; rates of {path}")
+        assert asked == [path]
+
+
+def told(config=None, **choices):
+    return [problem.reason for problem in cluster_problems(mb.BurstConfig(**choices), config)]
 
 
 def test_files_that_cannot_serve(tmp_path):
@@ -78,6 +103,9 @@ def test_files_that_cannot_serve(tmp_path):
     assert told() == told(algorithm="auto", cluster=str(path)) == []
     (reason,) = told(cluster=str(path))
     assert reason.endswith("is for --context-parallel-algo auto, and burst needs no rates")
+    hybrid = SimpleNamespace(is_hybrid_model=True)
+    assert told(hybrid, cluster=str(path)) == []
+    assert told(hybrid, cluster=str(path), linear="scan") == [reason]
     (reason,) = told(algorithm="auto", cluster=str(tmp_path / "none.toml"))
     assert reason.endswith(
         "none.toml: cannot be read: No such file or directory; every node needs the file"

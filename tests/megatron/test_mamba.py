@@ -1,5 +1,6 @@
 """Mamba mixers: what stands in for mamba_ssm on a CPU, against the recurrence written out."""
 
+import inspect
 from types import SimpleNamespace
 
 import mamba_ranks
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_block")
 
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_burst.megatron.attention import hooks
-from megatron_burst.megatron.linear import mamba
+from megatron_burst.megatron.linear import delta_net, mamba
 from megatron_burst.megatron.linear.mamba_on_cpu import GatedNorm, split_conv1d_scan
 
 BATCH, TOKENS, HEADS, WIDTH, GROUPS, STATE, CONVOLUTION = 2, 11, 6, 3, 2, 5, 4
@@ -127,3 +129,16 @@ def test_sparse_attention_of_megatrons_is_refused_by_name():
     stock = hooks._stock_core_attentions()
     with pytest.raises(ValueError, match=r"core attention DSAttention, .* --context-parallel-algo"):
         hooks._replaced(ModuleSpec(module=DSAttention), stock)
+
+
+@pytest.mark.parametrize("layer", [mamba, delta_net])
+@pytest.mark.parametrize("name", ["inference_context", "inference_params"])
+def test_inference_with_states_that_travel_is_refused(layer, name):
+    """Megatron's forward would take this rank's rows for the whole sequence."""
+    kind = MambaMixer if layer is mamba else GatedDeltaNet
+    forward = layer._passing_states(inspect.unwrap(kind.forward))
+    split = SimpleNamespace(_burst_states=object())
+    given = {"hidden_states": torch.zeros(2, 1, 4), name: object()}
+    given |= {"attention_mask": None} if layer is delta_net else {}
+    with pytest.raises(ValueError, match=f"{name}: this layer passes its state"):
+        forward(split, **given)

@@ -53,7 +53,7 @@ def config_problems(
             f"{SIZES} {list(sizes)} multiply to {math.prod(sizes)}, which is not "
             f"--context-parallel-size {cp}"
         )
-    yield from cluster_problems(burst)
+    yield from cluster_problems(burst, config)
     if not splits(config):
         yield from two_layout_problems(config, burst)
         return

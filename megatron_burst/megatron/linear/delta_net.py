@@ -24,7 +24,7 @@ import megatron_burst as mb
 from megatron_burst.config import OFF
 from megatron_burst.megatron.attention.micro_batch import ONE_RANK
 from megatron_burst.megatron.linear.heads import check_shared_heads
-from megatron_burst.megatron.linear.state_layer import StateLayer
+from megatron_burst.megatron.linear.state_layer import StateLayer, refuse_inference
 from megatron_burst.megatron.patching.compatibility import require_function, require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
@@ -88,9 +88,9 @@ def _passing_states(original: Callable) -> Callable:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         states = getattr(self, _STATES, None)
         given = signature.bind(self, *args, **kwargs).arguments
-        inference = given.get("inference_context"), given.get("inference_params")
-        if states is None or inference != (None, None):
+        if states is None:
             return original(self, *args, **kwargs)
+        refuse_inference(given)
         return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
 
     return forward

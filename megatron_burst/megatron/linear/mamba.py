@@ -27,7 +27,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 import megatron_burst as mb
 from megatron_burst.config import OFF
 from megatron_burst.megatron.attention.micro_batch import ONE_RANK
-from megatron_burst.megatron.linear.state_layer import StateLayer
+from megatron_burst.megatron.linear.state_layer import StateLayer, refuse_inference
 from megatron_burst.megatron.patching.compatibility import require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
@@ -108,12 +108,7 @@ def _passing_states(original: Callable) -> Callable:
         given = signature.bind(self, *args, **kwargs).arguments
         if states is None:
             return original(self, *args, **kwargs)
-        for name in ("inference_context", "inference_params"):
-            if given.get(name) is not None:
-                raise ValueError(
-                    f"{name}: this mixer passes its state over context-parallel ranks, for "
-                    "training; decode with --context-parallel-size 1"
-                )
+        refuse_inference(given)
         return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
 
     return forward

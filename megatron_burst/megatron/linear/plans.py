@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import megatron_burst as mb
+from megatron_burst.advisor import cluster_file
 from megatron_burst.megatron.attention.plan_book import PLANS_KEPT, PlanBook
 from megatron_burst.megatron.data.cut import Cut
 from megatron_burst.megatron.data.packed import Pack
@@ -48,6 +49,7 @@ class LinearBook:
 
     book: PlanBook
     startup: str | None = None
+    _rates: mb.Rates | None = None  # of the run's cluster file, once it was read
     _plans: OrderedDict[tuple, mb.LinearPlan] = field(default_factory=OrderedDict)
 
     def plan(
@@ -75,7 +77,10 @@ class LinearBook:
     def _prepare(
         self, kind: LinearKind, inputs: dict[str, Any], pack: Pack | None
     ) -> mb.LinearPlan:
-        groups = self.book.groups
+        groups, cluster = self.book.groups, kind.burst.cluster
+        asked = kind.burst.linear == "auto" and cluster is not None
+        if asked and self._rates is None:
+            self._rates = cluster_file.read(cluster).run_rates(groups.topology.per_node)
         plan = mb.prepare_linear(
             **inputs,
             form=kind.form,
@@ -84,9 +89,10 @@ class LinearBook:
             cu_seqlens=None if pack is None else pack.bounds,
             algorithm=kind.burst.linear,
             scale=kind.scale,
+            rates=self._rates if asked else None,
         )
         if self.startup is None:
-            self.startup = plan.describe()
+            self.startup = plan.describe() + (f"; rates of {cluster}" if asked else "")
             if torch.distributed.get_rank() == 0:
                 logging.getLogger("megatron_burst").info(self.startup)
         return plan

@@ -6,6 +6,7 @@ it: the grid, the layout of the rows, the documents of a packed batch, and the p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from megatron.core.transformer.enums import AttnMaskType
@@ -26,6 +27,16 @@ class StateCall(TypedDict):
 
     plan: mb.LinearPlan
     label: int
+
+
+def refuse_inference(given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if the arguments of a forward ask for inference."""
+    for name in ("inference_context", "inference_params"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name}: this layer passes its state over context-parallel ranks, for training; "
+                "decode with --context-parallel-size 1"
+            )
 
 
 class StateLayer:
