@@ -1,0 +1,42 @@
+"""What a call of linear attention holds is gone when its results are, without the collector."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from test_linear_attention_ranks import FORMS, problem
+
+import megatron_burst as mb
+
+
+def forward_and_backward(form, backward):
+    """References to the tensors of a call on two ranks, whose results nobody holds any more."""
+    *given, _ = problem(form, [0, 16])
+    groups, layout = mb.Groups.in_process(intra=2), mb.layout.make("zigzag", cp_size=2)
+    names, shards = ("q", "k", "v", "decay", "beta"), {}
+    for name, t in zip(names, given, strict=True):
+        split = t is not None and t.dim() > 1
+        shards[name] = [mb.shard(t, layout, r, dim=0) for r in range(2)] if split else t
+    held = [weakref.ref(t) for each in shards.values() if isinstance(each, list) for t in each]
+    outs = mb.linear_attention(
+        shards["q"], shards["k"], shards["v"], decay=shards["decay"], beta=shards["beta"],
+        groups=groups,
+    )  # fmt: skip
+    held += [weakref.ref(t) for t in outs]
+    if backward:
+        sum(out.sum() for out in outs).backward()
+    return held
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_everything_is_freed(form, backward):
+    gc.collect()
+    gc.disable()
+    try:
+        held = forward_and_backward(form, backward)
+        assert len(held) >= 8
+        assert not [each() for each in held if each() is not None]
+    finally:
+        gc.enable()
