@@ -198,6 +198,11 @@ def test_precision_is_not_autocasts_business():
         other, others = computed("kda", "torch", given, cut, entering)
     for mine, one in zip((out, *maps), (other, *others), strict=True):
         assert torch.equal(mine, one)
+    wanted = torch.autograd.grad(out.sum(), given, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # a user's backward may be inside it
+        found = torch.autograd.grad(other.sum(), given)
+    for mine, one in zip(wanted, found, strict=True):
+        assert torch.equal(mine, one)
 
 
 def test_second_derivatives_are_refused():

@@ -28,7 +28,8 @@ class _Recomputed(torch.autograd.Function):
         ctx.function = function
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        return _in_full_precision(function, tensors)
+        with _full_precision(tensors):
+            return function(*tensors)
 
     @staticmethod
     @first_order_only("linear attention")
@@ -38,18 +39,18 @@ class _Recomputed(torch.autograd.Function):
             None if x is None else x.detach().requires_grad_(need)
             for x, need in zip(ctx.saved_tensors, wanted, strict=True)
         ]
-        with torch.enable_grad():
-            results = _in_full_precision(ctx.function, leaves)
-        pairs = [
-            (result, gradient)
-            for result, gradient in zip(results, gradients, strict=True)
-            if gradient is not None and result.requires_grad
-        ]
-        asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found: Any = [None] * len(asked)
-        if pairs and asked:
-            ends, arrived = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ends, asked, arrived, allow_unused=True)
+        with torch.enable_grad(), _full_precision(leaves):
+            results = ctx.function(*leaves)
+            pairs = [
+                (result, gradient)
+                for result, gradient in zip(results, gradients, strict=True)
+                if gradient is not None and result.requires_grad
+            ]
+            asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            found: Any = [None] * len(asked)
+            if pairs and asked:
+                ends, arrived = zip(*pairs, strict=True)
+                found = torch.autograd.grad(ends, asked, arrived, allow_unused=True)
         each = iter(
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(asked, found, strict=True)
@@ -57,8 +58,8 @@ class _Recomputed(torch.autograd.Function):
         return None, *(next(each) if need else None for need in wanted)
 
 
-def _in_full_precision(function: Callable[..., Tensors], tensors: Any) -> Tensors:
-    """Without autocast, which would round states to bf16."""
+def _full_precision(tensors: Any) -> torch.autocast:
+    """Without autocast, which would round states to bf16, and gradients where backward is called
+    under it."""
     kind = next(x.device.type for x in tensors if x is not None)
-    with torch.autocast(kind, enabled=False):
-        return function(*tensors)
+    return torch.autocast(kind, enabled=False)
