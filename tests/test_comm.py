@@ -416,7 +416,7 @@ def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, a
     """Or, where it is longer than expected, ends the process for."""
     first, second = ranks(2).run(message_of, sent, received, (arrived, envelope()), 8040)
     assert first is None
-    assert second.startswith(f"exchange failed: keys: from member 0 of the ring: {words}"), second
+    assert second.startswith(f"exchange failed: keys: from member 0 of the group: {words}"), second
     assert second.endswith(TAIL)
 
 

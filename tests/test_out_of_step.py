@@ -141,8 +141,8 @@ def test_a_call_left_out_is_noticed_by_the_next_plan(ranks):
     for found in ranks(2).run(left_out_unnoticed):
         assert len(found) == 2
         for words in found:
-            assert "rank 0 has calls of attention so far 1 forward, 0 backward" in words
-            assert "rank 1 has calls of attention so far 0 forward, 0 backward" in words
+            assert "rank 0 has calls so far 1 forward, 0 backward" in words
+            assert "rank 1 has calls so far 0 forward, 0 backward" in words
             assert "make the same calls in the same order" in words
 
 

@@ -1,4 +1,4 @@
-"""How far a rank has come: the attention calls it made on its groups, counted and digested.
+"""How far a rank has come: the calls it made on its groups, counted and digested.
 
 Ranks that leave a call out, or make theirs in another order or with another plan, exchange the
 wrong tensors. On the CPU every message bears the call's number and says so at once; everywhere
@@ -12,7 +12,7 @@ from zlib import crc32
 
 from .packing import CallTag
 
-CALLS = "calls of attention so far"  # the name of the fact that ranks compare
+CALLS = "calls so far"  # the name of the fact that ranks compare
 
 
 @dataclass

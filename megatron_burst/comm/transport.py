@@ -30,7 +30,7 @@ class Channel(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Contiguous tensors for member `peer` of the ring, over `link` ("intra" or "inter").
+    """Contiguous tensors for member `peer` of the ring, ulysses group or grid, over `link` ("intra" or "inter").
 
     flat: the buffer of a packed message that holds all of them.
     """
@@ -42,7 +42,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Contiguous tensors to be filled from member `peer` of the ring.
+    """Contiguous tensors to be filled from member `peer`.
 
     message: what holds them, to be received as one; envelope: what it must bear.
     """
@@ -114,7 +114,7 @@ class _Works:
                 continue
             complaint = packing.mismatch(receive.message.flat, receive.envelope)
             if complaint:
-                raise _failed(self.label, f"from member {receive.peer} of the ring: {complaint}")
+                raise _failed(self.label, f"from member {receive.peer} of the group: {complaint}")
 
 
 @dataclass

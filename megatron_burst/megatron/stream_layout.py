@@ -24,13 +24,12 @@ from megatron_burst.megatron.checks.layouts import (
     layouts_of,
     two_layout_problems,
 )
-from megatron_burst.megatron.checks.linear import DELTA_NETS
+from megatron_burst.megatron.checks.linear import DELTA_NETS, PATTERNS
 from megatron_burst.megatron.checks.model import layout_problems
 from megatron_burst.megatron.checks.problem import Problem, refuse
 from megatron_burst.megatron.log import log
 from megatron_burst.units import byte_size
 
-PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
 
 
@@ -64,7 +63,7 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> Choice:
     layers = layers_of(config)
     if not layers.delta_net + layers.mamba:
         return Choice(plain, "the model has no layers of linear attention")
-    if getattr(burst, "linear", None) == OFF:
+    if burst.linear == OFF:
         return Choice(plain, f"--burst-linear {OFF} expects it")
     if seq_length is None:
         refuse([Problem(

@@ -105,3 +105,32 @@ def written_out(layer, hidden, lengths):
         y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         out.append(layer.out_proj.weight @ (y.flatten() * layer.norm.weight))
     return torch.stack(out)[:, None]
+
+
+def errors_in_bfloat16():
+    """Errors of the output and of the input's gradient, relative to the largest number: of a mixer
+    over all ranks, and of Megatron's forward of it on one rank."""
+    import megatron_burst.megatron as burst
+
+    draw = torch.Generator().manual_seed(3)
+    hidden, seed = (torch.randn(240, 1, HIDDEN, generator=draw).bfloat16() for _ in range(2))
+    with mixer("zigzag", "scan") as layer:
+        layer.bfloat16()
+        mine = burst.shard_sequence(hidden, None, dim=0).requires_grad_()
+        out, _ = layer(mine)
+        out.backward(burst.shard_sequence(seed, None, dim=0))
+        ours = [burst.gather_sequence(x, None).double() for x in (out.detach(), mine.grad)]
+        del layer._burst_states
+        whole = hidden.clone().requires_grad_()
+        out, _ = layer(whole)
+        out.backward(seed)
+        one = [out.detach().double(), whole.grad.double()]
+        whole = hidden.double().requires_grad_()
+        expected = written_out(layer.double(), whole, (240,))
+        expected.backward(seed.double())
+    exact = {"out": expected.detach(), "hidden": whole.grad}
+    return [
+        {name: ((x - y).abs().max() / y.abs().max()).item()
+         for x, (name, y) in zip(found, exact.items(), strict=True)}
+        for found in (ours, one)
+    ]  # fmt: skip

@@ -1,5 +1,6 @@
 """`--burst-cluster`: algorithm "auto" of a run takes the rates of a cluster file."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -80,7 +81,7 @@ def planned_states(path):
     read, asked = cluster_file.read, []
     with mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)):
         made = [book.plan(kind, True, inputs, None) for _ in range(2)]
-    return [plan.why for plan in made], book.startup, asked
+    return [plan.why for plan in made], book.startup[kind], asked
 
 
 @pytest.mark.world_size(4)
@@ -91,6 +92,27 @@ def test_layers_that_carry_states_take_them_too(ranks, tmp_path):
         assert [why.endswith("at given rates") for why in whys] == [True, True]
         assert startup.endswith(f"; rates of {path}")
         assert asked == [path]
+
+
+def lines_of_kinds():
+    """What two plans each of two kinds of layers log on this rank."""
+    grid = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
+    book, told = plans.LinearBook(grid), []
+    inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
+    with mock.patch.object(logging.getLogger("megatron_burst"), "info", told.append):
+        for form in ("linear", "scalar_decay") * 2:
+            burst, sizes = mb.BurstConfig("burst"), (4, 4, 16, 16, 4)
+            kind = plans.LinearKind(burst, form, sizes, plan_book.Cut("zigzag"))
+            more = {"decay": torch.zeros(8, 1, 4)} if form == "scalar_decay" else {}
+            book.plan(kind, True, inputs | more, None)
+    return told
+
+
+@pytest.mark.world_size(4)
+def test_each_kind_of_layers_has_one_line(ranks):
+    first, *others = ranks(4).run(lines_of_kinds)
+    assert [line.split(" | ")[3] for line in first] == ["form linear", "form scalar_decay"]
+    assert not any(others)
 
 
 def told(config=None, **choices):

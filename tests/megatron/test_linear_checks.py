@@ -110,7 +110,7 @@ def test_a_configuration_may_have_fewer_heads_than_ranks_once_installed():
                 continue
             made = _configuration()
             assert (made.linear_num_key_heads, made.linear_num_value_heads) == (2, 4)
-            with pytest.raises(AssertionError):
+            with pytest.raises(AssertionError, match=r"value_heads \(3\) must be .* \(2\)"):
                 _configuration(linear_num_value_heads=3)
         finally:
             burst.uninstall()

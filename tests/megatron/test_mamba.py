@@ -142,3 +142,32 @@ def test_inference_with_states_that_travel_is_refused(layer, name):
     given |= {"attention_mask": None} if layer is delta_net else {}
     with pytest.raises(ValueError, match=f"{name}: this layer passes its state"):
         forward(split, **given)
+
+
+@pytest.mark.parametrize(("layer", "kind"), [(mamba, MambaMixer), (delta_net, GatedDeltaNet)])
+def test_a_subclass_with_a_forward_of_its_own_is_refused_by_name(layer, kind):
+    """It would run on this rank's rows alone."""
+
+    class Own(kind):
+        def forward(self, hidden_states):
+            return hidden_states
+
+    class Named(kind):
+        pass
+
+    def original(self, config, layer_number=1, pg_collection=None):
+        raise AssertionError("built")
+
+    built = layer._with_states(original)
+    group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
+    with pytest.raises(ValueError, match=rf"^Own: only the forward of {kind.__name__} passes"):
+        built(Own.__new__(Own), ours, pg_collection=group)
+    with pytest.raises(AssertionError, match="built"):
+        built(Named.__new__(Named), ours, pg_collection=group)
+
+
+def test_a_mixer_in_bfloat16_is_as_exact_as_on_one_rank(four):
+    for ours, one in four(mamba_ranks.errors_in_bfloat16):
+        assert 0 < ours["out"] < 2 * one["out"]
+        assert 0 < ours["hidden"] < 2 * one["hidden"]

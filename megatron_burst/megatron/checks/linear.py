@@ -22,7 +22,7 @@ FLAG = "--burst-linear"
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
 _OTHERS = frozenset("*+D-E|/")
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 _NOT_PASSED = ("gdn2",)  # further variants of the delta net
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
@@ -32,7 +32,7 @@ def linear_layers(config: Any) -> str | None:
 
     A ``TransformerConfig`` only knows that a model is hybrid, which then counts as one.
     """
-    for name in _PATTERNS:
+    for name in PATTERNS:
         pattern = getattr(config, name, None)
         if pattern:
             flag = f"--{name.replace('_', '-')} {pattern}"

@@ -24,7 +24,11 @@ import megatron_burst as mb
 from megatron_burst.config import OFF
 from megatron_burst.megatron.attention.micro_batch import ONE_RANK
 from megatron_burst.megatron.linear.heads import check_shared_heads
-from megatron_burst.megatron.linear.state_layer import StateLayer, refuse_inference
+from megatron_burst.megatron.linear.state_layer import (
+    StateLayer,
+    refuse_inference,
+    refuse_other,
+)
 from megatron_burst.megatron.patching.compatibility import require_function, require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
@@ -62,11 +66,7 @@ def _with_states(original: Callable) -> Callable:
         if burst is None or OFF in (burst.algorithm, burst.linear):
             check_shared_heads(config, groups.tp.size(), groups.cp.size())
             return original(*bound.args, **bound.kwargs)
-        if not isinstance(self, GatedDeltaNet):
-            raise ValueError(
-                f"{type(self).__name__}: only GatedDeltaNet passes its state from rank to rank; "
-                f"take --burst-linear megatron or --context-parallel-algo megatron"
-            )
+        refuse_other(self, GatedDeltaNet)
         alone = copy.copy(groups)
         alone.cp = ONE_RANK
         bound.arguments["pg_collection"] = alone

@@ -35,8 +35,11 @@ def _with_any_heads(original: Callable) -> Callable:
         heads = {name: getattr(self, name, None) for name in _HEADS}
         counts = [*heads.values()]
         delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
-        if not delta_net or None in counts or any(n % tensor for n in counts) or ranks <= 1:
+        if not delta_net or None in counts or ranks <= 1:
             return original(self)
+        keys, values = counts
+        if keys < 1 or values % keys or any(n % tensor for n in counts):
+            return original(self)  # refuses them, and names the numbers that were given
         # As many times the heads divide by the ranks: nothing else here reads their number.
         try:
             for name, count in heads.items():

@@ -27,7 +27,11 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 import megatron_burst as mb
 from megatron_burst.config import OFF
 from megatron_burst.megatron.attention.micro_batch import ONE_RANK
-from megatron_burst.megatron.linear.state_layer import StateLayer, refuse_inference
+from megatron_burst.megatron.linear.state_layer import (
+    StateLayer,
+    refuse_inference,
+    refuse_other,
+)
 from megatron_burst.megatron.patching.compatibility import require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
@@ -69,6 +73,7 @@ def _with_states(original: Callable) -> Callable:
         config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
         if not states_passed(config, groups):
             return original(*bound.args, **bound.kwargs)
+        refuse_other(self, MambaMixer)
         alone: Any = copy.copy(groups)
         alone.cp = ONE_RANK
         bound.arguments["pg_collection"] = alone
@@ -127,7 +132,9 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     x, keys, queries = mixed.split((inner, state, state), dim=-1)
     x = x.unflatten(-1, (heads, mixer.headdim))
     steps = F.softplus(steps.to(_wide(steps)) + mixer.dt_bias)
-    skip = mixer.D.unflatten(0, (heads, -1))  # [h, 1], or [h, p] with D_has_hdim
+    skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], [h, p] with D_has_hdim
+    # Values in the dtype of keys, also where Megatron keeps the step apart in fp32: mixed dtypes
+    # are refused, and the kernels of fla take none but 16-bit ones.
     out = mb.linear_attention(
         queries.unflatten(-1, (groups, -1)),
         keys.unflatten(-1, (groups, -1)),

@@ -48,7 +48,7 @@ class LinearBook:
     """The plans of layers that carry states, made over the grid of a `PlanBook`."""
 
     book: PlanBook
-    startup: str | None = None
+    startup: dict[LinearKind, str] = field(default_factory=dict)  # the line of each kind of layer
     _rates: mb.Rates | None = None  # of the run's cluster file, once it was read
     _plans: OrderedDict[tuple, mb.LinearPlan] = field(default_factory=OrderedDict)
 
@@ -91,10 +91,10 @@ class LinearBook:
             scale=kind.scale,
             rates=self._rates if asked else None,
         )
-        if self.startup is None:
-            self.startup = plan.describe() + (f"; rates of {cluster}" if asked else "")
+        if kind not in self.startup:
+            self.startup[kind] = plan.describe() + (f"; rates of {cluster}" if asked else "")
             if torch.distributed.get_rank() == 0:
-                logging.getLogger("megatron_burst").info(self.startup)
+                logging.getLogger("megatron_burst").info(self.startup[kind])
         return plan
 
 

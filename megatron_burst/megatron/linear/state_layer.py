@@ -39,6 +39,16 @@ def refuse_inference(given: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_other(layer: Any, known: Any) -> None:
+    """Raise ``ValueError`` unless ``layer`` is of the class ``known`` and runs its forward."""
+    if not isinstance(layer, known) or type(layer).forward is not known.forward:
+        raise ValueError(
+            f"{type(layer).__name__}: only the forward of {known.__name__} passes the state of "
+            "such a layer from rank to rank; take --burst-linear megatron or "
+            "--context-parallel-algo megatron"
+        )
+
+
 class StateLayer:
     """One layer's share in the plans of its context-parallel group.
 
