@@ -16,7 +16,7 @@ from ..kernels.autograd import outside_graphs, refuse_transforms
 from .checks import check_initial
 from .function import Asked, StateScan
 from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import per_rank, prepared
+from .prepare import of_ranks, prepared
 from .request import Options, of_states
 
 
@@ -76,7 +76,7 @@ def state_scan(
         check_alone(plan, keywords)
     assert plan is not None
     together = isinstance(plan, InProcessLinearPlan)
-    for one, shard in zip(*_each(plan, named), strict=True):
+    for one, shard in zip(*of_ranks(plan, named), strict=True):
         _check_states(one, **shard)
     entering, final = scanned(plan, decay, increment, initial_state, return_final_state, label)
     if not together:
@@ -88,7 +88,7 @@ def scanned(
     plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
 ) -> tuple[list[torch.Tensor], Any]:
     """The states that enter, and final states or None, of each rank of this process."""
-    plans, shards = _each(plan, {"decay": decay, "increment": increment})
+    plans, shards = of_ranks(plan, {"decay": decay, "increment": increment})
     together = isinstance(plan, InProcessLinearPlan)
     starts = spread_initial(plan.groups, initial) if together else [initial]
     starts = [None] * len(plans) if starts is None else starts
@@ -124,13 +124,6 @@ def check_alone(plan: object, keywords: dict[str, object]) -> None:
     given = sorted(name for name, value in keywords.items() if value is not None)
     if given:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
-
-
-def _each(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
-    """The plans, and the tensors by name, of each rank of this process."""
-    if isinstance(plan, InProcessLinearPlan):
-        return list(plan.ranks), per_rank(plan.groups, named)
-    return [plan], [named]
 
 
 def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
