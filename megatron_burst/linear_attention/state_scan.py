@@ -13,8 +13,9 @@ import torch
 
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .checks import check_initial
+from .checks import accumulation_dtype, check_initial, check_tensor, check_together
 from .function import Asked, StateScan
+from .maps import shape_of
 from .plan import InProcessLinearPlan, LinearPlan
 from .prepare import of_ranks, prepared
 from .request import Options, of_states
@@ -127,16 +128,26 @@ def check_alone(plan: object, keywords: dict[str, object]) -> None:
 
 
 def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
-    """Raise ValueError unless the plan is for maps of these shapes."""
+    """Raise ValueError unless the plan is for maps of these shapes and this precision."""
     states, pieces = plan.states, len(plan.chains.of(plan.groups.rank))
     if states is None:
         raise ValueError("plan: made for a convolution; make one with mb.prepare_linear")
-    wanted = pieces, states.batch, *states.sizes
-    beyond = {"none": None, "scalar": 3, "vector": 4, "matrix": 5}[states.form]
-    found = None if decay is None else decay.dim()
-    if tuple(increment.shape) != wanted or found != beyond or increment.device != plan.device:
+    batch, sizes = states.batch, states.sizes
+    check_tensor("increment", increment, {"p, b, h, d, w": (pieces, batch, *sizes)})
+    if accumulation_dtype(increment.dtype) != states.dtype:
         raise ValueError(
-            f"plan: made for increments {list(wanted)} and transitions of the kind {states.form} "
-            f"on {plan.device}, got {list(increment.shape)} on {increment.device} and decay "
-            f"{None if decay is None else list(decay.shape)}"
+            f"increment: the plan is for states in {states.dtype}, got {increment.dtype}"
+        )
+    if increment.device != plan.device:
+        raise ValueError(
+            f"increment: the plan is for tensors on {plan.device}, got {increment.device}"
+        )
+    shape = shape_of(states.form, batch, sizes)
+    if shape is not None:
+        letters = {"scalar": "p, b, h", "vector": "p, b, h, d", "matrix": "p, b, h, d, d"}
+        check_tensor("decay", decay, {letters[states.form]: (pieces, *shape)})
+        check_together({"increment": increment, "decay": decay}, dtype=False)
+    elif decay is not None:
+        raise ValueError(
+            f"decay: the plan is for maps without, got a {type(decay).__name__}; give None"
         )
