@@ -85,10 +85,51 @@ def test_a_plan_serves_what_it_was_made_for_alone():
     for words, call in wrong.items():
         with pytest.raises(ValueError, match=words):
             mb.linear_attention(**call, plan=plan)
-    with pytest.raises(ValueError, match="plan: made for increments"):
-        mb.state_scan(None, [torch.zeros(p, B, H, D, W + 1) for p in (2, 1)], plan=plan)
     with pytest.raises(ValueError, match="x must be"):
         mb.short_convolution(two(S + 1, B, 3), torch.zeros(3, 2), plan=plan)
+
+
+def maps(kind, dtype=torch.float32, **sizes):
+    """Decays of this kind and increments of two zigzag ranks, [2 | 1, B, H, D, W] but for sizes."""
+    b, h, d, w = ({"b": B, "h": H, "d": D, "w": W} | sizes).values()
+    beyond = {"scalar": (), "vector": (d,), "matrix": (d, d)}.get(kind)
+    decays = [torch.zeros(p, b, h, *(beyond or ()), dtype=dtype) for p in (2, 1)]
+    increments = [torch.zeros(p, b, h, d, w, dtype=dtype) for p in (2, 1)]
+    return None if beyond is None else decays, increments
+
+
+def scalars(*sizes):
+    return [torch.zeros(p, *sizes) for p in (2, 1)]
+
+
+# kind of the plan -> what is wrong, and the words
+PLANNED = {
+    "columns": ("none", maps("none", w=W + 1), r"increment must be \[p, b, h, d, w\]"),
+    "no increment": ("none", (None, [None, None]), "increment must be a tensor"),
+    "float64": (
+        "none",
+        maps("none", torch.float64),
+        "increment: the plan is for states in torch.f",
+    ),
+    "one head": ("scalar", (scalars(B, 1), maps("none")[1]), r"decay must be \[p, b, h\], here"),
+    "other kind": ("scalar", maps("vector"), r"decay must be \[p, b, h\], here"),
+    "no decay": ("vector", maps("none"), r"decay must be a tensor \[p, b, h, d\]"),
+    "a decay": ("none", maps("scalar"), "decay: the plan is for maps without, got a Tensor"),
+    "integers": ("scalar", (two(2, B, H, dtype=torch.int64), maps("none")[1]), "decay must have"),
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_what_the_state_scan_refuses_of_a_plan(case):
+    kind, wrong, words = PLANNED[case]
+    call = {
+        "none": {}, "scalar": {"decay": two(S, B, H)}, "vector": {"decay": two(S, B, H, D)}
+    }[kind]  # fmt: skip
+    plan = mb.prepare_linear(**given(**call))
+    mb.state_scan(*maps(kind), plan=plan)
+    mb.state_scan(*maps(kind, torch.bfloat16), plan=plan)
+    with pytest.raises(ValueError, match=words):
+        mb.state_scan(*wrong, plan=plan)
 
 
 def test_a_decay_that_grows_is_warned_of():

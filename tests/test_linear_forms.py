@@ -110,6 +110,45 @@ def test_decays_far_below_what_exp_can_tell_give_numbers(form):
     assert all(x.isfinite().all() for x in (out, *maps, *found))
 
 
+def forgetting(form, rows, dtype=torch.float64):
+    """The first row, the last and two neighbours forget all; others a head, or rows of states."""
+    given = recurrences.case(form, rows, dtype=dtype)
+    decay = given.decay.clone()
+    decay[0] = decay[-1] = decay[20:22] = float("-inf")
+    decay[5, 0, 1] = decay[40, 1, 2:][..., :2] = float("-inf")
+    return given._replace(decay=decay)
+
+
+@pytest.mark.parametrize("form", DECAYING)
+@pytest.mark.parametrize("lengths", [(70,), (20, 1, 129)], ids=str)
+def test_decays_of_minus_infinity_forget_all(form, lengths):
+    given, cut = forgetting(form, sum(lengths)), (lengths, (True,) * len(lengths))
+    assert_recurrence(form, "torch", given, cut, states(given, len(lengths)))
+    mine = recurrences.leaves(given)
+    _, maps = computed(form, "torch", mine, cut, states(given, len(lengths)))
+    _, others = computed(form, "reference", mine, cut, states(given, len(lengths)))
+    assert_exact(maps, others)
+    found = (recurrences.gradients(x, mine[1:]) for x in (maps, others))
+    assert_exact(*found)
+
+
+@pytest.mark.parametrize("form", DECAYING)
+def test_decays_of_minus_infinity_in_float32(form):
+    """As in float64, within what a float32 sum of decays, a few hundred, can hold."""
+    given, cut = forgetting(form, 130, torch.float32), ((130,), (True,))
+    mine = recurrences.leaves(given)
+    true = recurrences.leaves(recurrences.Case(*(x if x is None else x.double() for x in given)))
+    starts = states(given, 1)
+    out, maps = computed(form, "torch", mine, cut, starts.float())
+    truth, others = computed(form, "reference", true, cut, starts)
+    results = (out, *maps), (truth, *others)
+    got, wanted = (
+        (*x, *recurrences.gradients(x, y)) for x, y in zip(results, (mine, true), strict=True)
+    )
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("form", DECAYING)
 def test_growing_decays_are_computed_and_told(form):
     given = recurrences.case(form, 40)

@@ -2,7 +2,8 @@
 
 With G_t the sum of the decays (logarithms) of rows 0..t of a chunk, the state that a row j wrote is
 worth exp(G_t - G_j) to a later row t, that of before the chunk exp(G_t), and what row j wrote is
-worth exp(G_end - G_j) after the chunk. exp(-G_j) alone may overflow, and is never taken.
+worth exp(G_end - G_j) after the chunk. exp(-G_j) alone may overflow, and is never taken. A
+decay that leaves nothing, as -inf does, counts as one of `FLOORS`: differences of sums are numbers.
 
 Shape letters: n chunks (leading), b batch, g query/key heads, r value heads of each, c rows of a
 chunk, d width of keys, x any width.
@@ -13,6 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+# By dtype: exp of the floor and of any growth that exp can tell is 0, in that dtype.
+FLOORS = {torch.float32: -200.0, torch.float64: -1500.0}
 
 
 class Keys(NamedTuple):
@@ -32,7 +36,7 @@ class Scalar:
     """decay [n, b, g, r, c]; sums in float64, of which small differences are left over."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
-        self.total = decay.double().cumsum(-1)
+        self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-1)
         self.dtype = dtype
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -61,7 +65,7 @@ class Vector:
     """decay [n, b, g, r, c, d], c a power of two."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
-        self.total = decay.to(dtype).cumsum(-2)
+        self.total = decay.to(dtype).clamp(min=FLOORS[dtype]).cumsum(-2)
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """As of `Scalar`. Single rows are joined to blocks, two by two: rows of two blocks meet in

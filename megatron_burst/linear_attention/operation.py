@@ -20,7 +20,7 @@ from . import forms
 from .function import following
 from .inputs import Inputs, Maps
 from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import per_rank, prepared
+from .prepare import of_ranks, prepared
 from .request import Options, of_attention, spread
 from .state_scan import check_alone, scanned, spread_initial
 
@@ -90,7 +90,7 @@ def linear_attention(
         plan = _planned(groups, named, asked, initial_state)
     else:
         check_alone(plan, given)
-        for one, shard in zip(*_each(plan, named), strict=True):
+        for one, shard in zip(*of_ranks(plan, named), strict=True):
             if one.local is None:
                 raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
             one.check(shard)
@@ -112,18 +112,11 @@ def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any) -> An
     return prepared(groups, made, request)
 
 
-def _each(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
-    """The plans, and the tensors by name, of each rank of this process."""
-    if isinstance(plan, InProcessLinearPlan):
-        return list(plan.ranks), per_rank(plan.groups, named)
-    return [plan], [named]
-
-
 def _run(
     plan: Any, named: dict[str, Any], initial: Any, final: bool, label: object
 ) -> tuple[list[torch.Tensor], Any]:
     """Outputs, and final states or None, of each rank of this process."""
-    plans, shards = _each(plan, named)
+    plans, shards = of_ranks(plan, named)
     runs = []
     for one, given in zip(plans, shards, strict=True):
         local = one.local

@@ -93,6 +93,13 @@ def per_rank(groups: InProcessGroups, named: dict[str, Any]) -> list[dict[str, A
     return [{name: each[rank] for name, each in lists.items()} for rank in range(groups.size)]
 
 
+def of_ranks(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
+    """The plans, and the tensors by name, of each rank of this process."""
+    if isinstance(plan, InProcessLinearPlan):
+        return list(plan.ranks), per_rank(plan.groups, named)
+    return [plan], [named]
+
+
 def _prepare(
     request: Callable[[Groups, dict[str, Any]], Request], groups: Groups, tensors: dict[str, Any]
 ) -> LinearPlan:

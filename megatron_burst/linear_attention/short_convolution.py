@@ -17,7 +17,7 @@ from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .checks import check_name, check_tensor, check_together
 from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import per_rank, prepared
+from .prepare import of_ranks, prepared
 from .request import Options, Request, of_rows
 from .state_scan import check_alone
 from .tables import Window
@@ -67,8 +67,8 @@ def short_convolution(
         check_alone(plan, {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens})
     assert plan is not None
     together = isinstance(plan, InProcessLinearPlan)
-    plans = list(plan.ranks) if together else [plan]
-    shards = [each["x"] for each in per_rank(plan.groups, {"x": x})] if together else [x]
+    plans, named = of_ranks(plan, {"x": x})
+    shards = [each["x"] for each in named]
     for one, shard in zip(plans, shards, strict=True):
         _check_rows(one, shard)
         _check_weights(shard, weight, bias, activation)

@@ -13,10 +13,11 @@ import torch
 
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .checks import check_initial
+from .checks import accumulation_dtype, check_initial, check_tensor, check_together
 from .function import Asked, StateScan
+from .maps import shape_of
 from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import per_rank, prepared
+from .prepare import of_ranks, prepared
 from .request import Options, of_states
 
 
@@ -76,7 +77,7 @@ def state_scan(
         check_alone(plan, keywords)
     assert plan is not None
     together = isinstance(plan, InProcessLinearPlan)
-    for one, shard in zip(*_each(plan, named), strict=True):
+    for one, shard in zip(*of_ranks(plan, named), strict=True):
         _check_states(one, **shard)
     entering, final = scanned(plan, decay, increment, initial_state, return_final_state, label)
     if not together:
@@ -88,7 +89,7 @@ def scanned(
     plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
 ) -> tuple[list[torch.Tensor], Any]:
     """The states that enter, and final states or None, of each rank of this process."""
-    plans, shards = _each(plan, {"decay": decay, "increment": increment})
+    plans, shards = of_ranks(plan, {"decay": decay, "increment": increment})
     together = isinstance(plan, InProcessLinearPlan)
     starts = spread_initial(plan.groups, initial) if together else [initial]
     starts = [None] * len(plans) if starts is None else starts
@@ -126,24 +127,27 @@ def check_alone(plan: object, keywords: dict[str, object]) -> None:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
 
 
-def _each(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
-    """The plans, and the tensors by name, of each rank of this process."""
-    if isinstance(plan, InProcessLinearPlan):
-        return list(plan.ranks), per_rank(plan.groups, named)
-    return [plan], [named]
-
-
 def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
-    """Raise ValueError unless the plan is for maps of these shapes."""
+    """Raise ValueError unless the plan is for maps of these shapes and this precision."""
     states, pieces = plan.states, len(plan.chains.of(plan.groups.rank))
     if states is None:
         raise ValueError("plan: made for a convolution; make one with mb.prepare_linear")
-    wanted = pieces, states.batch, *states.sizes
-    beyond = {"none": None, "scalar": 3, "vector": 4, "matrix": 5}[states.form]
-    found = None if decay is None else decay.dim()
-    if tuple(increment.shape) != wanted or found != beyond or increment.device != plan.device:
+    batch, sizes = states.batch, states.sizes
+    check_tensor("increment", increment, {"p, b, h, d, w": (pieces, batch, *sizes)})
+    if accumulation_dtype(increment.dtype) != states.dtype:
         raise ValueError(
-            f"plan: made for increments {list(wanted)} and transitions of the kind {states.form} "
-            f"on {plan.device}, got {list(increment.shape)} on {increment.device} and decay "
-            f"{None if decay is None else list(decay.shape)}"
+            f"increment: the plan is for states in {states.dtype}, got {increment.dtype}"
+        )
+    if increment.device != plan.device:
+        raise ValueError(
+            f"increment: the plan is for tensors on {plan.device}, got {increment.device}"
+        )
+    shape = shape_of(states.form, batch, sizes)
+    if shape is not None:
+        letters = {"scalar": "p, b, h", "vector": "p, b, h, d", "matrix": "p, b, h, d, d"}
+        check_tensor("decay", decay, {letters[states.form]: (pieces, *shape)})
+        check_together({"increment": increment, "decay": decay}, dtype=False)
+    elif decay is not None:
+        raise ValueError(
+            f"decay: the plan is for maps without, got a {type(decay).__name__}; give None"
         )
