@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 from test_linear_attention_ranks import FORMS, problem
 
 import megatron_burst as mb
