@@ -30,7 +30,7 @@ class Channel(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Contiguous tensors for member `peer` of the ring, ulysses group or grid, over `link` ("intra" or "inter").
+    """Contiguous tensors for member `peer` of the channel, over `link` ("intra" or "inter").
 
     flat: the buffer of a packed message that holds all of them.
     """

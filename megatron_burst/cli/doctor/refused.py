@@ -17,6 +17,7 @@ from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.config import config_problems
 from ...megatron.checks.hybrid import splits
+from ...megatron.checks.linear import PATTERNS
 from ...megatron.checks.lm_head import lm_head_problems
 from ...megatron.checks.model import backend_problems
 from ...megatron.checks.offload import offload_problems
@@ -106,6 +107,6 @@ def _config(command: Command) -> SimpleNamespace:
             "fp8": command.fp8_format,
             "fp4": command.fp4_format,
             "apply_rope_fusion": not command.no_rope_fusion,
-            "is_hybrid_model": command.hybrid_layer_pattern is not None,
+            "is_hybrid_model": any(getattr(command, name) for name in PATTERNS),
         }
     )

@@ -18,7 +18,7 @@ from megatron_burst.megatron.checks.chunks import chunk_problems
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.checks.hybrid import script_problems, splits
 from megatron_burst.megatron.checks.linear import FLAG as LINEAR
-from megatron_burst.megatron.checks.linear import linear_layers
+from megatron_burst.megatron.checks.linear import PATTERNS, linear_layers
 from megatron_burst.megatron.checks.lm_head import lm_head_problems
 from megatron_burst.megatron.checks.mlp_tiles import tile_problems
 from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
@@ -46,7 +46,7 @@ def settings_of(args: Any) -> SimpleNamespace:
         found["num_query_groups"] = None
     if found.get("recompute_activations"):
         found["recompute_granularity"] = "selective"
-    found["is_hybrid_model"] = bool(found.get("hybrid_layer_pattern"))
+    found["is_hybrid_model"] = any(found.get(name) for name in PATTERNS)
     for name in ("num_attention_heads", "num_query_groups"):
         found.setdefault(name, None)
     for name in ("context_parallel_size", "tensor_model_parallel_size"):
