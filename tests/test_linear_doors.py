@@ -1,5 +1,6 @@
 """What operations on chains refuse, and what they say."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +46,13 @@ WRONG = {
     "groups": ({"groups": None}, "groups: make them with mb.Groups, got None"),
     "label": ({"label": 1.5}, "label must be a string, an integer or a tuple"),
     "plan": ({"plan": 3, "groups": None}, "plan must be made by mb.prepare_linear, got 3"),
+    "empty layout": ({"layout": ""}, "layout must be one of balanced, contiguous"),
+    "empty algorithm": ({"algorithm": ""}, "algorithm must be one of auto, all_gather, scan"),
+    "empty form": ({"form": ""}, "form must be one of auto, linear"),
+    "kernel 0": ({"kernel": 0}, "kernel must be one of auto, .*got 0"),
+    "final": ({"return_final_state": "no"}, "return_final_state must be True or False, got 'no'"),
+    "few": ({"initial_state": [torch.zeros(1, B, H, D, W)]}, "initial_state: groups hold 2 ranks"),
+    "some": ({"initial_state": [torch.zeros(1, B, H, D, W), None]}, r"None for \[1\]"),
 }
 
 
@@ -81,12 +89,32 @@ def test_a_plan_serves_what_it_was_made_for_alone():
         r"plan: give a plan or its keywords, not both; got \['groups'\]": keywords,
         "plan: made for v": tensors | {"v": two(S, B, H, W + 1)},
         "plan: made for decay None": tensors | {"decay": two(S, B, H)},
+        "return_final_state must be": tensors | {"return_final_state": 1},
+        "initial_state: groups hold 2 ranks in this process, got 1": tensors
+        | {"initial_state": [torch.zeros(1, B, H, D, W)]},
     }
     for words, call in wrong.items():
         with pytest.raises(ValueError, match=words):
             mb.linear_attention(**call, plan=plan)
+    weight = torch.zeros(3, 2)
     with pytest.raises(ValueError, match="x must be"):
-        mb.short_convolution(two(S + 1, B, 3), torch.zeros(3, 2), plan=plan)
+        mb.short_convolution(two(S + 1, B, 3), weight, plan=plan)
+    with pytest.raises(ValueError, match=r"x must be .*, here \[4, 2, 3\], got \[4, 1, 3\]"):
+        mb.short_convolution([torch.zeros(S, b, 3) for b in (B, 1)], weight, plan=plan)
+    one = [torch.zeros(S, B, 3, dtype=t) for t in (torch.float32, torch.float64)]
+    with pytest.raises(ValueError, match="x: must be on the device and of the dtype of x of the f"):
+        mb.short_convolution(one, weight, plan=plan)
+    with pytest.raises(ValueError, match="plan: that of one rank of"):
+        mb.linear_attention(*(t[0] for t in tensors.values()), plan=plan.ranks[0])
+
+
+def test_numbers_of_numpy_are_numbers():
+    keywords = given()
+    one, other = (mb.linear_attention(**keywords, scale=x) for x in (np.float32(0.5), 0.5))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    groups, written = keywords["groups"], [torch.ones(p, B, H, D, W) for p in (2, 1)]
+    found = mb.state_scan(None, written, groups=groups, seq_len=np.int64(8))
+    assert [t[:, 0, 0, 0, 0].tolist() for t in found] == [[0.0, 2.0], [1.0]]
 
 
 def maps(kind, dtype=torch.float32, **sizes):

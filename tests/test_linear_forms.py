@@ -1,8 +1,6 @@
 """The forms of linear attention on one rank: outputs, maps of pieces and all gradients, against the
 recurrence written by hand."""
 
-import warnings
-
 import pytest
 import recurrences
 import torch
@@ -78,91 +76,6 @@ def test_narrow_widths_and_shared_heads(form, shape):
     b, g, h, d, w = shape
     given = recurrences.case(form, 20, b=b, g=g, h=h, d=d, w=w)
     assert_recurrence(form, "torch", given, ((20,), (True,)), states(given, 1))
-
-
-def strong(form, rows=70):
-    """Decays of -50 and 0 by turns of some rows."""
-    given = recurrences.case(form, rows)
-    turns = (torch.arange(rows) // 5 % 2).bool().reshape(-1, *[1] * (given.decay.dim() - 1))
-    if given.decay.dim() == 4:
-        turns = turns ^ (torch.arange(given.decay.shape[-1]) % 2).bool()
-    return given._replace(decay=torch.where(turns, -50.0, 0.0).expand_as(given.decay).double())
-
-
-DECAYING = [form for form in FORMS if SHAPES[form][0] is not None]
-
-
-@pytest.mark.parametrize("form", DECAYING)
-def test_strong_decays(form):
-    """exp(-50 * 35) is 0: what is divided by it is lost."""
-    given = strong(form)
-    assert_recurrence(form, "torch", given, ((70,), (True,)), states(given, 1))
-
-
-@pytest.mark.parametrize("form", DECAYING)
-def test_decays_far_below_what_exp_can_tell_give_numbers(form):
-    given = recurrences.case(form, 130, dtype=torch.float32)
-    given = given._replace(decay=torch.full_like(given.decay, -1e4))
-    mine = recurrences.leaves(given)
-    starts = states(given, 1).float().requires_grad_()
-    out, maps = computed(form, "torch", mine, ((130,), (True,)), starts)
-    found = recurrences.gradients((out, maps.increment, maps.transition), (*mine, starts))
-    assert all(x.isfinite().all() for x in (out, *maps, *found))
-
-
-def forgetting(form, rows, dtype=torch.float64):
-    """The first row, the last and two neighbours forget all; others a head, or rows of states."""
-    given = recurrences.case(form, rows, dtype=dtype)
-    decay = given.decay.clone()
-    decay[0] = decay[-1] = decay[20:22] = float("-inf")
-    decay[5, 0, 1] = decay[40, 1, 2:][..., :2] = float("-inf")
-    return given._replace(decay=decay)
-
-
-@pytest.mark.parametrize("form", DECAYING)
-@pytest.mark.parametrize("lengths", [(70,), (20, 1, 129)], ids=str)
-def test_decays_of_minus_infinity_forget_all(form, lengths):
-    given, cut = forgetting(form, sum(lengths)), (lengths, (True,) * len(lengths))
-    assert_recurrence(form, "torch", given, cut, states(given, len(lengths)))
-    mine = recurrences.leaves(given)
-    _, maps = computed(form, "torch", mine, cut, states(given, len(lengths)))
-    _, others = computed(form, "reference", mine, cut, states(given, len(lengths)))
-    assert_exact(maps, others)
-    found = (recurrences.gradients(x, mine[1:]) for x in (maps, others))
-    assert_exact(*found)
-
-
-@pytest.mark.parametrize("form", DECAYING)
-def test_decays_of_minus_infinity_in_float32(form):
-    """As in float64, within what a float32 sum of decays, a few hundred, can hold."""
-    given, cut = forgetting(form, 130, torch.float32), ((130,), (True,))
-    mine = recurrences.leaves(given)
-    true = recurrences.leaves(recurrences.Case(*(x if x is None else x.double() for x in given)))
-    starts = states(given, 1)
-    out, maps = computed(form, "torch", mine, cut, starts.float())
-    truth, others = computed(form, "reference", true, cut, starts)
-    results = (out, *maps), (truth, *others)
-    got, wanted = (
-        (*x, *recurrences.gradients(x, y)) for x, y in zip(results, (mine, true), strict=True)
-    )
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("form", DECAYING)
-def test_growing_decays_are_computed_and_told(form):
-    given = recurrences.case(form, 40)
-    given = given._replace(decay=-given.decay)
-    with pytest.warns(UserWarning, match="decay has positive logarithms: states grow"):
-        assert_recurrence(form, "torch", given, ((40,), (True,)), states(given, 1))
-
-
-def test_other_decays_warn_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for form in FORMS:
-            given = recurrences.case(form, 3)
-            computed(form, "torch", given, ((3,), (True,)), states(given, 1))
 
 
 @pytest.mark.parametrize("form", FORMS)

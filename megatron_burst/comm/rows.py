@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 
 from ..layout.routes import Route
+from ..layout.sharding import to_device
 from . import packing
 from .groups import Groups, InProcessGroups
 from .packing import CallTag, Envelope, Message
@@ -38,9 +39,7 @@ def paths(route: Route | Paths, device: torch.device) -> Paths:
 
     def there(rows: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(
-            each.to(device)
-            if isinstance(each, torch.Tensor)
-            else torch.tensor(each, dtype=torch.int64, device=device)
+            each.to(device) if isinstance(each, torch.Tensor) else to_device(each, device)
             for each in rows
         )
 
@@ -131,15 +130,19 @@ class _Rows(torch.autograd.Function):
 def _move(job: _Job, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One rank's exchange."""
     sends, receives, rows = job.paths
-    parts = [[t.index_select(0, numbers) for t in tensors] for numbers in sends]
+    parts = [
+        [t.index_select(0, numbers) if len(numbers) else t[:0] for t in tensors]
+        for numbers in sends
+    ]
     arrived = _exchange(job, parts, [len(numbers) for numbers in receives])
     sums = [_sums_in(t.dtype) if job.home is not None else t.dtype for t in tensors]
     results = [
         t.new_zeros((rows, *t.shape[1:]), dtype=s) for t, s in zip(tensors, sums, strict=True)
     ]
     for numbers, some in zip(receives, arrived, strict=True):
-        for result, came in zip(results, some, strict=True):
-            result.index_add_(0, numbers, came.to(result.dtype))
+        if len(numbers):
+            for result, came in zip(results, some, strict=True):
+                result.index_add_(0, numbers, came.to(result.dtype))
     return [result.to(t.dtype) for result, t in zip(results, tensors, strict=True)]
 
 

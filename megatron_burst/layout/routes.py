@@ -43,10 +43,23 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
     last; rows before the document's first are zero. chains: as of `chains`. width: of the window
     that ends at a row, 1 or more. Raises ValueError for a width or rank that is none.
     """
-    width, back = integer("width", width), integer("width", width) - 1
-    if width < 1:
-        raise ValueError(f"width must be at least 1, got {width}")
+    moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
+    return moves.route(rank, chains.ranks, (width - 1) * int((chains.rank == rank).sum()))
+
+
+def most_preceding(chains: Chains, width: int) -> int:
+    """Rows of the longest message of `preceding` between any two ranks."""
+    moves = _preceding(chains, width)
+    pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
+    return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
+
+
+def _preceding(chains: Chains, width: int) -> _Moves:
+    """Of all ranks."""
+    back = integer("width", width) - 1
+    if back < 0:
+        raise ValueError(f"width must be at least 1, got {width}")
     owner, first, _, _, position = chains.table.T
     start = np.maximum.accumulate(np.where(chains.begins, position, 0))  # of its document
     wanted = position[:, None] + np.arange(-back, 0)
@@ -54,8 +67,7 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
     wanted = wanted[piece, column]
     found = np.searchsorted(position, wanted, side="right") - 1
     landing = chains.order[piece] * back + column
-    moves = _Moves(owner[found], first[found] + wanted - position[found], owner[piece], landing)
-    return moves.route(rank, chains.ranks, back * int((owner == rank).sum()))
+    return _Moves(owner[found], first[found] + wanted - position[found], owner[piece], landing)
 
 
 def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:

@@ -67,6 +67,12 @@ def check_name(name: str, value: object, names: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
+def check_final(value: object) -> None:
+    """Raise ValueError unless `return_final_state` is a truth value."""
+    if not isinstance(value, bool):
+        raise ValueError(f"return_final_state must be True or False, got {value!r:.100}")
+
+
 def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the groups move tensors of this kind of device."""
     moved, kind = groups.devices, tensor.device.type

@@ -4,6 +4,7 @@ With G_t the sum of the decays (logarithms) of rows 0..t of a chunk, the state t
 worth exp(G_t - G_j) to a later row t, that of before the chunk exp(G_t), and what row j wrote is
 worth exp(G_end - G_j) after the chunk. exp(-G_j) alone may overflow, and is never taken. A
 decay that leaves nothing, as -inf does, counts as one of `FLOORS`: differences of sums are numbers.
+Sums are in float64, because small differences of large sums are what is left over.
 
 Shape letters: n chunks (leading), b batch, g query/key heads, r value heads of each, c rows of a
 chunk, d width of keys, x any width.
@@ -33,7 +34,7 @@ class Keys(NamedTuple):
 
 
 class Scalar:
-    """decay [n, b, g, r, c]; sums in float64, of which small differences are left over."""
+    """decay [n, b, g, r, c]."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
         self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-1)
@@ -65,12 +66,13 @@ class Vector:
     """decay [n, b, g, r, c, d], c a power of two."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
-        self.total = decay.to(dtype).clamp(min=FLOORS[dtype]).cumsum(-2)
+        self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-2)
+        self.dtype = dtype
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """As of `Scalar`. Single rows are joined to blocks, two by two: rows of two blocks meet in
         the state behind the earlier block, which lies between them."""
-        total = self.total
+        total, dtype = self.total, self.dtype
         a, k = a.expand_as(total), k.expand_as(total)
         found = (a * k).sum(-1)[..., None, None]
         while found.shape[-3] > 1:  # [..., blocks, rows, rows]
@@ -78,7 +80,11 @@ class Vector:
             late, since = (x.unflatten(-2, halves)[..., 1, :, :] for x in (a, total))
             early, until = (x.unflatten(-2, halves)[..., 0, :, :] for x in (k, total))
             end = until[..., -1:, :]
-            across = (late * (since - end).exp()) @ (early * (end - until).exp()).transpose(-1, -2)
+            late, early = (
+                late * (since - end).to(dtype).exp(),
+                early * (end - until).to(dtype).exp(),
+            )
+            across = late @ early.transpose(-1, -2)
             first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
             above = torch.cat([first, torch.zeros_like(first)], -1)
             found = torch.cat([above, torch.cat([across, second], -1)], -2)
@@ -87,12 +93,16 @@ class Vector:
     def keys(self, k: torch.Tensor) -> Keys:
         """As of `Scalar`."""
         end = self.total[..., -1:, :]
-        written = k * (end - self.total).exp()
-        return Keys(k * self.total.exp(), written, None, None, end.exp().transpose(-1, -2))
+        written = k * (end - self.total).to(self.dtype).exp()
+        kept = end.to(self.dtype).exp().transpose(-1, -2)
+        return Keys(k * self._entering(), written, None, None, kept)
 
     def read(self, q: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """As of `Scalar`."""
-        return (q * self.total.exp()) @ states
+        return (q * self._entering()) @ states
+
+    def _entering(self) -> torch.Tensor:
+        return self.total.to(self.dtype).exp()
 
 
 def _later(size: int, device: torch.device) -> torch.Tensor:

@@ -17,11 +17,12 @@ import torch
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from . import forms
+from .checks import check_final
 from .function import following
 from .inputs import Inputs, Maps
 from .plan import InProcessLinearPlan, LinearPlan
 from .prepare import of_ranks, prepared
-from .request import Options, of_attention, spread
+from .request import Options, default, of_attention, spread
 from .state_scan import check_alone, scanned, spread_initial
 
 
@@ -67,7 +68,9 @@ def linear_attention(
     striped. algorithm, rates: which carries states between ranks, as of `mb.state_scan`. kernel:
     "auto", "torch" (chunks, in torch's operators), "reference" (the recurrence), or that of an
     installed package. plan: made by `mb.prepare_linear`, in place of these and groups; without one
-    the call is a collective of the host too. label: as of `mb.attention`.
+    the call is a collective of the host too. With one, only what it compared is agreed on: ranks
+    that give initial_state or ask for final states alone are out of step. label: as of
+    `mb.attention`.
 
     States and their gradients travel and add up in float32 (float64 for float64). The loss is the
     sum of the ranks' losses: the gradient of initial_state is whole on the rank with a document's
@@ -84,17 +87,18 @@ def linear_attention(
     if together and isinstance(decay, torch.Tensor) and decay.dim() == 1:
         named["decay"] = [decay] * home.size
     if plan is None:
-        options = Options(layout or "zigzag", cu_seqlens, algorithm or "auto", rates)
-        asked = partial(of_attention, options=options, form=form or "auto", scale=scale,
-                        kernel=kernel or "auto", final=bool(return_final_state))  # fmt: skip
+        options = Options.of(layout, cu_seqlens, algorithm, rates)
+        asked = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
+                        kernel=default(kernel, "auto"), final=return_final_state)  # fmt: skip
         plan = _planned(groups, named, asked, initial_state)
     else:
         check_alone(plan, given)
+        check_final(return_final_state)
         for one, shard in zip(*of_ranks(plan, named), strict=True):
             if one.local is None:
                 raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
             one.check(shard)
-    results = _run(plan, named, initial_state, bool(return_final_state), label)
+    results = _run(plan, named, initial_state, return_final_state, label)
     outs, finals = results if together else (results[0][0], results[1] and results[1][0])
     return (outs, finals) if return_final_state else outs
 

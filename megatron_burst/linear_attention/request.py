@@ -9,6 +9,7 @@ values, p pieces of this rank, c channels.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .checks import (
     ALGORITHMS,
     accumulation_dtype,
     check_device,
+    check_final,
     check_initial,
     check_name,
     check_rates,
@@ -46,12 +48,17 @@ class Local(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Keywords of all operations on chains, as given."""
+    """Keywords of all operations on chains."""
 
     layout: Any
     cu_seqlens: Any
-    algorithm: str = "auto"
+    algorithm: Any = "auto"
     rates: Any = None
+
+    @classmethod
+    def of(cls, layout: Any, cu_seqlens: Any, algorithm: Any = None, rates: Any = None) -> Options:
+        """Where layout or algorithm is None, the default."""
+        return cls(default(layout, "zigzag"), cu_seqlens, default(algorithm, "auto"), rates)
 
 
 @dataclass(frozen=True)
@@ -122,9 +129,10 @@ def of_states(
     final: bool = False,
 ) -> Request:
     """Of `mb.state_scan`."""
-    if type(seq_len) is not int or seq_len < 1:
+    integer = isinstance(seq_len, numbers.Integral) and not isinstance(seq_len, bool)
+    if not integer or int(seq_len) < 1:  # pyright: ignore[reportArgumentType]
         raise ValueError(f"seq_len must be a positive integer, got {seq_len!r}")
-    sequence = sequence_of(groups, options.layout, seq_len, options.cu_seqlens)
+    sequence = sequence_of(groups, options.layout, int(seq_len), options.cu_seqlens)  # pyright: ignore[reportArgumentType]
     pieces = len(chains_of(groups, sequence).of(groups.rank))
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
     _, batch, heads, width, columns = increment.shape
@@ -157,6 +165,11 @@ def spread(decay: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor | None:
     return decay.expand(*v.shape[:2], -1)
 
 
+def default(value: Any, otherwise: Any) -> Any:
+    """`otherwise` in place of None."""
+    return otherwise if value is None else value
+
+
 def described(tensor: Any) -> Any:
     """What of a tensor a plan depends on."""
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
@@ -173,6 +186,7 @@ def _request(
     final: bool,
 ) -> Request:
     check_name("algorithm", options.algorithm, ALGORITHMS)
+    check_final(final)
     if options.rates is not None and options.algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {options.algorithm!r} beside them")
     check_rates(options.rates)
@@ -203,4 +217,4 @@ def _request(
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -50,12 +50,13 @@ def short_convolution(
     groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
     (default "zigzag") or one that `mb.layout.make` made, but striped. plan: made by
     `mb.prepare_linear` for the same rows, in place of these; without one the call is a collective
-    of the host too. label: as of `mb.attention`. Raises ValueError for what cannot be served,
-    RuntimeError naming the exchange if a peer died or is out of step.
+    of the host too, which compares x and width. With one, ranks whose x or width differ are out of
+    step. label: as of `mb.attention`. Raises ValueError for what cannot be served, RuntimeError
+    naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.short_convolution")
     if plan is None:
-        options = Options(layout or "zigzag", cu_seqlens)
+        options = Options.of(layout, cu_seqlens)
 
         def request(group: Groups, tensors: dict[str, Any]) -> Request:
             found = of_rows(group, tensors["x"], _width(weight), options)
@@ -70,13 +71,14 @@ def short_convolution(
     plans, named = of_ranks(plan, {"x": x})
     shards = [each["x"] for each in named]
     for one, shard in zip(plans, shards, strict=True):
-        _check_rows(one, shard)
+        _check_rows(one, shard, shards[0])
         _check_weights(shard, weight, bias, activation)
     width = weight.shape[1]
     windows = [one.window(width) for one in plans]
     before = [None] * len(plans)
     if width > 1:
-        before = _rows_before(plan, plans, shards, windows, (width, weight.shape[0], label))
+        kind = width, tuple(shards[0].shape[1:]), str(shards[0].dtype)
+        before = _rows_before(plan, plans, shards, windows, (kind, label))
     every = zip(shards, before, windows, strict=True)
     outs = [_convolved(*each, weight, bias, activation) for each in every]
     return outs if together else outs[0]
@@ -130,9 +132,12 @@ def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:
         check_name("activation, if not None,", activation, ACTIVATIONS)
 
 
-def _check_rows(plan: LinearPlan, x: Any) -> None:
-    """Raise ValueError unless x has the rows that the plan was made for."""
+def _check_rows(plan: LinearPlan, x: Any, first: torch.Tensor) -> None:
+    """Raise ValueError unless x has the rows that the plan was made for, and what else `first` has,
+    that of the first rank of this process."""
     rows = plan.sequence.seq_len // plan.groups.size
-    check_tensor("x", x, {"s, b, c": (rows, None, None)})
+    like = first.shape[1:] if isinstance(first, torch.Tensor) and first.dim() == 3 else (None, None)
+    check_tensor("x", x, {"s, b, c": (rows, *like)})
+    check_together({"x of the first rank": first, "x": x}, dtype=True)
     if x.device != plan.device:
         raise ValueError(f"x: the plan was made for tensors on {plan.device}, got {x.device}")

@@ -13,7 +13,7 @@ import torch
 
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .checks import accumulation_dtype, check_initial, check_tensor, check_together
+from .checks import accumulation_dtype, check_final, check_initial, check_tensor, check_together
 from .function import Asked, StateScan
 from .maps import shape_of
 from .plan import InProcessLinearPlan, LinearPlan
@@ -53,7 +53,9 @@ def state_scan(
     (LASP-2, arXiv 2502.07563), "scan" (the All-Scan of ZeCO, arXiv 2507.01004), "two_level",
     "ring" (LASP, arXiv 2404.02882) or, the default, "auto", the one that is predicted to be fastest
     at `rates` (an `mb.Rates`; nominal ones if None). plan: made by `mb.prepare_linear`, in place of
-    these; without one the call is a collective of the host too. label: as of `mb.attention`.
+    these; without one the call is a collective of the host too. With one, only what it compared is
+    agreed on: ranks that give initial_state or ask for final states alone are out of step. label:
+    as of `mb.attention`.
 
     The loss is the sum of the ranks' losses: the gradient of initial_state is whole on the rank
     that holds the first piece, and zero on others. Cannot be differentiated twice, and either all
@@ -65,16 +67,17 @@ def state_scan(
                 "algorithm": algorithm, "rates": rates}  # fmt: skip
     named = {"decay": decay, "increment": increment}
     if plan is None:
-        options = Options(layout or "zigzag", cu_seqlens, algorithm or "auto", rates)
+        options = Options.of(layout, cu_seqlens, algorithm, rates)
         made = {**named, "initial_state": initial_state}
         if isinstance(groups, InProcessGroups):
             made["initial_state"] = spread_initial(groups, initial_state)
         plan = prepared(groups, made, lambda group, t: of_states(
             group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
-            bool(return_final_state),
+            return_final_state,
         ))  # fmt: skip
     else:
         check_alone(plan, keywords)
+        check_final(return_final_state)
     assert plan is not None
     together = isinstance(plan, InProcessLinearPlan)
     for one, shard in zip(*of_ranks(plan, named), strict=True):
@@ -89,23 +92,20 @@ def scanned(
     plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
 ) -> tuple[list[torch.Tensor], Any]:
     """The states that enter, and final states or None, of each rank of this process."""
-    plans, shards = of_ranks(plan, {"decay": decay, "increment": increment})
-    together = isinstance(plan, InProcessLinearPlan)
-    starts = spread_initial(plan.groups, initial) if together else [initial]
-    starts = [None] * len(plans) if starts is None else starts
+    if isinstance(plan, InProcessLinearPlan):
+        initial = spread_initial(plan.groups, initial)
+    named = {"decay": decay, "increment": increment, "initial_state": initial}
+    plans, shards = of_ranks(plan, named)
+    starts = [shard["initial_state"] for shard in shards]
     for one, start in zip(plans, starts, strict=True):
         one.groups.check()
         assert one.job is not None
         check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
     asked: list[Asked] = [
-        one.begin(label, start is not None, bool(leaving))
+        one.begin(label, start is not None, leaving)
         for one, start in zip(plans, starts, strict=True)
     ]
-    flat = [
-        t
-        for shard, start in zip(shards, starts, strict=True)
-        for t in (shard["decay"], shard["increment"], start)
-    ]
+    flat = [t for shard in shards for t in shard.values()]
     results: Any = StateScan.apply(asked, plan.groups, *flat)
     count = len(plans)
     return list(results[:count]), list(results[count:]) if leaving else None
@@ -113,6 +113,10 @@ def scanned(
 
 def spread_initial(groups: InProcessGroups, initial: Any) -> Any:
     """An initial state per rank, of one that all share, or of a list; None stays None."""
+    if isinstance(initial, (list, tuple)):
+        missing = [rank for rank, state in enumerate(initial) if state is None]
+        if missing and len(missing) < len(initial):
+            raise ValueError(f"initial_state: give all ranks one or none, got None for {missing}")
     if initial is None or isinstance(initial, (list, tuple)):
         return initial
     return [initial] * groups.size
@@ -122,6 +126,11 @@ def check_alone(plan: object, keywords: dict[str, object]) -> None:
     """Raise ValueError if a plan is none, or comes with keywords that would make one."""
     if not isinstance(plan, (LinearPlan, InProcessLinearPlan)):
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
+    if isinstance(plan, LinearPlan) and plan.groups.backend == "in_process":
+        raise ValueError(
+            "plan: that of one rank of mb.Groups.in_process; give the plan of all of them, as "
+            "mb.prepare_linear returns it"
+        )
     given = sorted(name for name, value in keywords.items() if value is not None)
     if given:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")

@@ -16,7 +16,8 @@ from ..comm.groups import Groups
 from ..comm.rows import Paths, paths
 from ..layout.chains import Chains, chains
 from ..layout.layouts import Layout
-from ..layout.routes import preceding
+from ..layout.routes import most_preceding, preceding
+from ..layout.sharding import to_device
 from ..schedule.scans import SCANS
 from ..schedule.scans.blocks import Blocks
 from ..schedule.scans.choice import Choice, blocks_for, choose, links_of
@@ -102,14 +103,11 @@ def window(groups: Groups, sequence: Sequence, width: int, device: torch.device)
 
     def make() -> Window:
         found, me = chains_of(groups, sequence), groups.rank
-        routes = [preceding(found, width, rank) for rank in range(groups.size)]
-        longest = max(
-            len(rows) for rank, route in enumerate(routes) for peer, rows in enumerate(route.sends)
-            if peer != rank
-        ) if groups.size > 1 else 0  # fmt: skip
         order, ends = _around(found.table[found.of(me)], width - 1)
-        there = torch.tensor(order, device=device), torch.tensor(ends, device=device)
-        return Window(paths(routes[me], device), *there, longest)
+        there = to_device(order, device), to_device(ends, device)
+        return Window(
+            paths(preceding(found, width, me), device), *there, most_preceding(found, width)
+        )
 
     return _kept(groups, ("window", sequence, width, device), make)
 

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels.online_softmax import accumulation_dtype
+from ...layout.sharding import to_device
 from ..form import Form
 from ..inputs import Cut, Inputs
 from .packages import Loaded, load
@@ -94,8 +96,10 @@ def arguments(
         x = x.transpose(0, 1)
         return x.flatten(0, 1).unsqueeze(0) if several else x
 
-    q, k = (x.repeat_interleave(h // x.shape[2], 2) for x in (inputs.q, inputs.k))
-    bounds = torch.tensor([0, *accumulate(list(lengths) * b)]) if several else None
+    q, k = inputs.q, inputs.k
+    if q.shape[2] != h:
+        q, k = (x.repeat_interleave(h // x.shape[2], 2) for x in (q, k))
+    bounds = np.array([0, *accumulate(list(lengths) * b)]) if several else None
     return {
         "q": laid(q),
         "k": laid(k),
@@ -105,6 +109,6 @@ def arguments(
         "scale": inputs.scale,
         "initial_state": None if states is None else states.transpose(0, 1).flatten(0, 1),
         "output_final_state": behind,
-        "cu_seqlens": None if bounds is None else bounds.to(inputs.v.device),
-        ON_THE_HOST: bounds,
+        "cu_seqlens": None if bounds is None else to_device(bounds, inputs.v.device),
+        ON_THE_HOST: None if bounds is None else torch.from_numpy(bounds),
     }

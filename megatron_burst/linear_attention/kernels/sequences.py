@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ...kernels.online_softmax import accumulation_dtype
+from ...layout.sharding import to_device
 from ..form import Form
 from ..inputs import Cut, Inputs, Maps
 from .base import no_maps
@@ -51,12 +53,12 @@ class SequencesRun:
                 transition = torch.stack([part.sum(0) for part in parts]).exp()
             _, increment = self.sweep(chosen, lengths, None, True)
             assert increment is not None
-        at = torch.tensor([i for i, mapped in enumerate(self.cut.mapped) if mapped])
+        at = np.flatnonzero(self.cut.mapped)
 
         def spread(zeros: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
             if len(lengths) == len(self.cut.lengths):
                 return found
-            return zeros.index_copy(0, at.to(zeros.device), found)
+            return zeros.index_copy(0, to_device(at, zeros.device), found)
 
         kept = self.maps.transition
         return Maps(

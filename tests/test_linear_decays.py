@@ -1,0 +1,109 @@
+"""Decays of linear attention that are strong, endless, or grow, against the recurrence."""
+
+import warnings
+
+import pytest
+import recurrences
+import torch
+from recurrences import SHAPES
+from test_linear_forms import FORMS, assert_exact, assert_recurrence, computed, states
+
+
+def strong(form, rows=70):
+    """Decays of -50 and 0 by turns of some rows."""
+    given = recurrences.case(form, rows)
+    turns = (torch.arange(rows) // 5 % 2).bool().reshape(-1, *[1] * (given.decay.dim() - 1))
+    if given.decay.dim() == 4:
+        turns = turns ^ (torch.arange(given.decay.shape[-1]) % 2).bool()
+    return given._replace(decay=torch.where(turns, -50.0, 0.0).expand_as(given.decay).double())
+
+
+DECAYING = [form for form in FORMS if SHAPES[form][0] is not None]
+
+
+@pytest.mark.parametrize("form", DECAYING)
+def test_strong_decays(form):
+    """exp(-50 * 35) is 0: what is divided by it is lost."""
+    given = strong(form)
+    assert_recurrence(form, "torch", given, ((70,), (True,)), states(given, 1))
+
+
+@pytest.mark.parametrize("form", DECAYING)
+def test_decays_far_below_what_exp_can_tell_give_numbers(form):
+    given = recurrences.case(form, 130, dtype=torch.float32)
+    given = given._replace(decay=torch.full_like(given.decay, -1e4))
+    mine = recurrences.leaves(given)
+    starts = states(given, 1).float().requires_grad_()
+    out, maps = computed(form, "torch", mine, ((130,), (True,)), starts)
+    found = recurrences.gradients((out, maps.increment, maps.transition), (*mine, starts))
+    assert all(x.isfinite().all() for x in (out, *maps, *found))
+
+
+def forgetting(form, rows, dtype=torch.float64):
+    """The first row, the last and two neighbours forget all; others a head, or rows of states."""
+    given = recurrences.case(form, rows, dtype=dtype)
+    decay = given.decay.clone()
+    decay[0] = decay[-1] = decay[20:22] = float("-inf")
+    decay[5, 0, 1] = decay[40, 1, 2:][..., :2] = float("-inf")
+    return given._replace(decay=decay)
+
+
+@pytest.mark.parametrize("form", DECAYING)
+@pytest.mark.parametrize("lengths", [(70,), (20, 1, 129)], ids=str)
+def test_decays_of_minus_infinity_forget_all(form, lengths):
+    given, cut = forgetting(form, sum(lengths)), (lengths, (True,) * len(lengths))
+    assert_recurrence(form, "torch", given, cut, states(given, len(lengths)))
+    mine = recurrences.leaves(given)
+    _, maps = computed(form, "torch", mine, cut, states(given, len(lengths)))
+    _, others = computed(form, "reference", mine, cut, states(given, len(lengths)))
+    assert_exact(maps, others)
+    found = (recurrences.gradients(x, mine[1:]) for x in (maps, others))
+    assert_exact(*found)
+
+
+def errors_in_float32(form, given, rows):
+    """Largest error of each result and gradient beside that of float64, relative to its largest."""
+    mine = recurrences.leaves(given)
+    true = recurrences.leaves(recurrences.Case(*(x if x is None else x.double() for x in given)))
+    starts, cut = states(given, 1), ((rows,), (True,))
+    out, maps = computed(form, "torch", mine, cut, starts.float())
+    truth, others = computed(form, "reference", true, cut, starts)
+    results = (out, *maps), (truth, *others)
+    got, wanted = (
+        (*x, *recurrences.gradients(x, y)) for x, y in zip(results, (mine, true), strict=True)
+    )
+    return [
+        ((one - other).abs().max() / other.abs().max().clamp(min=1)).item()
+        for one, other in zip(got, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("form", DECAYING)
+def test_decays_of_minus_infinity_in_float32(form):
+    assert max(errors_in_float32(form, forgetting(form, 130, torch.float32), 130)) < 2e-6
+
+
+@pytest.mark.parametrize("strength", [80.0, 1e4])
+@pytest.mark.parametrize("form", DECAYING)
+def test_strong_decays_leave_weak_ones_their_digits(form, strength):
+    """Sums of decays are large, and differences of them are all that counts."""
+    given = recurrences.case(form, 130, dtype=torch.float32)
+    seldom = torch.arange(130).reshape(-1, *[1] * (given.decay.dim() - 1)) % 5 == 0
+    given = given._replace(decay=torch.where(seldom, given.decay - strength, given.decay))
+    assert max(errors_in_float32(form, given, 130)) < 2e-6
+
+
+@pytest.mark.parametrize("form", DECAYING)
+def test_growing_decays_are_computed_and_told(form):
+    given = recurrences.case(form, 40)
+    given = given._replace(decay=-given.decay)
+    with pytest.warns(UserWarning, match="decay has positive logarithms: states grow"):
+        assert_recurrence(form, "torch", given, ((40,), (True,)), states(given, 1))
+
+
+def test_other_decays_warn_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for form in FORMS:
+            given = recurrences.case(form, 3)
+            computed(form, "torch", given, ((3,), (True,)), states(given, 1))
