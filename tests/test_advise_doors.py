@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -187,3 +188,15 @@ def test_null_is_no_field():
 def test_sizes_that_no_model_has(fields, said):
     with pytest.raises(ValueError, match=f"^model llama3-8b: {said}"):
         replace(LLAMA, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("qwen3-next", "did you mean qwen3-next-80b-a3b? Names: llama2-7b"),
+     ("LLama3-8", "did you mean llama3-8b? Names"),
+     ("lama2-7b", "did you mean llama2-7b? Names"),
+     ("of my own", "no config.json there; names: llama2-7b")],
+)  # fmt: skip
+def test_a_model_without_a_name_that_is_known(name, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        models.named(name)

@@ -30,6 +30,11 @@ def test_parts_follow_one_another_to_another_node(capsys):
     lines = shown(capsys, "--nodes 2 --ranks-per-node 1 --layout contiguous --blocks 2")
     assert ["0", "s1.0⇒1", "s1.1⇒1"] in lines
     assert "inter: 2 hops of states (1 whole)" in joined(lines)
+    assert "2 pieces, 16 positions; 2 rounds" in joined(lines)
+
+
+def test_one_piece_is_one(capsys):
+    assert "1 piece, 8 positions; 0 rounds" in joined(shown(capsys, "--ranks 1"))
 
 
 def test_backward_comes_from_behind_and_documents_begin_anew(capsys):

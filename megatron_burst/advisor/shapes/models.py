@@ -5,6 +5,7 @@ Decoders only: vision towers and heads that predict several tokens are named as 
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,11 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():
+        near = [other for other in NAMED if name.lower() in other]
+        near = near if len(near) == 1 else difflib.get_close_matches(name.lower(), NAMED, 1)
+        told = f"did you mean {near[0]}? N" if near else "n"
         raise ValueError(
-            f"--model {name}: no such name and no config.json there; names: {', '.join(NAMED)}"
+            f"--model {name}: no such name and no config.json there; {told}ames: {', '.join(NAMED)}"
         )
     return padded(from_config(_read(path), str(path)), vocabulary_multiple)
 

@@ -92,7 +92,7 @@ def caption(scene: Scene) -> list[str]:
     if isinstance(scene, PackScene):
         return [f"{held.name}: {held_so(held)}" for held in scene.held]
     if isinstance(scene, ScanScene):
-        many = f"{len(scene.chains)} pieces"
+        many = f"{len(scene.chains)} piece{'s' * (len(scene.chains) != 1)}"
         rounds = f"{scene.rounds} round{'s' * (scene.rounds != 1)}"
         return [f"{many}, {scene.seq_len} positions; {rounds}", *scene.counts()]
     if isinstance(scene, MaskScene):
