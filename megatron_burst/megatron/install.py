@@ -50,45 +50,7 @@ def install(layout: LayoutName | None = None) -> None:
     check_version()
     present = registry.installed(_NAME)
     if present is None:
-        for_scripts = layout is None and training.available()
-        # These import Megatron, before any of it is replaced: a module that imported a replacement
-        # by name would keep it after `uninstall`.
-        from megatron_burst.megatron.attention import hooks as attention_hooks
-        from megatron_burst.megatron.data.rope import rope_patches
-        from megatron_burst.megatron.data.slicing import slicing_patches
-        from megatron_burst.megatron.layer import final_norm, forward_attention, mlp_tiles
-        from megatron_burst.megatron.linear import patching_modules
-        from megatron_burst.megatron.lm_head import fused_loss, mtp
-        from megatron_burst.megatron.offload import layers, weights
-        from megatron_burst.megatron.offload import step as offload_step
-        from megatron_burst.megatron.packing import step
-        from megatron_burst.megatron.training import hooks as training_hooks
-
-        of_linear_layers = patching_modules()
-        if for_scripts:
-            training_hooks.load()  # before `opened` looks for seams
-        with registry.patching(_NAME) as patches, patched.opened(patches):
-            attention_hooks.patch_attention(patches)
-            # Both check signatures, while all can be undone.
-            slicing_patches(layout or "striped")
-            rope_patches(layout or "striped")
-            attention_hooks.patch_recompute(patches)
-            forward_attention.patch(patches)
-            fused_loss.patch(patches)
-            mtp.patch(patches)
-            mlp_tiles.patch(patches)
-            final_norm.patch(patches)
-            layers.patch(patches)
-            weights.patch(patches)
-            offload_step.patch(patches)
-            step.patch(patches)
-            for layers_of in of_linear_layers:
-                layers_of.patch(patches)
-            patches.notes["scripts"] = for_scripts
-            if for_scripts:
-                training_hooks.patch(patches, configure)
-            if layout is not None:
-                _fix_layout(patches, layout)
+        _patch(layout, layout is None and training.available())
     elif layout is not None:
         _fix_layout(present, layout)
     elif training.available() and not present.notes["scripts"]:
@@ -96,6 +58,48 @@ def install(layout: LayoutName | None = None) -> None:
             "install(layout=...) was called, and added no flags to Megatron-LM's command line; "
             "call uninstall() before install()"
         )
+
+
+def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
+    """Replace the functions of Megatron; all of them or, if one of them is not as needed, none."""
+    # These import Megatron, before any of it is replaced: a module that imported a replacement
+    # by name would keep it after `uninstall`.
+    from megatron_burst.megatron.attention import hooks as attention_hooks
+    from megatron_burst.megatron.data.rope import rope_patches
+    from megatron_burst.megatron.data.slicing import slicing_patches
+    from megatron_burst.megatron.layer import final_norm, forward_attention, mlp_tiles
+    from megatron_burst.megatron.linear import patching_modules
+    from megatron_burst.megatron.lm_head import fused_loss, mtp
+    from megatron_burst.megatron.offload import layers, weights
+    from megatron_burst.megatron.offload import step as offload_step
+    from megatron_burst.megatron.packing import step
+    from megatron_burst.megatron.training import hooks as training_hooks
+
+    of_linear_layers = patching_modules()
+    if for_scripts:
+        training_hooks.load()  # before `opened` looks for seams
+    with registry.patching(_NAME) as patches, patched.opened(patches):
+        attention_hooks.patch_attention(patches)
+        # Both check signatures, while all can be undone.
+        slicing_patches(layout or "striped")
+        rope_patches(layout or "striped")
+        attention_hooks.patch_recompute(patches)
+        forward_attention.patch(patches)
+        fused_loss.patch(patches)
+        mtp.patch(patches)
+        mlp_tiles.patch(patches)
+        final_norm.patch(patches)
+        layers.patch(patches)
+        weights.patch(patches)
+        offload_step.patch(patches)
+        step.patch(patches)
+        for layers_of in of_linear_layers:
+            layers_of.patch(patches)
+        patches.notes["scripts"] = for_scripts
+        if for_scripts:
+            training_hooks.patch(patches, configure)
+        if layout is not None:
+            _fix_layout(patches, layout)
 
 
 def _fix_layout(patches: registry.PatchSet, layout: str) -> None:

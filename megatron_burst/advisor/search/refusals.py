@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 from ...options import algorithms
 from ...schedule.topology import alternatives, divisors
@@ -58,6 +58,13 @@ def _reasons(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
             f"--ep {pinned['ep']} does not divide the {model.experts} experts of {model.name}: "
             f"take {alternatives(divisors(model.experts or 1))}"
         )
+    yield from _reasons_of_states(model, cluster, want)
+    yield from _reasons_of_ranks(cluster, pinned)
+
+
+def _reasons_of_states(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
+    """Of layers that carry a state from row to row."""
+    pinned = want.pinned
     if want.carries and "striped" in str(pinned.get("layout")):
         yield (
             f"--layout {pinned['layout']}: {model.name} has layers that carry a state from row to "
@@ -73,6 +80,10 @@ def _reasons(model: Model, cluster: Cluster, want: Wanted) -> Iterator[str]:
                 f"over --cp {pinned['cp']} ranks, which do not divide them: take --cp "
                 f"{alternatives(good)}, or --linear auto, which takes any"
             )
+
+
+def _reasons_of_ranks(cluster: Cluster, pinned: Mapping[str, Any]) -> Iterator[str]:
+    """Of the groups that are pinned together."""
     stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
     product = 1
     for name in stated:
