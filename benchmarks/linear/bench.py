@@ -79,6 +79,7 @@ def one_setting(ranks: Ranks, setting: Setting, repeats: int, say: Say) -> Recor
         },
         "plain": plain,
         "load": [round(x, 1) for x in loads],
+        "cores": os.cpu_count(),
         "rivals": [of(network, name, works[name], runs[name]) for name in names],
     }
 

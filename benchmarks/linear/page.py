@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.cluster.network import PACKET
 from benchmarks.report import human, markdown, spread, write_section
 
 from . import picture, simulated, summary
@@ -66,7 +67,7 @@ def cluster(run: Known) -> str:
         parts += [
             f"Small states, where {size} ranks cannot share the heads:",
             _times(small),
-            OWN,
+            _own_words(small),
             _own(small),
         ]
     parts += [
@@ -93,11 +94,26 @@ ours do. Nothing else is computed. Eight ranks share two cores: where messages a
 handling costs more than their bytes."""
 
 
-OWN = """Milliseconds for which a rank's own thread is busy in both passes, on average. Here eight \
-such threads share two cores: where all ranks exchange at once, four wait for each core, and in a \
-ring, where one rank exchanges at a time, none does. `auto` counts links and the start of each \
-exchange, not this, so with small states it can take an algorithm that is slower on such a \
-machine:"""
+def _own_words(cells: Sequence[Record]) -> str:
+    """Why `auto` may miss the fastest algorithm of small states here."""
+    size = cells[0]["grid"][0] * cells[0]["grid"][1]
+    shares = [
+        100 * size * row.busy / cell["cores"] / median(row.total)
+        for cell in cells for row in summary.rows(cell) if row.name == "two_level"
+    ]  # fmt: skip
+    state, cores = summary.setting_of(cells[0]).state_bytes, cells[0]["cores"]
+    at_once = 2 * PACKET
+    free = (
+        f"Here links hold back no more than what exceeds {at_once >> 10} KiB, which such a state "
+        f"({state >> 10} KiB) does not, and the threads' work is all there is. "
+    )
+    return (
+        "Milliseconds for which a rank's own thread is busy in both passes, on average. `auto` "
+        f"counts links and the start of each exchange. {free if state <= at_once else ''}The work "
+        f"of {size} ranks on {cores} cores alone takes {min(shares):.0f} to {max(shares):.0f} % of "
+        "two_level's time, which has the most messages. Whether `auto` is right where links count, "
+        "large states show:"
+    )
 
 
 def goals(cells: Sequence[Record]) -> list[str]:
