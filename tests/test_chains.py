@@ -113,6 +113,16 @@ def test_what_does_not_fit_is_refused(layout, bounds, message):
         chains(layout, 8, bounds)
 
 
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [(None, "seq_len must be an integer, got None"), (7.0, "seq_len must be an integer, got 7.0"),
+     (-4, "seq_len: layout zigzag over 2 ranks needs a positive multiple of 4, got -4")],
+)  # fmt: skip
+def test_what_is_no_length_is_named(length, message):
+    with pytest.raises(ValueError, match=message):
+        chains(mb.layout.make("zigzag", cp_size=2), length)
+
+
 def test_spans_with_strides_are_refused():
     class Thirds(Layout):
         name = "thirds"

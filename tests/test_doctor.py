@@ -322,7 +322,8 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
     read, known = set(), set()
     more = "--burst-attention-store 0.5 --burst-lm-head-loss recompute --burst-layout striped"
     singles = ["", *SWITCHES, *(f"{name} 2" for name in (*NUMBERS, *TEXTS, *LISTS))]
-    for words in (f"{base} {one}".split() for base in (GOOD, f"{GOOD} {more}") for one in singles):
+    lines = [f"{base} {one}" for base in (GOOD, f"{GOOD} {more}") for one in singles]
+    for words in (line.split() for line in (*lines, f"{GOOD} {STATES}")):
         command = parse(words)
         known = vars(refused._config(command)).keys()
         ours = [flag.dest for flag in flags.FLAGS]
@@ -334,6 +335,24 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
         list(backend_problems(args, mb.BurstConfig()))
     assert {"cuda_graph_impl", "fp8", "spec", "mtp_hsm", "window_size"} < read
     assert read - known - NO_FLAG == set()
+
+
+STATES = "--experimental-attention-variant gated_delta_net --burst-linear megatron"
+
+
+def test_heads_of_layers_that_carry_states_are_told():
+    words = f"{GOOD} {STATES} --linear-num-key-heads 4 --linear-num-value-heads 8"
+    told = [f.what for f in found(words) if f.topic == "refused at start"]
+    assert [t.split(" is not")[0] for t in told if "is not divisible" in t] == [
+        "--linear-num-key-heads 4", "--linear-num-value-heads 8"
+    ]  # fmt: skip
+
+
+def test_a_way_for_states_that_no_layer_has():
+    (told,) = [f for f in found(f"{GOOD} --burst-linear ring") if f.topic == "flags"]
+    assert (told.what, told.fix) == (
+        "--burst-linear: no layer carries a state", "remove --burst-linear"
+    )  # fmt: skip
 
 
 def test_a_flag_of_ours_that_the_doctor_does_not_know():

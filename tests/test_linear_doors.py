@@ -22,7 +22,10 @@ def two(*shape, dtype=torch.float32):
 
 
 WRONG = {
-    "no list": ({"q": torch.zeros(S, B, G, D)}, "q: groups hold 2 ranks in this process, got 1"),
+    "no list": (
+        {"q": torch.zeros(S, B, G, D)},
+        "q: groups hold 2 ranks .*, got tensor",
+    ),
     "three dimensions": ({"q": two(S, B, D)}, r"q must be \[s, b, g, d\]"),
     "k": ({"k": two(S, B, G, D + 1)}, r"k must be \[s, b, g, d\], here \[4, 2, 1, 3\]"),
     "heads": ({"q": two(S, B, 3, D), "k": two(S, B, 3, D)}, "3 heads of q and k must divide"),
@@ -44,7 +47,9 @@ WRONG = {
     "decreasing": ({"cu_seqlens": [0, 9, 8]}, "cu_seqlens must be integers that start at 0"),
     "initial": ({"initial_state": torch.zeros(2, B, H, D, W)}, "initial_state must be"),
     "groups": ({"groups": None}, "groups: make them with mb.Groups, got None"),
-    "label": ({"label": 1.5}, "label must be a string, an integer or a tuple"),
+    "label": ({"label": 1.5}, "label must be a string, .* got 1.5, of type float"),
+    "huge scale": ({"scale": 10**400}, "scale must be a finite number or None, got 1000"),
+    "list of decays": ({"decay": [[0.0] * 99] * 2}, r"got decay \[0.0, 0.0, .{,100}$"),
     "plan": ({"plan": 3, "groups": None}, "plan must be made by mb.prepare_linear, got 3"),
     "empty layout": ({"layout": ""}, "layout must be one of balanced, contiguous"),
     "empty algorithm": ({"algorithm": ""}, "algorithm must be one of auto, all_gather, scan"),
@@ -66,7 +71,7 @@ def test_what_linear_attention_refuses(case):
 SCANS = {
     "pieces": ({"increment": two(1, B, H, D, W)}, r"increment must be \[p, b, h, d, w\]"),
     "decay": ({"decay": [torch.zeros(p, B, H, W) for p in (2, 1)]}, "decay must be"),
-    "length": ({"seq_len": None}, "seq_len must be a positive integer, got None"),
+    "length": ({"seq_len": None}, "seq_len must be an integer, got None"),
     "odd": ({"seq_len": 7}, "over 2 ranks needs a positive multiple of 4, got 7"),
 }
 
@@ -90,7 +95,7 @@ def test_a_plan_serves_what_it_was_made_for_alone():
         "plan: made for v": tensors | {"v": two(S, B, H, W + 1)},
         "plan: made for decay None": tensors | {"decay": two(S, B, H)},
         "return_final_state must be": tensors | {"return_final_state": 1},
-        "initial_state: groups hold 2 ranks in this process, got 1": tensors
+        "initial_state: groups hold 2 ranks in this process; give a list with a tensor of": tensors
         | {"initial_state": [torch.zeros(1, B, H, D, W)]},
     }
     for words, call in wrong.items():
@@ -106,6 +111,27 @@ def test_a_plan_serves_what_it_was_made_for_alone():
         mb.short_convolution(one, weight, plan=plan)
     with pytest.raises(ValueError, match="plan: that of one rank of"):
         mb.linear_attention(*(t[0] for t in tensors.values()), plan=plan.ranks[0])
+
+
+def test_a_sparse_tensor_beside_a_plan_is_refused():
+    keywords = given()
+    plan = mb.prepare_linear(**keywords)
+    tensors = {name: keywords[name] for name in "qkv"}
+    tensors["q"] = [t.to_sparse() for t in tensors["q"]]
+    with pytest.raises(ValueError, match="q must be a tensor, and not sparse, got tensor"):
+        mb.linear_attention(**tensors, plan=plan)
+
+
+def test_a_plan_is_prepared_by_the_keywords_of_a_call():
+    """None is the default of each, and one decay [h] is that of all ranks."""
+    keywords = given(decay=-torch.rand(H))
+    none = dict.fromkeys(("form", "algorithm", "kernel", "layout", "scale", "cu_seqlens"))
+    plan = mb.prepare_linear(**keywords, **none)
+    tensors = {name: keywords[name] for name in ("q", "k", "v", "decay")}
+    for one, other in zip(
+        mb.linear_attention(**tensors, plan=plan), mb.linear_attention(**keywords), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 def test_numbers_of_numpy_are_numbers():

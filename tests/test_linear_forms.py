@@ -181,10 +181,10 @@ def test_the_form_is_read_off_its_arguments(form):
     [
         ("kda", "mamba", "form must be one of auto, linear, .*, got 'mamba'"),
         ("kda", None, "form must be one of auto, .*, got None"),
-        ("linear", "kda", r"form kda takes a decay \[s, b, h, d\], got decay None and needs beta"),
+        ("linear", "kda", r"form kda takes decay \[s, b, h, d\], got decay None and needs beta"),
         ("kda", "delta_rule", r"takes decay=None, got decay of shape \[2, 2, 4, 5\]; .* takes kda"),
         ("delta_rule", "linear", r"form linear takes beta=None, got beta of shape \[2, 2, 4\]"),
-        ("linear", "scalar_decay", r"takes a decay \[s, b, h\], or \[h\] .*'auto' takes linear"),
+        ("linear", "scalar_decay", r"takes decay \[s, b, h\], or \[h\] .*'auto' takes linear"),
     ],
 )
 def test_forms_that_do_not_fit_are_refused(form, name, words):
@@ -196,10 +196,10 @@ def test_forms_that_do_not_fit_are_refused(form, name, words):
 @pytest.mark.parametrize(
     ("decay", "beta", "words"),
     [
-        (torch.zeros(2, 2), None, r"decay must be a decay.*got of shape \[2, 2\]"),
-        (0.9, None, r"decay must be .*, got 0.9"),
+        (torch.zeros(2, 2), None, r"decay must be a tensor of logar.*got decay of shape \[2, 2\]"),
+        (0.9, None, r"decay must be .*, got decay 0.9"),
         (None, torch.zeros(4), r"beta must be a tensor \[s, b, h\], or None .* of shape \[4\]"),
-        (None, 0.5, r"beta must be .*, got 0.5"),
+        (None, 0.5, r"beta must be .*, got beta 0.5"),
     ],
 )
 def test_arguments_of_no_form_are_refused(decay, beta, words):

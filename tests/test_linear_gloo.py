@@ -121,6 +121,7 @@ DIFFERENT = {
     "a shape": ({"bad": True}, "rank 1: v must be [s, b, h, w]"),
     "an algorithm that is none": ({"algorithm": "best"}, "rank 1: algorithm must be one of auto"),
     "striped": ({"layout": "striped"}, "rank 1: layout striped: every row's predecessor"),
+    "a label": ({"label": 1.5}, "rank 1: label must be a string"),
 }
 
 

@@ -26,11 +26,7 @@ class Calls:
     def forward(self, plan: int, label: object, sink: bool) -> CallTag:
         """The next call begins; what its messages and those of its backward bear. sink: does it
         have one? A plan does not say so."""
-        if not _plain(label):
-            raise ValueError(
-                "label must be a string, an integer or a tuple of them, which are the same on all "
-                f"ranks, or None; got {type(label).__name__}"
-            )
+        check_label(label)
         self.forwards += 1
         tag = CallTag(plan, self.forwards, crc32(repr((label, sink)).encode()))
         self._note("forward", tag)
@@ -46,6 +42,15 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
+
+
+def check_label(label: object) -> None:
+    """Raise ValueError unless `label` is one that reads alike on all ranks."""
+    if not _plain(label):
+        raise ValueError(
+            "label must be a string, an integer or a tuple of them, which are the same on all "
+            f"ranks, or None; got {label!r:.100}, of type {type(label).__name__}"
+        )
 
 
 def _plain(label: object) -> bool:

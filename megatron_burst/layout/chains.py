@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layouts import Layout, Span, document_bounds
+from .layouts import Layout, Span, document_bounds, integer
 
 
 class Piece(NamedTuple):
@@ -93,13 +93,14 @@ def chains(
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+    seq_len = integer("seq_len", seq_len)
+    spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
     bounds = document_bounds([0, seq_len] if cu_seqlens is None else cu_seqlens)
     if bounds[-1] != seq_len:
         raise ValueError(
             f"cu_seqlens: the documents end at {bounds[-1]}, and the sequence has {seq_len} "
             "positions"
         )
-    spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
     apart = any(span.stride > 1 and span.length > 1 for each in spans for span in each)
     if apart or (layout.cp_size > 1 and "striped" in layout.name):
         raise ValueError(

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-# By dtype: exp of the floor and of any growth that exp can tell is 0, in that dtype.
-FLOORS = {torch.float32: -200.0, torch.float64: -1500.0}
+# By dtype: exp of the floor is 0, also after growth that exp can barely tell; and sums of a chunk
+# of them, in float64, still have the digits of what exp can tell.
+FLOORS = {torch.float32: -1e4, torch.float64: -1500.0}
 
 
 class Keys(NamedTuple):

@@ -21,7 +21,7 @@ from .checks import check_final
 from .function import following
 from .inputs import Inputs, Maps
 from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import of_ranks, prepared
+from .prepare import of_ranks, prepared, shared
 from .request import Options, default, of_attention, spread
 from .state_scan import check_alone, scanned, spread_initial
 
@@ -79,18 +79,16 @@ def linear_attention(
     if a peer died or is out of step.
     """
     refuse_transforms("mb.linear_attention")
-    named = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
     given = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
              "scale": scale, "algorithm": algorithm, "kernel": kernel, "rates": rates}  # fmt: skip
     home = groups if plan is None else getattr(plan, "groups", None)
     together = isinstance(home, InProcessGroups)
-    if together and isinstance(decay, torch.Tensor) and decay.dim() == 1:
-        named["decay"] = [decay] * home.size
+    named = {"q": q, "k": k, "v": v, "decay": shared(home, decay), "beta": beta}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates)
         asked = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
                         kernel=default(kernel, "auto"), final=return_final_state)  # fmt: skip
-        plan = _planned(groups, named, asked, initial_state)
+        plan = _planned(groups, named, asked, initial_state, label)
     else:
         check_alone(plan, given)
         check_final(return_final_state)
@@ -103,7 +101,7 @@ def linear_attention(
     return (outs, finals) if return_final_state else outs
 
 
-def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any) -> Any:
+def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any, label: object) -> Any:
     """The plan of one call."""
     made = {**named, "initial_state": initial}
     if isinstance(groups, InProcessGroups):
@@ -113,7 +111,7 @@ def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any) -> An
         start = tensors.pop("initial_state")
         return asked(group, tensors, initial=start)
 
-    return prepared(groups, made, request)
+    return prepared(groups, made, request, label)
 
 
 def _run(

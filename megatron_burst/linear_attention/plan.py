@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..comm.calls import check_label
 from ..comm.groups import Groups, InProcessGroups
 from ..comm.packing import CallTag
 from ..layout.chains import Chains
@@ -98,8 +99,9 @@ class LinearPlan:
         """
         for name, wanted in self.signature:
             tensor = tensors[name]
-            if tensor is not None and not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name} must be a tensor, got {tensor!r:.100}")
+            dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+            if tensor is not None and not dense:
+                raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")
             if described(tensor) != wanted or (tensor is not None and tensor.device != self.device):
                 raise ValueError(
                     f"plan: made for {name} {wanted} on {self.device}, got {described(tensor)}"
@@ -127,6 +129,7 @@ class LinearPlan:
     def call(self, label: object, *choices: bool) -> CallTag:
         """A call begins: the tag of its messages. label: of the call; choices: what the plan leaves
         open, and ranks have to share."""
+        check_label(label)
         calls = self.groups.calls
         return calls.forward(self.identity, (label, *map(int, choices)), False)
 

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..comm import packing
-from ..comm.calls import CALLS
+from ..comm.calls import CALLS, check_label
 from ..comm.consensus import Facts, agree, attempt, identity
 from ..comm.groups import Groups, InProcessGroups
 from ..comm.rows import GRID
@@ -23,7 +24,7 @@ from .finals import Finals
 from .function import ScanJob
 from .plan import InProcessLinearPlan, LinearPlan
 from .program import longest_message
-from .request import Options, Request, of_attention
+from .request import Options, Request, default, of_attention
 from .tables import Directions, chains_of, choice_of, directions
 
 
@@ -34,13 +35,13 @@ def prepare_linear(
     *,
     decay: Any = None,
     beta: Any = None,
-    form: str = "auto",
+    form: str | None = None,
     cu_seqlens: Any = None,
     scale: float | None = None,
-    algorithm: str = "auto",
-    kernel: str = "auto",
+    algorithm: str | None = None,
+    kernel: str | None = None,
     groups: Groups | InProcessGroups | None,
-    layout: Any = "zigzag",
+    layout: Any = None,
     rates: Any = None,
 ) -> LinearPlan:
     """Check the arguments of `linear_attention`, on all ranks alike, and resolve every "auto".
@@ -55,9 +56,10 @@ def prepare_linear(
     `requires_grad` are read. form, cu_seqlens, scale, algorithm, kernel, layout, rates: as there.
     Raises the same ValueError on every rank.
     """
-    options = Options(layout, cu_seqlens, algorithm, rates)
-    asked = partial(of_attention, options=options, form=form, kernel=kernel, scale=scale)
-    named = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    options = Options.of(layout, cu_seqlens, algorithm, rates)
+    asked = partial(of_attention, options=options, form=default(form, "auto"),
+                    kernel=default(kernel, "auto"), scale=scale)  # fmt: skip
+    named = {"q": q, "k": k, "v": v, "decay": shared(groups, decay), "beta": beta}
     return prepared(groups, named, lambda group, tensors: asked(group, tensors))
 
 
@@ -65,16 +67,17 @@ def prepared(
     groups: Any,
     named: dict[str, Any],
     request: Callable[[Groups, dict[str, Any]], Request],
+    label: object = None,
 ) -> Any:
     """The plan of a request. named: the tensors of this rank by name or, in process, lists of one
-    per rank; request: of one rank's tensors."""
+    per rank; request: of one rank's tensors; label: of the call that it is made for."""
     if not isinstance(groups, (Groups, InProcessGroups)):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     if isinstance(groups, InProcessGroups):
         shards = per_rank(groups, named)
-        plans = groups.run(partial(_prepare, request), groups.ranks, shards)
+        plans = groups.run(partial(_prepare, request, label), groups.ranks, shards)
         return InProcessLinearPlan(groups, plans)
-    return _prepare(request, groups, named)
+    return _prepare(request, label, groups, named)
 
 
 def per_rank(groups: InProcessGroups, named: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,11 +89,21 @@ def per_rank(groups: InProcessGroups, named: dict[str, Any]) -> list[dict[str, A
         else:
             each = list(given) if isinstance(given, (list, tuple)) else [given]
         if len(each) != groups.size:
+            listed = isinstance(given, (list, tuple))
+            told = f"{len(each)} in a list" if listed else f"{given!r:.60}"
             raise ValueError(
-                f"{name}: groups hold {groups.size} ranks in this process, got {len(each)} tensors"
+                f"{name}: groups hold {groups.size} ranks in this process; give a list with a "
+                f"tensor of each, got {told}"
             )
         lists[name] = each
     return [{name: each[rank] for name, each in lists.items()} for rank in range(groups.size)]
+
+
+def shared(groups: Any, decay: Any) -> Any:
+    """The decay of each rank in this process, where one [h] is that of all."""
+    if isinstance(groups, InProcessGroups) and isinstance(decay, torch.Tensor) and decay.dim() == 1:
+        return [decay] * groups.size
+    return decay
 
 
 def of_ranks(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
@@ -101,18 +114,22 @@ def of_ranks(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[d
 
 
 def _prepare(
-    request: Callable[[Groups, dict[str, Any]], Request], groups: Groups, tensors: dict[str, Any]
+    request: Callable[[Groups, dict[str, Any]], Request],
+    label: object,
+    groups: Groups,
+    tensors: dict[str, Any],
 ) -> LinearPlan:
     """One rank's plan. Every rank takes part in the comparison, whatever it found."""
 
     def make() -> tuple[Request, tuple[str, str, Blocks, Directions] | None, dict[str, Any]]:
         groups.check()
+        check_label(label)
         found = request(groups, tensors)
         if found.states is None:
             return found, None, found.facts
         made = _tables(found, groups)
         name, _, blocks, both = made
-        chosen = {"chosen": (name, blocks.number), "tables": both.digest}
+        chosen = {"algorithm and blocks": (name, blocks.number), "digest of tables": both.digest}
         return found, made, found.facts | chosen
 
     made = attempt(make)

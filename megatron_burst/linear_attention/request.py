@@ -17,6 +17,7 @@ import torch
 
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
+from ..layout.layouts import integer
 from . import forms
 from .checks import (
     ALGORITHMS,
@@ -104,7 +105,7 @@ def of_attention(
     present = {name: t for name, t in tensors.items() if t is not None}
     check_together(present, dtype=False)
     check_device(groups, "q", q)
-    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+    if scale is not None and not _is_finite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     factor = width**-0.5 if scale is None else float(scale)
     sequence = sequence_of(groups, options.layout, rows * groups.size, options.cu_seqlens)
@@ -129,10 +130,8 @@ def of_states(
     final: bool = False,
 ) -> Request:
     """Of `mb.state_scan`."""
-    integer = isinstance(seq_len, numbers.Integral) and not isinstance(seq_len, bool)
-    if not integer or int(seq_len) < 1:  # pyright: ignore[reportArgumentType]
-        raise ValueError(f"seq_len must be a positive integer, got {seq_len!r}")
-    sequence = sequence_of(groups, options.layout, int(seq_len), options.cu_seqlens)  # pyright: ignore[reportArgumentType]
+    length = integer("seq_len", seq_len)
+    sequence = sequence_of(groups, options.layout, length, options.cu_seqlens)
     pieces = len(chains_of(groups, sequence).of(groups.rank))
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
     _, batch, heads, width, columns = increment.shape
@@ -216,5 +215,11 @@ def _request(
     return Request(sequence, first.device, signature, states, local, options, facts)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    """Is it a number that a float holds?"""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

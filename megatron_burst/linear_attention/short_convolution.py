@@ -63,7 +63,7 @@ def short_convolution(
             _check_weights(tensors["x"], weight, bias, activation)
             return found
 
-        plan = prepared(groups, {"x": x}, request)
+        plan = prepared(groups, {"x": x}, request, label)
     else:
         check_alone(plan, {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens})
     assert plan is not None

@@ -74,7 +74,7 @@ def state_scan(
         plan = prepared(groups, made, lambda group, t: of_states(
             group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
             return_final_state,
-        ))  # fmt: skip
+        ), label)  # fmt: skip
     else:
         check_alone(plan, keywords)
         check_final(return_final_state)

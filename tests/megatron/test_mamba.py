@@ -145,12 +145,18 @@ def test_inference_with_states_that_travel_is_refused(layer, name):
 
 
 @pytest.mark.parametrize(("layer", "kind"), [(mamba, MambaMixer), (delta_net, GatedDeltaNet)])
-def test_a_subclass_with_a_forward_of_its_own_is_refused_by_name(layer, kind):
-    """It would run on this rank's rows alone."""
+def test_a_subclass_with_methods_of_its_own_is_refused_by_name(layer, kind):
+    """They would run on this rank's rows alone, or not at all."""
 
     class Own(kind):
         def forward(self, hidden_states):
             return hidden_states
+
+    class Rule(kind):
+        def _ssm_training(self, *given):
+            return given
+
+        _setup_variant_attrs = _ssm_training
 
     class Named(kind):
         pass
@@ -161,8 +167,10 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused_by_name(layer, kind):
     built = layer._with_states(original)
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
-    with pytest.raises(ValueError, match=rf"^Own: only the forward of {kind.__name__} passes"):
+    with pytest.raises(ValueError, match=r"^Own: .* in which forward of Own would not run"):
         built(Own.__new__(Own), ours, pg_collection=group)
+    with pytest.raises(ValueError, match=r"^Rule: .* in which _\w+ of Rule would not run"):
+        built(Rule.__new__(Rule), ours, pg_collection=group)
     with pytest.raises(AssertionError, match="built"):
         built(Named.__new__(Named), ours, pg_collection=group)
 

@@ -33,6 +33,8 @@ NUMBERS: dict[str, int | None] = {
     "--num-query-groups": 1,
     "--mtp-num-layers": None,
     "--cpu-offloading-num-layers": 0,
+    "--linear-num-key-heads": 16,
+    "--linear-num-value-heads": 32,
 }
 TEXTS: dict[str, str | None] = {
     "--transformer-impl": "transformer_engine",

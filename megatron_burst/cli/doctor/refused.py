@@ -17,7 +17,8 @@ from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.config import config_problems
 from ...megatron.checks.hybrid import splits
-from ...megatron.checks.linear import PATTERNS
+from ...megatron.checks.linear import FLAG as LINEAR
+from ...megatron.checks.linear import PATTERNS, linear_layers
 from ...megatron.checks.lm_head import lm_head_problems
 from ...megatron.checks.model import backend_problems
 from ...megatron.checks.offload import offload_problems
@@ -55,6 +56,8 @@ def refusals(command: Command, te: str | None) -> Iterator[Finding]:
             "flags", f"{', '.join(idle)}: no effect without {ALGORITHM}", f"{ALGORITHM} burst"
         )
     elif command.ours and not refused and not unknown:
+        if LINEAR in asked and splits(config) and linear_layers(config) is None:
+            yield problem("flags", f"{LINEAR}: no layer carries a state", f"remove {LINEAR}")
         yield ok("BurstAttention", "takes these settings")
 
 

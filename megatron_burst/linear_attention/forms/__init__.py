@@ -24,8 +24,8 @@ FORMS: dict[str, Form] = {
 }
 WANTED = {
     "none": "decay=None",
-    "scalar": "a decay [s, b, h], or [h] where it is constant",
-    "vector": "a decay [s, b, h, d]",
+    "scalar": "decay [s, b, h], or [h] where it is constant",
+    "vector": "decay [s, b, h, d]",
 }
 
 
@@ -40,7 +40,7 @@ def of(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str = "auto"
     kind = _kind(decay)
     if beta is not None and (not isinstance(beta, torch.Tensor) or beta.dim() != 3):
         raise ValueError(
-            f"beta must be a tensor [s, b, h], or None for forms without it, got {_told(beta)}"
+            f"beta must be a tensor [s, b, h], or None for forms without it, got beta {_told(beta)}"
         )
     fitting = next(
         form for form in FORMS.values() if (form.decay, form.delta) == (kind, beta is not None)
@@ -79,8 +79,8 @@ def _kind(decay: torch.Tensor | None) -> str:
     kinds = {1: "scalar", 3: "scalar", 4: "vector"}
     if not isinstance(decay, torch.Tensor) or decay.dim() not in kinds:
         raise ValueError(
-            f"decay must be {WANTED['scalar']}, {WANTED['vector']} (logarithms), or None, got "
-            f"{_told(decay)}"
+            "decay must be a tensor of logarithms, [s, b, h], [h] where it is constant, or "
+            f"[s, b, h, d], or None, got decay {_told(decay)}"
         )
     return kinds[decay.dim()]
 
@@ -100,4 +100,4 @@ def _warn_if_growing(decay: torch.Tensor | None) -> None:
 def _told(given: object) -> str:
     if isinstance(given, torch.Tensor):
         return f"of shape {list(given.shape)}"
-    return "None" if given is None else repr(given)
+    return f"{given!r:.100}"

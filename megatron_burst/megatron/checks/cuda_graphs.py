@@ -25,7 +25,7 @@ def graph_problems(config: Any, store: float | None, states: bool = False) -> It
     """Unless the CUDA graphs that a ``TransformerConfig`` asks for contain no attention.
 
     config: as `config_problems` takes it; store: --burst-attention-store; states: whether Mamba
-    layers pass states from rank to rank, which no graph may contain either.
+    layers pass states from rank to rank: `linear_problems` refuses graphs of these.
     """
     flag, impl = graphs_asked(config)
     if impl == "none":
@@ -37,9 +37,9 @@ def graph_problems(config: Any, store: float | None, states: bool = False) -> It
         )
         return
     apart, modules = APART.get(impl, ()), captured(config)
-    apart = tuple(name for name in apart if not (states and name == "mamba"))
     if modules and modules <= {*apart}:
         return
+    apart = tuple(name for name in apart if not (states and name == "mamba"))
     what = ", ".join(sorted(modules)) or "whole layers"
     scope = _MODULES[0] if hasattr(config, _MODULES[0]) else _MODULES[2]
     reason = (

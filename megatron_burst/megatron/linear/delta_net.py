@@ -33,6 +33,8 @@ from megatron_burst.megatron.patching.compatibility import require_function, req
 from megatron_burst.megatron.patching.registry import PatchSet
 
 _STATES = "_burst_states"  # the layer's `StateLayer`, where states are passed
+# Whose work `_forward` does: the second chooses the rule.
+_REPLACED = ("forward", "_setup_variant_attrs", "_resolve_cu_seqlens")
 _SILU = ("silu", "swish")
 
 
@@ -66,7 +68,7 @@ def _with_states(original: Callable) -> Callable:
         if burst is None or OFF in (burst.algorithm, burst.linear):
             check_shared_heads(config, groups.tp.size(), groups.cp.size())
             return original(*bound.args, **bound.kwargs)
-        refuse_other(self, GatedDeltaNet)
+        refuse_other(self, GatedDeltaNet, _REPLACED)
         alone = copy.copy(groups)
         alone.cp = ONE_RANK
         bound.arguments["pg_collection"] = alone

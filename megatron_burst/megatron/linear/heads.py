@@ -33,11 +33,10 @@ def _with_any_heads(original: Callable) -> Callable:
     def __post_init__(self: Any) -> None:
         ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         heads = {name: getattr(self, name, None) for name in _HEADS}
-        counts = [*heads.values()]
         delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
-        if not delta_net or None in counts or ranks <= 1:
+        if not delta_net or None in heads.values() or ranks <= 1:
             return original(self)
-        keys, values = counts
+        keys, values = counts = [int(n) for n in heads.values() if n is not None]
         if keys < 1 or values % keys or any(n % tensor for n in counts):
             return original(self)  # refuses them, and names the numbers that were given
         # As many times the heads divide by the ranks: nothing else here reads their number.

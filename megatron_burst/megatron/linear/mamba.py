@@ -36,6 +36,7 @@ from megatron_burst.megatron.patching.compatibility import require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
 _STATES = "_burst_states"  # the mixer's `StateLayer`, where states are passed
+_REPLACED = ("forward", "_ssm_training")  # whose work `_forward` does
 # Mixers of main that share heads in their own way: module, class.
 _OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
 
@@ -73,7 +74,7 @@ def _with_states(original: Callable) -> Callable:
         config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
         if not states_passed(config, groups):
             return original(*bound.args, **bound.kwargs)
-        refuse_other(self, MambaMixer)
+        refuse_other(self, MambaMixer, _REPLACED)
         alone: Any = copy.copy(groups)
         alone.cp = ONE_RANK
         bound.arguments["pg_collection"] = alone

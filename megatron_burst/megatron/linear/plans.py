@@ -77,9 +77,9 @@ class LinearBook:
     def _prepare(
         self, kind: LinearKind, inputs: dict[str, Any], pack: Pack | None
     ) -> mb.LinearPlan:
-        groups, cluster = self.book.groups, kind.burst.cluster
-        asked = kind.burst.linear == "auto" and cluster is not None
-        if asked and self._rates is None:
+        groups = self.book.groups
+        cluster = kind.burst.cluster if kind.burst.linear == "auto" else None
+        if cluster is not None and self._rates is None:
             self._rates = cluster_file.read(cluster).run_rates(groups.topology.per_node)
         plan = mb.prepare_linear(
             **inputs,
@@ -89,10 +89,12 @@ class LinearBook:
             cu_seqlens=None if pack is None else pack.bounds,
             algorithm=kind.burst.linear,
             scale=kind.scale,
-            rates=self._rates if asked else None,
+            rates=None if cluster is None else self._rates,
         )
         if kind not in self.startup:
-            self.startup[kind] = plan.describe() + (f"; rates of {cluster}" if asked else "")
+            self.startup[kind] = plan.describe() + (
+                "" if cluster is None else f"; rates of {cluster}"
+            )
             if torch.distributed.get_rank() == 0:
                 logging.getLogger("megatron_burst").info(self.startup[kind])
         return plan

@@ -6,7 +6,7 @@ it: the grid, the layout of the rows, the documents of a packed batch, and the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from megatron.core.transformer.enums import AttnMaskType
@@ -39,13 +39,16 @@ def refuse_inference(given: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_other(layer: Any, known: Any) -> None:
-    """Raise ``ValueError`` unless ``layer`` is of the class ``known`` and runs its forward."""
-    if not isinstance(layer, known) or type(layer).forward is not known.forward:
+def refuse_other(layer: Any, known: Any, replaced: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``layer`` is of the class ``known`` and has its methods, of those
+    whose work a forward of ours does."""
+    kind = type(layer)
+    own = [n for n in replaced if getattr(kind, n, None) is not getattr(known, n, None)]
+    if not isinstance(layer, known) or own:
         raise ValueError(
-            f"{type(layer).__name__}: only the forward of {known.__name__} passes the state of "
-            "such a layer from rank to rank; take --burst-linear megatron or "
-            "--context-parallel-algo megatron"
+            f"{kind.__name__}: the state of {known.__name__} goes from rank to rank in a forward "
+            f"of ours, in which {', '.join(own) or 'that'} of {kind.__name__} would not run; take "
+            "--burst-linear megatron or --context-parallel-algo megatron"
         )
 
 
