@@ -1,5 +1,5 @@
 """`python -m benchmarks.linear`: measure, then write docs/linear-attention.json, a picture and
-sections of docs/linear-attention.md. Eight minutes on two idle cores; `--quick` takes two.
+sections of docs/linear-attention.md. Ten minutes on two idle cores; `--quick` takes two.
 """
 
 from __future__ import annotations

@@ -105,13 +105,14 @@ def _own_words(cells: Sequence[Record]) -> str:
     at_once = 2 * PACKET
     free = (
         f"Here links hold back no more than what exceeds {at_once >> 10} KiB, which such a state "
-        f"({state >> 10} KiB) does not, and the threads' work is all there is. "
+        f"({state >> 10} KiB) does not: time goes into the work of the ranks, of gloo and of the "
+        "kernel. "
     )
     return (
         "Milliseconds for which a rank's own thread is busy in both passes, on average. `auto` "
-        f"counts links and the start of each exchange. {free if state <= at_once else ''}The work "
-        f"of {size} ranks on {cores} cores alone takes {min(shares):.0f} to {max(shares):.0f} % of "
-        "two_level's time, which has the most messages. Whether `auto` is right where links count, "
+        f"counts links and the start of each exchange. {free if state <= at_once else ''}That of "
+        f"{size} ranks' threads on {cores} cores alone is {min(shares):.0f} to {max(shares):.0f} % "
+        "of two_level's time, which has the most messages. Whether `auto` is right where links count, "
         "large states show:"
     )
 
