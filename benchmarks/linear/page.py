@@ -112,8 +112,8 @@ def _own_words(cells: Sequence[Record]) -> str:
         "Milliseconds for which a rank's own thread is busy in both passes, on average. `auto` "
         f"counts links and the start of each exchange. {free if state <= at_once else ''}That of "
         f"{size} ranks' threads on {cores} cores alone is {min(shares):.0f} to {max(shares):.0f} % "
-        "of two_level's time, which has the most messages. Whether `auto` is right where links count, "
-        "large states show:"
+        "of two_level's time, which has the most messages. Whether `auto` is right where links "
+        "count, large states show:"
     )
 
 
