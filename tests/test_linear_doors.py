@@ -109,6 +109,8 @@ def test_a_plan_serves_what_it_was_made_for_alone():
     one = [torch.zeros(S, B, 3, dtype=t) for t in (torch.float32, torch.float64)]
     with pytest.raises(ValueError, match="x: must be on the device and of the dtype of x of the f"):
         mb.short_convolution(one, weight, plan=plan)
+    with pytest.raises(ValueError, match=r"label must be a string, .* got 1.5, of type float"):
+        mb.short_convolution(two(S, B, 3), weight, plan=plan, label=1.5)
     with pytest.raises(ValueError, match="plan: that of one rank of"):
         mb.linear_attention(*(t[0] for t in tensors.values()), plan=plan.ranks[0])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..comm.calls import check_label
 from ..comm.groups import Groups, InProcessGroups
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
@@ -66,6 +67,7 @@ def short_convolution(
         plan = prepared(groups, {"x": x}, request, label)
     else:
         check_alone(plan, {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens})
+        check_label(label)
     assert plan is not None
     together = isinstance(plan, InProcessLinearPlan)
     plans, named = of_ranks(plan, {"x": x})
