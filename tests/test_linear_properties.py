@@ -8,7 +8,8 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from recurrences import SHAPES
-from test_linear_forms import FORMS, assert_recurrence, computed, states, strong
+from test_linear_decays import strong
+from test_linear_forms import FORMS, assert_recurrence, computed, states
 
 from megatron_burst.linear_attention import chunks
 
