@@ -9,10 +9,6 @@ checkpoints are those of the layer.
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,20 +17,12 @@ from megatron.core import tensor_parallel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 import megatron_burst as mb
-from megatron_burst.config import OFF
-from megatron_burst.megatron.attention.micro_batch import ONE_RANK
 from megatron_burst.megatron.linear.heads import check_shared_heads
-from megatron_burst.megatron.linear.state_layer import (
-    StateLayer,
-    refuse_inference,
-    refuse_other,
-)
+from megatron_burst.megatron.linear.replaced import Kind, constructor, forward_of
+from megatron_burst.megatron.linear.state_layer import StateLayer
 from megatron_burst.megatron.patching.compatibility import require_function, require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
-_STATES = "_burst_states"  # the layer's `StateLayer`, where states are passed
-# Whose work `_forward` does: the second chooses the rule.
-_REPLACED = ("forward", "_setup_variant_attrs", "_resolve_cu_seqlens")
 _SILU = ("silu", "swish")
 
 
@@ -44,58 +32,22 @@ def patch(patches: PatchSet) -> None:
     original = family.__init__  # of further variants too
     symbol = f"{family.__name__}.__init__"
     require_parameters(original, ["config", "layer_number", "pg_collection"], symbol)
-    patches.replace(family, "__init__", _with_states(original))
+    patches.replace(family, "__init__", constructor(original, KIND))
     forward = GatedDeltaNet.forward
     names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
     require_parameters(forward, names, "GatedDeltaNet.forward")
     names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
     require_function(GatedDeltaNet, "_gated_norm_and_a2a", names)
     require_function(GatedDeltaNet, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"])
-    patches.replace(GatedDeltaNet, "forward", _passing_states(forward))
+    patches.replace(GatedDeltaNet, "forward", forward_of(forward, KIND))
 
 
-def _with_states(original: Callable) -> Callable:
-    """Wrap the constructor: where states are passed, the layer sees one context-parallel rank."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
-        if groups is None or groups.cp.size() == 1:
-            return original(*bound.args, **bound.kwargs)
-        burst = getattr(config, "burst", None)
-        if burst is None or OFF in (burst.algorithm, burst.linear):
-            check_shared_heads(config, groups.tp.size(), groups.cp.size())
-            return original(*bound.args, **bound.kwargs)
-        refuse_other(self, GatedDeltaNet, _REPLACED)
-        alone = copy.copy(groups)
-        alone.cp = ONE_RANK
-        bound.arguments["pg_collection"] = alone
-        original(*bound.args, **bound.kwargs)
-        sizes: Any = (
-            self.num_k_heads_local_tp, self.num_v_heads_local_tp, self.key_head_dim,
-            self.value_head_dim, self.conv_kernel_dim,
-        )  # fmt: skip
-        states = StateLayer(config, groups, self.layer_number, "gated_delta_rule", sizes)
-        setattr(self, _STATES, states)
-
-    return __init__
-
-
-def _passing_states(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states = getattr(self, _STATES, None)
-        given = signature.bind(self, *args, **kwargs).arguments
-        if states is None:
-            return original(self, *args, **kwargs)
-        refuse_inference(given)
-        return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
-
-    return forward
+def _states(net: Any, config: Any, groups: Any) -> StateLayer:
+    sizes: Any = (
+        net.num_k_heads_local_tp, net.num_v_heads_local_tp, net.key_head_dim, net.value_head_dim,
+        net.conv_kernel_dim,
+    )  # fmt: skip
+    return StateLayer(config, groups, net.layer_number, "gated_delta_rule", sizes)
 
 
 def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
@@ -172,3 +124,8 @@ def _projected(net: Any, out: torch.Tensor, gate: torch.Tensor) -> Any:
     result, bias = net.out_proj(net.norm_out_checkpoint.checkpoint(norm, out, gate))
     net.norm_out_checkpoint.discard_output_and_register_recompute(result)
     return result, bias
+
+
+# Of the methods the second chooses the rule.
+_METHODS = ("forward", "_setup_variant_attrs", "_resolve_cu_seqlens")
+KIND = Kind(GatedDeltaNet, _METHODS, _states, _forward, check_shared_heads)

@@ -12,12 +12,8 @@ Shape letters: s local rows, b batch, h heads of width p, g groups of states of 
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,18 +21,11 @@ import torch.nn.functional as F
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 import megatron_burst as mb
-from megatron_burst.config import OFF
-from megatron_burst.megatron.attention.micro_batch import ONE_RANK
-from megatron_burst.megatron.linear.state_layer import (
-    StateLayer,
-    refuse_inference,
-    refuse_other,
-)
+from megatron_burst.megatron.linear.replaced import Kind, constructor, forward_of, refusing
+from megatron_burst.megatron.linear.state_layer import StateLayer
 from megatron_burst.megatron.patching.compatibility import require_parameters
 from megatron_burst.megatron.patching.registry import PatchSet
 
-_STATES = "_burst_states"  # the mixer's `StateLayer`, where states are passed
-_REPLACED = ("forward", "_ssm_training")  # whose work `_forward` does
 # Mixers of main that share heads in their own way: module, class.
 _OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
 
@@ -46,78 +35,22 @@ def patch(patches: PatchSet) -> None:
     original = MambaMixer.__init__
     names = ["config", "d_model", "layer_number", "pg_collection"]
     require_parameters(original, names, "MambaMixer.__init__")
-    patches.replace(MambaMixer, "__init__", _with_states(original))
+    patches.replace(MambaMixer, "__init__", constructor(original, KIND))
     forward = MambaMixer.forward
     names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
     require_parameters(forward, names, "MambaMixer.forward")
-    patches.replace(MambaMixer, "forward", _passing_states(forward))
+    patches.replace(MambaMixer, "forward", forward_of(forward, KIND))
     for home, name in _OTHERS:
         if importlib.util.find_spec(home) is not None:
             mixer = getattr(importlib.import_module(home), name)
-            patches.replace(mixer, "__init__", _refusing(mixer.__init__, name))
+            patches.replace(mixer, "__init__", refusing(mixer.__init__, name))
 
 
-def states_passed(config: Any, groups: Any) -> bool:
-    """Whether layers with this configuration pass states over these process groups."""
-    burst = getattr(config, "burst", None)
-    split = groups is not None and groups.cp.size() > 1
-    return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
-
-
-def _with_states(original: Callable) -> Callable:
-    """Wrap the constructor: where states are passed, the mixer sees one context-parallel rank."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
-        if not states_passed(config, groups):
-            return original(*bound.args, **bound.kwargs)
-        refuse_other(self, MambaMixer, _REPLACED)
-        alone: Any = copy.copy(groups)
-        alone.cp = ONE_RANK
-        bound.arguments["pg_collection"] = alone
-        original(*bound.args, **bound.kwargs)
-        sizes = (
-            self.ngroups_local_tp, self.nheads_local_tp, self.d_state, self.headdim, self.d_conv,
-        )  # fmt: skip
-        states = StateLayer(config, groups, self.layer_number, "scalar_decay", sizes, scale=1.0)
-        setattr(self, _STATES, states)
-
-    return __init__
-
-
-def _refusing(original: Callable, name: str) -> Callable:
-    """Wrap the constructor of a mixer that cannot pass states."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs).arguments
-        if states_passed(bound["config"], bound.get("pg_collection")):
-            raise ValueError(
-                f"{name}: only MambaMixer and GatedDeltaNet pass their state from rank to rank; "
-                "take --burst-linear megatron or --context-parallel-algo megatron"
-            )
-        original(self, *args, **kwargs)
-
-    return __init__
-
-
-def _passing_states(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states = getattr(self, _STATES, None)
-        given = signature.bind(self, *args, **kwargs).arguments
-        if states is None:
-            return original(self, *args, **kwargs)
-        refuse_inference(given)
-        return _forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
-
-    return forward
+def _states(mixer: Any, config: Any, groups: Any) -> StateLayer:
+    sizes: Any = (
+        mixer.ngroups_local_tp, mixer.nheads_local_tp, mixer.d_state, mixer.headdim, mixer.d_conv,
+    )  # fmt: skip
+    return StateLayer(config, groups, mixer.layer_number, "scalar_decay", sizes, scale=1.0)
 
 
 def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
@@ -166,3 +99,6 @@ def _shapes(mixer: Any, mixed: torch.Tensor) -> dict[str, Any]:
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+KIND = Kind(MambaMixer, ("forward", "_ssm_training"), _states, _forward)

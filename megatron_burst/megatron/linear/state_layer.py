@@ -6,7 +6,6 @@ it: the grid, the layout of the rows, the documents of a packed batch, and the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from megatron.core.transformer.enums import AttnMaskType
@@ -27,29 +26,6 @@ class StateCall(TypedDict):
 
     plan: mb.LinearPlan
     label: int
-
-
-def refuse_inference(given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if the arguments of a forward ask for inference."""
-    for name in ("inference_context", "inference_params"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name}: this layer passes its state over context-parallel ranks, for training; "
-                "decode with --context-parallel-size 1"
-            )
-
-
-def refuse_other(layer: Any, known: Any, replaced: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless ``layer`` is of the class ``known`` and has its methods, of those
-    whose work a forward of ours does."""
-    kind = type(layer)
-    own = [n for n in replaced if getattr(kind, n, None) is not getattr(known, n, None)]
-    if not isinstance(layer, known) or own:
-        raise ValueError(
-            f"{kind.__name__}: the state of {known.__name__} goes from rank to rank in a forward "
-            f"of ours, in which {', '.join(own) or 'that'} of {kind.__name__} would not run; take "
-            "--burst-linear megatron or --context-parallel-algo megatron"
-        )
 
 
 class StateLayer:
