@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import megatron_burst as mb
 from megatron_burst.layout import Layout, Span, chains, preceding, relayout
-from megatron_burst.layout.routes import most_preceding
+from megatron_burst.layout.routes import preceding_and_most
 
 NAMES = ("contiguous", "zigzag", "striped", "documents", "balanced", "pieces")
 
@@ -89,7 +89,8 @@ def test_rows_before_each_piece(data, name, ranks, width):
     routes = [preceding(table, width, rank) for rank in range(ranks)]
     held = [layout.positions(rank, total) + 1 for rank in range(ranks)]
     sent = [len(x) for r, route in enumerate(routes) for p, x in enumerate(route.sends) if p != r]
-    assert most_preceding(table, width) == max(sent, default=0)
+    for rank in range(ranks):
+        assert preceding_and_most(table, width, rank)[1] == max(sent, default=0)
     for rank, got in enumerate(arrivals(routes, held)):
         wanted = []
         for position in table.table[table.of(rank), 4]:

@@ -37,22 +37,23 @@ class Route(NamedTuple):
 
 
 def preceding(chains: Chains, width: int, rank: int) -> Route:
-    """The `width` - 1 rows before each piece of `rank`, from whoever holds them.
+    """The `width` - 1 rows before each piece of `rank`, from the ranks that hold them.
 
     The result has width - 1 rows for each piece in the order of the rank's rows, the nearest ones
     last; rows before the document's first are zero. chains: as of `chains`. width: of the window
     that ends at a row, 1 or more. Raises ValueError for a width or rank that is none.
     """
+    return preceding_and_most(chains, width, rank)[0]
+
+
+def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, int]:
+    """`preceding`, and the rows of the longest message between any two ranks."""
     moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
-    return moves.route(rank, chains.ranks, (width - 1) * int((chains.rank == rank).sum()))
-
-
-def most_preceding(chains: Chains, width: int) -> int:
-    """Rows of the longest message of `preceding` between any two ranks."""
-    moves = _preceding(chains, width)
     pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
-    return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
+    most = int(np.unique(pairs, return_counts=True)[1].max(initial=0))
+    rows = (width - 1) * int((chains.rank == rank).sum())
+    return moves.route(rank, chains.ranks, rows), most
 
 
 def _preceding(chains: Chains, width: int) -> _Moves:

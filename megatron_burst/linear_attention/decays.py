@@ -81,10 +81,8 @@ class Vector:
             late, since = (x.unflatten(-2, halves)[..., 1, :, :] for x in (a, total))
             early, until = (x.unflatten(-2, halves)[..., 0, :, :] for x in (k, total))
             end = until[..., -1:, :]
-            late, early = (
-                late * (since - end).to(dtype).exp(),
-                early * (end - until).to(dtype).exp(),
-            )
+            late = late * (since - end).to(dtype).exp()
+            early = early * (end - until).to(dtype).exp()
             across = late @ early.transpose(-1, -2)
             first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
             above = torch.cat([first, torch.zeros_like(first)], -1)

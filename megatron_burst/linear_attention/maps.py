@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 FORMS = ("none", "scalar", "vector", "matrix")  # of A, by its dimensions beyond batch and heads
+LETTERS = {"scalar": "p, b, h", "vector": "p, b, h, d", "matrix": "p, b, h, d, d"}
 
 
 class Map(NamedTuple):

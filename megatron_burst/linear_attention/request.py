@@ -34,6 +34,7 @@ from .checks import (
 from .form import Form
 from .inputs import Inputs
 from .kernels import registry
+from .maps import LETTERS, shape_of
 from .program import States
 from .tables import Sequence, chains_of
 
@@ -136,13 +137,11 @@ def of_states(
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
     _, batch, heads, width, columns = increment.shape
     check_device(groups, "increment", increment)
-    kinds = {"scalar": (), "vector": (width,), "matrix": (width, width)}
     kind = "none"
     if decay is not None:
-        letters = {"scalar": "p, b, h", "vector": "p, b, h, d", "matrix": "p, b, h, d, d"}
-        shapes = {letters[k]: (pieces, batch, heads, *more) for k, more in kinds.items()}
-        check_tensor("decay", decay, shapes)
-        kind = list(kinds)[decay.dim() - 3]
+        of_one = {k: shape_of(k, batch, (heads, width, columns)) or () for k in LETTERS}
+        check_tensor("decay", decay, {LETTERS[k]: (pieces, *of_one[k]) for k in LETTERS})
+        kind = list(LETTERS)[decay.dim() - 3]
         check_together({"increment": increment, "decay": decay}, dtype=False)
     states = States(batch, (heads, width, columns), kind, accumulation_dtype(increment.dtype))
     tensors = {"decay": decay, "increment": increment, "initial_state": initial}

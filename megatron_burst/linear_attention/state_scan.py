@@ -15,7 +15,7 @@ from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .checks import accumulation_dtype, check_final, check_initial, check_tensor, check_together
 from .function import Asked, StateScan
-from .maps import shape_of
+from .maps import LETTERS, shape_of
 from .plan import InProcessLinearPlan, LinearPlan
 from .prepare import of_ranks, prepared
 from .request import Options, of_states
@@ -113,13 +113,14 @@ def scanned(
 
 def spread_initial(groups: InProcessGroups, initial: Any) -> Any:
     """An initial state per rank, of one that all share, or of a list; None stays None."""
-    if isinstance(initial, (list, tuple)):
-        missing = [rank for rank, state in enumerate(initial) if state is None]
-        if missing and len(missing) < len(initial):
-            raise ValueError(f"initial_state: give all ranks one or none, got None for {missing}")
-    if initial is None or isinstance(initial, (list, tuple)):
-        return initial
-    return [initial] * groups.size
+    if initial is None:
+        return None
+    if not isinstance(initial, (list, tuple)):
+        return [initial] * groups.size
+    missing = [rank for rank, state in enumerate(initial) if state is None]
+    if missing and len(missing) < len(initial):
+        raise ValueError(f"initial_state: give all ranks one or none, got None for {missing}")
+    return initial
 
 
 def check_alone(plan: object, keywords: dict[str, object]) -> None:
@@ -153,8 +154,7 @@ def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
         )
     shape = shape_of(states.form, batch, sizes)
     if shape is not None:
-        letters = {"scalar": "p, b, h", "vector": "p, b, h, d", "matrix": "p, b, h, d, d"}
-        check_tensor("decay", decay, {letters[states.form]: (pieces, *shape)})
+        check_tensor("decay", decay, {LETTERS[states.form]: (pieces, *shape)})
         check_together({"increment": increment, "decay": decay}, dtype=False)
     elif decay is not None:
         raise ValueError(

@@ -16,7 +16,7 @@ from ..comm.groups import Groups
 from ..comm.rows import Paths, paths
 from ..layout.chains import Chains, chains
 from ..layout.layouts import Layout
-from ..layout.routes import most_preceding, preceding
+from ..layout.routes import preceding_and_most
 from ..layout.sharding import to_device
 from ..schedule.scans import SCANS
 from ..schedule.scans.blocks import Blocks
@@ -105,9 +105,8 @@ def window(groups: Groups, sequence: Sequence, width: int, device: torch.device)
         found, me = chains_of(groups, sequence), groups.rank
         order, ends = _around(found.table[found.of(me)], width - 1)
         there = to_device(order, device), to_device(ends, device)
-        return Window(
-            paths(preceding(found, width, me), device), *there, most_preceding(found, width)
-        )
+        route, most = preceding_and_most(found, width, me)
+        return Window(paths(route, device), *there, most)
 
     return _kept(groups, ("window", sequence, width, device), make)
 

@@ -111,9 +111,9 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
     if path.suffix != ".json" or not path.is_file():
         near = [other for other in NAMED if name.lower() in other]
         near = near if len(near) == 1 else difflib.get_close_matches(name.lower(), NAMED, 1)
-        told = f"did you mean {near[0]}? N" if near else "n"
+        told = f"did you mean {near[0]}? Names" if near else "names"
         raise ValueError(
-            f"--model {name}: no such name and no config.json there; {told}ames: {', '.join(NAMED)}"
+            f"--model {name}: no such name and no config.json there; {told}: {', '.join(NAMED)}"
         )
     return padded(from_config(_read(path), str(path)), vocabulary_multiple)
 
