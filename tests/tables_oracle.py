@@ -11,7 +11,7 @@ The rules:
 - Every query row and key row that see each other meet in exactly one pair, both by the rows that
   the pair names and by those it computes with: all rows of every message with a named row.
 - A copy comes from its owner, or out of one message that its sender has; no row reaches a rank
-  twice, or in vain. A partial result is sent by ranks that added something to each row of it, not
+  twice, or to no use. A partial result is sent by ranks that added something to each row of it, not
   by the owner; every contribution comes home once, and nothing is left behind.
 - Who may exchange what: the ring's members, never a rank with itself; on every communicator all
   ranks take the batches of a boundary in one order, so that nobody waits for ever (`deadlocks`).
@@ -294,7 +294,7 @@ class Play:
         for (rank, family, owner), parts in self.held.items():
             for part in parts:
                 vain = np.flatnonzero(part.rows & ~part.used)
-                assert released or not len(vain), self._vain(rank, family, owner, vain)
+                assert released or not len(vain), self._unused(rank, family, owner, vain)
                 assert not released, f"rank {rank} never releases {family} of {owner}"
 
     # --- copies ---
@@ -324,13 +324,13 @@ class Play:
             busy = (hop.src, hop.family, hop.owner) == (rank, family, owner)
             assert not (busy and (sent & found[0].rows).any()), f"{who} while it is sent: {hop}"
         vain = np.flatnonzero(found[0].rows & ~found[0].used)
-        assert not len(vain), self._vain(rank, family, owner, vain)
+        assert not len(vain), self._unused(rank, family, owner, vain)
         parts.remove(found[0])
 
     @staticmethod
-    def _vain(rank, family, owner, rows):
+    def _unused(rank, family, owner, rows):
         return (
-            f"rank {rank} received {family} of {owner}, rows {rows.tolist()}, in vain: it neither "
+            f"rank {rank} received {family} of {owner}, rows {rows.tolist()}, unused: it neither "
             "computes with them nor sends them on"
         )
 

@@ -309,7 +309,7 @@ def calls_of_groups(ulysses, reused):
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_all_members_take_part_in_the_first_call_of_a_group(ranks, ulysses, reused):
-    """NCCL makes a communicator there, and waits for whoever has nothing to send."""
+    """NCCL makes a communicator there, and waits for members that have nothing to send."""
     for there, joined, given in ranks(4).run(calls_of_groups, ulysses, reused):
         assert there == joined >= 2
         assert given == 2 * reused

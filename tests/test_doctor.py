@@ -690,7 +690,7 @@ def test_bad_input(words, message, capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def four(ranks):
     """`four().run(...)` on four ranks, which end with this module: the groups made in them, each
-    with a thread, would slow whoever comes next."""
+    with a thread, would slow the tests that come next."""
     yield lambda: ranks(4)
     ranks(4).close()
 

@@ -226,7 +226,7 @@ def test_a_missing_wait_of_the_copy_back_for_the_copy_out_is_a_wrong_number(monk
     with torch.no_grad():
         host.move(torch.ones(ROWS)).get()  # what it leaves is poisoned
     moved, copy = host.move(torch.ones(ROWS)), engines.WorkerEngine.copy
-    # Neither the engine nor whoever holds the source waits.
+    # Neither the engine nor the holder of the source waits.
     monkeypatch.setattr(HostCopy, "release", lambda self: None)
     monkeypatch.setattr(
         engines.WorkerEngine, "copy", lambda self, target, source, _: copy(self, target, source, ())

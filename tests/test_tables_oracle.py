@@ -122,7 +122,7 @@ def test_rows_that_are_of_no_use():
     made = tables(pairs, hops)
     programs = [program(made, GRID, rank) for rank in range(3)]
     for how in (None, programs):
-        with pytest.raises(AssertionError, match=r"rank 1 received kv of 0, rows \[0\], in vain"):
+        with pytest.raises(AssertionError, match=r"rank 1 received kv of 0, rows \[0\], unused"):
             act_out(made, GRID, alone, row_bytes=FORWARD, programs=how)
     play(pairs, changed(hops, 0, rows=2), seen=alone, row_bytes=FORWARD)
 

@@ -272,7 +272,7 @@ def test_many_bundles_are_joined_before_they_are_split():
     assert 60 <= len(set(cut.number.tolist())) == len(cut.number)
     assert cut.number.max() < 62
     assert cut.rows.sum() == 4 * count
-    for index in range(len(cut.number)):  # whoever wanted a row still gets it
+    for index in range(len(cut.number)):  # ranks that wanted a row still get it
         for first, stop in cut.ranges(0, 1 << int(cut.number[index])):
             for row in range(first, stop):
                 assert (cut.wanted[index] | ~wanted[row // 4]).all()

@@ -1,8 +1,8 @@
 """Persistent gloo ranks for the tests: processes that start once and run many functions.
 
 `Workers(n)` starts n processes; `run(function, *args)` calls an importable function on all of
-them and returns their results in rank order. It never hangs: whoever does not answer in time is
-killed, and the error shows the traceback of every rank that failed and of every one that hung.
+them and returns their results in rank order. It never hangs: processes that do not answer in time
+are killed, and the error shows the traceback of every rank that failed and of every one that hung.
 """
 
 import contextlib

@@ -99,8 +99,8 @@ def _compiled(records: Sequence[Record]) -> Iterator[str]:
     if not records:
         return
     yield (
-        "### Beside rivals that compile for each mask\n\nThe same, in runs of their own: whoever "
-        "is compared took turns in one run."
+        "### Beside rivals that compile for each mask\n\nThe same, in runs of their own: rivals "
+        "that are compared took turns in one run."
     )
     yield from _by_pass(records)
     yield from _reasons("Not computed there", records, "refused")

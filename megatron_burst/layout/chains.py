@@ -1,4 +1,4 @@
-"""Chains: the pieces of each document in the order of their positions, whoever holds them.
+"""Chains: the pieces of each document in the order of their positions, on any ranks.
 
 A state that is carried along a document passes from piece to piece. Decides what a piece is: as
 many rows of one rank as hold consecutive positions of one document. Contiguous gives every rank one

@@ -20,7 +20,7 @@ class Known:
     """States and maps of one rank, block by block.
 
     begins: of every piece, is it the first of its document? The state that enters it is zero here:
-    whoever holds it has an initial state in its map. own: piece -> its map.
+    the rank that holds it has an initial state in its map. own: piece -> its map.
     """
 
     def __init__(self, begins: list[bool], blocks: Blocks, own: Mapping[int, Map]):

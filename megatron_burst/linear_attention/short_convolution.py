@@ -1,7 +1,7 @@
 """The public operation: a short causal convolution over a sequence that is split over ranks.
 
-Decides that each piece gets the rows before it from whoever holds them, in one exchange, and is
-then convolved as if the rank had them.
+Decides that each piece gets the rows before it from the ranks that hold them, in one exchange, and
+is then convolved as if the rank had them.
 
 Shape letters: s local rows, b batch, c channels.
 """
