@@ -29,9 +29,8 @@ million: $(VENV)/.ready-examples ## train one step on 1,000,000 tokens on 4 CPU 
 	@test -e megatron_burst/kernels/libcsrc.so || $(PY) csrc/build.py --cpu || true
 	@$(PY) examples/million.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-# One file in one process. Short tests run in the order of their files: those with ranks, which keep
-# all cores busy, come first, and no long file is left for the end. Of the long tail the files with
-# most tests come first.
+# One file in one process. Short tests run in the order that tests/conftest.py gives their files, so
+# that no long one is left for the end. Of the long tail the files with most tests come first.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 test: $(VENV)/.ready-test ## run the tests, files side by side in JOBS processes
@@ -105,7 +104,7 @@ bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention s
 bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU, into csrc/README.md
 	@$(PY) benchmarks/csrc.py $(ARGS)
 
-bench-linear: $(VENV)/.ready-test ## states of linear attention on the emulated cluster, beside all-to-all and gathers, into docs/linear-attention.md; ARGS=--quick
+bench-linear: $(VENV)/.ready-test ## states of linear attention on the emulated cluster, beside all-to-all and gathers, into runs/linear; ARGS=--quick
 	@$(PY) -m benchmarks.linear $(ARGS)
 
 bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory, into docs/performance.md
@@ -132,8 +131,8 @@ bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.m
 bench-gpu: $(VENV)/.ready-test ## tests and speed on one GPU, into docs/performance.md (says so where there is none)
 	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)
 
-bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links, into docs/cluster-here.md; ARGS=--help, ARGS=--full; SUITES=all or "documents tiles": rivals side by side
-	@$(PY) -m benchmarks.cluster $(if $(SUITES),compare $(SUITES),bench) --doc docs/cluster-here.md $(ARGS)
+bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links, into runs/cluster; ARGS=--help, ARGS=--full; SUITES=all or "documents tiles": rivals side by side
+	@$(PY) -m benchmarks.cluster $(if $(SUITES),compare $(SUITES),bench) $(ARGS)
 
 # Megatron-Bridge names packages that need a GPU to install; without them, what its recipes import.
 BARE = megatron-core==0.16.1 megatron-bridge==0.3.1 nvidia-resiliency-ext triton

@@ -170,8 +170,9 @@ OPENING = """# Accuracy of distributed attention
 How far `mb.attention` is from float64, for 16-bit inputs, as the number of ranks grows. A ring
 of ranks adds partial results; in which precision it adds decides whether its error grows with
 their number. Ours adds in fp32, always, and can send gradients in 16 bits to halve their traffic
-(`grad_wire_dtype`): then each hop rounds the travelling sum once, which `tests/test_accuracy.py`
-bounds at sqrt(hops) x 2^-9 of the gradient's root mean square for bf16.
+(`grad_wire_dtype`): then each hop rounds the travelling sum once, which
+`tests/execution/test_accuracy.py` bounds at sqrt(hops) x 2^-9 of the gradient's root mean square
+for bf16.
 
 ![Relative error over the number of ranks](accuracy.png)
 """

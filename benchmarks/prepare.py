@@ -31,7 +31,6 @@ from report import DOCS, markdown, milliseconds, progress, provenance, write_sec
 
 import megatron_burst as mb
 from megatron_burst.autotune.known import known
-from megatron_burst.execution.build import Works, make_pass
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
 from megatron_burst.kernels.blocks import blocks
@@ -39,6 +38,7 @@ from megatron_burst.kernels.operators import CudaFlash
 from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span
 from megatron_burst.masks import Mask
+from megatron_burst.planning.build import Works, make_pass
 from megatron_burst.schedule.cost import Sizes, backward_schedule, forward_schedule
 from megatron_burst.schedule.demand import wanted
 from megatron_burst.schedule.rings import Schedule

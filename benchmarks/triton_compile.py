@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megatron_burst.kernels.blocks import Blocks, blocks
+from megatron_burst.kernels.blocks import BlockSizes, blocks
 
 # bytes a block of threads may have
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     width: int
     masked: bool
     dtype: str
-    size: Blocks
+    size: BlockSizes
 
 
 class Made(NamedTuple):
@@ -91,7 +91,7 @@ def _launches(args: argparse.Namespace) -> Iterator[Launch]:
     for device, kernel, dtype, width in product(args.devices, kernels, args.dtypes, args.widths):
         size = blocks(device, kernel.split("_")[0], width, DTYPES[dtype])
         for masked in (False, True):
-            chosen = Blocks(*args.blocks) if args.blocks else size
+            chosen = BlockSizes(*args.blocks) if args.blocks else size
             yield Launch(device, kernel, width, masked, dtype, chosen)
 
 

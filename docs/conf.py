@@ -17,6 +17,7 @@ from sphinx.errors import SphinxError
 from sphinx.util.nodes import make_refnode
 
 import megatron_burst
+from megatron_burst import flags
 from megatron_burst.config import BurstConfig
 from megatron_burst.options import AttentionOptions
 
@@ -96,9 +97,13 @@ def _defaults(choices: Any) -> str:
 
 
 def link_type(app: Any, env: Any, node: Any, shown: Any) -> Any:
-    """Link a type in a signature by its public name; those of inner modules stay text."""
+    """Link a type in a signature by its public name; those of inner modules stay text.
+
+    A name without a module is one that its module imports for type checkers only.
+    """
     target = node.get("reftarget", "")
-    if node.get("refdomain") != "py" or not target.startswith("megatron_burst."):
+    ours = target.startswith("megatron_burst.") or "." not in target
+    if node.get("refdomain") != "py" or not ours:
         return None
     domain, last = env.get_domain("py"), target.rpartition(".")[2]
     for name, entry in domain.objects.items():
@@ -118,8 +123,14 @@ def check_assets(app: Any, failed: Exception | None) -> None:
                 raise SphinxError(f"{page.name} loads from elsewhere: {found[0]}")
 
 
+def table_of_flags(app: Any, page: str, source: list[str]) -> None:
+    """Write the flags of today where a page has the mark `<!-- flags -->`."""
+    source[0] = source[0].replace("<!-- flags -->", flags.table())
+
+
 def setup(app: Any) -> None:
     """Sphinx calls it."""
+    app.connect("source-read", table_of_flags)
     app.connect("autodoc-process-docstring", list_parameters)
     app.connect("autodoc-process-signature", choices_in_signature)
     app.connect("missing-reference", link_type)

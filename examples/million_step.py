@@ -34,9 +34,10 @@ from model import build_model, build_optimizer, model_config  # noqa: E402
 import megatron_burst.megatron as burst  # noqa: E402
 from benchmarks.memory.live import LiveTensors  # noqa: E402
 from megatron_burst import flags  # noqa: E402
+from megatron_burst.megatron import patching  # noqa: E402
 from megatron_burst.megatron.offload.tier import tier_of  # noqa: E402
-from megatron_burst.megatron.patching import registry  # noqa: E402
 from megatron_burst.recompute.host.mover import HostMemory  # noqa: E402
+from megatron_burst.testing import cpu  # noqa: E402
 from megatron_burst.units import byte_size  # noqa: E402
 
 BACKWARD = 2.2  # what a pair of backward weighs, in pairs of forward: about the kernel's ratio
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True)
     mine, rest = parser.parse_known_args()
     args = arguments.parse_args(rest)
-    burst.cpu.enable()
+    cpu.enable()
     pretrain_gpt.join_processes(args)
     rank = torch.distributed.get_rank()
     found = run(args, show=rank == 0)
@@ -237,7 +238,7 @@ def clocks() -> tuple[float, float]:
 
 def host_memory() -> HostMemory | None:
     """The host tier of `--burst-offload`."""
-    patches = registry.installed("burst")
+    patches = patching.installed("burst")
     tier = tier_of(patches) if patches else None
     return tier.host if tier else None
 

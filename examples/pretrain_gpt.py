@@ -30,12 +30,13 @@ from model import build_model, build_optimizer, model_config
 
 import megatron_burst.megatron as burst
 from megatron_burst import flags
+from megatron_burst.testing import cpu
 
 
 def main() -> None:
     args = arguments.parse_args()
     if not torch.cuda.is_available():
-        burst.cpu.enable()
+        cpu.enable()
     join_processes(args)
     run(args)
     torch.distributed.destroy_process_group()

@@ -13,14 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import layout, masks
-    from .advisor.advice import Advice, advise
-    from .advisor.clusters import Cluster
-    from .advisor.forecast.faults import Faults
-    from .advisor.gpus import Gpu
-    from .advisor.settings import Settings
-    from .advisor.shapes.model import Model
-    from .advisor.simulate import simulate
     from .attention import attention
+    from .autotune.clusters import Cluster
+    from .autotune.gpus import Gpu
     from .autotune.measure import measure_rates
     from .autotune.rates import Rates
     from .autotune.select import Choice, choose
@@ -28,8 +23,7 @@ if TYPE_CHECKING:
     from .config import BurstConfig
     from .layout.sharding import shard, unshard
     from .linear_attention.operation import linear_attention
-    from .linear_attention.plan import LinearPlan
-    from .linear_attention.prepare import prepare_linear
+    from .linear_attention.plan import LinearPlan, prepare_linear
     from .linear_attention.short_convolution import short_convolution
     from .linear_attention.state_scan import state_scan
     from .linear_cross_entropy import linear_cross_entropy
@@ -38,25 +32,30 @@ if TYPE_CHECKING:
     from .recompute.checkpoint import checkpoint
     from .recompute.host.mover import HostMemory
     from .recompute.tiles import tiled
+    from .tools.advise.advice import Advice, advise
+    from .tools.advise.forecast.faults import Faults
+    from .tools.advise.settings import Settings
+    from .tools.advise.shapes.model import Model
+    from .tools.advise.simulate import simulate
 
 __version__ = "0.1.0"
 
 # Public name -> its module; a name that is a module itself is imported as such.
 _HOMES = {
-    "Advice": "advisor.advice",
+    "Advice": "tools.advise.advice",
     "BurstConfig": "config",
     "Choice": "autotune.select",
-    "Cluster": "advisor.clusters",
-    "Faults": "advisor.forecast.faults",
-    "Gpu": "advisor.gpus",
+    "Cluster": "autotune.clusters",
+    "Faults": "tools.advise.forecast.faults",
+    "Gpu": "autotune.gpus",
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",
     "LinearPlan": "linear_attention.plan",
-    "Model": "advisor.shapes.model",
+    "Model": "tools.advise.shapes.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
-    "Settings": "advisor.settings",
-    "advise": "advisor.advice",
+    "Settings": "tools.advise.settings",
+    "advise": "tools.advise.advice",
     "attention": "attention",
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
@@ -67,10 +66,10 @@ _HOMES = {
     "measure_rates": "autotune.measure",
     "megatron": "",  # above this package: imported when asked for, by nothing in it
     "prepare": "planning.prepare",
-    "prepare_linear": "linear_attention.prepare",
+    "prepare_linear": "linear_attention.plan",
     "shard": "layout.sharding",
     "short_convolution": "linear_attention.short_convolution",
-    "simulate": "advisor.simulate",
+    "simulate": "tools.advise.simulate",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "unshard": "layout.sharding",

@@ -8,12 +8,11 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
-from .autotune.rates import Rates
 from .comm.groups import Groups, InProcessGroups
 from .execution.function import Attention, InProcessAttention
 from .kernels.autograd import outside_graphs, refuse_transforms
@@ -23,6 +22,9 @@ from .planning.plan import Plan
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
 from .recompute.checkpoint import Frame, current
+
+if TYPE_CHECKING:
+    from .autotune.rates import Rates
 
 
 @outside_graphs
@@ -58,29 +60,8 @@ def attention(
     an integer or a tuple of them); where ranks are out of step, it tells calls of one plan apart.
 
     Either `plan`, made by `mb.prepare`, or the keywords from which `prepare` makes one, which is a
-    collective: groups, needs_grad, rates, and the options below.
-
-    layout: which positions each rank holds: a name or a `Layout` (see `mb.layout`).
-    mask: from `mb.masks`; default `Causal()`.
-    algorithm: one of the registry `schedule.algorithms`, default "burst"; with groups that share
-    heads also "hybrid" (burst inside) and "ulysses"; "auto" takes the one that is predicted to be
-    fastest, with its side and head_chunks, at `rates` (what they do not state is measured, once
-    per groups).
-    side: "auto" (fewer bytes), "kv" or "query".
-    kernel: "auto", "aten", "aten_cudnn", "narrow", "triton", "reference", or an installed
-    FlashAttention package: "flash2", "flash3", "flash4".
-    softmax_scale: default d ** -0.5. softcap: cap * tanh(score / cap).
-    grad_wire_dtype: of travelling gradients, and of partial outputs where these travel ("tile",
-    "token_ring"); None for the accumulation dtype.
-    kv_cache: the fraction of travelling keys that forward keeps for backward.
-    store: the fraction of results that a checkpoint around the call keeps (default: as it says).
-    head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
-    rings run staggered, so that the last hops of one overlap with the compute of another, at that
-    many times the messages; 1: one ring.
-    sequence_chunks: into how many chunks the rows are cut, whose queries attend one behind the
-    other; see `Plan.chunked` for code that makes them one at a time. row_blocks: the shard is so
-    many equal runs of rows, and a chunk has equally many rows of each. visiting: "ring"; "host" is
-    for `Plan.chunked` alone.
+    collective: groups, needs_grad, rates (what they do not state is measured, once per groups, for
+    algorithm "auto"), and options, the fields of `AttentionOptions`, which says what they mean.
 
     Cannot be differentiated twice, nor run inside torch.func; torch.compile breaks its graph here,
     once. Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer
@@ -96,7 +77,10 @@ def attention(
             rates=rates, **options,
         )  # fmt: skip
     else:
-        _check_alone(groups=groups, needs_grad=needs_grad, rates=rates, **options)
+        keywords = {"groups": groups, "needs_grad": needs_grad, "rates": rates, **options}
+        given = sorted(name for name, value in keywords.items() if value is not None)
+        if given:
+            raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
     if isinstance(plan, InProcessPlan):
         return _in_process(plan, q, k, v, sink, max_logits, label, frame)
     if not isinstance(plan, Plan):
@@ -107,13 +91,6 @@ def attention(
     call = plan.groups.calls.forward(plan.identity, label, sink is not None)
     out: Any = Attention.apply(plan.job, plan.groups, call, kept, max_logits, sink, q, k, v)
     return out
-
-
-def _check_alone(**keywords: object) -> None:
-    """Raise ValueError if a plan comes with keywords that would make one."""
-    given = sorted(name for name, value in keywords.items() if value is not None)
-    if given:
-        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
 
 
 def _in_process(

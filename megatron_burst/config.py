@@ -8,11 +8,12 @@ made.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from .layout import LayoutName, check_fraction
-from .options import AttentionKeywords, KernelName, SideName, WireDtype, algorithms
+from .options import MEANING, AttentionKeywords, KernelName, SideName, WireDtype, algorithms
 from .schedule.topology import Placement
 from .units import size_of
 
@@ -32,7 +33,7 @@ class Described(NamedTuple):
     meaning: str
     flag: str = ""
     names: tuple[str, ...] = ()
-    text: Literal["SIZE", "FILE"] = "SIZE"
+    text: Literal["SIZE", "FILE", "MODULE:NAME"] = "SIZE"
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class BurstConfig:
     placement: "head_first" puts the ranks that share heads next to each other, "context_first"
     those of a ring.
     kv_cache: fraction of travelling keys and values that forward keeps for backward.
-    wire_dtype: of travelling gradients, and of partial outputs with tile and token_ring, "fp32" or
-    "bf16"; None for the accumulation dtype.
+    wire_dtype: of travelling gradients, and of partial outputs where the algorithm sends these,
+    "fp32" or "bf16"; None for the accumulation dtype.
     store: fraction of attention results that `--recompute-granularity` keeps instead of computing
     them again (`--burst-attention-store`); None keeps none.
     lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
@@ -75,6 +76,8 @@ class BurstConfig:
     cluster: the path of a file of `megatron-burst calibrate`, whose rates "auto" takes, of the
     algorithm and of linear; None measures those of attention when the run starts.
     attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
+    mask: the import path, "module:name", of a function of (`megatron.MaskLayer`,
+    `megatron.MaskBatch`) that returns the layer's mask; None for Megatron's own.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -98,9 +101,7 @@ class BurstConfig:
             names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"
-    side: Annotated[
-        SideName, Described("what travels in backward; auto takes the side with fewer bytes")
-    ] = "auto"
+    side: Annotated[SideName, Described(MEANING["side"])] = "auto"
     kernel: Annotated[
         KernelName,
         Described(
@@ -125,14 +126,12 @@ class BurstConfig:
     placement: Annotated[
         Placement, Described("whether neighbouring ranks share heads or a ring")
     ] = "head_first"
-    kv_cache: Annotated[
-        float, Described("fraction of travelling keys and values that forward keeps for backward")
-    ] = 0.0
+    kv_cache: Annotated[float, Described(MEANING["kv_cache"])] = 0.0
     wire_dtype: Annotated[
         WireDtype | None,
         Described(
-            "of travelling gradients, and of partial outputs with tile and token_ring; sums are "
-            "fp32; default: fp32"
+            "of travelling gradients, and of partial outputs where the algorithm sends these; sums "
+            "are fp32; default: fp32"
         ),
     ] = None
     store: Annotated[
@@ -217,6 +216,14 @@ class BurstConfig:
         Literal["contiguous", "striped", "zigzag"] | None,
         Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
     ] = None
+    mask: Annotated[
+        str | None,
+        Described(
+            "a function of (layer, batch) that returns the attention mask of that layer, one of "
+            "mb.masks or your own; default: causal, with the window that the layer has",
+            text="MODULE:NAME",
+        ),
+    ] = None
 
     def __post_init__(self):
         for name in CHOICES:
@@ -250,6 +257,8 @@ class BurstConfig:
             size_of(value, title)
         elif kind is str and not (isinstance(value, str) and value):
             raise ValueError(f"{title} must be the path of a file, got {value!r}")
+        elif name == "mask" and not re.fullmatch(r"[\w.]+:[\w.]+", str(value)):
+            raise ValueError(f"{title} must be MODULE:NAME of a function, got {value!r}")
 
     def keywords(self) -> AttentionKeywords:
         """What of it `mb.prepare` takes; "auto" is none of its layouts."""

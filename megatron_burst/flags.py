@@ -56,9 +56,9 @@ FLAGS = tuple(map(_flag, CHOICES))
 
 
 def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
-    """Add all flags to ``parser``, in a group of their own; ``algorithm`` if none is asked for.
+    """Add all flags to `parser`, in a group of their own; `algorithm` if none is asked for.
 
-    Raises ``ValueError`` when the parser has one of them already.
+    Raises `ValueError` when the parser has one of them already.
     """
     group = parser.add_argument_group(GROUP)
     for flag in FLAGS:
@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
                 type=flag.type,
                 metavar=flag.values,
                 default=algorithm if flag.field == "algorithm" else default(flag.field),
-                help=flag.help,
+                help=flag.help.replace("%", "%%"),
             )
         except argparse.ArgumentError as error:
             raise ValueError(
@@ -84,7 +84,7 @@ def default(field: str) -> Any:
 
 
 def settle(args: Any) -> None:
-    """Give ``args`` each flag that it lacks and the layout that follows from the others.
+    """Give `args` each flag that it lacks and the layout that follows from the others.
 
     Arguments that never saw `add_flags` (those of a checkpoint) leave the attention alone.
     """
@@ -108,7 +108,7 @@ def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
 
 
 def burst_config(args: Any) -> BurstConfig:
-    """The choices that settled arguments state. Raises ``ValueError`` naming the flag."""
+    """The choices that settled arguments state. Raises `ValueError` naming the flag."""
     return BurstConfig(**{flag.field: getattr(args, flag.dest) for flag in FLAGS})
 
 
@@ -131,13 +131,13 @@ def stated(args: Any) -> dict[str, Any]:
 
 
 def given(argv: Sequence[str], *names: str) -> Iterator[str]:
-    """Which of ``names`` (all flags of this module, if none are named) a command line has."""
+    """Which of `names` (all flags of this module, if none are named) a command line has."""
     words = {word.split("=", 1)[0] for word in argv}
     return (name for name in names or [flag.name for flag in FLAGS] if name in words)
 
 
 def table() -> str:
-    """All flags as a table in Markdown, for README.md."""
+    """All flags as a table in Markdown, for the site."""
     rows = [
         f"| `{flag.name}` | {_shown(flag)} | {flag.help.replace('|', ' or ')} |" for flag in FLAGS
     ]

@@ -1,11 +1,12 @@
 """The choices of an attention call: one typed object, from the keywords of a call to its plan.
 
-Owns what may be chosen, and the names of kernels; layouts, algorithms and sides are named by their
-rooms. Values are checked by `planning.validate`, on all ranks alike.
+Owns what may be chosen, what each choice means, and the names of kernels; layouts, algorithms and
+sides are named by their rooms. Values are checked by `planning.validate`, on all ranks alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
@@ -43,32 +44,57 @@ VISITING: tuple[str, ...] = get_args(VisitingName)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 
 
+# What each option means, told once: the documentation of calls, of flags and of recipes takes it.
+MEANING: Mapping[str, str] = {
+    "layout": "which positions each rank holds: a name (see `mb.layout`) or a `Layout`",
+    "mask": "from `mb.masks`; None: `Causal()`",
+    "algorithm": (
+        "one of `options.algorithms()`, those of the registry `schedule.algorithms` among them; "
+        '"hybrid" (burst inside) and "ulysses" want groups that share heads; "auto" takes the one '
+        "that is predicted to be fastest, with its side and head chunks"
+    ),
+    "side": "which tensors travel in backward; auto takes the side with fewer bytes",
+    "kernel": (
+        "the local attention on a device; auto takes the first that can serve the call, flash2 to "
+        "flash4 are the installed FlashAttention packages"
+    ),
+    "softmax_scale": "factor of the scores; None: d ** -0.5",
+    "softcap": "scores become cap * tanh(score / cap)",
+    "grad_wire_dtype": (
+        "of travelling gradients, and of partial outputs where the algorithm sends these; a torch "
+        'dtype or "fp32" or "bf16"; None for the accumulation dtype'
+    ),
+    "kv_cache": "fraction of travelling keys and values that forward keeps for backward",
+    "store": (
+        "fraction of attention results that a checkpoint around the call keeps; default: as the "
+        "checkpoint says"
+    ),
+    "head_chunks": (
+        "into how many chunks the key/value heads (and their query heads) are cut, whose rings run "
+        "staggered: the last hops of one overlap with the compute of another, at that many times "
+        'the messages. None: 1, or what algorithm "auto" takes'
+    ),
+    "sequence_chunks": (
+        "into how many row chunks every shard is cut, whose queries attend one behind the other, "
+        "so that queries, outputs and their gradients travel and add up one row chunk at a time; "
+        'on side "kv" the keys go round once per row chunk. `Plan.chunked` is for code that makes '
+        "the queries one row chunk at a time"
+    ),
+    "row_blocks": (
+        "the shard is so many equal runs of rows (the ranks of sequence parallelism), and a row "
+        "chunk has equally many rows of each"
+    ),
+    "visiting": (
+        'how the keys of other ranks come to the later row chunks of a forward: "ring", again, or '
+        '"host", from host memory, where the first row chunk\'s forward leaves them '
+        "(`Plan.chunked(host=)`)"
+    ),
+}
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is computed; every field is a keyword of `mb.attention` and `mb.prepare`.
-
-    layout: which positions each rank holds: a name (see `mb.layout`) or a `Layout`.
-    mask: from `mb.masks`; None: `Causal()`.
-    algorithm: one of `algorithms()`, those of the registry `schedule.algorithms` among them;
-    "hybrid" (burst inside) and "ulysses" want groups that share heads; "auto" takes the one that is
-    predicted to be fastest, with its side and head chunks.
-    side: which tensors travel in backward; "auto" takes the side with fewer bytes.
-    kernel: the local attention on a device; "auto" takes the first that can serve the call.
-    softmax_scale: default d ** -0.5. softcap: scores become cap * tanh(score / cap).
-    grad_wire_dtype: of travelling gradients, and of the partial outputs that forward sends with
-    "tile" and "token_ring"; a torch dtype or "fp32" or "bf16"; None for the accumulation dtype.
-    kv_cache: fraction (0 to 1) of travelling keys and values that forward keeps for backward.
-    store: fraction (0 to 1) of attention results that a checkpoint around the call keeps.
-    head_chunks: into how many chunks the key/value heads (and their query heads) are cut, whose
-    rings run staggered: the last hops of one overlap with the compute of another, at that many
-    times the messages. None: 1, or what algorithm "auto" takes.
-    sequence_chunks: into how many chunks the rows of every shard are cut, whose queries attend one
-    behind the other, so that queries, outputs and their gradients travel and add up a chunk at a
-    time; on side "kv" the keys go round once per chunk. row_blocks: the shard is so many equal runs
-    of rows (the ranks of sequence parallelism), and a chunk has equally many rows of each.
-    visiting: how the keys of other ranks come to the later chunks of a forward: "ring", again, or
-    "host", from host memory, where the first chunk's forward leaves them (`Plan.chunked(host=)`).
-    """
+    """How attention is computed; every field is a keyword of `mb.attention` and `mb.prepare`."""
 
     layout: LayoutName | Layout = "zigzag"
     mask: Mask | None = None
@@ -84,6 +110,11 @@ class AttentionOptions:
     sequence_chunks: int = 1
     row_blocks: int = 1
     visiting: VisitingName = "ring"
+
+
+AttentionOptions.__doc__ = "\n\n".join(
+    [str(AttentionOptions.__doc__), *(f"{name}: {text}." for name, text in MEANING.items())]
+)
 
 
 class AttentionKeywords(TypedDict, total=False):

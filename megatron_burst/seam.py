@@ -1,8 +1,8 @@
 """Seams: decorators in a patched Megatron, so that none of its functions is replaced at run time.
 
-A patched tree (`patches/`) marks each function that this plugin changes with ``@seam``. A seam
+A patched tree (`patches/`) marks each function that this plugin changes with `@seam`. A seam
 calls its function until `megatron_burst.megatron.install` puts a replacement into it, and again
-after ``uninstall``. This module imports nothing of the package or of Megatron, because Megatron
+after `uninstall`. This module imports nothing of the package or of Megatron, because Megatron
 imports it while it is itself being imported.
 """
 
@@ -19,7 +19,7 @@ MARKER = "__megatron_burst_seam__"
 DECORATORS = ("seam", "entrance")
 
 
-class Place(NamedTuple):
+class SeamPlace(NamedTuple):
     """A function of Megatron with a seam: its purpose (a patch of the series), module and name."""
 
     purpose: str
@@ -35,35 +35,35 @@ class Place(NamedTuple):
 
 _MODELS = "megatron.core.models"
 PLACES = (
-    Place("core-attention", "megatron.core.transformer.attention", "Attention.__init__"),
-    Place(
+    SeamPlace("core-attention", "megatron.core.transformer.attention", "Attention.__init__"),
+    SeamPlace(
         "core-attention",
         "megatron.core.transformer.multi_latent_attention",
         "MultiLatentAttention.__init__",
     ),
-    Place("slicing", "megatron.core.utils", "get_batch_on_this_cp_rank"),
-    Place("slicing", f"{_MODELS}.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
-    Place("slicing", f"{_MODELS}.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"),
-    Place("recompute", "megatron.core.tensor_parallel.random", "checkpoint"),
-    Place(
+    SeamPlace("slicing", "megatron.core.utils", "get_batch_on_this_cp_rank"),
+    SeamPlace("slicing", f"{_MODELS}.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
+    SeamPlace("slicing", f"{_MODELS}.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"),
+    SeamPlace("recompute", "megatron.core.tensor_parallel.random", "checkpoint"),
+    SeamPlace(
         "lm-head",
         f"{_MODELS}.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
     ),
-    Place(
+    SeamPlace(
         "lm-head",
         f"{_MODELS}.common.language_module.language_module",
         "LanguageModule.setup_embeddings_and_output_layer",
     ),
-    Place("lm-head", f"{_MODELS}.gpt.gpt_model", "GPTModel.forward"),
-    Place(
+    SeamPlace("lm-head", f"{_MODELS}.gpt.gpt_model", "GPTModel.forward"),
+    SeamPlace(
         "lm-head",
         "megatron.core.transformer.multi_token_prediction",
         "_compute_mtp_acceptance_counts",
     ),
-    Place("lm-head", "megatron.core.transformer.multi_token_prediction", "process_mtp_loss"),
-    Place("flags", "megatron.training.arguments", "add_megatron_arguments", "entrance"),
-    Place("flags", "megatron.training.argument_utils", "core_transformer_config_from_args"),
+    SeamPlace("lm-head", "megatron.core.transformer.multi_token_prediction", "process_mtp_loss"),
+    SeamPlace("flags", "megatron.training.arguments", "add_megatron_arguments", "entrance"),
+    SeamPlace("flags", "megatron.training.argument_utils", "core_transformer_config_from_args"),
 )
 
 
@@ -76,12 +76,12 @@ class Seam:
 
 
 def seam(function: F) -> F:
-    """``function``, until `install` puts a replacement into the seam."""
+    """`function`, until `install` puts a replacement into the seam."""
     return _made(function)
 
 
 def entrance(function: F, install: Callable[[], object]) -> F:
-    """A seam that calls ``install`` on its first call: the place where flags are declared."""
+    """A seam that calls `install` on its first call: the place where flags are declared."""
     return _made(function, install)
 
 
@@ -113,7 +113,7 @@ def definition(tree: ast.Module, name: str) -> ast.FunctionDef | None:
     return found[-1] if found else None
 
 
-def marked(source: str, place: Place) -> bool:
+def marked(source: str, place: SeamPlace) -> bool:
     """Whether this source of the module has the seam at that place."""
     found = definition(ast.parse(source), place.name)
     names = [ast.unparse(d) for d in found.decorator_list] if found else []

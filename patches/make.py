@@ -11,7 +11,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from megatron_burst.seam import PLACES, Place, definition
+from megatron_burst.seam import PLACES, SeamPlace, definition
 
 HOMES = {"seam": "megatron_burst.seam", "entrance": "megatron_burst.megatron.entrance"}
 
@@ -24,7 +24,7 @@ SUBJECTS = {
 }
 
 
-def with_seams(source: str, places: list[Place]) -> str:
+def with_seams(source: str, places: list[SeamPlace]) -> str:
     """The source of a module with a decorator on each place, and the import of them."""
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
     inserted: dict[int, str] = {}

@@ -1,8 +1,11 @@
-"""Fixtures all tests share."""
+"""Fixtures all tests share, and the order in which files are tested."""
+
+from pathlib import Path
 
 import csrc_library
 import pytest
 import torch
+from ci_rooms import AGAIN, FIRST, RARE
 from hypothesis import Phase, settings
 from workers import Workers
 
@@ -14,6 +17,26 @@ settings.register_profile("repo", derandomize=True, database=None, deadline=None
 some = (Phase.explicit, Phase.generate)
 settings.register_profile("mutants", settings.get_profile("repo"), phases=some)
 settings.load_profile("repo")
+
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Long files first, so that processes that share the files out end at about the same time; and
+    the marks that say what CI runs once, or not at all."""
+
+    def room(item):
+        name = item.path.relative_to(TESTS).parts[0]
+        return FIRST.index(name) if name in FIRST else len(FIRST)
+
+    items.sort(key=room)
+    for item in items:
+        file = item.path.relative_to(TESTS).as_posix()
+        if not file.startswith(AGAIN):
+            item.add_marker(pytest.mark.once)
+        if f"{file}::{item.name}".startswith(RARE) and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.rare)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,12 +18,11 @@ import numpy as np
 from benchmarks.advise.fitting import Errors, errors, fit
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
-from megatron_burst.advisor.clusters import GB, Cluster, gpu
-from megatron_burst.advisor.forecast.attention_time import AttentionTime, attention_time
-from megatron_burst.advisor.forecast.ring_passes import Rings
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes.models import Model, named
+from megatron_burst.autotune.clusters import GB, Cluster, gpu
 from megatron_burst.autotune.rates import Rates
+from megatron_burst.tools.advise.forecast.attention_time import AttentionTime, Rings, attention_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import Model, named
 
 GPUS = 64
 BACKWARD = 3.0  # time of a backward over a forward's: LoongTrain's own model of time has it

@@ -14,10 +14,10 @@ from typing import Any
 from benchmarks.advise.attention_fit import Constants
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
-from megatron_burst.advisor.clusters import GB, Cluster, gpu
-from megatron_burst.advisor.forecast.attention_time import attention_time
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes.model import Model
+from megatron_burst.autotune.clusters import GB, Cluster, gpu
+from megatron_burst.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.model import Model
 
 RANKS, HEADS, WIDTH = 32, 40, 128
 MODEL = Model("BurstEngine 14B", 40, HEADS * WIDTH, HEADS, HEADS, 13824, 120_000)

@@ -1,4 +1,4 @@
-"""The emulated cluster: every cell of docs/cluster.json predicted by the simulator of today.
+"""The emulated cluster: every cell of docs/cluster.md predicted by the simulator of today.
 
 The host of that cluster is two cores, on which all ranks copy and wait at once. What it costs is
 ten constants, one set for all cells; links are those that were shaped. The cells were measured
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import cache
 from itertools import combinations, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,6 @@ from benchmarks.cluster import results
 from benchmarks.cluster.cells import RIVALS, WIRES, Cell, Rival
 from benchmarks.cluster.network import Rates as Links
 from benchmarks.cluster.predict import RINGS
-from benchmarks.report import DOCS
-from megatron_burst.autotune.candidates import shared_sizes
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.prepared import Prepared
@@ -125,7 +123,7 @@ def _ring(cell: Cell, rival: Rival) -> _Ring:
     topology = Topology(size, cell.per_node, shared, rival.placement)
     own = Sizes(problem.tokens, 1, problem.heads, problem.kv_heads, problem.width, problem.width,
                 4, 4, WIRES[problem.wire], (True, True, True))  # fmt: skip
-    sizes, grid = shared_sizes(own, shared), Grid(topology.inter_size, topology.intra_size)
+    sizes, grid = own.shared(shared), Grid(topology.inter_size, topology.intra_size)
     name = RINGS.get(rival.algorithm, rival.algorithm)
     want = everything(grid.size, sizes.tokens)
     back = cost.backward_schedule(name, grid, want, sizes, side=rival.side)
@@ -173,15 +171,11 @@ def _exchange(
 def measured() -> list[Measured]:
     """Every cell and rival whose settings were fixed, in the order of the file."""
     found = []
-    for index, each in enumerate(results.load(DOCS / "cluster.json").cells):
-        given: dict[str, Any] = each.cell | {"rates": Links.parse(each.cell["rates"])}
-        cell = Cell(**given)
-        for row in each.rows:
-            if WAYS[row.name].algorithm != "auto":
-                passes = row.forward, row.backward
-                found.append(
-                    Measured(index, cell, row.name, row.middle, passes, gflops=each.gflops)
-                )
+    for index, (cell, gflops, rivals) in enumerate(results.load(results.MEASURED)):
+        for kept in rivals:
+            if WAYS[kept.rival].algorithm != "auto":
+                passes = kept.forward, kept.backward
+                found.append(Measured(index, cell, kept.rival, kept.seconds, passes, gflops=gflops))
     return found
 
 

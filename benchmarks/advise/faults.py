@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 from benchmarks.advise.section import Figure, Section
-from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.forecast.attention_time import AttentionTime, attention_time
-from megatron_burst.advisor.forecast.faults import Faults
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes.models import named
+from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.tools.advise.forecast.attention_time import AttentionTime, attention_time
+from megatron_burst.tools.advise.forecast.faults import Faults
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import named
 
 MODEL = named("llama3-8b")
 RANKS = 64

@@ -23,13 +23,12 @@ from benchmarks.advise import attention_fit
 from benchmarks.advise.fitting import fit
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
-from megatron_burst.advisor.clusters import GB, Cluster
-from megatron_burst.advisor.forecast.attention_time import attention_time
-from megatron_burst.advisor.forecast.ring_passes import Rings
-from megatron_burst.advisor.forecast.step_time import StepTime, step_time
-from megatron_burst.advisor.gpus import GPUS
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes.models import Model
+from megatron_burst.autotune.clusters import GB, Cluster
+from megatron_burst.autotune.gpus import GPUS
+from megatron_burst.tools.advise.forecast.attention_time import Rings, attention_time
+from megatron_burst.tools.advise.forecast.step_time import StepTime, step_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import Model
 
 RANKS = 32
 APART = 0.03  # cells that differ by less are in no order

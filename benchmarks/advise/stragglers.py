@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 
 from benchmarks.advise.section import Figure, Section
-from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.forecast.faults import Faults
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.simulate import simulate
+from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.tools.advise.forecast.faults import Faults
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.simulate import simulate
 
 MODEL = "llama3-405b"
 GPUS = 12_288

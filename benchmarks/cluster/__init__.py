@@ -5,7 +5,6 @@ within), real gloo ranks and real bytes. `python -m benchmarks.cluster --help`, 
 bench-cluster`. Reading order: `enclosure` (how everything goes away), `network` (the links),
 `ranks` (the processes), `problems` and `cells` (what is measured), `measure` (one timed run),
 `emulated` (compute that takes a stated time), `mail` (who sends how much to whom), `bench` and
-`record` (all runs of a setting), `table` and `results` (what is kept), `heatmap` and `document`
-(what is read); `suites`, `compare`, `comparison` and `comparison_page` (rivals side by side,
-`whole` among them); `faults`.
+`record` (all runs of a setting), `table` and `results` (what is kept), `heatmap` (the figure);
+`suites`, `compare` and `comparison` (rivals side by side, `whole` among them); `faults`.
 """

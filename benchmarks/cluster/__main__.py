@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from . import compare
 from .cells import HEADS, REGIMES, RIVALS, Cell, cells
 from .enclosure import Unavailable, enclosed
 from .network import WIRINGS, Rates
+from .results import MEASURED, load
 
 ROOT = Path(__file__).parents[2]
 FULL = {
@@ -46,20 +46,18 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="can this machine emulate a cluster?")
     check.set_defaults(run=_check)
     check.add_argument("--wiring", default="nic", choices=(*WIRINGS,), help="default: nic")
-    bench = commands.add_parser("bench", help="measure; --doc writes a page, tables and a figure")
+    bench = commands.add_parser("bench", help="measure; tables here, records and a figure as files")
     bench.set_defaults(run=_bench)
     _add_cells(bench, "MHA", "communication,balanced,compute")
     bench.add_argument("--repeats", type=int, default=3, help="runs of each rival (default: 3)")
     bench.add_argument("--rivals", default="", help="only those whose name contains one of A,B,...")
-    bench.add_argument("--out", type=Path, default=RESULTS / "results.json", help="JSON to write")
+    bench.add_argument("--out", type=Path, default=RESULTS / "results.json", metavar="X.json",
+                       help="records to write; X.csv and the figure X.png beside them")  # fmt: skip
     bench.add_argument("--full", action="store_true", help="every cell; predicted: 2.5 hours")
-    bench.add_argument("--doc", type=Path, metavar="X.md", help="also write X.md and its files")
-    bench.add_argument("--append", action="store_true", help="add to the cells that X.json has")
-    write = commands.add_parser("document", help="write page, tables and figure from X.json again")
-    write.set_defaults(run=_document)
-    write.add_argument("--doc", type=Path, required=True, metavar="X.md")
-    write.add_argument("--records", type=Path, help="what `bench --out` wrote, instead of X.json")
-    write.add_argument("--append", action="store_true", help="the records, and what X.json has")
+    chart = commands.add_parser("chart", help="draw the figure of docs/cluster.md, or another")
+    chart.set_defaults(run=_chart)
+    chart.add_argument("--csv", type=Path, nargs="+", default=[MEASURED], help="of `bench`, joined")
+    chart.add_argument("--png", type=Path, default=ROOT / "docs" / "cluster.png", help="to write")
     compare.add(commands, RESULTS)
     trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
     trace.set_defaults(run=_trace)
@@ -102,52 +100,21 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--full says which cells and how often, got {', '.join(given)} too")
         vars(arguments).update(FULL)
     todo = _cells(arguments)
-    _check_page(arguments, arguments.out)
 
     def inside() -> int:
         from . import bench, screen
 
         return screen.show(todo, rivals, bench.How(arguments.repeats), arguments.out)
 
-    code = enclosed(inside)
-    if code == 0 and arguments.doc:
-        _write(arguments, arguments.out)
-    return code
+    return enclosed(inside)
 
 
-def _document(arguments: argparse.Namespace) -> int:
-    _check_page(arguments, arguments.records)
-    _write(arguments, arguments.records)
+def _chart(arguments: argparse.Namespace) -> int:
+    from . import heatmap
+
+    heatmap.draw([one for path in arguments.csv for one in load(path)], arguments.png)
+    print(f"wrote {arguments.png}")
     return 0
-
-
-def _check_page(arguments: argparse.Namespace, records: Path | None) -> None:
-    """Before hours are spent on what cannot be written."""
-    from . import document
-
-    page = arguments.doc
-    if arguments.append and not (page and records):
-        raise ValueError("--append adds records to the numbers of a page: give --doc X.md as well")
-    if page is None:
-        return
-    data = page.with_suffix(".json")
-    if (arguments.append or records is None) and not data.exists():
-        raise ValueError(f"--doc {page}: its numbers would be in {data}, which does not exist")
-    if page.exists():
-        document.with_block(page.read_text(), "", page)
-
-
-def _write(arguments: argparse.Namespace, records: Path | None) -> None:
-    """The records, or the numbers that are there, or both, into the page."""
-    from . import document, results, table
-
-    page = arguments.doc
-    parts = []
-    if arguments.append or records is None:
-        parts.append(results.load(page.with_suffix(".json")))
-    if records is not None:
-        parts.append(table.gathered(json.loads(records.read_text())))
-    document.write(parts[0] + parts[1] if len(parts) > 1 else parts[0], page)
 
 
 def _cells(arguments: argparse.Namespace) -> list[Cell]:
@@ -171,11 +138,11 @@ def _trace(arguments: argparse.Namespace) -> int:
         raise ValueError("a trace is of one cell: give one grid, rate, kind of heads and regime")
 
     def inside() -> int:
-        from megatron_burst.cli.trace import files
+        from megatron_burst.tools.trace import record
 
         from . import bench
 
-        files.save(bench.trace_cell(cell, named[0], print), arguments.out)
+        record.save(bench.trace_cell(cell, named[0], print), arguments.out)
         print(f"megatron-burst trace --events {arguments.out} --png FILE")
         return 0
 

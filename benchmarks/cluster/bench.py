@@ -16,7 +16,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.cli.trace.files import Trace
+from megatron_burst.tools.trace.record import Trace
 
 from . import measure, predict, record
 from .cells import REGIMES, Cell, Rival

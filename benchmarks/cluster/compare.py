@@ -1,4 +1,4 @@
-"""The command `compare`: runs the settings of suites and writes what they say.
+"""The command `compare`: runs the settings of suites and says what they show.
 
 Records reach the disk after every setting; `--append` adds to those that are there.
 """
@@ -21,9 +21,7 @@ from .suites import SUITES, Suite, cells
 
 def add(commands: argparse._SubParsersAction, out: Path) -> None:
     """Enter `compare` among the commands."""
-    parser = commands.add_parser(
-        "compare", help=f"rivals side by side: {', '.join(SUITES)}; --doc writes a page"
-    )
+    parser = commands.add_parser("compare", help=f"rivals side by side: {', '.join(SUITES)}")
     parser.set_defaults(run=run)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="default: all of them")
     parser.add_argument("--grids", help="nodes x ranks, comma-separated (default: the suite's)")
@@ -39,29 +37,9 @@ def add(commands: argparse._SubParsersAction, out: Path) -> None:
     parser.add_argument("--forecast", action="store_true", help="also say what is predicted")
     parser.add_argument("--out", type=Path, default=out / "compared.json", help="JSON to write")
     parser.add_argument("--append", action="store_true", help="add to the settings that it has")
-    parser.add_argument("--doc", type=Path, metavar="X.md", help="also write tables between the "
-                        "markers of X.md, and all numbers beside it")  # fmt: skip
-
-    written = commands.add_parser("compared", help="write the tables of comparisons again")
-    written.set_defaults(run=_write)
-    written.add_argument(
-        "records", nargs="*", type=Path, help="of `compare --out`, joined; default: the page's own"
-    )
-    written.add_argument("--doc", type=Path, required=True, metavar="X.md")
-
-
-def _write(arguments: argparse.Namespace) -> int:
-    from . import comparison, comparison_page
-
-    records = arguments.records or [comparison_page.data(arguments.doc)]
-    found = comparison.joined(*(comparison.load(path) for path in records))
-    comparison_page.write(found, arguments.doc)
-    return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from . import comparison_page
-
     names = list(SUITES) if arguments.suites in ([], ["all"]) else arguments.suites
     if unknown := [name for name in names if name not in SUITES]:
         raise ValueError(f"compare: there is {', '.join(SUITES)}, got {', '.join(unknown)}")
@@ -72,12 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.append and not arguments.out.exists():
         raise ValueError(f"--append: {arguments.out} does not exist")
-    if arguments.doc and arguments.doc.exists():  # before hours are spent on what cannot be written
-        comparison_page.with_block(arguments.doc.read_text(), "", arguments.doc)
-    code = enclosed(inside)
-    if code == 0 and arguments.doc:
-        _write(argparse.Namespace(records=[arguments.out], doc=arguments.doc))
-    return code
+    return enclosed(inside)
 
 
 def _job(suite: Suite, arguments: argparse.Namespace) -> tuple[Suite, list[Cell]]:
@@ -105,12 +78,11 @@ def _measure(jobs: Sequence[tuple[str, Suite, list[Cell]]], arguments: argparse.
     from . import comparison, whole
     from .bench import How, run_cells
     from .ranks import RankError
-    from .results import Run
     from .screen import machine
 
     whole.register()  # for what is predicted
     kept = comparison.load(arguments.out) if arguments.append else comparison.EMPTY
-    now = Run(shlex.join(sys.argv[1:]), machine())
+    now = comparison.Run(shlex.join(sys.argv[1:]), machine())
     kept = kept._replace(runs=(*kept.runs, now))
     for name, suite, todo in jobs:
         how = How(arguments.repeats, best=suite.best, forecast=arguments.forecast)
@@ -127,6 +99,7 @@ def _measure(jobs: Sequence[tuple[str, Suite, list[Cell]]], arguments: argparse.
             print(f"a run was wrong: {error}", file=sys.stderr)
             return 1
         print(f"{name}: {len(todo)} settings in {time.time() - started:.0f} s", flush=True)
+    print(comparison.summary(kept))
     print(f"records: {arguments.out}")
     return 0
 

@@ -10,6 +10,9 @@ or any rival reached in the setting.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,7 +20,8 @@ from typing import Any, NamedTuple
 from . import table
 from .mail import LINKS, PASSES
 from .record import Record
-from .results import Ratio, Run
+from .suites import SUITES
+from .table import Ratio
 
 MIB = 1 << 20
 
@@ -59,21 +63,19 @@ class Compared(NamedTuple):
     load: float = 0.0
 
 
+class Run(NamedTuple):
+    """One call of the command: its arguments, the machine and the date."""
+
+    command: str
+    machine: str
+
+
 class Comparisons(NamedTuple):
     runs: tuple[Run, ...]
     cells: tuple[Compared, ...]
 
 
 EMPTY = Comparisons((), ())
-
-
-def joined(*parts: Comparisons) -> Comparisons:
-    """The settings of all parts; each keeps its own run."""
-    runs, cells = (), ()
-    for part in parts:
-        cells += tuple(cell._replace(run=cell.run + len(runs)) for cell in part.cells)
-        runs += part.runs
-    return Comparisons(runs, cells)
 
 
 def compared(suite: str, record: Record, base: tuple[str, ...]) -> Compared:
@@ -100,7 +102,7 @@ def compared(suite: str, record: Record, base: tuple[str, ...]) -> Compared:
                 *(_sent(rival, link) for link in reversed(LINKS)),
                 round(sum(rival["least"].values()) / _size(record) / MIB, 3),
                 {link: _message(rival, link) for link in LINKS if _messages(rival, link)},
-                {link: round(x, 1) for link, x in table._extra(rival["bytes"]).items()},
+                {link: round(x, 1) for link, x in table.extra_bytes(rival["bytes"]).items()},
                 rival["predicted"] and round(rival["predicted"], 3),
                 round(rival["imbalance"], 3) if "imbalance" in rival else None,
             )
@@ -183,4 +185,83 @@ def headline(found: Compared) -> str:
     return (
         f"{cell['nodes']} x {cell['per_node']}, {cell['mask']}, {cell['tokens']} tokens per rank, "
         f"{cell['heads']}{width}, {cell['rates']}{wiring}{wire}, {cell['regime']}"
+    )
+
+
+def summary(found: Comparisons) -> str:
+    """A table per suite: a row is a setting; batches of packed documents that differ by their seed
+    alone are one row, whose numbers are medians over the batches."""
+    parts = []
+    for name, suite in SUITES.items():
+        if cells := [cell for cell in found.cells if cell.suite == name]:
+            parts += [f"{suite.what} ({name})", _summary(cells)]
+    return "\n\n".join(parts)
+
+
+def group(cell: Compared) -> str:
+    """The setting; of documents what the suite leaves open, without their seed."""
+    where, seed, rest = headline(cell).partition(" seed ")
+    return f"{where}, {rest.rpartition(', ')[2]}" if seed else where
+
+
+def summarized(cells: Sequence[Compared], rival: str) -> dict[str, tuple[float, ...]] | None:
+    """Of a rival over settings that differ by their seed: gain (median, smallest, largest),
+    permitted (the same) and the median and largest time over the limit; None if it did not run."""
+    entries = [e for cell in cells for e in cell.entries if e.name == rival]
+    if not entries:
+        return None
+    alone = len(entries) == 1
+    gains = list(entries[0].ratio) if alone else [e.ratio.middle for e in entries]
+    permitted, over = [e.permitted for e in entries], [e.over_limit for e in entries]
+    middle = gains[0] if alone else median(gains)
+    return {
+        "gain": (middle, min(gains), max(gains)),
+        "permitted": (median(permitted), min(permitted), max(permitted)),
+        "over": (median(over), max(over)),
+    }
+
+
+def family(name: str) -> str:
+    """A rival without its number of head chunks."""
+    return re.sub(r", \d+ head chunks", "", name)
+
+
+def _summary(cells: Sequence[Compared]) -> str:
+    """A row per setting, a column for each way beside the base; of head chunks the fastest."""
+    bases = {family(cell.base) for cell in cells}
+    ways = dict.fromkeys(family(e.name) for cell in cells for e in cell.entries)
+    ways = [way for way in ways if bases != {way}]
+    lines = [
+        f"| setting | base (over the limit) | {' | '.join(ways)} |",
+        "|-|-|" + "-|" * len(ways),
+    ]
+    for setting, some in groupby(sorted(cells, key=group), key=group):
+        batch = list(some)
+        count = f", {len(batch)} batches" * (len(batch) > 1)
+        first = summarized(batch, batch[0].base)
+        assert first is not None
+        columns = [_column(batch, way) for way in ways]
+        lines.append(
+            f"| {setting}{count} | {batch[0].base} ({first['over'][0]:.2f}) | "
+            f"{' | '.join(columns)} |"
+        )
+    return "\n".join(lines)
+
+
+def _column(batch: Sequence[Compared], way: str) -> str:
+    """ "2.00 (1.50 to 2.50), permitted 2.20 (1.10 over the limit)": of the fastest of this way."""
+    fastest = [
+        min(some, key=lambda e: median(e.seconds)).name
+        for cell in batch
+        if (some := [e for e in cell.entries if family(e.name) == way])
+    ]
+    if not fastest or family(batch[0].base) == way:
+        return ""
+    found = summarized(batch, fastest[0])
+    assert found is not None
+    chunks = fastest[0].removeprefix(way)
+    gain = "{:.2f} ({:.2f} to {:.2f})".format(*found["gain"])
+    return (
+        f"{gain}, permitted {found['permitted'][0]:.2f}, over the limit {found['over'][0]:.2f}"
+        f"{chunks}"
     )

@@ -45,17 +45,6 @@ class Cut(NamedTuple):
         return mb.shard(rows, self.layout, rank, dim=0).clone()
 
 
-def imbalance(name: str, mask: str, length: int, nodes: int, per_node: int) -> float:
-    """What the queries of the busiest rank see, over the mean, in packed documents."""
-    found = cut(name, mask, length, nodes, per_node)
-    bounds = np.array(bounds_of(mask, length))
-    seen = np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds)) + 1
-    rows = np.where(found.tokens < 0, 0, seen[found.tokens])
-    ranks = range(nodes * per_node)
-    each = [rows[found.layout.positions(rank, len(rows))].sum() for rank in ranks]
-    return float(max(each) / np.mean(each))
-
-
 def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
     """`length` tokens under the mask of this name (`problems`), cut by the layout of that name.
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .cells import REGIMES
-from .network import Rates
-from .results import Measured, Results
-from .table import fastest
+from .results import Kept, Setting
 
+OURS = ("burst", "double_ring, overlapped", "auto")  # double_ring, overlapped is burst, side kv
 # Heading, then for each of its columns the second line and the rival's name.
 COLUMNS = (
     ("flat ring", (("whole", "ring"), ("4\nchunks", "ring, 4 head chunks"))),
@@ -70,45 +69,46 @@ class Line(NamedTuple):
     over_limit: float | None
 
 
-def lines(cells: Iterable[Measured]) -> list[Line]:
-    """The cells, by regime, grid, rates (fastest first), heads and tokens."""
+def lines(settings: Iterable[Setting]) -> list[Line]:
+    """The settings, by regime, grid, rates (fastest first), heads and tokens."""
     order = (*REGIMES, "real")
 
-    def key(found: Measured) -> tuple[Any, ...]:
+    def key(found: Setting) -> tuple[Any, ...]:
         cell = found.cell
-        rate = Rates.parse(cell["rates"])
-        place = order.index(cell["regime"]), cell["nodes"], cell["per_node"], -rate.inter
-        return *place, cell["heads"] != "MHA", cell["heads"], cell["tokens"]
+        place = order.index(cell.regime), cell.nodes, cell.per_node, -cell.rates.inter
+        return *place, cell.heads != "MHA", cell.heads, cell.tokens
 
-    return [_line(found) for found in sorted(cells, key=key)]
+    return [_line(found) for found in sorted(settings, key=key)]
 
 
-def _line(found: Measured) -> Line:
+def _line(found: Setting) -> Line:
     cell = found.cell
     best = None if found.gflops is None else fastest(found)
     return Line(
-        cell["regime"],
-        (
-            f"{cell['nodes']} x {cell['per_node']}",
-            cell["rates"],
-            cell["heads"],
-            str(cell["tokens"]),
-        ),
-        {row.name: row.fixed.middle for row in found.rows},
+        cell.regime,
+        (f"{cell.nodes} x {cell.per_node}", str(cell.rates), cell.heads, str(cell.tokens)),
+        {kept.rival: kept.over_fixed for kept in found.rivals},
         best and best.over_limit,
     )
 
 
-def digest(results: Results) -> str:
+def fastest(found: Setting) -> Kept | None:
+    """Of burst and `auto`; None if neither was run."""
+    ours = [kept for kept in found.rivals if kept.rival.startswith(OURS)]
+    return min(ours, key=lambda kept: kept.seconds, default=None)
+
+
+def digest(settings: Iterable[Setting]) -> str:
     """Of all that the figure shows; `draw` writes it into the file, where a test finds it."""
-    shown = [lines(results.cells), COLUMNS, BANDS]
+    shown = [lines(settings), COLUMNS, BANDS]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(settings: Sequence[Setting], path: Path) -> None:
+    """The figure, as a PNG."""
     from matplotlib.figure import Figure
 
-    rows = lines(results.cells)
+    rows = lines(settings)
     top, bottom = 1.75, 0.12
     height = top + LINE * len(rows) + BAND * len({row.regime for row in rows}) + bottom
     figure = Figure(figsize=(WIDTH, height))
@@ -126,7 +126,7 @@ def draw(results: Results, path: Path) -> None:
             y += BAND
         _draw_line(axes, row, places, y)
         y += LINE
-    _save(figure, path, digest(results))
+    _save(figure, path, digest(settings))
 
 
 def _save(figure: Any, path: Path, description: str) -> None:

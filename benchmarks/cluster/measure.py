@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.cli.trace.record import Event, traced
 from megatron_burst.comm.transport import Channel
-from megatron_burst.execution.executor import Pass
+from megatron_burst.execution.job import Pass
+from megatron_burst.tools.trace.local import profiled
+from megatron_burst.tools.trace.record import TraceEvent
 
 from . import emulated, mail, whole
 from .cells import Problem, Rival
@@ -177,13 +178,12 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
     return Run({"forward": forward, "backward": backward}, sent, counted, error, most)
 
 
-def trace(state: State, name: str, speed: float | None) -> tuple[list[Event], Run]:
+def trace(state: State, name: str, speed: float | None) -> tuple[list[TraceEvent], Run]:
     """What this rank did in one timed run, and the run."""
-    plan, _ = state["plans"][name]
-    if speed is not None:
-        plan = plan.with_kernel(_emulated(state, plan, speed or None))
-    plan, events = traced(plan)
-    return events, timed(state, name, speed, plan)
+    events: list[TraceEvent] = []
+    with profiled(events):
+        run = timed(state, name, speed)
+    return [event._replace(rank=state["rank"]) for event in events], run
 
 
 def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
@@ -222,8 +222,7 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
 
 def _pairs(run: Pass) -> int:
     """Visible pairs that this rank computes in a pass."""
-    computed = (pair for boundary in run.program for pair in boundary.pairs)
-    return sum(visible(call.work) for pair in computed for call in run.calls.get(pair, ()))
+    return sum(visible(call.work) for step in run.steps for call in step.calls)
 
 
 def _emulated(state: State, plan: mb.Plan, speed: float | None) -> EmulatedKernel:

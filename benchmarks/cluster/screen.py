@@ -1,7 +1,7 @@
 """What is seen while the benchmark runs, and how its records reach the disk.
 
 A bar and a running line on a terminal, the tables as they come; records are written after every
-cell, so an interrupted run loses one cell at most.
+cell, so an interrupted run loses one cell at most; at the end the figure and what it shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import table
+from . import heatmap, results, table
 from .bench import How, run_cells
 from .cells import Cell, Rival
 from .predict import estimate
@@ -57,7 +57,10 @@ def show(todo: Sequence[Cell], rivals: Sequence[Rival], how: How, out: Path) -> 
         except RankError as error:
             console.print(f"[bold red]a run was wrong:[/] {error}", markup=True)
             return 1
-    console.print(f"records: {out}")
+    settings = [table.setting(record) for record in records]
+    results.save(settings, out.with_suffix(".csv"))
+    heatmap.draw(settings, out.with_suffix(".png"))
+    console.print(f"records: {out}; beside it {out.stem}.csv and the figure, {out.stem}.png")
     return 0
 
 
@@ -74,8 +77,7 @@ def machine() -> str:
 
 
 def _table(record: dict[str, Any]) -> Table:
-    found = table.measured(record)
-    shown = Table(title=table.headline(found), title_justify="left", title_style="bold")
+    shown = Table(title=table.headline(record), title_justify="left", title_style="bold")
     for name in (
         "",
         "median s",
@@ -89,7 +91,7 @@ def _table(record: dict[str, Any]) -> Table:
         "bytes",
     ):
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in found.rows:
+    for row in table.rows(record):
         shown.add_row(
             row.name, f"{row.middle:.3f}", f"{row.low:.3f}-{row.high:.3f}",
             f"{row.forward:.3f} + {row.backward:.3f}", f"{row.limit:.3f}",
@@ -97,6 +99,6 @@ def _table(record: dict[str, Any]) -> Table:
             "" if row.predicted is None else f"{row.predicted:.3f}",
             " ".join(f"{link} {extra:+.1f}%" for link, extra in row.extra.items()),
         )  # fmt: skip
-    chosen = [f"{name}: {words}" for name, words in found.chosen.items()]
-    shown.caption = "\n".join([*found.left_out, *chosen]) or None
+    chosen = [f"{r['name']}: {r['chosen']}" for r in record["rivals"] if r.get("chosen")]
+    shown.caption = "\n".join([*record["left out"], *chosen]) or None
     return shown

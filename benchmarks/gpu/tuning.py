@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_burst.kernels.blocks import Blocks, blocks
+from megatron_burst.kernels.blocks import BlockSizes, blocks
 from megatron_burst.kernels.triton_kernel import TritonKernel, capability
 
 from .attention import FORWARD, KV, Bench, Cell, timed_record
@@ -25,12 +25,14 @@ WIDTHS = (128, 64, 256)
 DIRECTIONS = ("forward", "backward")
 CANDIDATES = {
     "forward": (
-        Blocks(128, 128, 8, 2), Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3),
-        Blocks(128, 64, 4, 3), Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3),
+        BlockSizes(128, 128, 8, 2), BlockSizes(128, 128, 8, 3), BlockSizes(128, 64, 8, 3),
+        BlockSizes(128, 64, 4, 3), BlockSizes(64, 128, 4, 2), BlockSizes(64, 64, 4, 3),
+        BlockSizes(128, 32, 4, 3),
     ),
     "backward": (
-        Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 1),
-        Blocks(32, 128, 4, 2), Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 2),
+        BlockSizes(64, 128, 8, 2), BlockSizes(64, 64, 4, 2), BlockSizes(64, 64, 8, 2),
+        BlockSizes(64, 64, 8, 1),
+        BlockSizes(32, 128, 4, 2), BlockSizes(32, 64, 4, 2), BlockSizes(32, 32, 4, 2),
     ),
 }  # fmt: skip
 Record = dict[str, Any]
@@ -39,11 +41,11 @@ Record = dict[str, Any]
 class Candidate(TritonKernel):
     """The kernel with other blocks in one direction, the table's in the other."""
 
-    def __init__(self, direction: str, size: Blocks):
+    def __init__(self, direction: str, size: BlockSizes):
         super().__init__()
         self.direction, self.candidate = direction, size
 
-    def _size(self, direction: str, q: torch.Tensor, v: torch.Tensor) -> Blocks:
+    def _size(self, direction: str, q: torch.Tensor, v: torch.Tensor) -> BlockSizes:
         return self.candidate if direction == self.direction else super()._size(direction, q, v)
 
 
@@ -65,7 +67,7 @@ def measure(
     return record | {"entry": entry}
 
 
-def _run(bench: Bench, who: str, name: str, direction: str, size: Blocks) -> None:
+def _run(bench: Bench, who: str, name: str, direction: str, size: BlockSizes) -> None:
     try:
         bench.kernel(who, Candidate(direction, size), (name,))
     except Exception as error:

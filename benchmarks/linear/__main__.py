@@ -1,5 +1,5 @@
-"""`python -m benchmarks.linear`: measure, then write docs/linear-attention.json, a picture and
-sections of docs/linear-attention.md. Ten minutes on two idle cores; `--quick` takes two.
+"""`python -m benchmarks.linear`: measure, then write records, tables and the picture of
+docs/linear-attention.md into runs/linear. Ten minutes on two idle cores; `--quick` takes two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
     parts = arguments.parts or PARTS
-    out = arguments.out or (RESULTS if arguments.quick else ROOT / "docs")
+    out = arguments.out or RESULTS
     try:
         for part in parts if not arguments.page else ():
             if enclosed(lambda part=part: _measure(part, arguments)):
@@ -47,11 +47,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few settings, into runs/linear")
+    parser.add_argument("--quick", action="store_true", help="few settings")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
     parser.add_argument("--repeats", type=int, help="runs of each rival (default: 3; quick: 2)")
     parser.add_argument("--page", action="store_true", help="measure nothing, write again")
-    parser.add_argument("--out", type=Path, help="folder of what is written (default: docs)")
+    parser.add_argument("--out", type=Path, help="folder of what is written (default: runs/linear)")
     return parser
 
 

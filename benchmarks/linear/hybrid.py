@@ -145,5 +145,4 @@ def timed(state: State, name: str, speed: float) -> Run:
 
 def _pairs(run: Any) -> int:
     """Visible (query, key) pairs that this rank computes in a pass."""
-    computed = (pair for boundary in run.program for pair in boundary.pairs)
-    return sum(visible(call.work) for pair in computed for call in run.calls.get(pair, ()))
+    return sum(visible(call.work) for step in run.steps for call in step.calls)

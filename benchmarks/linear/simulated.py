@@ -14,10 +14,10 @@ from megatron_burst.layout import chains, make
 from megatron_burst.schedule.scans import SCANS
 from megatron_burst.schedule.scans.choice import blocks_for, choose
 from megatron_burst.schedule.scans.hops import Task
-from megatron_burst.schedule.scans.sizes import Sizes
+from megatron_burst.schedule.scans.sizes import ScanSizes
 from megatron_burst.schedule.scans.timing import (
     NOMINAL,
-    Rows,
+    HeadwiseRowBytes,
     exchange_seconds,
     exchange_sent,
     scan_seconds,
@@ -43,14 +43,14 @@ class Row(NamedTuple):
     seconds: float
 
 
-def states() -> Sizes:
+def states() -> ScanSizes:
     """Of one layer."""
-    return Sizes(1, HEADS, KEYS, VALUES, "vector")
+    return ScanSizes(1, HEADS, KEYS, VALUES, "vector")
 
 
-def widths() -> Rows:
+def widths() -> HeadwiseRowBytes:
     """Bytes of a row: queries, keys and decays, values; the outputs."""
-    return Rows(HEADS * (3 * KEYS + VALUES) * ITEMSIZE, HEADS * VALUES * ITEMSIZE)
+    return HeadwiseRowBytes(HEADS * (3 * KEYS + VALUES) * ITEMSIZE, HEADS * VALUES * ITEMSIZE)
 
 
 def within() -> float:

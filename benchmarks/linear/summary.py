@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -105,9 +104,3 @@ def auto_over_best(record: Record) -> Ratio:
     found = ratio(times, "auto", fastest(record))
     assert found is not None
     return found
-
-
-def load(records: Sequence[Record]) -> tuple[float, float]:
-    """The least and the largest load of the machine, of all rounds."""
-    values = [x for record in records for x in record["load"]]
-    return min(values), max(values)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.memory`: the account's longest sequences into docs/how-long.md, and with
 `--measure` the account beside live tensors of real Megatron-Core layers on four CPU ranks.
 
-What was measured is kept in docs/memory.json; `--cells` names what is measured again.
+What was measured is kept in runs/memory/memory.json; `--cells` names what is measured again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import DOCS, markdown, write_section
-from megatron_burst.advisor.account.memory import Account, account
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes.models import Model
+from megatron_burst.tools.advise.account.memory import Account, account
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import Model
 
 from . import clusters_page
 
+KNOWN = DOCS.parent / "runs" / "memory" / "memory.json"
 PIECES = {"sequence_chunks": 8, "mlp_tiles": 8}
 FINE = {"sequence_chunks": 32, "mlp_tiles": 32}
 LOSS = {"lm_head_loss": "single_pass"}
@@ -65,9 +66,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="run the cells on four CPU ranks")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder of page and picture")
+    parser.add_argument("--known", type=Path, default=KNOWN, help="what was measured")
     args = parser.parse_args(words)
-    store = args.out / "memory.json"
+    store = args.known
+    store.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(store.read_text()) if store.exists() else {"cells": []}
     if args.measure:
         for name in args.cells:

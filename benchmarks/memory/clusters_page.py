@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import markdown
-from megatron_burst.advisor import clusters
-from megatron_burst.advisor.account.longest import (
-    Longest,
-    best,
-    layouts_of,
-    longest,
-)
-from megatron_burst.advisor.account.memory import account
-from megatron_burst.advisor.forecast.step_time import step_time
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes import models
+from megatron_burst.autotune import clusters
+from megatron_burst.tools.advise.account.fitting import Longest, best, layouts_of, longest
+from megatron_burst.tools.advise.account.memory import account
+from megatron_burst.tools.advise.forecast.step_time import step_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes import models
 
 MODEL = "llama3-8b"
 HOST = 2 * 10**12  # bytes per node, of which 80 % are taken
@@ -108,7 +103,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 def picture(path: Path) -> None:
     """The memory over one step of 5M tokens on 8 GPUs."""
-    from megatron_burst.cli.memory import picture as drawn
+    from megatron_burst.tools.memory import picture as drawn
 
     cluster = clusters.Cluster(clusters.GPUS["h100"], 8, 8, host_memory=int(0.8 * HOST))
     run = replace(CHUNKED, seq=5 * 2**20, tp=4, cp=2)

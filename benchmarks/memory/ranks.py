@@ -79,7 +79,7 @@ def _rank(rank: int, cell: Cell, port: int, results: Any) -> None:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cell.ranks}
     os.environ |= {"TORCHDYNAMO_DISABLE": "1"} | {name: str(x) for name, x in ranks.items()}
     store = dist.TCPStore("127.0.0.1", port, cell.ranks, is_master=rank == 0)
-    from megatron_burst.megatron import cpu
+    from megatron_burst.testing import cpu
 
     cpu.enable()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=cell.ranks)

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.packed`: simulate, then write docs/packed.json and a section of the docs.
+"""`python -m benchmarks.packed`: simulate, then write a section of the docs.
 
-What was simulated before is kept, so a run that was interrupted goes on; `--fresh` begins anew.
+What was simulated before is kept in runs/packed, so a run that was interrupted goes on; `--fresh`
+begins anew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .scaling import speeds
 from .setting import LENGTHS, Setting
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+KNOWN = DOCS.parent / "runs" / "packed" / "packed.json"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -28,9 +30,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--moves", type=int, default=1000, help="of each annealing")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of a rank")
     parser.add_argument("--fresh", action="store_true", help="forget what was simulated before")
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of what is written")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder of page and picture")
+    parser.add_argument("--known", type=Path, default=KNOWN, help="what was simulated before")
     args = parser.parse_args(words)
-    store, setting = args.out / "packed.json", Setting(tokens=args.tokens)
+    store, setting = args.known, Setting(tokens=args.tokens)
+    store.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(store.read_text()) if store.exists() and not args.fresh else {}
     known.setdefault("steps", [])
     for size, seeds in zip(args.ranks, args.seeds, strict=False):

@@ -7,7 +7,7 @@ decides which one is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, Traffic
 from ..schedule.demand import Wanted, wanted
-from ..schedule.head_shares import Share, shareable
+from ..schedule.head_shares import shareable
 from ..schedule.rings import Schedule
 from ..schedule.row_cut import row_cuts
 from ..schedule.tables import SIDES, Grid
@@ -111,7 +111,7 @@ def on_grid(
     nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
     """
     nodes = nodes or rates.shared
-    sizes = shared_sizes(workload.sizes, topology.ulysses)
+    sizes = workload.sizes.shared(topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
     want = wanted(workload.mask, spans, spans)
@@ -133,8 +133,8 @@ def on_grid(
     there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1, per_nic)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     algorithms = _algorithms(workload, topology, fixed)
-    if fixed.algorithm is None and "prefetch" in algorithms and not _few_rows(want):
-        algorithms = [name for name in algorithms if name != "prefetch"]
+    if fixed.algorithm is None and not _few_rows(want):
+        algorithms = [name for name in algorithms if not ALGORITHMS[name].few_rows]
     for algorithm in algorithms:
         theres = [cost.forward_schedule(algorithm, grid, each, sizes) for each in wants]
         sides = ["kv"] if workload.kept or alone or not ALGORITHMS[algorithm].sided else SIDES
@@ -161,7 +161,7 @@ def on_grid(
 def _time(
     passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int
 ) -> PassTime:
-    """Of the passes of all chunks, one after another."""
+    """The time of all chunks' passes, one after another."""
     total = IDLE
     for each in passes:
         total += simulator.pass_time(each, sizes, seconds, rates, count)
@@ -173,15 +173,15 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
         return [fixed.algorithm]
     if topology.ring_size == 1:
         return ["ring"]
-    tried = {name for name, algorithm in ALGORITHMS.items() if algorithm.automatic}
-    if workload.kept:
-        tried &= {name for name, algorithm in ALGORITHMS.items() if algorithm.keeps}
-    if topology.ulysses > 1:
-        # They hold all chunks at once, of the rows of the whole group.
-        tried -= {"all_gather", "prefetch"}
-    if min(topology.inter_size, topology.intra_size) == 1:
-        tried.discard("multicast")  # of ranks that share no node none has anything to pass on
-    return [name for name in ALGORITHMS if name in tried]
+    one_level = min(topology.inter_size, topology.intra_size) == 1
+    return [
+        name
+        for name, algorithm in ALGORITHMS.items()
+        if algorithm.automatic
+        and (algorithm.keeps or not workload.kept)
+        and not (algorithm.holds_all and topology.ulysses > 1)
+        and not (algorithm.two_levels and one_level)
+    ]
 
 
 def _few_rows(want: Wanted) -> bool:
@@ -243,16 +243,6 @@ def sharing(
         taken = max(*busy, size * topology.ulysses / rates.copying)
         passes.append(PassTime(taken + 2 * (rates.posting + rates.exchange_start), 0.0, *busy))
     return passes[0], passes[1]
-
-
-def shared_sizes(sizes: Sizes, ulysses: int) -> Sizes:
-    """The sizes of a rank on its ring: all rows of its ulysses group, its share of the heads."""
-    return replace(
-        sizes,
-        tokens=sizes.tokens * ulysses,
-        heads=Share(sizes.heads, ulysses).each,
-        kv_heads=Share(sizes.kv_heads, ulysses).each,
-    )
 
 
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:

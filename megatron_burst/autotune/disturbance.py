@@ -1,7 +1,7 @@
 """What makes single ranks and messages of a ring slower than the rates say: arrays by rank.
 
 The simulator multiplies by them. Which device is slow, and which messages cross it, is decided by
-`advisor.forecast.faults`.
+`tools.advise.forecast.faults`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Wave(NamedTuple):
     which: np.ndarray
 
 
-class Exchange(NamedTuple):
+class TimedExchange(NamedTuple):
     """Messages of all ranks that start and land together on one communicator.
 
     ranks: which take part, some of them twice.
@@ -74,9 +74,9 @@ def ports_of(moved: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
     return np.stack([leaves, arrives]).astype(np.int64)
 
 
-def exchanges(moved: Transfers, grid: Grid, ports: np.ndarray) -> dict[int, list[Exchange]]:
+def exchanges(moved: Transfers, grid: Grid, ports: np.ndarray) -> dict[int, list[TimedExchange]]:
     """Boundary -> the exchanges that start there, in the order in which ranks start them."""
-    starting: dict[int, list[Exchange]] = {}
+    starting: dict[int, list[TimedExchange]] = {}
     if not len(moved.src):
         return starting
     keys = np.stack([moved.post, moved.ring, moved.accumulated, moved.land])
@@ -95,7 +95,7 @@ def exchanges(moved: Transfers, grid: Grid, ports: np.ndarray) -> dict[int, list
     for index, (i, j) in enumerate(pairwise(bounds)):
         some = waves[first[index] : first[index + 1]]
         ranks = clocks[:2, i:j].reshape(-1)
-        starting.setdefault(int(post[i]), []).append(Exchange(some, ranks, int(land[i])))
+        starting.setdefault(int(post[i]), []).append(TimedExchange(some, ranks, int(land[i])))
     return starting
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .rates import Rates
+if TYPE_CHECKING:
+    from .rates import Rates
 
 CHOICES_KEPT = 64  # kinds of layers times batches of different documents
 WORKS_KEPT = 8  # kinds of layers

@@ -1,26 +1,29 @@
-"""Measures rates: links by sending messages, kernels by running them, once per grid.
+"""Measures links by sending messages and kernels by running them.
 
-Collective, with the same answer on all ranks: their measurements are gathered, and the slowest
-link and the median device count. Takes about a second.
+`measure_rates`, `links` and `kernel_speed` are collective and return the same on all ranks: their
+measurements are gathered, and the slowest link and the median device count. That takes about a
+second, once per grid. `calibrate`, the doctor and its GPU report build on the parts: `peers`,
+`starter`, `exchange_seconds`, `link_speeds`, `local_calls` and `seconds`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from ..comm.consensus import Facts, agree
 from ..comm.groups import Groups, InProcessGroups
-from ..comm.transport import Channel, Endpoint, Receive, Send
+from ..comm.transport import Channel, Endpoint, Pending, Receive, Send
 from ..kernels import registry
 from ..kernels.base import Kernel, Rows, Scoring
-from ..kernels.online_softmax import accumulation_dtype, empty_result
+from ..kernels.online_softmax import empty_result
 from ..layout import Span
 from ..masks import Full, Mask
 from .known import known
@@ -37,7 +40,21 @@ FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # they reach 
 SHORT = 8  # rows of a tile that is all launching
 TIMES = 2  # that a size is timed
 
-Neighbours = tuple[Endpoint, Channel, int, int]  # whom to send to, whom to receive from
+
+class Peers(NamedTuple):
+    """The members of a channel with which a rank exchanges messages at the same time: of each pair
+    it sends to the first and receives from the second."""
+
+    endpoint: Endpoint
+    channel: Channel
+    pairs: tuple[tuple[int, int], ...]
+
+
+class LocalCalls(NamedTuple):
+    """A forward and a backward of the local attention on one tile, each run once already."""
+
+    forward: Callable[[], None]
+    backward: Callable[[], None]
 
 
 def measure_rates(
@@ -102,59 +119,19 @@ def links(groups: Groups, device: torch.device) -> Rates:
     groups.connect([FLAT, ULYSSES], device)
     counters = groups.counters
     before = counters.intra, counters.inter
-    both = "intra", "inter"
-    latencies, speeds = zip(*(_link(groups, name, device) for name in both), strict=True)
-    posting = max(_posting(groups, name, device) for name in both)
+    both = [peers(groups, link) for link in ("intra", "inter")]
+    latencies, speeds = zip(*(link_speeds(groups, each, device) for each in both), strict=True)
+    posting = max(_posting(groups, each, device) for each in both)
     counters.intra, counters.inter = before
-    known(groups.cache).rates = rates = Rates(*speeds, latency=max(latencies), posting=posting)
+    known(groups.cache).rates = rates = Rates(
+        *(min(of_ranks) for of_ranks in speeds), latency=max(latencies), posting=posting
+    )
     return rates
 
 
-def _link(groups: Groups, name: str, device: torch.device) -> tuple[float, float]:
-    """(seconds per message, bytes per second) of a link class, all ranks sending at once; the
-    slowest rank's. (0, inf) where the grid has no such link."""
-    neighbours = _neighbours(groups, name)
-
-    def seconds(size: int, times: int) -> float:
-        """Each rank's best, because what else a machine does can only slow it."""
-        out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-        _slowest(groups, 0.0)  # all start together
-        if neighbours is None:
-            return _slowest(groups, 0.0)
-        return _slowest(groups, min(_transfer(neighbours, out, into) for _ in range(times)))
-
-    seconds(SMALL, 1)  # makes the connections
-    latency = seconds(SMALL, 16)
-    if latency == 0.0:
-        return 0.0, math.inf
-    size, took = FIRST, seconds(FIRST, 2)
-    while took < LONG / 2 and size < LARGEST:
-        size = min(LARGEST, max(2 * size, int(size * LONG / took)))
-        took = seconds(size, 2)
-    return latency, size / max(took - latency, took / 2)
-
-
-def _posting(groups: Groups, name: str, device: torch.device) -> float:
-    """Seconds until `exchange` has returned, all ranks exchanging over a link class: the middle of
-    each rank's, and of the ranks the slowest. On a GPU the host does it while the device works."""
-    neighbours = _neighbours(groups, name)
-    if device.type == "cuda":
-        return 0.0
-    out, into = (torch.zeros(FIRST, dtype=torch.uint8) for _ in range(2))
-    _slowest(groups, 0.0)
-    if neighbours is None:
-        return _slowest(groups, 0.0)
-    return _slowest(groups, median(_started(neighbours, out, into)[0] for _ in range(POSTS)))
-
-
-def _slowest(groups: Groups, value: float) -> float:
-    """The largest of all ranks' values; waits for all of them."""
-    found = groups.gather(torch.tensor([value], dtype=torch.float64))
-    return max(each.item() for each in found)
-
-
-def _neighbours(groups: Groups, link: str) -> Neighbours | None:
-    """The next and the last rank over one link class, in this rank's ring or its ulysses group."""
+def peers(groups: Groups, link: str) -> Peers | None:
+    """The next and the last rank over one link class, in this rank's ring or its ulysses group;
+    None where it has no such link."""
     rank, topology = groups.rank, groups.topology
     for endpoint, channel, ranks in (
         (groups.ring, FLAT, topology.ring(rank)),
@@ -162,38 +139,113 @@ def _neighbours(groups: Groups, link: str) -> Neighbours | None:
     ):
         nodes = [each // topology.per_node for each in ranks]
         width, me = nodes.count(nodes[0]), ranks.index(rank)
-        block, index = divmod(me, width)
+        node, index = divmod(me, width)
         if link == "intra" and width > 1:
-            there, back = ((index + step) % width + block * width for step in (1, -1))
-            return endpoint, channel, there, back
+            after, before = ((index + step) % width + node * width for step in (1, -1))
+            return Peers(endpoint, channel, ((after, before),))
         if link == "inter" and width < len(ranks):
-            there, back = ((me + step) % len(ranks) for step in (width, -width))
-            return endpoint, channel, there, back
+            after, before = ((me + step) % len(ranks) for step in (width, -width))
+            return Peers(endpoint, channel, ((after, before),))
     return None
 
 
-def _transfer(neighbours: Neighbours, out: torch.Tensor, into: torch.Tensor) -> float:
-    """Seconds until `out` has gone to the next rank and `into` come from the last one."""
-    return _started(neighbours, out, into)[1]
+def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pending]:
+    """A function that starts an exchange of `size` bytes with each of the peers, and returns what
+    waits for its end. The channel must be connected."""
+    out = torch.zeros(size, dtype=torch.uint8, device=device)
+    into = [torch.empty_like(out) for _ in peers.pairs]
+    # "intra" is where the bytes are counted, whatever link they take
+    sends = [Send(to, "intra", [out]) for to, _ in peers.pairs]
+    receives = [Receive(source, [x]) for (_, source), x in zip(peers.pairs, into, strict=True)]
+    return lambda: peers.endpoint.exchange(peers.channel, sends, receives, "measuring a link")
 
 
-def _started(neighbours: Neighbours, out: torch.Tensor, into: torch.Tensor) -> tuple[float, float]:
-    """Of one exchange: seconds until it was started, and until it was done."""
-    endpoint, channel, there, back = neighbours
-    _settle(out.device)
-    begin = time.perf_counter()
-    # "intra" is where the bytes are counted, for a moment: the counters are put back
-    sends, receives = [Send(there, "intra", [out])], [Receive(back, [into])]
-    pending = endpoint.exchange(channel, sends, receives, "measuring a link")
-    posted = time.perf_counter()
-    pending.wait()
-    _settle(out.device)
-    return posted - begin, time.perf_counter() - begin
+def exchange_seconds(
+    start: Callable[[], Pending], device: torch.device, times: int = 1
+) -> tuple[float, float]:
+    """Seconds until the first of `times` exchanges in a row had been started, and until all were
+    done."""
+    settle(device)
+    begin, started = time.perf_counter(), 0.0
+    for _ in range(times):
+        pending = start()
+        started = started or time.perf_counter() - begin
+        pending.wait()
+    settle(device)
+    return started, time.perf_counter() - begin
 
 
-def _settle(device: torch.device) -> None:
+def link_speeds(
+    groups: Groups, peers: Peers | None, device: torch.device
+) -> tuple[float, list[float]]:
+    """(seconds per message, by the slowest rank; bytes per second of every rank), all ranks sending
+    to their peers at once. (0, inf) where no rank has such peers. Collective."""
+
+    def of_ranks(size: int, times: int) -> list[float]:
+        """Each rank's best, because what else a machine does can only slow it."""
+        start = None if peers is None else starter(peers, size, device)
+        _of_ranks(groups, 0.0)  # all start together
+        if start is None:
+            return _of_ranks(groups, 0.0)
+        return _of_ranks(groups, min(exchange_seconds(start, device)[1] for _ in range(times)))
+
+    of_ranks(SMALL, 1)  # makes the connections
+    latency = max(of_ranks(SMALL, 16))
+    if latency == 0.0:
+        return 0.0, [math.inf] * groups.size
+    size, took = FIRST, of_ranks(FIRST, 2)
+    while max(took) < LONG / 2 and size < LARGEST:
+        size = min(LARGEST, max(2 * size, int(size * LONG / max(took))))
+        took = of_ranks(size, 2)
+    carrying = [max(each - latency, each / 2) for each in took]
+    return latency, [size / each if each else math.inf for each in carrying]
+
+
+def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
+    """Seconds until `exchange` has returned, all ranks exchanging with their peers: the middle of
+    each rank's, and of the ranks the slowest. On a GPU the host does it while the device works."""
+    if device.type == "cuda":
+        return 0.0
+    start = None if peers is None else starter(peers, FIRST, device)
+    _of_ranks(groups, 0.0)
+    if start is None:
+        return max(_of_ranks(groups, 0.0))
+    posted = median(exchange_seconds(start, device)[0] for _ in range(POSTS))
+    return max(_of_ranks(groups, posted))
+
+
+def _of_ranks(groups: Groups, value: float) -> list[float]:
+    """The value of every rank; waits for all of them."""
+    gathered = groups.gather(torch.tensor([value], dtype=torch.float64))
+    return [each.item() for each in gathered]
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def seconds(
+    call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None
+) -> float:
+    """Seconds of one call: on a GPU by events on its own time line, on a CPU by the wall clock.
+
+    before: begins what is to run beside it, on a device that is idle.
+    """
+    settle(device)
+    if device.type != "cuda":
+        before()
+        begun = time.perf_counter()
+        call()
+        return time.perf_counter() - begun
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before()
+    begin.record()
+    call()
+    end.record()
+    settle(device)
+    return begin.elapsed_time(end) / 1e3
 
 
 def kernel_speed(
@@ -210,46 +262,74 @@ def kernel_speed(
     speeds = known(groups.cache).speeds
     if key not in speeds:
         shared = groups.backend == "in_process"  # one device: its first rank measures for all
-        mine = (0.0, 0.0) if shared and groups.rank else _speed(kernel, scoring, q, k, v)
-        found = groups.gather(torch.tensor(mine, dtype=torch.float64))
-        found = found[:1] if shared else found
-        speed, launch = (median(each[i].item() for each in found) for i in range(2))
+        own = (0.0, 0.0) if shared and groups.rank else _speed(kernel, scoring, q, k, v)
+        of_ranks = groups.gather(torch.tensor(own, dtype=torch.float64))
+        of_ranks = of_ranks[:1] if shared else of_ranks
+        speed, launch = (median(each[i].item() for each in of_ranks) for i in range(2))
         speeds[key] = speed, launch
     return speeds[key]
 
 
-def _speed(kernel: Kernel, scoring: Scoring, *like: torch.Tensor) -> tuple[float, float]:
+def _speed(
+    kernel: Kernel, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[float, float]:
     """Every size runs once untimed: kernels are compiled, or planned, for sizes they have not seen.
     What is timed is the best of `TIMES`."""
-    q, _, v = like
 
-    def seconds(rows: int) -> float:
-        _tile(kernel, scoring, like, rows)
-        return min(_tile(kernel, scoring, like, rows) for _ in range(TIMES))
+    def took(rows: int) -> float:
+        tile = [torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in (q, k, v)]
+        calls = local_calls(kernel, scoring, Full(), tile[0], tile[1], tile[2])
 
-    launch = seconds(SHORT) / 2  # forward and backward
+        def both() -> None:
+            calls.forward()
+            calls.backward()
+
+        return min(seconds(both, q.device) for _ in range(TIMES))
+
+    launch = took(SHORT) / 2  # forward and backward
     rows = ROWS[0]
-    took = seconds(rows)
-    while took < TILE and rows < ROWS[1]:
+    most = took(rows)
+    while most < TILE and rows < ROWS[1]:
         rows *= 2
-        took = seconds(rows)
+        most = took(rows)
     flops = (1 + BACKWARD) * 2.0 * q.shape[2] * (q.shape[3] + v.shape[3]) * rows**2
-    return flops / max(took - 2 * launch, took / 10), launch
+    return flops / max(most - 2 * launch, most / 10), launch
 
 
 @torch.no_grad()
-def _tile(kernel: Kernel, scoring: Scoring, like: Sequence[torch.Tensor], rows: int) -> float:
-    """Seconds of a forward and a backward of `rows` queries and as many keys, batch 1."""
-    q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
-    work = kernel.work_for(Full(), [Span(0, 1, rows)], [Span(0, 1, rows)])
-    total = accumulation_dtype(q.dtype)
-    sums = [torch.zeros_like(t, dtype=total) for t in (q, k, v)]
-    _settle(q.device)
-    begin = time.perf_counter()
+def local_calls(
+    kernel: Kernel,
+    scoring: Scoring,
+    mask: Mask,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor | None = None,
+    knows_out: bool = False,
+) -> LocalCalls:
+    """The calls of one pair, q [s, 1, h, d] with as many keys and values at the same positions.
+
+    dout: ones by default; knows_out: backward gets the output, as where queries stay. Raises what
+    the kernel raises.
+    """
+    spans = [Span(0, 1, len(q))]
+    work = kernel.work_for(mask, spans, spans)
     out, lse = empty_result(q, v.shape[-1])
-    kernel.forward(q, k, v, work, scoring, out, lse)
-    dout = torch.ones_like(out, dtype=q.dtype)
-    delta = (dout * out).sum(-1, dtype=total)
-    kernel.backward(Rows(q, dout, lse, delta), k, v, work, scoring, *sums)
-    _settle(q.device)
-    return time.perf_counter() - begin
+
+    @torch.no_grad()
+    def forward() -> None:
+        kernel.forward(q, k, v, work, scoring, out, lse)
+
+    forward()
+    dout = torch.ones_like(out, dtype=q.dtype) if dout is None else dout
+    known_out = out.to(q.dtype)
+    delta = (dout.to(out.dtype) * known_out).sum(-1)
+    rows = Rows(q, dout, lse.clone(), delta, known_out if knows_out else None)
+    sums = [torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v)]
+
+    @torch.no_grad()
+    def backward() -> None:
+        kernel.backward(rows, k, v, work, scoring, *sums)
+
+    backward()
+    return LocalCalls(forward, backward)

@@ -29,8 +29,8 @@ class Places:
         return node[moved.src] != node[moved.dst]
 
     def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """Of messages that start together in every ring: how many share a NIC with each one of the
-        first ring, itself too, at its fuller end; 1 within a node."""
+        """How many messages that start together in all rings share a NIC with each one of the first
+        ring, itself included, at its busier end; 1 within a node."""
         crosses = self.node[:, src] != self.node[:, dst]
         found = np.ones(len(src))
         for end in (src, dst):
@@ -68,7 +68,7 @@ class Nodes(NamedTuple):
 
 
 def places(topology: Topology, nodes: Nodes) -> Places:
-    """Of the rings of a grid."""
+    """Where the ranks of the rings of a grid are."""
     per_node, nics, tp = nodes
     rings = [topology.ring(topology.rank_at(index, 0)) for index in range(topology.ulysses)]
     gpus = np.array(rings)[:, None, :] * tp + np.arange(tp)[:, None]

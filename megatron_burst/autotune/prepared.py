@@ -15,7 +15,7 @@ from ..schedule.cost import pair_shares, rows_sent
 from ..schedule.rings import Schedule
 from ..schedule.sizes import Sizes
 from ..schedule.tables import ALL, Grid, Tables
-from .exchanges import ONE_NIC, Exchange, Wires, exchanges, ports_of
+from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +27,12 @@ class Prepared:
 
     @cached_property
     def tables(self) -> Tables:
-        """Of the schedule."""
+        """The tables of the schedule."""
         return self.schedule.tables
 
     @property
     def grid(self) -> Grid:
-        """Of the schedule."""
+        """The grid of the schedule."""
         return self.schedule.grid
 
     @cached_property
@@ -46,7 +46,7 @@ class Prepared:
         return ports_of(self.tables.transfers, self.grid, self.wires)
 
     @cached_property
-    def starting(self) -> dict[int, list[Exchange]]:
+    def starting(self) -> dict[int, list[TimedExchange]]:
         """As of `exchanges`."""
         return exchanges(self.tables.transfers, self.grid, self.ports)
 

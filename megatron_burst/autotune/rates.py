@@ -84,7 +84,7 @@ class Rates:
         """All rates on one line, with units."""
         compute = "unknown" if self.compute is None else rate(self.compute, "FLOP/s")
         links = f"intra {rate(self.intra, 'B/s')}, inter {rate(self.inter, 'B/s')}"
-        own = f" and {duration(self.posting)} to start it" * (self.posting > 0)
+        own = f" and {duration(self.posting)} to start it" if self.posting > 0 else ""
         shared = "" if self.shared is None else f", {self.shared.said}"
         return f"{links}{shared}, {duration(self.latency)} per message{own}, compute {compute}"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..layout import Layout, make
 from ..masks import Causal, Mask
-from ..options import AttentionKeywords, ring_algorithm
+from ..options import WITH_SHARED_HEADS, AttentionKeywords, ring_algorithm
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
@@ -25,8 +25,6 @@ from .rates import Rates, check_rates
 OPEN = Fixed()
 # Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
-# Of equals the first; what is not listed is last.
-SIMPLEST = ("ring", "burst", "ulysses", "hybrid", "multicast", "prefetch", "tile", "all_gather")
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
 
 
@@ -166,14 +164,15 @@ def _weighed(candidate: Candidate) -> float:
 
 
 def _simplicity(candidate: Candidate) -> tuple[Any, ...]:
-    name, sent = (*SIMPLEST, candidate.algorithm).index(candidate.algorithm), candidate.sent
+    algorithm = ALGORITHMS[ring_algorithm(candidate.algorithm)]
     return (
         candidate.ulysses > 1,
-        ALGORITHMS[ring_algorithm(candidate.algorithm)].holds_more,
+        algorithm.holds_more,
         candidate.head_chunks,
-        sent.inter,
-        sent.total,
-        name,
+        candidate.sent.inter,
+        candidate.sent.total,
+        algorithm.complexity,
+        candidate.algorithm in WITH_SHARED_HEADS,
         candidate.seconds,
     )
 

@@ -23,7 +23,7 @@ from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
 from .disturbance import Disturbance
-from .exchanges import ONE_NIC, Exchange, Wave, Wires
+from .exchanges import ONE_NIC, TimedExchange, Wave, Wires
 from .prepared import Prepared
 from .rates import Rates
 from .recording import Recording
@@ -33,7 +33,7 @@ class GridBoundary(NamedTuple):
     """One boundary of all ranks: the exchanges that start there, and the seconds that each rank
     then computes [G]."""
 
-    starting: Sequence[Exchange]
+    starting: Sequence[TimedExchange]
     seconds: np.ndarray
 
 
@@ -75,7 +75,7 @@ class _Clocks:
         self.handled, self.together = handled, prepared.wires.together
         self.between, self.recording = prepared.between, recording
 
-    def start(self, exchange: Exchange) -> None:
+    def start(self, exchange: TimedExchange) -> None:
         """What starting it takes of the ranks' own time."""
         self.clock[exchange.ranks] += self.posting  # once also to those listed twice
         if self.handled is not None:
@@ -91,7 +91,7 @@ class _Clocks:
             which = wave.which
             self.recording.sent(wave.clocks[:2], self.between[which], self.taken[which], end)
 
-    def share(self, exchanges: Sequence[Exchange], landing: dict[int, np.ndarray]) -> None:
+    def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
         """Messages that started together end together: when the last one at their ports does."""
         for exchange in exchanges:
             done = landing[exchange.land]
@@ -191,7 +191,7 @@ def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
-    """Start one pass more at every boundary, as `execution.executor.staggered` does."""
+    """Start one pass more at every boundary, as `execution.ring.run` does."""
     waiting, running = list(runs), []
     while waiting or running:
         if waiting:

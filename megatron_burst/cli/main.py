@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 
-class Command(NamedTuple):
+class SubCommand(NamedTuple):
     """A sub-command: its name, its module, and its line in the help."""
 
     name: str
@@ -24,23 +24,29 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command(
+    SubCommand(
         "pretrain",
         "megatron_burst.cli.pretrain",
         "run a Megatron-LM script with the flags of BurstAttention",
     ),
-    Command("recipe", "megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
-    Command("show", "megatron_burst.cli.show", "draw masks, layouts and schedules"),
-    Command(
+    SubCommand("recipe", "megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
+    SubCommand("show", "megatron_burst.tools.show", "draw masks, layouts and schedules"),
+    SubCommand(
         "doctor", "megatron_burst.cli.doctor", "check this installation and your Megatron command"
     ),
-    Command("patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
-    Command("advise", "megatron_burst.cli.advise", "which settings are fastest, and how fast"),
-    Command("memory", "megatron_burst.cli.memory", "what a run holds in memory, by item"),
-    Command(
-        "calibrate", "megatron_burst.cli.calibrate", "measure a cluster, for `advise --cluster`"
+    SubCommand(
+        "patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"
     ),
-    Command("trace", "megatron_burst.cli.trace", "record when each rank computes, sends and waits"),
+    SubCommand(
+        "advise", "megatron_burst.tools.advise.command", "which settings are fastest, and how fast"
+    ),
+    SubCommand("memory", "megatron_burst.tools.memory", "what a run holds in memory, by item"),
+    SubCommand(
+        "calibrate", "megatron_burst.tools.calibrate", "measure a cluster, for `advise --cluster`"
+    ),
+    SubCommand(
+        "trace", "megatron_burst.tools.trace", "record when each rank computes, sends and waits"
+    ),
 )
 
 

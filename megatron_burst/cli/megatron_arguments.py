@@ -1,145 +1,162 @@
-"""The model and the run that the flags of a Megatron command describe.
+"""The flags of a Megatron command as far as anything here reads them: one table, one parser.
 
-Only flags that memory or time depend on are read; all others pass, as in `doctor`. Our own flags
-have the names and defaults of `flags`.
+`doctor` looks for hazards among them, `advise` and `memory` read the model and the run. Names,
+types and defaults are Megatron's; all other flags pass. Our own flags stay texts, so that a reader
+reports all bad ones at once or raises for the first.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 from .. import flags
-from ..advisor.shapes.megatron_model import model_from
-from ..advisor.shapes.models import Model, padded
-from ..config import BurstConfig
-from ..megatron.checks.config import ulysses_size
-from ..recompute import tile_counts
 
-NUMBERS: dict[str, int | None] = {
-    "--num-layers": None, "--hidden-size": None, "--ffn-hidden-size": None,
-    "--num-attention-heads": None, "--num-query-groups": 1, "--kv-channels": None,
-    "--seq-length": None, "--micro-batch-size": 1, "--global-batch-size": None,
-    "--tensor-model-parallel-size": 1, "--pipeline-model-parallel-size": 1,
-    "--context-parallel-size": 1, "--expert-model-parallel-size": 1,
-    "--num-virtual-stages-per-pipeline-rank": None, "--num-layers-per-virtual-pipeline-stage": None,
-    "--vocab-size": None, "--make-vocab-size-divisible-by": 128, "--num-experts": None,
-    "--moe-router-topk": 2, "--moe-ffn-hidden-size": None,
+FLAGS = {flag.name: flag for flag in flags.FLAGS}
+SIZES = "--hierarchical-context-parallel-sizes"
+INTEGERS: dict[str, int | None] = {
+    "--context-parallel-size": None, "--cpu-offloading-num-layers": 0,
+    "--expert-model-parallel-size": 1, "--ffn-hidden-size": None, "--global-batch-size": None,
+    "--hidden-size": None, "--kv-channels": None, "--kv-lora-rank": 512,
+    "--linear-conv-kernel-dim": 4, "--linear-key-head-dim": 128, "--linear-num-key-heads": 16,
+    "--linear-num-value-heads": 32, "--linear-value-head-dim": 128,
+    "--make-vocab-size-divisible-by": 128, "--mamba-head-dim": 64, "--mamba-num-groups": 8,
+    "--mamba-num-heads": None, "--mamba-state-dim": 128, "--micro-batch-size": None,
+    "--moe-ffn-hidden-size": None, "--moe-router-topk": 2,
     "--moe-shared-expert-intermediate-size": None, "--mtp-num-layers": None,
-    "--q-lora-rank": None, "--kv-lora-rank": 512, "--qk-head-dim": 128, "--v-head-dim": 128,
-    "--qk-pos-emb-head-dim": 64, "--mamba-num-heads": None, "--mamba-head-dim": 64,
-    "--mamba-state-dim": 128, "--mamba-num-groups": 8, "--linear-conv-kernel-dim": 4,
-    "--linear-key-head-dim": 128, "--linear-value-head-dim": 128, "--linear-num-key-heads": 16,
-    "--linear-num-value-heads": 32,
+    "--num-attention-heads": None, "--num-experts": None, "--num-layers": None,
+    "--num-layers-per-virtual-pipeline-stage": None, "--num-query-groups": 1,
+    "--num-virtual-stages-per-pipeline-rank": None, "--pipeline-model-parallel-size": 1,
+    "--q-lora-rank": None, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64,
+    "--seq-length": None, "--tensor-model-parallel-size": 1, "--v-head-dim": 128,
+    "--vocab-size": None,
 }  # fmt: skip
-TEXTS = (
-    "--window-size", "--window-attn-skip-freq", "--moe-layer-freq", "--hybrid-override-pattern",
-    "--hybrid-layer-pattern", "--linear-attention-freq", "--softmax-type",
-    "--recompute-granularity",
-)  # fmt: skip
+TEXTS: dict[str, str | None] = {
+    "--attention-backend": None, "--attention-cp-layout": None, "--cp-partition-mode": None,
+    "--cuda-graph-impl": "none", "--distributed-backend": "nccl",
+    "--experimental-attention-variant": None, "--fp4-format": None, "--fp8-format": None,
+    "--hybrid-layer-pattern": None, "--hybrid-override-pattern": None,
+    "--linear-attention-freq": None, "--linear-cp-layout": None, "--moe-layer-freq": None,
+    "--position-embedding-type": None, "--recompute-granularity": None,
+    "--sequence-packing-scheduler": None, "--softmax-type": "vanilla",
+    "--transformer-impl": "transformer_engine", "--window-attn-skip-freq": None,
+    "--yaml-cfg": None,
+}  # fmt: skip
+LISTS: dict[str, type] = {
+    SIZES: int, "--cp-comm-type": str, "--cuda-graph-modules": str, "--cuda-graph-scope": str,
+    "--recompute-modules": str, "--spec": str,
+}  # fmt: skip
 SWITCHES = (
-    "--swiglu", "--untie-embeddings-and-output-weights", "--group-query-attention",
-    "--use-distributed-optimizer", "--optimizer-cpu-offload", "--grad-reduce-in-bf16",
-    "--multi-latent-attention", "--attention-output-gate", "--use-megatron-fsdp",
+    "--apply-query-key-layer-scaling", "--attention-output-gate", "--batch-invariant-mode",
+    "--calculate-per-token-loss", "--cross-entropy-loss-fusion",
+    "--dataloader-inter-document-masking", "--defer-embedding-wgrad-compute",
+    "--delay-wgrad-compute", "--distribute-saved-activations", "--dynamic-context-parallel",
+    "--enable-cuda-graph", "--eod-mask-loss", "--external-cuda-graph", "--fim-data",
+    "--fine-grained-activation-offloading", "--fp16", "--fp8-dot-product-attention",
+    "--fp8-multi-head-attention", "--fp8-output-proj", "--grad-reduce-in-bf16",
+    "--group-query-attention", "--hybrid-context-parallel", "--log-max-attention-logit",
+    "--moe-paged-stash", "--mtp-hsm", "--multi-latent-attention",
+    "--no-create-attention-mask-in-dataloader", "--optimizer-cpu-offload",
+    "--overlap-moe-expert-parallel-comm", "--qk-clip", "--recompute-activations",
+    "--reset-attention-mask", "--sft", "--swiglu", "--tp-comm-overlap",
+    "--untie-embeddings-and-output-weights", "--use-distributed-optimizer",
+    "--use-kitchen-attention", "--use-megatron-fsdp", "--use-rotary-position-embeddings",
     "--use-torch-fsdp2",
 )  # fmt: skip
-# Counted so where left to the run, and pieces of no fewer rows than the run would take.
-AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
-FEWEST_ROWS = {"sequence_chunks": tile_counts.FEWEST_ROWS, "mlp_tiles": tile_counts.LEAST}
+# Flags whose names differ from those of their attributes, in Megatron's parser as here.
+ATTRIBUTES = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
 
-def read(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """The model, and fields of `Settings`. ValueError naming the flag that is missing or wrong."""
+class MegatronCommand(argparse.Namespace):
+    """The flags of a Megatron command under Megatron's names, with Megatron's defaults.
+
+    Our own flags are the texts that were given, or None.
+    """
+
+    unknown: list[str]  # flags that are neither ours nor of the tables above
+
+    @property
+    def cp_given(self) -> bool:
+        return self.context_parallel_size is not None
+
+    @property
+    def cp(self) -> int:
+        return self.context_parallel_size if self.cp_given else 1
+
+    @property
+    def tp(self) -> int:
+        return self.tensor_model_parallel_size
+
+    @property
+    def sizes(self) -> list[int] | None:
+        return self.hierarchical_context_parallel_sizes
+
+    @property
+    def fitting_sizes(self) -> list[int] | None:
+        """The hierarchical sizes, if their product is the context-parallel size."""
+        return self.sizes if self.sizes and math.prod(self.sizes) == self.cp else None
+
+    @property
+    def ours(self) -> bool:
+        """Whether this run uses BurstAttention, with more than one context-parallel rank."""
+        return self.cp > 1 and self.context_parallel_algo not in (None, flags.OFF)
+
+    def given(self, *names: str) -> list[str]:
+        """Which of these switches, or flags without a default, the command has."""
+        return [name for name in names if getattr(self, _attribute(name)) not in (None, False)]
+
+    def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
+        """The values of our own flags, for `flags.settle`, and a line for each that has none of
+        its type."""
+        values, wrong = SimpleNamespace(), []
+        for name in self.given(*FLAGS):
+            flag = FLAGS[name]
+            text = getattr(self, flag.dest)
+            try:
+                setattr(values, flag.dest, flag.type(text))
+            except ValueError:
+                wrong.append(f"{name} must be of type {flag.type.__name__}, got {text!r}")
+        return values, wrong
+
+
+def parse(words: Sequence[str]) -> MegatronCommand:
+    """Parse a command line. Raises ValueError for a flag without its value, or of another type."""
+    # Megatron's own parser takes no abbreviations either.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, default in NUMBERS.items():
+    for name, default in INTEGERS.items():
         parser.add_argument(name, type=int, default=default)
-    for name in TEXTS:
-        parser.add_argument(name)
+    for name, text in TEXTS.items():
+        parser.add_argument(name, default=text, dest=_attribute(name))
+    for name, kind in LISTS.items():
+        parser.add_argument(name, type=kind, nargs="*" if name == "--spec" else "+")
     for name in SWITCHES:
         parser.add_argument(name, action="store_true")
-    parser.add_argument("--hierarchical-context-parallel-sizes", type=int, nargs="+")
-    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion")
+    parser.add_argument("--attention-dropout", type=float, default=0.1)
     parser.add_argument("--optimizer-offload-fraction", type=float, default=1.0)
-    flags.add_flags(parser, algorithm="burst")
+    parser.add_argument("--window-size", type=_pair)
+    for name in FLAGS:  # one without its value is empty, which is refused with the others
+        parser.add_argument(name, nargs="?", const="")
+    # After a "--" of a launcher argparse would read no flag.
+    command = MegatronCommand()
     try:
-        args, _ = parser.parse_known_args(list(words))
+        _, rest = parser.parse_known_args([word for word in words if word != "--"], command)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    model = _model(args)
-    if args.seq_length is None:
-        raise ValueError("--seq-length is missing in the Megatron command; add it")
-    flags.settle(args)
-    return model, _fields(args)
+    command.unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    return command
 
 
-def _model(args: argparse.Namespace) -> Model:
-    if not args.group_query_attention:
-        args.num_query_groups = None
-    model = model_from(
-        lambda name: getattr(args, name, None),
-        "the Megatron command",
-        gated=args.swiglu,
-        tied=not args.untie_embeddings_and_output_weights,
-        flag=lambda name: f"--{name.replace('_', '-')}",
-    )
-    return padded(model, args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)
+def _attribute(flag: str) -> str:
+    return ATTRIBUTES.get(flag) or flag.removeprefix("--").replace("-", "_")
 
 
-def _fields(args: argparse.Namespace) -> dict[str, Any]:
-    pp, vpp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
-    if args.num_layers_per_virtual_pipeline_stage:
-        vpp = args.num_layers // pp // args.num_layers_per_virtual_pipeline_stage
-    found: dict[str, Any] = {
-        "seq": args.seq_length,
-        "tp": args.tensor_model_parallel_size,
-        "cp": args.context_parallel_size,
-        "pp": pp,
-        "vpp": vpp,
-        "ep": args.expert_model_parallel_size,
-        "micro_batch": args.micro_batch_size,
-        "recompute": "full" if args.recompute_granularity == "full" else "none",
-        "gradients": "bf16" if args.grad_reduce_in_bf16 else "fp32",
-        "distributed_optimizer": args.use_distributed_optimizer,
-        "optimizer_offload": args.optimizer_offload_fraction * args.optimizer_cpu_offload,
-        "fsdp": args.use_megatron_fsdp or args.use_torch_fsdp2,
-        "path": "cpu" if args.transformer_impl == "local" else "gpu",
-    }
-    if args.hierarchical_context_parallel_sizes:
-        found["intra"] = args.hierarchical_context_parallel_sizes[0]
-    choices, said = flags.burst_config(args), lambda name: f"--burst-{name}"
-    return found | choices_of(choices, args.seq_length, args.context_parallel_size, said)
-
-
-def choices_of(
-    choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
-) -> dict[str, Any]:
-    """The fields of `Settings` that our own choices set. said: what a choice is called where the
-    user wrote it."""
-    rows = seq // max(1, cp)
-    ours = choices.algorithm != "megatron"
-    found: dict[str, Any] = {
-        "store": choices.store or 0.0,
-        "lm_head_loss": choices.lm_head_loss,
-        "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
-        "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
-        "side": choices.side,
-        "linear": choices.linear if ours or cp == 1 else "megatron",
-        "wire": choices.wire_dtype or "fp32",
-        "placement": choices.placement,
-        "head_chunks": choices.head_chunks or 1,
-        "ulysses": ulysses_size(choices, cp) if ours else 1,
-    }
-    if choices.intra_size:
-        found["intra"] = choices.intra_size
-    for name, counted in AUTO.items():
-        value = getattr(choices, name)
-        if value == "auto" and name in FEWEST_ROWS:
-            counted = min(counted, max(1, rows // FEWEST_ROWS[name]))
-        found[name] = counted if value == "auto" else value
-    if not ours and found["sequence_chunks"] > 1:
-        raise ValueError(
-            f"{said('sequence-chunks')} {choices.sequence_chunks} is for BurstAttention: take "
-            "--context-parallel-algo burst, or leave it out"
-        )
-    return found
+def _pair(text: str) -> list[int]:
+    """Megatron accepts "4,0" and "(4,0)"."""
+    try:
+        left, right = (int(each) for each in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two integers as 4,0, got {text!r}") from None
+    return [left, right]

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from ..seam import PLACES, Place, marked
+from ..seam import PLACES, SeamPlace, marked
 
 SERIES = Path(__file__).parents[1] / "patches"
 PATCHED, PATCHABLE, NEITHER = 0, 1, 2
@@ -119,11 +119,11 @@ def _apply(patch: Path, folder: Path) -> str | None:
     return None if done.returncode == 0 else "; ".join(errors) or done.stderr.strip()
 
 
-def _without_seam(tree: Path, places: list[Place]) -> list[Place]:
+def _without_seam(tree: Path, places: list[SeamPlace]) -> list[SeamPlace]:
     return [place for place in places if not _has_seam(tree / place.file, place)]
 
 
-def _has_seam(file: Path, place: Place) -> bool:
+def _has_seam(file: Path, place: SeamPlace) -> bool:
     try:
         return file.is_file() and marked(file.read_text(encoding="utf-8"), place)
     except (SyntaxError, UnicodeDecodeError) as error:

@@ -76,7 +76,7 @@ def _install(cpu: bool) -> None:
         )
     try:
         if cpu:
-            megatron.cpu.enable()
+            importlib.import_module("megatron_burst.testing.cpu").enable()
         megatron.install()
     except (ImportError, RuntimeError) as error:
         raise ValueError(str(error)) from error

@@ -87,7 +87,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
                 f"override {text}: write setting=value with a setting of the recipe; settings "
                 "added with + would have no effect"
             )
-    cpu, apply = _module("recipes.cpu"), _module("recipes.apply")
+    cpu, apply = _module("testing.recipes"), _module("recipes.apply")
     layers, ready = _module("recipes.layers"), _module("recipes.ready_made")
     try:
         if arguments.cpu:

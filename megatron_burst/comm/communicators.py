@@ -17,7 +17,6 @@ from ..schedule.topology import Topology
 from ..units import byte_size
 from .process_groups import (
     agreed,
-    alive,
     backends,
     introduce,
     join,
@@ -28,7 +27,7 @@ from .process_groups import (
 from .transport import Channel
 
 
-class Place(NamedTuple):
+class GridPlace(NamedTuple):
     """A rank in its grid. ranks: the global rank of each, node by node."""
 
     topology: Topology
@@ -59,12 +58,12 @@ class Communicators:
     the grid.
 
     Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend;
-    `control`, a process group of all ranks of the grid on the host.
+    `control`, a process group of all ranks of the grid on the host; `all` process groups in use.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: GridPlace,
         parent: dist.ProcessGroup,
         name: str,
         given: Sequence[dist.ProcessGroup] = (),
@@ -85,6 +84,7 @@ class Communicators:
         self._made: dict[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = {}
         self._taken: int | None = None  # bytes of device memory
         self.control = new_group(place.ranks, "gloo", self._timeout, name)
+        self.all = {self.control}
 
     def _checked(self, max_ctas: int | None) -> int | None:
         if max_ctas is None:
@@ -117,6 +117,7 @@ class Communicators:
             group = group or self._own(channel, device, f"{name}-{number}")
             join(group, device)
             self.groups[channel, device.type] = group
+            self.all.add(group)
         after = memory_taken(device)
         if before is not None and after is not None:
             self._taken = (self._taken or 0) + after - before
@@ -140,11 +141,6 @@ class Communicators:
                     )
         return said[0].name
 
-    @property
-    def alive(self) -> bool:
-        """Has none of these groups been destroyed?"""
-        return all(map(alive, {self.control, *self.groups.values()}))
-
     def describe(self) -> str:
         """What the rings travel on, and the memory it took where a device has its own."""
         own = set(self._made.values())
@@ -152,8 +148,8 @@ class Communicators:
             list(dict.fromkeys(c for (c, _), g in self.groups.items() if (g in own) == mine))
             for mine in (True, False)
         )
-        parts = [f"{len(own)} made ({_words(made)})"] * bool(made)
-        parts += [f"given groups for {_words(given)}"] * bool(given)
+        parts = [f"{len(own)} made ({_words(made)})"] if made else []
+        parts += [f"given groups for {_words(given)}"] if given else []
         line = "communicators: " + (", ".join(parts) or "none")
         if self._taken is None:
             return line
@@ -207,4 +203,4 @@ def _key(members: Iterable[int]) -> tuple[int, ...]:
 
 
 def _words(channels: Iterable[Channel]) -> str:
-    return ", ".join(c.ring + " gradients" * c.gradient for c in channels) or "none"
+    return ", ".join(f"{c.ring} gradients" if c.gradient else c.ring for c in channels) or "none"

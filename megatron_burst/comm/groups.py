@@ -1,28 +1,77 @@
 """The grid of ranks, as a user makes it from process groups.
 
 Decides which ranks form a grid, and that they agree on it before anything else; the process groups
-of its rings are `communicators`', and come when plans need them.
+of its rings are `communicators`', and come when plans need them. Counts the calls made on a grid:
+ranks that leave a call out, or make theirs in another order or with another plan, exchange the
+wrong tensors. On the CPU every message bears the call's number and says so at once; everywhere the
+ranks compare their counts when they make a plan, which needs no device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from ..schedule.topology import Topology
-from .calls import CALLS, Calls
-from .communicators import Communicators, Place
+from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree
 from .local import LocalEndpoint, RankSwitch
+from .packing import CallTag
 from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
 T = TypeVar("T")
+CALLS = "calls so far"  # the name of the fact that ranks compare
+
+
+@dataclass
+class Calls:
+    """How far a rank has come. order: digest of all its calls, with plan, label and direction."""
+
+    forwards: int = 0
+    backwards: int = 0
+    order: int = 0
+
+    def forward(self, plan: int, label: object, sink: bool) -> CallTag:
+        """The next call begins; what its messages and those of its backward bear. sink: does it
+        have one? A plan does not say so. Raises ValueError for a label (`check_label`)."""
+        if label is not None:
+            check_label(label)
+        self.forwards += 1
+        tag = CallTag(plan, self.forwards, crc32(repr((label, sink)).encode()))
+        self.order = crc32(f"forward {tag}".encode(), self.order)
+        return tag
+
+    def backward(self, tag: CallTag) -> None:
+        """The backward of a call begins."""
+        self.backwards += 1
+        self.order = crc32(f"backward {tag}".encode(), self.order)
+
+    def __repr__(self) -> str:
+        return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
+
+
+def check_label(label: object) -> None:
+    """Raise ValueError unless `label` is one that reads alike on all ranks."""
+    if not _plain(label):
+        raise ValueError(
+            "label must be a string, an integer or a tuple of them, which are the same on all "
+            f"ranks, or None; got {label!r:.100}, of type {type(label).__name__}"
+        )
+
+
+def _plain(label: object) -> bool:
+    """Is its repr the same in every process?"""
+    if isinstance(label, tuple):
+        return all(map(_plain, label))
+    return label is None or isinstance(label, (str, int))
 
 
 class _Uncopied:
@@ -186,11 +235,13 @@ class Groups(_Uncopied):
             end.room = max(end.room, message)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, device: str = "cpu") -> Iterator[None]:
         """Around a call on these groups: if an error ends it half-way, `check` refuses the next
-        one, because no rank knows how far the others are."""
+        one, because no rank knows how far the others are. In it autocast is off for tensors of this
+        type of device: precision is the plan's business."""
         try:
-            yield
+            with torch.autocast(device, enabled=False):
+                yield
         except BaseException as error:
             if self.size > 1:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -198,7 +249,8 @@ class Groups(_Uncopied):
 
     def check(self) -> None:
         """Raise ValueError if a call on these groups has failed half-way, or they are no more."""
-        if not self._communicators.alive:
+        alive = dist.distributed_c10d._world.pg_map
+        if not all(group in alive for group in self._communicators.all):
             raise ValueError(
                 "groups: the process groups they were made of were destroyed "
                 "(torch.distributed.destroy_process_group); make new mb.Groups"
@@ -221,7 +273,7 @@ class Groups(_Uncopied):
         """Take this rank's place in the grid of the global `ranks`, node by node; `name`: of it."""
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, Calls(), Counters()
-        made = Communicators(Place(topology, self.rank, ranks), parent, name, reuse, max_ctas)
+        made = Communicators(GridPlace(topology, self.rank, ranks), parent, name, reuse, max_ctas)
         self.backend, self.devices, self._communicators = made.backend, tuple(made.moves), made
 
         def end(members: list[int]) -> Endpoint:
@@ -259,8 +311,9 @@ class _LocalRank(Groups):
         pass  # nothing is received into a buffer
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        yield  # what a failed call leaves is thrown away
+    def running(self, device: str = "cpu") -> Iterator[None]:
+        with torch.autocast(device, enabled=False):
+            yield  # what a failed call leaves is thrown away
 
     def check(self) -> None:
         pass

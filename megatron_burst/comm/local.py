@@ -109,7 +109,7 @@ class RankSwitch:
 class Mail:
     """One message from rank to rank; the one that posts first creates it, the other fills it."""
 
-    label: str
+    label: object
     source: Tensors | None = None
     target: Tensors | None = None
     envelope: Envelope | None = None  # what it must bear
@@ -180,7 +180,7 @@ class LocalEndpoint:
     room: int = 0
 
     def exchange(
-        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
+        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> _Delivery:
         leaving, landing = [], []
         for send in sends:
@@ -204,7 +204,7 @@ class LocalEndpoint:
     def released(self, tensors: Tensors) -> None:
         _poison_(tensors)
 
-    def _mail(self, key: tuple[Channel, int, int], end: str, label: str) -> Mail:
+    def _mail(self, key: tuple[Channel, int, int], end: str, label: object) -> Mail:
         """The oldest mail of this box that lacks `end`, or a new one."""
         box = self.switch.mailboxes.setdefault(key, deque())
         if box and getattr(box[0], end) is None:

@@ -58,26 +58,31 @@ def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
 
 def room(shapes: Shapes, device: torch.device, least: int = 0) -> torch.Tensor:
     """A buffer for a message of such tensors, or of shorter ones; on the CPU of `least` bytes."""
-    on_cpu = device.type == "cpu"
-    length = sum(map(_place, shapes)) + ENVELOPE * on_cpu
-    return torch.empty(max(length, least * on_cpu), dtype=torch.uint8, device=device)
+    *_, length = _starts(shapes)
+    if device.type == "cpu":
+        length = max(length + ENVELOPE, least)
+    return torch.empty(length, dtype=torch.uint8, device=device)
 
 
 def carve(buffer: torch.Tensor, shapes: Shapes) -> Message:
     """A message for tensors of these shapes and dtypes at the beginning of a buffer."""
-    length = sum(map(_place, shapes)) + ENVELOPE * (buffer.device.type == "cpu")
-    flat, tensors, start = buffer[:length], [], 0
-    for shape, dtype in shapes:
+    *starts, length = _starts(shapes)
+    if buffer.device.type == "cpu":
+        length += ENVELOPE
+    flat, tensors = buffer[:length], []
+    for start, (shape, dtype) in zip(starts, shapes, strict=True):
         stop = start + shape.numel() * dtype.itemsize
         tensors.append(flat[start:stop].view(dtype).view(shape))
-        start += _place((shape, dtype))
     return Message(flat, tuple(tensors), buffer)
 
 
-def _place(tensor: tuple[torch.Size, torch.dtype]) -> int:
-    """Bytes that a tensor takes in a message."""
-    shape, dtype = tensor
-    return -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+def _starts(shapes: Shapes) -> list[int]:
+    """Where each tensor of a message begins, in bytes, and where the last one ends."""
+    starts = [0]
+    for shape, dtype in shapes:
+        size = shape.numel() * dtype.itemsize
+        starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return starts
 
 
 def pack(tensors: Sequence[torch.Tensor], envelope: Envelope) -> Message:
@@ -93,12 +98,6 @@ def write_envelope_(message: Message, envelope: Envelope) -> None:
     """Write the envelope at the end of the message."""
     if message.flat is not None and message.flat.device.type == "cpu":
         message.flat[-ENVELOPE:] = _bytes(message.flat, envelope)
-
-
-def clear_envelope_(flat: torch.Tensor) -> None:
-    """Before receiving: what memory held must not pass for an envelope."""
-    if flat.device.type == "cpu":
-        flat[-ENVELOPE:] = 0
 
 
 def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:

@@ -99,11 +99,6 @@ def ranks_per_host(group: dist.ProcessGroup) -> int:
     return each
 
 
-def alive(group: dist.ProcessGroup) -> bool:
-    """Has it not been destroyed?"""
-    return group in dist.distributed_c10d._world.pg_map
-
-
 def join(group: dist.ProcessGroup, device: torch.device) -> None:
     """A collective on a group, for tensors of this kind of device.
 

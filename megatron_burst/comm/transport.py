@@ -69,8 +69,13 @@ class Counters:
 
     def add(self, sends: Iterable[Send]) -> None:
         for send in sends:
-            size = sum(t.numel() * t.element_size() for t in send.tensors)
-            setattr(self, send.link, getattr(self, send.link) + size)
+            size = 0
+            for t in send.tensors:
+                size += t.numel() * t.element_size()
+            if send.link == "intra":
+                self.intra += size
+            else:
+                self.inter += size
 
     def reset(self) -> None:
         self.intra = self.inter = 0
@@ -79,8 +84,8 @@ class Counters:
 class Endpoint(Protocol):
     """One rank's end of a transport; `rank` and peers count from 0 in what it joins.
 
-    `exchange` starts transfers and does not block. `released` says that nobody here reads these
-    tensors again before they are written to.
+    `exchange` starts transfers and does not block; the str of `label` is what errors say of it.
+    `released` says that nobody here reads these tensors again before they are written to.
     """
 
     rank: int
@@ -88,7 +93,7 @@ class Endpoint(Protocol):
     room: int  # bytes that a receive buffer on the CPU has at least
 
     def exchange(
-        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
+        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending: ...
 
     def released(self, tensors: Tensors) -> None: ...
@@ -99,16 +104,18 @@ class _Works:
     """Only `wait` tells: with gloo `is_completed` may stay False for good."""
 
     works: list[dist.Work]
-    words: Sequence[str]  # what each work does, "receiving from rank 3"
+    ops: Sequence[dist.P2POp]
     receives: Sequence[Receive]
-    label: str
+    label: object
 
     def wait(self) -> None:
-        for work, words in zip(self.works, self.words, strict=True):
+        for number, work in enumerate(self.works):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failed(self.label, f"{words}: {error}") from error
+                # NCCL makes one work of all operations.
+                ops = self.ops if len(self.works) != len(self.ops) else [self.ops[number]]
+                raise _failed(self.label, f"{_words(ops)}: {error}") from error
         for receive in self.receives:
             if receive.message is None or receive.message.flat is None:
                 continue
@@ -128,45 +135,38 @@ class ProcessEndpoint:
     room: int = 0
 
     def exchange(
-        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: str
+        self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending:
-        group = self.channels[channel, [*sends, *receives][0].tensors[0].device.type]
-        ops, words = [], []
-        for call, does, messages in (
-            (dist.irecv, "receiving from", [(m.peer, *_buffers(m)) for m in receives]),
-            (dist.isend, "sending to", [(m.peer, *_message(m)) for m in sends]),
-        ):
-            for member, *tensors in messages:
-                peer = self.ranks[member]
-                for tensor in tensors:
-                    ops.append(dist.P2POp(call, tensor, peer, group))
-                    words.append(f"{does} rank {peer}")
+        some = sends[0] if sends else receives[0]
+        group, ops = self.channels[channel, some.tensors[0].device.type], []
+        for receive in receives:
+            buffers, message = receive.tensors, receive.message
+            if message is not None and message.flat is not None and message.room is not None:
+                message.flat[-packing.ENVELOPE :] = 0  # an old one must not pass for a new one
+                buffers = [message.room]
+            peer = self.ranks[receive.peer]
+            ops += [dist.P2POp(dist.irecv, buffer, peer, group) for buffer in buffers]
+        for send in sends:
+            tensors = send.tensors if send.flat is None else [send.flat]
+            peer = self.ranks[send.peer]
+            ops += [dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors]
         self.counters.add(sends)
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise _failed(label, f"{', '.join(words)}: {error}") from error
-        if len(works) != len(ops):  # NCCL makes one work of all
-            words = [", ".join(words)] * len(works)
-        return _Works(works, words, receives, label)
+            raise _failed(label, f"{_words(ops)}: {error}") from error
+        return _Works(works, ops, receives, label)
 
     def released(self, tensors: Tensors) -> None:
         pass
 
 
-def _message(send: Send) -> Tensors:
-    """What torch is asked to send."""
-    return send.tensors if send.flat is None else [send.flat]
+def _words(ops: Sequence[dist.P2POp]) -> str:
+    """What each operation does."""
+    return ", ".join(
+        f"{'receiving from' if op.op is dist.irecv else 'sending to'} rank {op.peer}" for op in ops
+    )
 
 
-def _buffers(receive: Receive) -> Tensors:
-    """What torch is asked to fill; without an old envelope in it."""
-    message = receive.message
-    if message is None or message.flat is None or message.room is None:
-        return receive.tensors
-    packing.clear_envelope_(message.flat)
-    return [message.room]
-
-
-def _failed(label: str, reason: str) -> RuntimeError:
+def _failed(label: object, reason: str) -> RuntimeError:
     return RuntimeError(f"exchange failed: {label}: {reason}")

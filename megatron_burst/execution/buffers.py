@@ -1,56 +1,182 @@
-"""Buffers of one rank during a pass: what arrives, what leaves, partial results.
+"""What one rank holds during a pass: buffers of messages, and partial results.
 
 Every buffer of a kind has room for its longest message, and is used for shorter ones as well, so
-that a pass holds few of them however messages shrink.
+that a pass holds few of them however messages shrink. Partial results are gradients, which add up,
+and outputs, which merge by online softmax: a rank's results for its own rows stay on it, those for
+rows of others are sent away, some rows at a time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..comm import packing
 from ..comm.packing import Message
 from ..comm.transport import Endpoint
+from ..kernels.online_softmax import merge_
+from ..schedule.tables import ALL, Chunk
+from .job import RowPlace, Target, Tensors
 
 RowShapes = Sequence[tuple[torch.Size, torch.dtype]]  # of each tensor: one row, dtype
 
 
 class Buffers:
-    """Messages by kind, reused once nothing holds them."""
+    """Messages by kind, reused once nothing holds them.
 
-    def __init__(self, device: torch.device, endpoint: Endpoint):
-        self.device, self.endpoint = device, endpoint
-        self._rows: dict[str, RowShapes] = {}
-        self._longest: dict[str, int] = {}
-        self._free: dict[str, list[torch.Tensor]] = defaultdict(list)
+    kinds: of each what one row has, and how many rows its longest message has.
+    """
 
-    def introduce(self, kind: str, rows: RowShapes, longest: int) -> None:
-        """Messages of this kind have such rows, and at most `longest` of them."""
-        self._rows[kind], self._longest[kind] = rows, longest
+    def __init__(
+        self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, tuple[RowShapes, int]]
+    ):
+        self.device, self.endpoint, self.kinds = device, endpoint, kinds
+        self._free: dict[str, list[Message]] = defaultdict(list)
 
     def take(self, kind: str, rows: int) -> Message:
         """A message of so many rows; what is in it is undefined."""
-        room = self._free[kind].pop() if self._free[kind] else self._new(kind)
-        return packing.carve(room, self._shapes(kind, rows))
+        free = self._free[kind]
+        if not free:
+            longest = self._shapes(kind, self.kinds[kind][1])
+            room = packing.room(longest, self.device, self.endpoint.room)
+            return packing.carve(room, self._shapes(kind, rows))
+        message = free.pop()
+        if message.tensors and len(message.tensors[0]) == rows:  # most: as it was cut before
+            return message
+        assert message.room is not None
+        return packing.carve(message.room, self._shapes(kind, rows))
 
     def apart(self, kind: str, rows: int) -> Message:
         """Tensors of their own, which never travel, of as many rows."""
         shapes = self._shapes(kind, rows)
-        tensors = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:
         """Nobody reads this message again."""
         self.endpoint.released(message.tensors)
         assert message.room is not None
-        self._free[kind].append(message.room)
-
-    def _new(self, kind: str) -> torch.Tensor:
-        shapes = self._shapes(kind, self._longest[kind])
-        return packing.room(shapes, self.device, self.endpoint.room)
+        self._free[kind].append(message)
 
     def _shapes(self, kind: str, rows: int) -> packing.Shapes:
-        return [(torch.Size((rows, *shape)), dtype) for shape, dtype in self._rows[kind]]
+        return [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.kinds[kind][0]]
+
+
+@dataclass
+class _Total:
+    """All rows of a partial result that this rank has; filled: those to which something was
+    contributed."""
+
+    message: Message
+    filled: int = 0
+
+
+class PartialResults:
+    """The partial results of a pass, made when first asked for.
+
+    wire: of each family, the kind of buffer in which it travels.
+    """
+
+    def __init__(self, buffers: Buffers, wire: Mapping[str, str]):
+        self._buffers, self._wire = buffers, wire
+        self._totals: dict[Chunk, _Total] = {}
+
+    def begin(self, target: Target, tensors: Tensors) -> None:
+        """The sums of all rows of an own chunk go on from what earlier passes added up."""
+        self._totals[target.total] = _Total(Message(None, tensors), target.total.rows)
+
+    def open(self, target: Target) -> Message:
+        """Where to contribute to the rows of a target; `merge` it where these lie apart."""
+        total, place = self._total(target), target.place
+        total.filled |= target.rows
+        if place.whole:
+            return total.message
+        if isinstance(place.at, slice):
+            return Message(None, taken(total.message.tensors, place))
+        message = self._buffers.take(target.total.family, place.count)
+        _clear(target.total.family, message)
+        return message
+
+    def merge(self, target: Target, part: Message) -> None:
+        """What was contributed to rows that lie apart goes to their places."""
+        self._contribute(target, part)
+        self._buffers.give(target.total.family, part)
+
+    def whole(self, target: Target) -> Tensors:
+        """All rows that this rank has of a chunk; nothing contributed yet: zeros."""
+        return self._total(target).message.tensors
+
+    def receive(self, target: Target, message: Message) -> None:
+        """What arrived becomes the sum if there is none and it has all rows; else it is added."""
+        family = target.total.family
+        kind = self._wire[family]
+        if target.place.whole and target.total not in self._totals and kind == family:
+            self._totals[target.total] = _Total(message, target.rows)
+            return
+        self._total(target).filled |= target.rows
+        self._contribute(target, message)
+        self._buffers.give(kind, message)
+
+    def send(self, target: Target) -> Message:
+        """The rows of a target, which are cleared here: a message of the kind that travels."""
+        total, family = self._total(target), target.total.family
+        kind = self._wire[family]
+        total.filled &= ~target.rows
+        if target.place.whole and kind == family:
+            return self._totals.pop(target.total).message
+        message = self._buffers.take(kind, target.place.count)
+        rows = taken(total.message.tensors, target.place)
+        for tensor, source in zip(message.tensors, rows, strict=True):
+            tensor.copy_(source)
+        if total.filled:
+            _clear(family, total.message, target.place.at)
+        else:
+            self._buffers.give(family, self._totals.pop(target.total).message)
+        return message
+
+    def _total(self, target: Target) -> _Total:
+        total = self._totals.get(target.total)
+        if total is None:
+            # The output is no view: autograd refuses to let such a one be changed in place.
+            output = target.total[::2] == ("out", ALL)
+            make = self._buffers.apart if output else self._buffers.take
+            message = make(target.total.family, target.size)
+            _clear(target.total.family, message)
+            total = self._totals[target.total] = _Total(message)
+        return total
+
+    def _contribute(self, target: Target, part: Message) -> None:
+        """Add `part` to the rows of the target, or merge it into them."""
+        whole, place = self._total(target).message.tensors, target.place
+        rows = taken(whole, place)
+        if target.total.family == "out":
+            merge_(*rows, *part.tensors)
+        else:
+            for total, new in zip(rows, part.tensors, strict=True):
+                total += new
+        if not isinstance(place.at, slice):
+            for tensor, total in zip(whole, rows, strict=True):
+                tensor.index_copy_(0, place.at, total)
+
+
+def taken(tensors: Tensors, place: RowPlace) -> Tensors:
+    """The rows at a place of each tensor: views where they are a slice, else copies."""
+    if isinstance(place.at, slice):
+        return tuple(t[place.at] for t in tensors)
+    return tuple(t.index_select(0, place.at) for t in tensors)
+
+
+def _clear(family: str, message: Message, at: slice | torch.Tensor | None = None) -> None:
+    """Rows (None: all) to which nothing was contributed: 0, and an lse of -inf."""
+    if at is None and family != "out" and message.flat is not None:
+        message.flat.zero_()  # all of its tensors at once
+        return
+    for index, tensor in enumerate(message.tensors):
+        empty = float("-inf") if family == "out" and index == 1 else 0.0
+        if at is None:
+            tensor.fill_(empty)
+        else:
+            tensor[at] = empty

@@ -1,12 +1,15 @@
 """Attention as one autograd function: of one rank, or of all ranks that share a process.
 
 Decides what is saved for backward, and where results that a checkpoint keeps come from and go to.
+`forward` and `backward` are one rank's part as plain functions of tensors: exchange heads, run the
+ring, exchange them back.
+
+Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +18,103 @@ import torch
 from ..comm.groups import Groups, InProcessGroups
 from ..comm.packing import CallTag
 from ..kernels.autograd import first_order_only
-from . import rank, row_chunks
-from .executor import Tensors
-from .job import Job
+from ..kernels.base import Rows
+from ..kernels.online_softmax import row_delta, sink_gradient
+from . import ring
+from .job import Job, Tensors, rows_of
+from .ulysses import heads_here, heads_to_rows, rows_to_heads
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+def forward(
+    job: Job,
+    call: CallTag,
+    shard: Tensors,
+    sink: torch.Tensor | None,
+    stored: Tensors | None,
+    max_logits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Tensors]:
+    """(out [s, b, h, w], what backward needs: q, k, v, out, lse and kept keys of the ring).
+
+    shard: contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]. sink [h] or None. stored: out
+    and lse of the rows that were kept when this call ran first, if it runs again. max_logits [h]
+    or None: raised, for the heads whose ring this rank runs, to the largest score it computes.
+    """
+    chunk, shared = job.chunks[0], len(job.ulysses_links) > 1
+    if len(job.chunks) > 1:
+        from . import row_chunks  # not needed by other calls
+
+        return row_chunks.forward(job, call, shard, sink, stored, max_logits)
+    run, partial = chunk.forward, chunk.recompute
+    if shared:
+        shard = heads_to_rows(job, call, run.name, shard)
+        sink, max_logits = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
+    q, k, v = shard
+    if stored is None:
+        rings = ring.forward_rings(job, run, call, q, (k, v), max_logits)
+    else:
+        assert partial is not None
+        rest = rows_of(q, partial.rest)
+        rings = ring.forward_rings(job, partial.run, call, rest, (k, v), max_logits)
+    ring.run(rings)
+    out, lse, kept = ring.outputs(rings, q.dtype, sink)
+    if stored is not None:
+        assert partial is not None
+        out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
+    whole = out
+    if shared:
+        (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype)
+        assert whole is not None
+    return whole, (q, k, v, out, lse, *kept)
+
+
+def backward(
+    job: Job, call: CallTag, dout: torch.Tensor, saved: Tensors, sink: torch.Tensor | None
+) -> Gradients:
+    """dq, dk, dv in the accumulation dtype, or the wire's where ranks exchange heads and none is
+    shared; the gradient [h] of the sink. None where not needed.
+
+    dout [s, b, h, w]; saved: as `forward` returned it.
+    """
+    run, shared = job.chunks[0].backward, len(job.ulysses_links) > 1
+    if len(job.chunks) > 1:
+        from . import row_chunks  # not needed by other calls
+
+        return row_chunks.backward(job, call, dout, saved, sink)
+    q, k, v, out, lse, *kept = saved
+    if shared:
+        (dout,) = heads_to_rows(job, call, run.name, (dout,))
+    delta = row_delta(dout, out, lse.dtype)
+    rows = Rows(q, dout.contiguous(), lse, delta, out)
+    rings = ring.backward_rings(job, run, call, rows, (k, v), tuple(kept))
+    ring.run(rings)
+    grads = ring.gradients(rings, job.needs_grad)
+    if shared:
+        narrow = [None if g is None else g.to(job.wire_dtype) for g in grads]
+        heads = job.heads, job.kv_heads, job.kv_heads
+        grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype)
+    dsink = None
+    if sink is not None:
+        dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
+        dsink[heads_here(job)] = sink_gradient(sink[heads_here(job)], lse, delta)
+    return *grads, dsink
+
+
+def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
+    """out and lse of the rows that the store keeps. saved: as `forward` returned it."""
+    if len(job.chunks) > 1:
+        from . import row_chunks  # not needed by other calls
+
+        return row_chunks.rows_to_keep(job, saved)
+    assert job.recompute is not None
+    return tuple(rows_of(t.detach(), job.recompute.kept) for t in saved[3:5])
+
+
+# --- autograd -----------------------------------------------------------------------------------
 
 
 class Keeper(Protocol):
@@ -32,30 +129,20 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptResults:
     """Where this call finds or leaves results: a keeper, and what identifies the call there."""
 
     keeper: Keeper
     what: object
 
     def found(self) -> Tensors | None:
+        """What the first run of this call left, if this is the second."""
         return self.keeper.get(self.what) if self.keeper.filled else None
 
     def leave(self, rows: Callable[[], Tensors]) -> None:
+        """Keep these rows, if this is the first run."""
         if not self.keeper.filled:
             self.keeper.put(self.what, rows())
-
-
-@contextmanager
-def running(groups: Groups, device: torch.device) -> Iterator[None]:
-    """Precision is the plan's business and not autocast's."""
-    with groups.running(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _how(job: Job) -> Any:
-    """The module whose `forward`, `backward` and `rows_to_keep` run this job."""
-    return rank if len(job.chunks) == 1 else row_chunks
 
 
 def _inputs(ctx: Any, first: int, gradients: list[torch.Tensor | None]) -> list[Any]:
@@ -73,17 +160,17 @@ class Attention(torch.autograd.Function):
         job: Job,
         groups: Groups,
         call: CallTag,
-        kept: Kept | None,
+        kept: KeptResults | None,
         max_logits: torch.Tensor | None,
         sink: torch.Tensor | None,
         *shard: torch.Tensor,
     ) -> torch.Tensor:
         q, k, v = (t.contiguous() for t in shard)
         stored = None if kept is None else kept.found()
-        with running(groups, q.device):
-            out, saved = _how(job).forward(job, call, (q, k, v), sink, stored, max_logits)
+        with groups.running(q.device.type):
+            out, saved = forward(job, call, (q, k, v), sink, stored, max_logits)
         if kept is not None:
-            kept.leave(lambda: _how(job).rows_to_keep(job, saved))
+            kept.leave(lambda: rows_to_keep(job, saved))
         ctx.job, ctx.groups, ctx.call, ctx.dtype = job, groups, call, shard[0].dtype
         ctx.save_for_backward(sink, *saved)
         return out
@@ -94,8 +181,8 @@ class Attention(torch.autograd.Function):
         sink, *saved = ctx.saved_tensors
         ctx.groups.check()
         ctx.groups.calls.backward(ctx.call)
-        with running(ctx.groups, dout.device):
-            *grads, dsink = _how(ctx.job).backward(ctx.job, ctx.call, dout, tuple(saved), sink)
+        with ctx.groups.running(dout.device.type):
+            *grads, dsink = backward(ctx.job, ctx.call, dout, tuple(saved), sink)
         if dsink is not None:
             dsink = dsink.to(sink.dtype) if ctx.needs_input_grad[5] else None
         return *[None] * 5, dsink, *_inputs(ctx, 6, grads)
@@ -110,7 +197,7 @@ class InProcessAttention(torch.autograd.Function):
         jobs: list[Job],
         groups: InProcessGroups,
         calls: list[CallTag],
-        kept: Kept | None,
+        kept: KeptResults | None,
         max_logits: torch.Tensor | None,
         sink: torch.Tensor | None,
         *shards: torch.Tensor,
@@ -119,18 +206,17 @@ class InProcessAttention(torch.autograd.Function):
         each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
         stored = None if kept is None else kept.found()
         some = [stored and stored[i : i + 2] for i in range(0, 2 * len(jobs), 2)]
-        sinks = [sink] * len(jobs)
-        found = [max_logits.clone() for _ in jobs] if max_logits is not None else [None] * len(jobs)
-        with torch.autocast(flat[0].device.type, enabled=False):
-            results = groups.run(_how(jobs[0]).forward, jobs, calls, each, sinks, some, found)
+        sinks, largest = [sink] * len(jobs), [None] * len(jobs)
         if max_logits is not None:
-            torch.amax(torch.stack(found), dim=0, out=max_logits)  # pyright: ignore
+            largest = [max_logits.clone() for _ in jobs]
+        with torch.autocast(flat[0].device.type, enabled=False):
+            results = groups.run(forward, jobs, calls, each, sinks, some, largest)
+        if max_logits is not None:
+            torch.amax(torch.stack(largest), dim=0, out=max_logits)  # pyright: ignore
         outs, saved = zip(*results, strict=True)
         if kept is not None:
             pairs = list(zip(jobs, saved, strict=True))
-            kept.leave(
-                lambda: tuple(t for pair in pairs for t in _how(pair[0]).rows_to_keep(*pair))
-            )
+            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
         ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
         ctx.lengths = [len(some) for some in saved]
         ctx.save_for_backward(sink, *(t for some in saved for t in some))
@@ -144,15 +230,9 @@ class InProcessAttention(torch.autograd.Function):
             group.calls.backward(call)
         rest = iter(flat)
         saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
+        sinks = [sink] * len(ctx.jobs)
         with torch.autocast(douts[0].device.type, enabled=False):
-            results = ctx.groups.run(
-                _how(ctx.jobs[0]).backward,
-                ctx.jobs,
-                ctx.calls,
-                douts,
-                saved,
-                [sink] * len(ctx.jobs),
-            )
+            results = ctx.groups.run(backward, ctx.jobs, ctx.calls, douts, saved, sinks)
         dsink = None
         if sink is not None and ctx.needs_input_grad[5]:
             dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)

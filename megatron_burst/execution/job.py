@@ -1,14 +1,130 @@
-"""What one rank executes for a call of attention: data, made by `planning`, run by `rank`."""
+"""What one rank executes for a call of attention: plain data, made by `build` and `planning`.
+
+A `Pass` is what the loop in `ring` runs, with all that a plan can know written down beforehand:
+which hops start together, where their rows lie in which buffer, what each pair adds to.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.transport import Endpoint
+from ..comm.transport import Channel, Endpoint
 from ..kernels.base import Kernel, Scoring
-from .executor import Pass
+from ..schedule.tables import Chunk, Hop, Pair
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class RowPlace:
+    """Where some rows lie in the buffer of a chunk.
+
+    count: how many rows. at: where, a slice where they follow one another, else an int64 index on
+    the device. whole: are they all rows of the buffer?
+    """
+
+    count: int
+    at: Any
+    whole: bool
+
+
+class Target(NamedTuple):
+    """Rows of a partial result, to which a pair adds or which a hop brings or takes away.
+
+    total: the chunk with all rows of which this rank ever holds partial results; size: how many
+    rows that has. rows: bit set of those that get something. place: of the rows in the total.
+    """
+
+    total: Chunk
+    size: int
+    rows: int
+    place: RowPlace
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the kernel: the query and key chunks as they are held, what it planned for
+    them, and what it adds to: the output, or the gradients of the queries and of the keys."""
+
+    pair: Pair
+    queries: Chunk
+    keys: Chunk
+    work: Any
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one hop carries from or to this rank.
+
+    count: of rows. digest: of pass and chunk, for the envelope. target: of a partial result.
+    source: of a copy that leaves, the chunk it is taken from and where it lies there; None where it
+    is sent on as it came.
+    """
+
+    hop: Hop
+    leaves: bool
+    count: int
+    digest: int
+    target: Target | None = None
+    source: tuple[Chunk, RowPlace] | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Hops that share a process group, start together and land together."""
+
+    channel: Channel
+    land: int
+    payloads: tuple[Payload, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A boundary and the pairs computed after it; release: chunks of others that this rank has
+    neither to compute with nor to send any more."""
+
+    index: int
+    release: tuple[Chunk, ...]
+    exchanges: tuple[Exchange, ...]
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class KeptChunk:
+    """A chunk of others that forward leaves behind and backward finds.
+
+    count: of rows. parts: the chunks in which it came, where its rows lie in each, and where they
+    go in the chunk that is kept.
+    """
+
+    chunk: Chunk
+    count: int
+    parts: tuple[tuple[Chunk, RowPlace, RowPlace], ...]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one rank needs for one pass.
+
+    deferred: the steps of head chunks that compute the pair of their own chunks last. totals:
+    (family, owner) -> all rows of which this rank holds partial results. longest: of each family,
+    the most rows of a chunk of others. sends: how often each copy of rows is sent. held_bytes: the
+    most that this rank holds of chunks of others.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    deferred: tuple[Step, ...]
+    totals: Mapping[tuple[str, int], Target]
+    longest: Mapping[str, int]
+    sends: Mapping[Chunk, int]
+    kept: tuple[KeptChunk, ...] = ()
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -16,7 +132,7 @@ class PartialPass:
     """A forward that runs again for some rows only: int64 row numbers of this rank's ring shard.
 
     kept: rows whose results were kept. rest: rows that are computed again, the queries of `run`.
-    own_kept: the rows that were kept of this rank's own shard, before ranks share heads. Of a row
+    own_kept: the rows that were kept of this rank's own shard, before ranks share heads. In a row
     chunk all are numbers of rows in the chunk.
     """
 
@@ -24,6 +140,15 @@ class PartialPass:
     rest: torch.Tensor
     own_kept: torch.Tensor
     run: Pass
+
+    def whole(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """The rows that were kept and those computed again, each in its place."""
+        if not len(self.rest):
+            return stored.detach()  # as a result it gets a history of its own
+        whole = new.new_empty((len(self.kept) + len(self.rest), *new.shape[1:]))
+        whole.index_copy_(0, self.kept, stored.detach())
+        whole.index_copy_(0, self.rest, new)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -62,15 +187,20 @@ class Job:
 
     @property
     def forward(self) -> Pass:
-        """Of all rows, or of the first chunk."""
+        """The forward pass of all rows, or of the first row chunk."""
         return self.chunks[0].forward
 
     @property
     def backward(self) -> Pass:
-        """Of all rows, or of the first chunk."""
+        """The backward pass of all rows, or of the first row chunk."""
         return self.chunks[0].backward
 
     @property
     def recompute(self) -> PartialPass | None:
-        """Of all rows, or of the first chunk."""
+        """What is computed again of all rows, or of the first row chunk."""
         return self.chunks[0].recompute
+
+
+def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of x: x itself where they are all of them."""
+    return x if len(rows) == len(x) else x.index_select(0, rows)

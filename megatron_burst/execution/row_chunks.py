@@ -1,9 +1,11 @@
 """Attention whose queries come in chunks of rows, one behind the other: FPDT's, on any ring.
 
-Only one chunk's q, out, dq, partial results and travelling queries exist at a time; the gradients
-of the keys and values are summed in one buffer over all chunks. Every chunk is a pass of its own,
-made by `planning.row_chunks`. Source: FPDT (arXiv 2408.16978), section 4, there with head
-parallelism alone.
+Only one row chunk's q, out, dq, partial results and travelling queries exist at a time; the
+gradients of the keys and values are summed in one buffer over all of them. Every row chunk is a
+pass of its own, made by `planning`. `RowChunks` runs them; `forward` and `backward` do so for a
+call that has all rows at once, and `ChunkedCall` for code that has no whole q: a layer that
+projects, attends and projects back chunk by chunk. Source: FPDT (arXiv 2408.16978), section 4,
+there with head parallelism alone.
 
 Shape letters: s local rows, r rows of a chunk, b batch, h query heads, k key/value heads, d width,
 w value width; p ranks that share heads.
@@ -11,24 +13,23 @@ w value width; p ranks that share heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ..comm.groups import Groups
 from ..comm.packing import CallTag
 from ..kernels.base import Rows
 from ..kernels.online_softmax import accumulation_dtype, row_delta, sink_gradient
-from ..schedule.tables import Chunk
-from . import head_chunks
-from .executor import Pass, Tensors
-from .job import Job
-from .passes import Backward
-from .rank import attend, heads_here, heads_to_rows, interleaved, rows_of, rows_to_heads
+from . import ring
+from .job import Job, Tensors, rows_of
+from .ulysses import heads_here, heads_to_rows, rows_to_heads
 from .visiting import Host, Visiting
 
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-class Chunks:
+
+class RowChunks:
     """One call of one rank: its keys, of all rows, and what its chunks of queries add up.
 
     keys: contiguous k [s, b, k, d], v [s, b, k, w], or what `keys` of another call of the same
@@ -49,7 +50,7 @@ class Chunks:
         self.job, self.call = job, call
         self._visiting = None if host is None else Visiting(host)
         name = f"{job.forward.name}: keys"
-        self.keys = keys if exchanged else self._to_rows(replace(job.forward, name=name), keys)
+        self.keys = keys if exchanged else heads_to_rows(job, call, name, keys)
         self.sink, self.max_logits = (
             None if x is None else x[heads_here(job)] for x in (sink, max_logits)
         )
@@ -65,35 +66,37 @@ class Chunks:
         took of the results of this chunk; only the other rows are computed.
         """
         job, chunk = self.job, self.job.chunks[index]
-        run = replace(chunk.forward, call=self.call)
-        (rows,) = self._to_rows(run, (q,))
+        run, partial = chunk.forward, chunk.recompute
+        (queries,) = heads_to_rows(job, self.call, run.name, (q,))
         if stored is None:
-            out, lse = self._attend(run, rows)
-            (out,) = rows_to_heads(job, run, (out,), (job.heads,), out.dtype)
-            assert out is not None
-            return out, lse
-        partial = chunk.recompute
-        assert partial is not None
-        again = replace(partial.run, call=self.call)
-        inputs = rows_of(rows, partial.rest), *self.keys
-        some, lse, _ = attend(job, again, inputs, self.sink, self.max_logits)
-        out = some.new_zeros((len(rows), *some.shape[1:])).index_copy_(0, partial.rest, some)
-        (out,) = rows_to_heads(job, run, (out,), (job.heads,), out.dtype)
+            rings = self._rings(run, queries)
+            if self._visiting is not None:
+                self._visiting.provide(rings)
+        else:
+            assert partial is not None
+            rings = self._rings(partial.run, rows_of(queries, partial.rest))
+        ring.run(rings)
+        out, lse, _ = ring.outputs(rings, q.dtype, self.sink)
+        if stored is None and self._visiting is not None:
+            self._visiting.settle()
+        if stored is not None:
+            assert partial is not None
+            whole = out.new_zeros((len(queries), *out.shape[1:]))
+            out = whole.index_copy_(0, partial.rest, out)
+        (out,) = rows_to_heads(job, self.call, run.name, (out,), (job.heads,), out.dtype)
         assert out is not None
-        out.index_copy_(0, partial.own_kept, stored[0].detach())
-        return out, interleaved(partial, stored[1], lse)
+        if stored is not None:
+            assert partial is not None
+            out.index_copy_(0, partial.own_kept, stored[0].detach())
+            lse = partial.whole(stored[1], lse)
+        return out, lse
 
-    def _attend(self, run: Pass, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        visiting, given = self._visiting, (self.sink, self.max_logits)
-        if visiting is None:
-            return attend(self.job, run, (q, *self.keys), *given)[:2]
-        run = visiting.run(run)
-        results = attend(self.job, run, (q, *self.keys), *given, begin=visiting.begin)
-        visiting.settle()
-        return results[:2]
+    def _rings(self, run: ring.Pass, queries: torch.Tensor) -> list[ring.Ring]:
+        given = queries, self.keys, self.max_logits
+        return ring.forward_rings(self.job, run, self.call, *given)
 
     def kept(self, index: int, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
-        """Of the results of a chunk those that the store of the plan keeps, as copies."""
+        """Copies of the results of a chunk that the store of the plan keeps."""
         partial = self.job.chunks[index].recompute
         assert partial is not None
         return out.index_select(0, partial.own_kept), lse.index_select(0, partial.kept)
@@ -111,73 +114,59 @@ class Chunks:
 
         q, out: contiguous, as of `forward`; lse: as `forward` returned it; dout [r, b, h, w].
         """
-        job, run = self.job, replace(self.job.chunks[index].backward, call=self.call)
+        job, run = self.job, self.job.chunks[index].backward
+        shared = len(job.ulysses_links) > 1
         dout = dout.contiguous()
         delta = row_delta(dout, out, lse.dtype)
         rows = Rows(q, dout, lse, delta, out)
-        if len(job.ulysses_links) > 1:  # with delta out need not travel
-            q, dout, delta = self._to_rows(run, (q, dout, delta))
+        if shared:  # with delta out need not travel
+            q, dout, delta = heads_to_rows(job, self.call, run.name, (q, dout, delta))
             rows = Rows(q, dout, lse, delta)
         if self.sink is not None:
             gradient = sink_gradient(self.sink, lse, delta)
             self._dsink = gradient if self._dsink is None else self._dsink + gradient
-        dq = self._ring(run, rows)
-        if dq is not None and len(job.ulysses_links) > 1:
+        rings = ring.backward_rings(job, run, self.call, rows, self.keys)
+        self._sums = self._sums or self._zeros()
+        for each, sums in zip(rings, self._sums, strict=True):
+            each.partials.begin(run.totals["dkv", job.ring.rank], sums)
+        ring.run(rings)
+        dq = ring.gradients(rings, (job.needs_grad[0], False, False))[0]
+        if dq is not None and shared:
             dq = dq.to(job.wire_dtype)
-            (dq,) = rows_to_heads(job, run, (dq,), (job.heads,), lse.dtype)
+            (dq,) = rows_to_heads(job, self.call, run.name, (dq,), (job.heads,), lse.dtype)
         return dq
 
-    def _ring(self, run: Pass, rows: Rows) -> torch.Tensor | None:
-        """dq of the ring; dk and dv are added to the sums."""
-        job, (k, v) = self.job, self.keys
-        chunks = list(head_chunks.split(run, job.head_chunks, rows.q.shape[2], k.shape[2]))
-        keys = [(k[:, :, n], v[:, :, n]) for _, _, n in chunks]
-        self._sums = self._sums or [self._zeros(each) for each in keys]
-        rings = []
-        for (part, h, _), mine, sums in zip(chunks, keys, self._sums, strict=True):
-            of_heads = Rows(*(None if x is None else x[:, :, h] for x in rows))  # pyright: ignore
-            ring = Backward(
-                part, job.ring, job.kernel, job.scoring, of_heads, mine, (), job.wire_dtype,
-                job.needs_grad,
-            )  # fmt: skip
-            ring.executor.partials.begin(Chunk("dkv", job.ring.rank), sums)
-            rings.append(ring)
-        head_chunks.run_staggered(rings)
-        dqs = [ring.result()[0] for ring in rings]
-        return None if dqs[0] is None else head_chunks.join(dqs)  # pyright: ignore
-
-    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self) -> Gradients:
         """dk [s, b, k, d], dv [s, b, k, w], dsink [h] in the accumulation dtype, dk and dv in the
         wire's where ranks share heads; None where not needed. After the last chunk, once."""
-        job, (k, v) = self.job, self.keys
-        chunks = list(head_chunks.split(job.backward, job.head_chunks, 0, k.shape[2]))
-        sums = self._sums or [self._zeros((k[:, :, n], v[:, :, n])) for _, _, n in chunks]
-        joined = iter([head_chunks.join(parts) for parts in zip(*sums, strict=True)])
-        self._sums, sums = [], []
+        job = self.job
+        sums, self._sums = self._sums or self._zeros(), []
+        joined = iter([ring.join(parts) for parts in zip(*sums, strict=True)])
+        del sums
         dk, dv = (next(joined) if needed else None for needed in job.needs_grad[1:])
         if len(job.ulysses_links) > 1:
-            run = replace(job.backward, call=self.call, name=f"{job.backward.name}: keys")
-            narrow = tuple(None if g is None else g.to(job.wire_dtype) for g in (dk, dv))
-            dtype = accumulation_dtype(k.dtype)
-            dk, dv = rows_to_heads(job, run, narrow, (job.kv_heads, job.kv_heads), dtype)
+            name, heads = f"{job.backward.name}: keys", (job.kv_heads, job.kv_heads)
+            narrow = [None if g is None else g.to(job.wire_dtype) for g in (dk, dv)]
+            dtype = accumulation_dtype(self.keys[0].dtype)
+            dk, dv = rows_to_heads(job, self.call, name, narrow, heads, dtype)
         dsink = None
         if self._dsink is not None:
             dsink = self._dsink.new_zeros(job.heads)
             dsink[heads_here(job)] = self._dsink
         return dk, dv, dsink
 
-    def _zeros(self, keys: Tensors) -> Tensors:
-        dtype = accumulation_dtype(keys[0].dtype)
-        needed = zip(keys, self.job.needs_grad[1:], strict=True)
-        return tuple(
-            torch.zeros(t.shape, dtype=dtype, device=t.device) for t, needs in needed if needs
-        )
+    def _zeros(self) -> list[Tensors]:
+        """dk and dv of every head chunk, as far as they are needed."""
+        needed = [t for t, needs in zip(self.keys, self.job.needs_grad[1:], strict=True) if needs]
+        dtype, sums = accumulation_dtype(self.keys[0].dtype), []
+        for part in ring.head_chunks(self.job, 0, self.keys[0].shape[2]):
+            shapes = [t[:, :, part.kv_heads].shape for t in needed]
+            device = self.keys[0].device
+            sums.append(tuple(torch.zeros(s, dtype=dtype, device=device) for s in shapes))
+        return sums
 
-    def _to_rows(self, run: Pass, tensors: Tensors) -> Tensors:
-        return heads_to_rows(self.job, replace(run, call=self.call), tensors)
 
-
-# --- all chunks of a call, as `rank` does it with all rows at once -----------------------------
+# --- all chunks of a call that has all rows at once ---------------------------------------------
 
 
 def forward(
@@ -188,13 +177,13 @@ def forward(
     stored: Tensors | None,
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tensors]:
-    """As `rank.forward`, one chunk after another."""
+    """As `function.forward`, one chunk after another; q and out are saved as they came."""
     q, k, v = shard
-    chunks = Chunks(job, call, (k, v), sink, max_logits)
+    chunks = RowChunks(job, call, (k, v), sink, max_logits)
     out, lses = q.new_empty((*q.shape[:3], v.shape[3])), []
-    found = _stored_by_chunk(job, stored)
+    stored_of = _stored_by_chunk(job, stored)
     for index, chunk in enumerate(job.chunks):
-        part, lse = chunks.forward(index, rows_of_chunk(q, chunk.rows), found(index))
+        part, lse = chunks.forward(index, _rows_of_chunk(q, chunk.rows), stored_of(index))
         _put(out, chunk.rows, part)
         lses.append(lse)
     return out, (q, *chunks.keys, out, torch.cat(lses))
@@ -203,28 +192,26 @@ def forward(
 def backward(
     job: Job, call: CallTag, dout: torch.Tensor, saved: Tensors, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """As `rank.backward`, one chunk after another; dq is in the dtype of q."""
+    """As `function.backward`, one chunk after another; dq is in the dtype of q."""
     q, k, v, out, lse = saved
-    chunks = Chunks(job, call, (k, v), sink, exchanged=True)
+    chunks = RowChunks(job, call, (k, v), sink, exchanged=True)
     dq = torch.empty_like(q) if job.needs_grad[0] else None
-    lses = lse.split([len(job.ulysses_links) * _count(chunk.rows, q) for chunk in job.chunks])
-    for index, (chunk, mine) in enumerate(zip(job.chunks, lses, strict=True)):
-        q_c, out_c, dout_c = (rows_of_chunk(x, chunk.rows) for x in (q, out, dout))
-        part = chunks.backward(index, q_c, out_c, mine, dout_c)
+    for index, (chunk, stats) in enumerate(zip(job.chunks, _by_chunk(job, lse, q), strict=True)):
+        q_c, out_c, dout_c = (_rows_of_chunk(x, chunk.rows) for x in (q, out, dout))
+        part = chunks.backward(index, q_c, out_c, stats, dout_c)
         if dq is not None and part is not None:
             _put(dq, chunk.rows, part.to(q.dtype))
     return dq, *chunks.gradients()
 
 
 def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
-    """As `rank.rows_to_keep`: the rows of the first chunk, then those of the second, ..."""
+    """As `function.rows_to_keep`: the rows of the first chunk, then those of the second, ..."""
     out, lse = (t.detach() for t in saved[3:5])
-    lses = iter(lse.split([len(job.ulysses_links) * _count(c.rows, out) for c in job.chunks]))
     kept = []
-    for chunk in job.chunks:
+    for chunk, stats in zip(job.chunks, _by_chunk(job, lse, out), strict=True):
         assert chunk.recompute is not None
-        mine = rows_of_chunk(out, chunk.rows).index_select(0, chunk.recompute.own_kept)
-        kept.append((mine, next(lses).index_select(0, chunk.recompute.kept)))
+        rows = _rows_of_chunk(out, chunk.rows).index_select(0, chunk.recompute.own_kept)
+        kept.append((rows, stats.index_select(0, chunk.recompute.kept)))
     outs, stats = zip(*kept, strict=True)
     return torch.cat(outs), torch.cat(stats)
 
@@ -238,7 +225,13 @@ def _stored_by_chunk(job: Job, stored: Tensors | None) -> Callable[[int], Tensor
     return lambda index: (parts[0][index], parts[1][index])
 
 
-def rows_of_chunk(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def _by_chunk(job: Job, lse: torch.Tensor, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The lse of each chunk, as the ring has it; whole: any tensor of all rows."""
+    rows = [len(whole) if chunk.rows is None else len(chunk.rows) for chunk in job.chunks]
+    return lse.split([len(job.ulysses_links) * each for each in rows])
+
+
+def _rows_of_chunk(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """These rows of x, contiguous; None for all."""
     return x.contiguous() if rows is None else x.index_select(0, rows)
 
@@ -250,5 +243,99 @@ def _put(whole: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor) -> 
         whole.index_copy_(0, rows, part)
 
 
-def _count(rows: torch.Tensor | None, whole: torch.Tensor) -> int:
-    return len(whole) if rows is None else len(rows)
+# --- a call whose chunks of queries the caller makes --------------------------------------------
+
+
+class ChunkedCall:
+    """One call of `plan.chunked` on one rank: its keys, and what its chunks have added up so far.
+
+    Every method is a collective of the ranks of the plan, which must call the same ones in the same
+    order; chunks may come in any. Nothing here is differentiated: hand in detached tensors. Keys
+    and values are held until the object goes; out and lse are the caller's to keep. A forward and
+    its backward may belong to two objects, made of the same keys and values.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        groups: Groups,
+        identity: int,
+        keys: Tensors,
+        sink: torch.Tensor | None = None,
+        label: object = None,
+        max_logits: torch.Tensor | None = None,
+        host: Host | None = None,
+    ):
+        self._groups, self._device, self._job = groups, keys[0].device.type, job
+        self._shape, self._dtype = keys[0].shape, keys[0].dtype
+        self._tag = groups.calls.forward(identity, label, sink is not None)
+        self._backward_begun = False
+        with groups.running(self._device):
+            self._chunks = RowChunks(job, self._tag, keys, sink, max_logits, host=host)
+
+    @torch.no_grad()
+    def forward(
+        self, c: int, q_c: torch.Tensor, stored: Tensors | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [r, b, h, w] in the dtype of q, lse) of chunk c: of q_c = q[plan.row_chunks[c]].
+
+        Raises ValueError for a chunk that is none, or queries of another shape.
+
+        lse, in the accumulation dtype, is as the ring has it: [r, b, h], and where p ranks share
+        heads [p r, b, h / p]. stored: what `kept` returned for this chunk, if it runs again.
+        """
+        self._check(c, q_c)
+        with self._groups.running(self._device):
+            return self._chunks.forward(c, q_c.contiguous(), stored)
+
+    @torch.no_grad()
+    def kept(self, c: int, out_c: torch.Tensor, lse_c: torch.Tensor) -> Tensors:
+        """The results of chunk c that the plan's `store` keeps, for `forward(stored=)`."""
+        return self._chunks.kept(c, out_c, lse_c)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        c: int,
+        q_c: torch.Tensor,
+        out_c: torch.Tensor,
+        lse_c: torch.Tensor,
+        dout_c: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """dq_c [r, b, h, d] of chunk c; dk, dv and dsink are added up here.
+
+        q_c, out_c, lse_c: of `forward`; dout_c [r, b, h, w]. In the accumulation dtype, or in
+        `grad_wire_dtype` where ranks share heads; None where q needs no gradient. ValueError as of
+        `forward`.
+        """
+        self._check(c, q_c)
+        if not self._backward_begun:
+            self._groups.calls.backward(self._tag)
+            self._backward_begun = True
+        with self._groups.running(self._device):
+            return self._chunks.backward(c, q_c.contiguous(), out_c.contiguous(), lse_c, dout_c)
+
+    @torch.no_grad()
+    def gradients(self) -> Gradients:
+        """(dk [s, b, k, d], dv [s, b, k, w], dsink [h]) after the last chunk, once; each None where
+        it is not needed. dtypes as of `backward`."""
+        self._groups.check()
+        with self._groups.running(self._device):
+            return self._chunks.gradients()
+
+    def _check(self, c: int, q_c: torch.Tensor) -> None:
+        """Raise ValueError unless q_c are the queries of chunk c."""
+        self._groups.check()
+        job, shape = self._job, self._shape
+        if not (isinstance(c, int) and 0 <= c < len(job.chunks)):
+            raise ValueError(
+                f"c must be a chunk of the plan, 0 to {len(job.chunks) - 1}, got {c!r}"
+            )
+        rows = job.chunks[c].rows
+        wanted = shape[0] if rows is None else len(rows), shape[1], job.heads, shape[3]
+        if not isinstance(q_c, torch.Tensor) or (q_c.shape, q_c.dtype) != (wanted, self._dtype):
+            got = f"{tuple(q_c.shape)} {q_c.dtype}" if isinstance(q_c, torch.Tensor) else repr(q_c)
+            raise ValueError(
+                f"q_c: chunk {c} has queries {wanted} {self._dtype}, got {got}; take "
+                f"q[plan.row_chunks[{c}]]"
+            )

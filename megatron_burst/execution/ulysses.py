@@ -14,13 +14,48 @@ Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 
 from ..comm import packing
-from ..comm.packing import Envelope, Message
+from ..comm.packing import CallTag, Envelope, Message
 from ..comm.transport import Channel, Endpoint, Receive, Send
 from ..schedule.head_shares import Share
+from .job import Job, Tensors
+
+
+def heads_here(job: Job) -> slice:
+    """The query heads that this rank's ring computes."""
+    return Share(job.heads, len(job.ulysses_links)).of(job.ulysses.rank)
+
+
+def heads_to_rows(job: Job, call: CallTag, name: str, tensors: Tensors) -> Tensors:
+    """What the ring sees: all rows of the ranks that share heads, and this rank's heads.
+
+    name: of the pass, the same on every rank, for envelopes and errors.
+    """
+    if len(job.ulysses_links) == 1:
+        return tensors
+    envelope = Envelope(call, crc32(f"{name} heads to rows".encode()))
+    label = f"{name}, ulysses rank {job.ulysses.rank}"
+    return tuple(scatter(job.ulysses, job.ulysses_links, tensors, envelope, label))
+
+
+def rows_to_heads(
+    job: Job,
+    call: CallTag,
+    name: str,
+    tensors: Sequence[torch.Tensor | None],
+    heads: Sequence[int],
+    sums: torch.dtype,
+) -> tuple[torch.Tensor | None, ...]:
+    """The inverse of `heads_to_rows`. heads: of each tensor, on this rank; sums: as in `gather`."""
+    if len(job.ulysses_links) == 1:
+        return tuple(tensors)
+    envelope = Envelope(call, crc32(f"{name} rows to heads".encode()))
+    label = f"{name}, ulysses rank {job.ulysses.rank}"
+    return tuple(gather(job.ulysses, job.ulysses_links, tensors, heads, sums, envelope, label))
 
 
 def scatter(
@@ -72,8 +107,8 @@ def gather(
         for peer, copy in enumerate(arrived):
             total[:, :, Share(n, size).of(peer)].add_(copy)  # += would also write it back
         totals.append(total)
-    found = iter(totals)
-    return [None if t is None else next(found) for t in tensors]
+    rest = iter(totals)
+    return [None if t is None else next(rest) for t in tensors]
 
 
 def _exchange(

@@ -15,8 +15,7 @@ import torch
 
 from ..comm.packing import Message
 from ..schedule.tables import Chunk
-from .executor import Executor, Pass
-from .passes import Forward
+from .ring import ChunkStore, Ring
 
 
 class Resting(Protocol):
@@ -45,77 +44,84 @@ class Visiting:
         self._host = host
         self._stashes: list[Stash] = []
 
-    def run(self, run: Pass) -> Pass:
-        """The pass of a chunk: as it is for the first one, without transfers for the others."""
-        if not self._stashes:
-            return run
-        return replace(run, program=_alone(run.program), deferred=_alone(run.deferred))
-
-    def begin(self, rings: Sequence[Forward]) -> None:
-        """The rings of a pass, of every head chunk one, are about to run."""
+    def provide(self, rings: Sequence[Ring]) -> None:
+        """Before the rings of a forward run, one of every head chunk: those of the first forward
+        leave what arrives on the host, those of later ones find it there and send nothing."""
         first = not self._stashes
         if first:
             self._stashes = [{} for _ in rings]
         for ring, stash in zip(rings, self._stashes, strict=True):
-            executor = ring.executor
-            executor.held = (
-                _Arriving(executor, self._host, stash) if first else _Fetched(executor, stash)
-            )
+            if first:
+                ring.chunks = _Arriving(ring.chunks, ring.me, self._host, stash)
+            else:
+                ring.steps = tuple(replace(s, exchanges=(), release=()) for s in ring.steps)
+                wanted = [call.keys for step in ring.steps for call in step.calls]
+                visitors = [chunk for chunk in wanted if chunk.owner != ring.me]
+                ring.chunks = _Fetched(ring.chunks, visitors, stash)
 
     def settle(self) -> None:
-        """After the pass: what still leaves has left."""
+        """After the rings ran: what still leaves has left."""
         for stash in self._stashes:
             for moved in stash.values():
                 _release(moved)
 
 
-class _Arriving(dict[Chunk, Message]):
-    """The chunks that an executor holds; those of other ranks are copied to the host."""
+class _Arriving:
+    """The store of a first forward: chunks of other ranks are copied to the host."""
 
-    def __init__(self, executor: Executor, host: Host, stash: Stash):
-        super().__init__(executor.held)
-        self._me, self._host, self._stash = executor.me, host, stash
+    def __init__(self, own: ChunkStore, me: int, host: Host, stash: Stash):
+        self._held, self._me, self._host, self._stash = own, me, host, stash
 
-    def __setitem__(self, chunk: Chunk, message: Message) -> None:
-        super().__setitem__(chunk, message)
+    def __setitem__(self, chunk: Chunk, message: Message, /) -> None:
+        self._held[chunk] = message
         if chunk.family == "kv" and chunk.owner != self._me:
             # Receiving into a buffer counts as no change of it: it would be taken for what was in
             # it before, which is on the host.
             torch.autograd.graph.increment_version(message.tensors)
             self._stash[chunk] = tuple(self._host.move(t) for t in message.tensors)
 
-    def pop(self, chunk: Chunk, *default: Message) -> Message:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Nobody needs it here any more: its buffer is used again once the copy has left."""
+    def __getitem__(self, chunk: Chunk, /) -> Message:
+        return self._held[chunk]
+
+    def pop(self, chunk: Chunk, /) -> Message:
+        """The message of a chunk, whose buffer is used again once the copy has left."""
         _release(self._stash.get(chunk, ()))
-        return super().pop(chunk, *default)
+        return self._held.pop(chunk)
 
 
-class _Fetched(dict[Chunk, Message]):
-    """The chunks that an executor holds; those of other ranks come from the host when asked for,
-    in the order of the pass, and the next one is on its way."""
+class _Fetched:
+    """The store of a later forward: chunks of other ranks come from the host when asked for, in
+    the order of the pass, and the next one is on its way."""
 
-    def __init__(self, executor: Executor, stash: Stash):
-        super().__init__(executor.held)
-        self._stash, self._now = stash, (None, None)
-        run, own = executor.run, set(self)
-        calls = [c for b in run.program for pair in b.pairs for c in run.calls.get(pair, ())]
-        self._order = [call.keys for call in calls if call.keys not in own]
-        self._fetch(self._order[:1])
+    def __init__(self, own: ChunkStore, visitors: list[Chunk], stash: Stash):
+        self._own, self._order, self._stash = own, visitors, stash
+        self._visitor: Chunk | None = None
+        self._message = Message(None, ())
+        self._fetch()
 
-    def __missing__(self, chunk: Chunk) -> Message:
-        if self._now[0] != chunk:
-            self._now = None, None  # before it arrives: with the next one two are there at most
-            message = Message(None, tuple(moved.get() for moved in self._stash[chunk]))
-            self._now = chunk, message
+    def __getitem__(self, chunk: Chunk, /) -> Message:
+        if chunk not in self._stash:
+            return self._own[chunk]
+        if chunk != self._visitor:
+            # Dropped before the next arrives: with the one on its way two are there at most.
+            self._message = Message(None, ())
+            self._message = Message(None, tuple(moved.get() for moved in self._stash[chunk]))
+            self._visitor = chunk
             while self._order and self._order[0] != chunk:
-                self._order.pop(0)
-            self._fetch([each for each in self._order if each != chunk][:1])
-        message = self._now[1]
-        assert message is not None
-        return message
+                del self._order[0]
+            while self._order and self._order[0] == chunk:
+                del self._order[0]
+            self._fetch()
+        return self._message
 
-    def _fetch(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
+    def __setitem__(self, chunk: Chunk, message: Message, /) -> None:
+        raise AssertionError(f"{chunk} arrived in a forward that receives nothing")
+
+    def pop(self, chunk: Chunk, /) -> Message:
+        raise AssertionError(f"{chunk} is released by a forward that receives nothing")
+
+    def _fetch(self) -> None:
+        for chunk in self._order[:1]:
             for moved in self._stash[chunk]:
                 moved.fetch()
 
@@ -123,8 +129,3 @@ class _Fetched(dict[Chunk, Message]):
 def _release(moved: Iterable[Resting]) -> None:
     for each in moved:
         each.release()
-
-
-def _alone(program: Sequence[Any]) -> list[Any]:
-    """What a rank computes, without what it sends, receives and gives back."""
-    return [replace(boundary, posts=(), release=()) for boundary in program]

@@ -24,9 +24,8 @@ from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
 from . import native, rowwise
 from .base import Rows, Scoring
-from .joined_tiles import Joined, Lengths, joined
 from .online_softmax import merge_
-from .operators import JoiningOperator, Operator, Window
+from .operators import Joined, JoiningOperator, Lengths, Operator, Window, joined
 
 
 class AtenKernel:
@@ -92,7 +91,7 @@ class AtenKernel:
         assert max_logits is None
         # Stock operators want queries, keys and values of one width.
         width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-        q, k, v = (_heads_first(_widen(x, width)) for x in (q, k, v))
+        q, k, v = (_heads_first(x, width) for x in (q, k, v))
         for item in _items(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
             part, stats = self._forward(item, q[:, :, r], k[:, :, c], v[:, :, c], scoring.scale)
@@ -116,12 +115,12 @@ class AtenKernel:
         dv: torch.Tensor | None,
     ) -> None:
         width = max(k.shape[-1], v.shape[-1])
-        dout, q, k, v = (_heads_first(_widen(x, width)) for x in (rows.dout, rows.q, k, v))
+        dout, q, k, v = (_heads_first(x, width) for x in (rows.dout, rows.q, k, v))
         if self.operator.takes_delta:
             out = rows.delta.permute(1, 2, 0)
         else:
             out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
-            out = _heads_first(_widen(out, width))
+            out = _heads_first(out, width)
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
         for item in _items(work, len(q)):
@@ -226,11 +225,8 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return torch.where(fits, n * most, n.sign() * even).to(dout.dtype)
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[s, b, h, d] -> [b, h, s, d], a view."""
-    return x.permute(1, 2, 0, 3)
-
-
-def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad the last dimension with zeros: they change no score and no sum."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+def _heads_first(x: torch.Tensor, width: int) -> torch.Tensor:
+    """[s, b, h, d] -> [b, h, s, width], a view where d is the width; else padded with zeros, which
+    change no score and no sum."""
+    wide = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    return wide.permute(1, 2, 0, 3)

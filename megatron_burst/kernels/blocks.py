@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Tiles of `rows` x `columns` (powers of two; columns at least 32); warps; stages of loads
     in flight."""
 
@@ -22,35 +22,35 @@ class Blocks(NamedTuple):
 
 
 # (compute capability, pass, greatest width) -> blocks, for 16-bit inputs
-BLOCKS: dict[tuple[int, str, int], Blocks] = {
-    (80, "forward", 64): Blocks(64, 32, 4, 2),
-    (80, "forward", 128): Blocks(64, 64, 8, 1),
-    (80, "forward", 256): Blocks(32, 32, 4, 1),
-    (80, "backward", 64): Blocks(32, 64, 4, 1),
-    (80, "backward", 128): Blocks(64, 64, 8, 1),
-    (80, "backward", 256): Blocks(32, 32, 8, 1),
-    (90, "forward", 64): Blocks(128, 128, 8, 3),
-    (90, "forward", 128): Blocks(128, 128, 8, 2),
-    (90, "forward", 256): Blocks(128, 64, 8, 2),
-    (90, "backward", 64): Blocks(64, 128, 8, 2),
-    (90, "backward", 128): Blocks(64, 64, 8, 2),
-    (90, "backward", 256): Blocks(64, 64, 8, 1),
+BLOCKS: dict[tuple[int, str, int], BlockSizes] = {
+    (80, "forward", 64): BlockSizes(64, 32, 4, 2),
+    (80, "forward", 128): BlockSizes(64, 64, 8, 1),
+    (80, "forward", 256): BlockSizes(32, 32, 4, 1),
+    (80, "backward", 64): BlockSizes(32, 64, 4, 1),
+    (80, "backward", 128): BlockSizes(64, 64, 8, 1),
+    (80, "backward", 256): BlockSizes(32, 32, 8, 1),
+    (90, "forward", 64): BlockSizes(128, 128, 8, 3),
+    (90, "forward", 128): BlockSizes(128, 128, 8, 2),
+    (90, "forward", 256): BlockSizes(128, 64, 8, 2),
+    (90, "backward", 64): BlockSizes(64, 128, 8, 2),
+    (90, "backward", 128): BlockSizes(64, 64, 8, 2),
+    (90, "backward", 256): BlockSizes(64, 64, 8, 1),
 }
 # sm_120 has no more shared memory than the smallest of the sm_80s.
 BLOCKS |= {(120, way, width): size for (old, way, width), size in BLOCKS.items() if old == 80}
 # For float32, on any device: its products are not done by tensor cores, and need no large blocks.
 FLOAT32_BLOCKS = {
-    ("forward", 64): Blocks(32, 32, 4, 1),
-    ("forward", 128): Blocks(32, 32, 4, 1),
-    ("forward", 256): Blocks(32, 32, 8, 1),
-    ("backward", 64): Blocks(32, 32, 4, 1),
-    ("backward", 128): Blocks(32, 32, 8, 1),
-    ("backward", 256): Blocks(16, 32, 8, 1),
+    ("forward", 64): BlockSizes(32, 32, 4, 1),
+    ("forward", 128): BlockSizes(32, 32, 4, 1),
+    ("forward", 256): BlockSizes(32, 32, 8, 1),
+    ("backward", 64): BlockSizes(32, 32, 4, 1),
+    ("backward", 128): BlockSizes(32, 32, 8, 1),
+    ("backward", 256): BlockSizes(16, 32, 8, 1),
 }
 WIDEST = 256
 
 
-def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> Blocks:
+def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> BlockSizes:
     """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width; for
     inputs of `itemsize` bytes."""
     if itemsize == 4:

@@ -4,9 +4,9 @@ Decides how our tensors become arguments of these packages, which widths and dev
 and what they leave to the kernels of NCCL; `flash_packages` knows which parameters a release has.
 
 No kernel of these packages was run for this project: there was no GPU. That the arguments fit is
-tested against the signatures of their releases (`tests/flash_signatures.json`); 4 also compiled
-for them (`tests/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes of them was read in
-the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
+tested against the signatures of their releases (`tests/kernels/flash_signatures.json`); 4 also
+compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes of
+them was read in the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
 [b, h, s], float32, natural logarithm; gradients are written into the dq, dk, dv that are given.
 2 and 3 want the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
 out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in. Windows are aligned to
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .aten import AtenKernel
-from .flash_packages import MARGIN, PACKAGES, WINDOW, Loaded, Package, load
+from .flash_packages import MARGIN, PACKAGES, WINDOW, FlashFunctions, FlashPackage, load
 from .operators import Window
 
 # Forward of FlashAttention 3 launches one block of threads per multiprocessor, each with its fixed
@@ -40,7 +40,9 @@ class Flash:
     joins = False
     limits: tuple[int | None, int | None] = (None, None)
 
-    def __init__(self, name: str, package: Package, loaded: Loaded, beside_rings: bool = False):
+    def __init__(
+        self, name: str, package: FlashPackage, loaded: FlashFunctions, beside_rings: bool = False
+    ):
         self.name, self.package, self.loaded = name, package, loaded
         takes_margin = beside_rings and MARGIN in package.forward.constants
         self.margin = {MARGIN: RING_MULTIPROCESSORS} if takes_margin else {}
@@ -53,14 +55,14 @@ class Flash:
 
     def forward(self, q, k, v, causal, bias, window, scale):
         given = forward_given(q, k, v, causal, self._sides(window), scale)
-        result = self.loaded.forward(**self.loaded.forward_fit.arguments(given) | self.margin)
+        result = self.loaded.forward(given, **self.margin)
         return result[0].transpose(1, 2), result[1]
 
     def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
         given = backward_given(
             dout, q, k, v, out, lse, causal, self._sides(window), scale, self.takes_delta
         )
-        self.loaded.backward(**self.loaded.backward_fit.arguments(given) | self.margin)
+        self.loaded.backward(given, **self.margin)
         dq, dk, dv = (given[name].transpose(1, 2) for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 

@@ -185,7 +185,7 @@ def narrow_backward(
 
 def _here(*tensors: torch.Tensor) -> bool:
     """Are these plain tensors that the library serves?"""
-    return plain(*tensors) and serves(tensors[0].device.type)
+    return plain(*tensors) and tensors[0].device.type in load(FILE)
 
 
 def plain(*tensors: torch.Tensor) -> bool:
@@ -200,7 +200,8 @@ def plain(*tensors: torch.Tensor) -> bool:
 
 
 def changed(*tensors: torch.Tensor) -> None:
-    """As torch's own operators do in place: who holds a tensor can see that it was written to."""
+    """Count a write in place, as torch's own operators do, so that holders of a tensor can see
+    it."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

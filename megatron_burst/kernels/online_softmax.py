@@ -8,6 +8,8 @@ Shape letters: s query rows, b batch, h query heads, d value width.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from . import native, rowwise
@@ -37,7 +39,10 @@ def merge_(
     lower precision than the accumulators.
     """
     given = out, lse, out_new, lse_new
-    if native.merge_(*given) or rowwise.merge_(*given):
+    if native.merge_(*given):
+        return
+    # Triton is asked where it may run: on a GPU, and elsewhere if its interpreter was imported.
+    if (out.device.type == "cuda" or "triton" in sys.modules) and rowwise.merge_(*given):
         return
     new = lse_new.to(lse.dtype)
     # The share of the new part in both: 0 where neither saw anything, as -inf minus a number.
@@ -60,10 +65,10 @@ def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
 
 def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
-    found = native.delta(dout, out, dtype)
-    if found is None:
-        found = rowwise.delta(dout, out, dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if found is None else found
+    delta = native.delta(dout, out, dtype)
+    if delta is None and (out.device.type == "cuda" or "triton" in sys.modules):
+        delta = rowwise.delta(dout, out, dtype)
+    return (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if delta is None else delta
 
 
 def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .base import Rows, Scoring
 from .online_softmax import merge_
 
 
-class PairWork:
+class ReferenceWork:
     """Which local row sees which local column; brought to each device once."""
 
     def __init__(self, table: np.ndarray):
@@ -49,17 +49,17 @@ class ReferenceKernel:
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> PairWork | None:
+    ) -> ReferenceWork | None:
         q, k = (np.concatenate([s.positions() for s in spans]) for spans in (q_spans, k_spans))
         table = np.array(mask.visible(q[:, None], k[None, :]))
-        return PairWork(table) if table.any() else None
+        return ReferenceWork(table) if table.any() else None
 
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: PairWork,
+        work: ReferenceWork,
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -78,7 +78,7 @@ class ReferenceKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: PairWork,
+        work: ReferenceWork,
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -106,13 +106,15 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _seen(x: torch.Tensor, work: PairWork) -> torch.Tensor:
+def _seen(x: torch.Tensor, work: ReferenceWork) -> torch.Tensor:
     """Keys or values, 0 where no row sees them: 0 times the NaN of some padding would be NaN."""
     _, unseen = work.on(x.device)
     return _wide(x).masked_fill(unseen[:, None, None, None], 0.0)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, work: PairWork, scoring: Scoring) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, work: ReferenceWork, scoring: Scoring
+) -> torch.Tensor:
     """[b, k, g, s, t], -inf where a row does not see a column."""
     scores = torch.einsum("sbkgd,tbkd->bkgst", _wide(q).unflatten(2, (k.shape[2], -1)), _wide(k))
     scores = scores * scoring.scale

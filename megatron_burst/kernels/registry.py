@@ -10,16 +10,38 @@ from collections.abc import Callable
 import torch
 
 from ..masks import Causal, Mask
-from . import flash, torch_release
+from . import torch_release
 from .aten import AtenKernel
 from .base import Kernel
 from .operators import CpuFlash, CpuNarrow, CudaCudnn, CudaFlash, prefers_cudnn
-from .reference import ReferenceKernel
-from .triton_kernel import TritonKernel
 
 
 def _aten(device: torch.device, beside_rings: bool) -> Kernel:
     return AtenKernel("aten", CudaFlash() if device.type == "cuda" else CpuFlash())
+
+
+# What a run may do without is imported by the calls that ask for it.
+
+
+def _flash(name: str) -> Callable[[torch.device, bool], Kernel]:
+    def make(device: torch.device, beside_rings: bool) -> Kernel:
+        from . import flash
+
+        return flash.kernel(name, beside_rings)
+
+    return make
+
+
+def _triton(device: torch.device, beside_rings: bool) -> Kernel:
+    from .triton_kernel import TritonKernel
+
+    return TritonKernel()
+
+
+def _reference(device: torch.device, beside_rings: bool) -> Kernel:
+    from .reference import ReferenceKernel
+
+    return ReferenceKernel()
 
 
 # name -> the kernel for a device, and whether it runs while tensors travel
@@ -27,11 +49,11 @@ KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": lambda device, beside_rings: AtenKernel("aten_cudnn", CudaCudnn()),
     "narrow": lambda device, beside_rings: AtenKernel("narrow", CpuNarrow()),
-    "flash2": lambda device, beside_rings: flash.kernel("flash2", beside_rings),
-    "flash3": lambda device, beside_rings: flash.kernel("flash3", beside_rings),
-    "flash4": lambda device, beside_rings: flash.kernel("flash4", beside_rings),
-    "triton": lambda device, beside_rings: TritonKernel(),
-    "reference": lambda device, beside_rings: ReferenceKernel(),
+    "flash2": _flash("flash2"),
+    "flash3": _flash("flash3"),
+    "flash4": _flash("flash4"),
+    "triton": _triton,
+    "reference": _reference,
 }
 
 

@@ -52,8 +52,8 @@ def _program(programs, heads, SIZE: tl.constexpr):
 
 @triton.jit
 def _offset(batch, head, of_batch, of_head):
-    """Of one head of a batch entry, in 64 bits: the product of two 32-bit numbers may need them,
-    in tensors of more than 2^31 elements."""
+    """Where one head of a batch entry begins, in 64 bits: the product of two 32-bit numbers may
+    need them, in tensors of more than 2^31 elements."""
     return tl.cast(batch, tl.int64) * of_batch + tl.cast(head, tl.int64) * of_head
 
 

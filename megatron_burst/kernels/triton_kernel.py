@@ -22,7 +22,7 @@ from ..layout import Span
 from ..layout.sharding import to_device
 from ..masks import Mask
 from .base import Rows, Scoring
-from .blocks import WIDEST, Blocks, blocks
+from .blocks import WIDEST, BlockSizes, blocks
 from .tile_grid import TileGrid, tile_grid, tile_grids
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,7 +34,7 @@ ALIGNED = 16  # bytes: what a descriptor wants of every stride
 Launch = tuple[torch.Tensor, ...]  # programs, others, tables, bits: what one launch is given
 
 
-class Pairs:
+class MaskedPairs:
     """Pairs of shards under one mask. Their grids are made when first asked for; their lists go to
     a device together, so that a plan takes one copy for each pass and not several for each pair.
     """
@@ -47,27 +47,27 @@ class Pairs:
 
     def tiles(self, rows: int, columns: int) -> list[TileGrid]:
         """The tiles of `rows` x `columns` of every pair."""
-        there = self.grids.setdefault((rows, columns), [])
-        there += tile_grids(self.mask, self.spans[len(there) :], rows, columns)
-        return there
+        grids = self.grids.setdefault((rows, columns), [])
+        grids += tile_grids(self.mask, self.spans[len(grids) :], rows, columns)
+        return grids
 
-    def launches(self, pair: int, size: Blocks, by: str, device: torch.device) -> list[Launch]:
-        """Of a pair, by "rows" or "columns"."""
-        there = self.lists.setdefault((size.rows, size.columns, by, device), [])
-        if pair >= len(there):
-            missing = self.tiles(size.rows, size.columns)[len(there) :]
-            there += _brought([_arrays(grid, by) for grid in missing], device)
-        return there[pair]
+    def launches(self, pair: int, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
+        """The launches of a pair, by "rows" or "columns"."""
+        launches = self.lists.setdefault((size.rows, size.columns, by, device), [])
+        if pair >= len(launches):
+            missing = self.tiles(size.rows, size.columns)[len(launches) :]
+            launches += _brought([_arrays(grid, by) for grid in missing], device)
+        return launches[pair]
 
 
 class PairWork(NamedTuple):
     """One of several pairs of shards."""
 
-    pairs: Pairs
+    pairs: MaskedPairs
     number: int
 
-    def launches(self, size: Blocks, by: str, device: torch.device) -> list[Launch]:
-        """Those of this pair, by "rows" or "columns"."""
+    def launches(self, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
+        """The launches of this pair, by "rows" or "columns"."""
         return self.pairs.launches(self.number, size, by, device)
 
 
@@ -79,9 +79,9 @@ class TritonKernel:
     maximum = True
     deterministic = True
 
-    def __init__(self, size: Blocks | None = None):
+    def __init__(self, size: BlockSizes | None = None):
         self.size = size
-        self._pairs: Pairs | None = None  # those of the mask that was asked for last
+        self._pairs: MaskedPairs | None = None  # those of the mask that was asked for last
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         missing = unavailable(q.device.type)
@@ -102,7 +102,7 @@ class TritonKernel:
         if not _some_seen(mask, q_spans, k_spans):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
-            self._pairs = Pairs(mask)
+            self._pairs = MaskedPairs(mask)
         pairs, index = self._pairs, len(self._pairs.spans)
         pairs.spans.append((q_spans, k_spans))
         return PairWork(pairs, index)
@@ -182,7 +182,7 @@ class TritonKernel:
                 **_constants(q, scoring, size, d, w, lists),
             )  # fmt: skip
 
-    def _size(self, direction: str, q: torch.Tensor, v: torch.Tensor) -> Blocks:
+    def _size(self, direction: str, q: torch.Tensor, v: torch.Tensor) -> BlockSizes:
         width = max(_padded(q, v))
         return self.size or blocks(capability(q.device), direction, width, q.element_size())
 
@@ -203,7 +203,7 @@ def unavailable(device: str) -> str | None:
 
 
 def capability(device: torch.device) -> int:
-    """Of a device, as `blocks` counts: 9.0 is 90."""
+    """The compute capability of a device, as `blocks` counts: 9.0 is 90."""
     if device.type != "cuda":
         return 0  # the interpreter: the smallest blocks
     major, minor = torch.cuda.get_device_capability(device)
@@ -236,11 +236,11 @@ def _brought(
         whole[at : at + x.size] = x.ravel()
         at += size
     parts = zip(arrays.items(), to_device(whole, device).split(sizes), strict=True)
-    there = {key: part[: x.size].view(x.shape) for (key, x), part in parts}
-    return [[tuple(there[id(x)] for x in launch) for launch in launches] for launches in pairs]
+    on_device = {key: part[: x.size].view(x.shape) for (key, x), part in parts}
+    return [[tuple(on_device[id(x)] for x in launch) for launch in launches] for launches in pairs]
 
 
-def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: Blocks) -> Any:
+def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
     """`code` for so many programs, heads of every batch entry, on the device of q."""
 
     def call(*args: Any, **constants: Any) -> None:
@@ -252,9 +252,9 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: Blocks)
 
 
 def _inputs(
-    rows: Rows, k: torch.Tensor, v: torch.Tensor, size: Blocks
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Of either backward: descriptors of q, dout, k, v; lse and delta, contiguous."""
+    """What either backward is given: descriptors of q, dout, k, v; lse and delta, contiguous."""
     d, w = _padded(k, v)
     inputs = (
         _block(rows.q, size.rows, d), _block(rows.dout, size.rows, w),
@@ -264,7 +264,12 @@ def _inputs(
 
 
 def _constants(
-    q: torch.Tensor, scoring: Scoring, size: Blocks, d: int, w: int, lists: Sequence[torch.Tensor]
+    q: torch.Tensor,
+    scoring: Scoring,
+    size: BlockSizes,
+    d: int,
+    w: int,
+    lists: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     return {
         "CAP": scoring.softcap or 0.0,

@@ -1,7 +1,7 @@
 """Layouts: which positions of the sequence each rank holds, and in which order.
 
-`layouts`, `balanced` (with its solver, `mixture`), `successors`, `chains`, `routes` and `registry`
-are arithmetic on positions and need no torch; `sharding` cuts and joins tensors.
+`layouts`, `balanced` (with its solver), `chains`, `routes` and `registry` are arithmetic on
+positions and need no torch; `sharding` cuts and joins tensors.
 """
 
 from .balanced import Balanced
@@ -23,8 +23,7 @@ from .layouts import (
     padding_documents,
 )
 from .registry import LAYOUTS, make
-from .routes import Route, preceding, relayout
-from .successors import successors
+from .routes import Route, preceding, relayout, successors
 
 __all__ = [
     "LAYOUTS",

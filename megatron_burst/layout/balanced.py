@@ -1,19 +1,222 @@
 """Layout `balanced`: packed documents of mixed lengths, equal tokens and nearly equal work on every
 rank, most documents whole on one rank.
 
-Decides how documents lie in a pack and on nodes; the shares of the ranks are `mixture`'s.
+Decides how documents lie in a pack and on nodes, and which share of which document each rank gets.
+
+The solver: in *mirror order* a document's tokens are taken from both ends in turn: 0, l - 1, 1,
+l - 2, ... A run of a causal document in mirror order has half the document's length of visible keys
+per token, wherever it lies: a liquid of that density, and a rank has to be filled to the batch's
+mean density. Documents are sorted by density; every rank takes a run from the dense end and a run
+from the sparse end. How long the two are follows from one equation in one unknown, so ranks come
+out even; only where a run ends is a document cut. Nodes are filled first, then the ranks of each
+node. Runs are cut by integers alone, so that every process finds the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .layouts import Layout, Span, document_bounds, integer, padding_documents
-from .mixture import CAUSAL, Costs, Share, Window, mix
+
+Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
+CAUSAL: Window = (None, 0)
+# A bin may miss its share of the pairs by so much, one part in SLACK, to leave a document whole.
+SLACK = 64
+LONGEST = 1 << 28  # tokens of a document whose pairs, in many kinds of layers, int64 surely holds
+
+
+class DocumentShare(NamedTuple):
+    """Tokens first..stop (exclusive) of a document in mirror order."""
+
+    document: int
+    first: int
+    stop: int
+
+
+class Costs:
+    """Visible pairs of documents: of all their tokens, and of those before a place in mirror order.
+
+    lengths: of the documents; windows: (left, right) of each kind of layer, None for no limit;
+    padding: of these documents no pair is visible.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[Window], padding: Sequence[int] = ()
+    ):
+        self.lengths = list(lengths)
+        self.windows = tuple(Counter(windows).items())
+        self.padding = frozenset(padding)
+        sizes = np.array(self.lengths, dtype=np.int64)
+        found: Any = sum(count * document_pairs(sizes, window) for window, count in self.windows)
+        found[list(self.padding)] = 0
+        self.whole = found.tolist()
+
+    def before(self, document: int, place: int) -> int:
+        """Pairs of the first `place` tokens of a document in mirror order."""
+        length = self.lengths[document]
+        if place >= length:
+            return self.whole[document]
+        if document in self.padding:
+            return 0
+        front, back = (place + 1) // 2, place // 2
+        pairs = 0
+        for (left, right), count in self.windows:
+            if left is None and right == 0:  # what the other lines come to, in a third of the time
+                seen = (front * (front + 1) - back * (back - 1)) // 2 + back * length
+            else:
+                left, right = (length if reach is None else reach for reach in (left, right))
+                seen = place + _reached(front, left) + _reached(back, right)
+                seen += _reached(length, right) - _reached(length - front, right)
+                seen += _reached(length, left) - _reached(length - back, left)
+            pairs += count * seen
+        return pairs
+
+    def of(self, share: DocumentShare) -> int:
+        """Pairs of a share."""
+        return self.before(share.document, share.stop) - self.before(share.document, share.first)
+
+
+def _reached(n: int, reach: int) -> int:
+    """min(0, reach) + min(1, reach) + ... + min(n - 1, reach)."""
+    m = min(n, reach + 1)
+    return m * (m - 1) // 2 + (n - m) * reach
+
+
+def document_pairs(lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL) -> np.ndarray:
+    """Pairs (query, key) that see each other in documents of these lengths, int64 [documents].
+
+    With documents of more than `LONGEST` tokens, they are Python's integers, which cannot
+    overflow.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.max(initial=0) > LONGEST:
+        sizes = sizes.astype(object)
+    return sizes + sum(_reached_all(sizes, reach) for reach in window)
+
+
+def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
+    m = n if reach is None else np.minimum(n, reach + 1)
+    return m * (m - 1) // 2 + (n - m) * (reach or 0)
+
+
+def mix(shares: Sequence[DocumentShare], bins: int, costs: Costs) -> list[list[DocumentShare]]:
+    """The shares cut into `bins` with equally many tokens each, and nearly as many pairs.
+
+    The tokens of all shares must be a multiple of `bins`.
+    """
+    pool = _Pool(shares, costs)
+    room = pool.left // bins
+    return [pool.take(room, pool.pairs // (bins - index)) for index in range(bins)]
+
+
+class _Pool:
+    """Shares sorted by density, of which runs at both ends have been taken.
+
+    A place counts tokens in that order. Taken are those before `low` and those from `high` on.
+    """
+
+    def __init__(self, shares: Sequence[DocumentShare], costs: Costs):
+        pairs = [costs.of(share) for share in shares]
+        sizes = [share.stop - share.first for share in shares]
+        density = np.array(pairs, dtype=np.float64) / np.maximum(sizes, 1)
+        order = np.lexsort((np.arange(len(sizes)), density)).tolist()
+        self.shares = [shares[i] for i in order]
+        self.costs = costs
+        self.starts = [0, *np.cumsum([sizes[i] for i in order]).tolist()]
+        self.sums = [0, *accumulate(pairs[i] for i in order)]
+        self.low, self.high = 0, self.starts[-1]
+
+    @property
+    def left(self) -> int:
+        return self.high - self.low
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of the documents that are not taken yet."""
+        return self._before(self.high) - self._before(self.low)
+
+    def take(self, room: int, need: int) -> list[DocumentShare]:
+        """Take `room` tokens with about `need` pairs."""
+        goal = need - self.pairs
+
+        def excess(dense: int) -> int:
+            """Pairs beyond `need` with so many tokens from the dense end, the others from the
+            sparse one: all that are left, less those in between."""
+            return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
+
+        dense = self._whole(room, _root(excess, room), excess, need // SLACK)
+        low, high = self.low + room - dense, self.high - dense
+        taken = [*self._between(self.low, low), *self._between(high, self.high)]
+        self.low, self.high = low, high
+        return taken
+
+    def _before(self, place: int) -> int:
+        """Pairs of all tokens before a place."""
+        index = bisect_right(self.starts, place) - 1
+        if index == len(self.shares):
+            return self.sums[-1]
+        document, first, _ = self.shares[index]
+        inside = place - self.starts[index]
+        if not inside:
+            return self.sums[index]
+        costs = self.costs
+        return (
+            self.sums[index]
+            + costs.before(document, first + inside)
+            - costs.before(document, first)
+        )
+
+    def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
+        """`dense`, or a number next to it with which no document is cut at the dense end, else none
+        at the sparse end."""
+        for end in (self.high, self.low + room):
+            place = bisect_left(self.starts, end - dense)
+            for start in self.starts[max(0, place - 1) : place + 1]:
+                other = end - start
+                if 0 <= other <= room and abs(excess(other)) <= tolerance:
+                    return other
+        return dense
+
+    def _between(self, first: int, stop: int) -> list[DocumentShare]:
+        """The shares of the tokens from one place to another."""
+        found, index = [], bisect_right(self.starts, first) - 1
+        while first < stop:
+            document, begin, _ = self.shares[index]
+            end, start = min(stop, self.starts[index + 1]), self.starts[index]
+            if end > first:
+                found.append(DocumentShare(document, begin + first - start, begin + end - start))
+            first, index = end, index + 1
+        return found
+
+
+def _root(excess: Callable[[int], int], top: int) -> int:
+    """Where in 0..top an increasing function comes nearest to 0: by false position, which meets the
+    pieces of straight lines after a few steps, and by halves after a step that was slow."""
+    low, high, below, above = 0, top, excess(0), excess(top)
+    if below >= 0 or above <= 0:
+        return low if abs(below) <= abs(above) else high
+    halve = False
+    while high - low > 1:
+        before = high - low
+        guess = before // 2 if halve else before * -below // (above - below)
+        guess = low + min(max(guess, 1), before - 1)
+        found = excess(guess)
+        if not found:
+            return guess
+        if found < 0:
+            low, below = guess, found
+        else:
+            high, above = guess, found
+        halve = (high - low) * 2 > before
+    return low if -below <= above else high
 
 
 class Balanced(Layout):
@@ -95,10 +298,10 @@ class Balanced(Layout):
         return Costs(np.diff(self.bounds).tolist(), self.windows, self.padding)
 
     @cached_property
-    def shares(self) -> tuple[list[Share], ...]:
+    def shares(self) -> tuple[list[DocumentShare], ...]:
         """What each rank takes."""
         costs = self._costs
-        documents = [Share(i, 0, n) for i, n in enumerate(costs.lengths) if n]
+        documents = [DocumentShare(i, 0, n) for i, n in enumerate(costs.lengths) if n]
         nodes = mix(documents, self.cp_size // self.per_node, costs)
         return tuple(each for node in nodes for each in mix(node, self.per_node, costs))
 

@@ -66,7 +66,7 @@ class Chains:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int64 [pieces]: the how manieth of its rank's rows each is."""
+        """int64 [pieces]: the index of each among the pieces of its rank, by row."""
         by_row = np.lexsort((self.table[:, 1], self.rank))
         found = np.empty(len(self), dtype=np.int64)
         found[by_row] = rows_before(self.rank[by_row], np.ones_like(by_row))
@@ -74,8 +74,8 @@ class Chains:
 
     def of(self, rank: int) -> np.ndarray:
         """The numbers of the pieces that `rank` holds, in the order of its rows."""
-        mine = np.flatnonzero(self.rank == rank)
-        return mine[np.argsort(self.table[mine, 1], kind="stable")]
+        own = np.flatnonzero(self.rank == rank)
+        return own[np.argsort(self.table[own, 1], kind="stable")]
 
     def backward(self) -> Chains:
         """The same pieces in the opposite order: piece i becomes piece len - 1 - i."""

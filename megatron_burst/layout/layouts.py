@@ -167,16 +167,16 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Of 2G equal pieces rank r of G = `cp_size` holds r and 2G - 1 - r: Megatron's own layout,
-    balanced for causal masks."""
+    """Rank r of G = `cp_size` holds pieces r and 2G - 1 - r of 2G equal ones: Megatron's own
+    layout, balanced for causal masks."""
 
     name = "zigzag"
     pieces_per_rank = 2
 
     def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         length = seq_len // (2 * self.cp_size)
-        back = 2 * self.cp_size - 1 - rank
-        return (Span(rank * length, 1, length), Span(back * length, 1, length))
+        late = 2 * self.cp_size - 1 - rank
+        return (Span(rank * length, 1, length), Span(late * length, 1, length))
 
 
 class Striped(Layout):
@@ -254,8 +254,8 @@ class DocumentZigzag(Layout):
         spans = []
         for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
             length = (stop - start) // (2 * self.cp_size)
-            back = 2 * self.cp_size - 1 - rank
+            late = 2 * self.cp_size - 1 - rank
             if length:
                 spans.append(Span(start + rank * length, 1, length))
-                spans.append(Span(start + back * length, 1, length))
+                spans.append(Span(start + late * length, 1, length))
         return tuple(spans)

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .balanced import Balanced
+from .balanced import Balanced, Window
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
-from .mixture import Window
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 # Of each argument besides cp_size the layouts that take it.

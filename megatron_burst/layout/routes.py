@@ -7,12 +7,13 @@ two ranks, so that sender and receiver agree without a word. Works on runs, not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from .chains import Chains, rows_before
-from .layouts import Layout, integer
+from .layouts import Layout, Span, document_bounds, integer
 
 
 class Route(NamedTuple):
@@ -57,17 +58,17 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
 
 
 def _preceding(chains: Chains, width: int) -> _Moves:
-    """Of all ranks."""
-    back = integer("width", width) - 1
-    if back < 0:
+    """The moves of all ranks."""
+    count = integer("width", width) - 1
+    if count < 0:
         raise ValueError(f"width must be at least 1, got {width}")
     owner, first, _, _, position = chains.table.T
     start = np.maximum.accumulate(np.where(chains.begins, position, 0))  # of its document
-    wanted = position[:, None] + np.arange(-back, 0)
+    wanted = position[:, None] + np.arange(-count, 0)
     piece, column = np.nonzero(wanted >= start[:, None])
     wanted = wanted[piece, column]
     found = np.searchsorted(position, wanted, side="right") - 1
-    landing = chains.order[piece] * back + column
+    landing = chains.order[piece] * count + column
     return _Moves(owner[found], first[found] + wanted - position[found], owner[piece], landing)
 
 
@@ -112,7 +113,7 @@ class _Moves(NamedTuple):
     landing: np.ndarray
 
     def route(self, rank: int, ranks: int, rows: int) -> Route:
-        """Those of one rank; between two ranks they go in the order of landing."""
+        """The moves of one rank; between two ranks they go in the order of landing."""
         out, into = self.source == rank, self.destination == rank
         sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
         return Route(
@@ -162,7 +163,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(layout: Layout, seq_len: int) -> _Runs:
-    """Those of a layout, sorted by their first position."""
+    """The runs of a layout, sorted by their first position."""
     spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
     rank = np.repeat(np.arange(layout.cp_size), [len(each) for each in spans])
     start, stride, length = np.array([s for each in spans for s in each], dtype=np.int64).T
@@ -223,3 +224,47 @@ def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray
 def _counting(lengths: np.ndarray) -> np.ndarray:
     """0, 1, ... lengths[0] - 1, 0, 1, ... lengths[1] - 1, ..."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def successors(
+    layout: Layout, cu_seqlens: Sequence[int] | np.ndarray, rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where the rows of a shard find the token after theirs: (sent, taken), int64 [n] and [s].
+
+    Every rank sends its rows `sent`, n on each rank (the last is repeated to fill up). `taken`
+    counts through the s rows that `rank` holds under `layout`, then the cp_size * n rows sent, rank
+    by rank, then one row of zeros, which the last token of a document takes. cu_seqlens: cumulative
+    lengths of the documents; [0, length] for one sequence. Raises ValueError for lengths that are
+    none or that the layout cannot cut, and for a rank that is none.
+    """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+    ends = document_bounds(cu_seqlens)[1:]
+    total = int(ends[-1])
+    positions = layout.positions(rank, total)
+    firsts = [_firsts(layout.spans(r, total)) for r in range(layout.cp_size)]
+    most = max(len(rows) for rows, _ in firsts)
+    rows, _ = firsts[rank]
+    sent = np.pad(rows, (0, most - len(rows)), mode="edge")
+
+    taken = np.arange(1, len(positions) + 1)
+    elsewhere = np.append(rows[1:], len(positions)) - 1  # the row after these holds another token
+    number = np.empty(total + 1, dtype=np.int64)  # of each token that is sent
+    for r, (row, position) in enumerate(firsts):
+        number[position] = r * most + np.arange(len(row))
+    number[total] = 0
+    taken[elsewhere] = len(positions) + number[positions[elsewhere] + 1]
+    taken[np.isin(positions + 1, ends)] = len(positions) + layout.cp_size * most
+    return sent, taken
+
+
+def _firsts(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """(row, position) of each token of a shard that does not follow the token in the row before.
+
+    Tokens of a span with a stride are such each.
+    """
+    start, stride, length = np.array(spans, dtype=np.int64).T
+    count = np.where(stride == 1, 1, length)
+    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    row = np.repeat(np.cumsum(length) - length, count) + nth
+    return row, np.repeat(start, count) + np.repeat(stride, count) * nth

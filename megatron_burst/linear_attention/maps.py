@@ -36,7 +36,7 @@ class Map(NamedTuple):
         return Map(both, self(first.increment))
 
     def part(self, slices: tuple[slice, slice, slice]) -> Map:
-        """Of these heads, rows and columns of the states."""
+        """The map of these heads, rows and columns of the states."""
         heads, rows, columns = slices
         transition = self.transition
         if transition is not None:
@@ -64,7 +64,7 @@ def turned(transition: torch.Tensor | None, states: int) -> torch.Tensor | None:
 def gradient(
     transition: torch.Tensor, leaving: torch.Tensor, entering: torch.Tensor
 ) -> torch.Tensor:
-    """Of A, from the gradient of the states that leave and the states that entered."""
+    """The gradient of A, from the gradient of the states that leave and the states that entered."""
     if transition.dim() == entering.dim():
         return leaving @ entering.mT
     product = leaving * entering
@@ -72,7 +72,8 @@ def gradient(
 
 
 def shape_of(form: str, batch: int, sizes: tuple[int, int, int]) -> tuple[int, ...] | None:
-    """Of A for states [batch, *sizes], sizes (h, d, w), without p; None where there is none."""
+    """The shape of A for states [batch, *sizes], sizes (h, d, w), without p; None if there is no
+    A."""
     heads, rows, _ = sizes
     beyond = {"scalar": (), "vector": (rows,), "matrix": (rows, rows)}
     return None if form == "none" else (batch, heads, *beyond[form])

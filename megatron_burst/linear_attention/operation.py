@@ -16,13 +16,11 @@ import torch
 
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from . import forms
-from .checks import check_final
-from .function import following
-from .inputs import Inputs, Maps
-from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import of_ranks, prepared, shared
-from .request import Options, default, of_attention, spread
+from .kernels import registry
+from .kernels.base import LinearInputs, Maps
+from .plan import InProcessLinearPlan, LinearPlan, of_ranks, prepared, shared
+from .request import Options, check_final, default, of_attention, spread
+from .scan import following
 from .state_scan import check_alone, scanned, spread_initial
 
 
@@ -123,11 +121,11 @@ def _run(
     for one, given in zip(plans, shards, strict=True):
         local = one.local
         assert local is not None
-        inputs = Inputs(
+        inputs = LinearInputs(
             given["q"], given["k"], given["v"], spread(given["decay"], given["v"]), given["beta"],
             local.scale,
         )  # fmt: skip
-        runs.append(forms.run(local.form, local.kernel, inputs, one.cut(final)))
+        runs.append(registry.run(local.form, local.kernel, inputs, one.cut(final)))
     maps: list[Maps] = [run.maps for run in runs]
     decays = [each.transition for each in maps]
     # In backward every rank takes part in the scan, and before its inputs get their gradients: also

@@ -1,27 +1,41 @@
-"""What runs, decided and agreed on, for operations on chains; and which calls it was made for.
+"""Plans of operations on chains: made of a request, agreed on by all ranks with one gather.
 
-Made by `prepare`. Decides nothing.
+Resolves algorithm "auto". What is refused is `request`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ..comm.calls import check_label
-from ..comm.groups import Groups, InProcessGroups
+from ..comm import packing
+from ..comm.consensus import Facts, agree, attempt, identity
+from ..comm.groups import CALLS, Groups, InProcessGroups, check_label
 from ..comm.packing import CallTag
+from ..comm.rows import GRID
 from ..layout.chains import Chains
 from ..layout.layouts import Layout
+from ..schedule.scans.blocks import Blocks, cut
 from ..units import byte_size
-from .function import Asked, ScanJob
-from .inputs import Cut
-from .program import States
-from .request import Local, described
-from .tables import Sequence, Window, chains_of, directions, window
+from .kernels.base import RankPieces
+from .program import (
+    ConvolutionWindow,
+    Directions,
+    PackedSequence,
+    States,
+    chains_of,
+    choice_of,
+    directions,
+    longest_message,
+    window,
+)
+from .request import ChainRequest, LocalWork, Options, default, described, of_attention
+from .scan import DirectedScan, Finals, ScanCall, ScanJob
 
 
 @dataclass(frozen=True)
@@ -37,11 +51,11 @@ class LinearPlan:
     """
 
     groups: Groups
-    sequence: Sequence
+    sequence: PackedSequence
     device: torch.device
     signature: tuple[tuple[str, Any], ...]
     states: States | None
-    local: Local | None
+    local: LocalWork | None
     algorithm: str
     why: str
     job: ScanJob | None
@@ -77,10 +91,10 @@ class LinearPlan:
     def describe(self) -> str:
         """What runs, on one line: choices, and the bytes of states per layer and rank."""
         topology = self.groups.topology
-        there, back = (f"{byte_size(a)} intra + {byte_size(b)} inter" for a, b in self.traffic())
+        sent = [f"{byte_size(a)} intra + {byte_size(b)} inter" for a, b in self.traffic()]
+        why = f" ({self.why})" if self.why else ""
         line = [
-            f"burst linear attention: algorithm {self.algorithm}"
-            + f" ({self.why})" * bool(self.why),
+            f"burst linear attention: algorithm {self.algorithm}{why}",
             f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks",
             f"layout {self.layout.describe()}",
         ]
@@ -89,7 +103,7 @@ class LinearPlan:
         if self.states is not None:
             heads, rows, columns = self.states.sizes
             line += [f"states {heads} x {rows} x {columns} in {self.blocks} blocks"]
-            line += [f"bytes per layer and rank: forward {there}, backward {back}"]
+            line += [f"bytes per layer and rank: forward {sent[0]}, backward {sent[1]}"]
         return " | ".join(line)
 
     def check(self, tensors: dict[str, Any]) -> None:
@@ -109,22 +123,22 @@ class LinearPlan:
                     + "; call mb.prepare_linear for these tensors"
                 )
 
-    def cut(self, final: bool) -> Cut:
+    def cut(self, final: bool) -> RankPieces:
         """The pieces of this rank. final: are final states wanted?"""
         chains = self.chains
         own = chains.of(self.groups.rank)
         mapped = (True if final else not ends for ends in chains.ends[own].tolist())
-        return Cut(tuple(chains.table[own, 2].tolist()), tuple(mapped))
+        return RankPieces(tuple(chains.table[own, 2].tolist()), tuple(mapped))
 
-    def window(self, width: int) -> Window:
+    def window(self, width: int) -> ConvolutionWindow:
         """How rows come to a convolution of this width."""
         return window(self.groups, self.sequence, width, self.device)
 
-    def begin(self, label: object, initial: bool, final: bool) -> Asked:
+    def begin(self, label: object, initial: bool, final: bool) -> ScanCall:
         """A scan begins: what it needs beside tensors. label: of the call; initial, final: are
         there initial states, are final ones wanted?"""
         assert self.job is not None
-        return Asked(self.job, self.call(label, initial, final), final)
+        return ScanCall(self.job, self.call(label, initial, final), final)
 
     def call(self, label: object, *choices: bool) -> CallTag:
         """A call begins: the tag of its messages. label: of the call; choices: what the plan leaves
@@ -142,9 +156,178 @@ class InProcessLinearPlan:
     """
 
     groups: InProcessGroups
-    ranks: Many[LinearPlan]
+    ranks: Sequence[LinearPlan]
 
     def __getattr__(self, name: str) -> Any:
         if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
             raise AttributeError(name)
         return getattr(self.ranks[0], name)
+
+
+def prepare_linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    form: str | None = None,
+    cu_seqlens: Any = None,
+    scale: float | None = None,
+    algorithm: str | None = None,
+    kernel: str | None = None,
+    groups: Groups | InProcessGroups | None,
+    layout: Any = None,
+    rates: Any = None,
+) -> LinearPlan:
+    """Check the arguments of `linear_attention`, on all ranks alike, and resolve every "auto".
+
+    The plan serves `mb.linear_attention` on tensors like these, and on the same rows, documents and
+    layout `mb.short_convolution` and, with states of the same shapes, `mb.state_scan`. With
+    `Groups.in_process` it is that of all ranks. Collective: every rank of `groups` must call it
+    (one all-gather of 1.2 KB per rank on the host; the first makes a process group of all ranks).
+    Make one per micro-batch and use it in every layer of the same shapes.
+
+    q, k, v, decay, beta: as `linear_attention` takes them; only shapes, dtypes, device and
+    `requires_grad` are read. form, cu_seqlens, scale, algorithm, kernel, layout, rates: as there.
+    Raises the same ValueError on every rank.
+    """
+    options = Options.of(layout, cu_seqlens, algorithm, rates)
+    asked = partial(of_attention, options=options, form=default(form, "auto"),
+                    kernel=default(kernel, "auto"), scale=scale)  # fmt: skip
+    named = {"q": q, "k": k, "v": v, "decay": shared(groups, decay), "beta": beta}
+    return prepared(groups, named, lambda group, tensors: asked(group, tensors))
+
+
+def prepared(
+    groups: Any,
+    named: dict[str, Any],
+    request: Callable[[Groups, dict[str, Any]], ChainRequest],
+    label: object = None,
+) -> Any:
+    """The plan of a request. named: the tensors of this rank by name or, in process, lists of one
+    per rank; request: of one rank's tensors; label: of the call that it is made for."""
+    if not isinstance(groups, (Groups, InProcessGroups)):
+        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+    if isinstance(groups, InProcessGroups):
+        shards = per_rank(groups, named)
+        plans = groups.run(partial(_prepare, request, label), groups.ranks, shards)
+        return InProcessLinearPlan(groups, plans)
+    return _prepare(request, label, groups, named)
+
+
+def per_rank(groups: InProcessGroups, named: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tensors of each rank by name, from a list of each; None is None for all."""
+    lists = {}
+    for name, given in named.items():
+        if given is None:
+            each = [None] * groups.size
+        else:
+            each = list(given) if isinstance(given, (list, tuple)) else [given]
+        if len(each) != groups.size:
+            listed = isinstance(given, (list, tuple))
+            got = f"{len(each)} in a list" if listed else f"{given!r:.60}"
+            raise ValueError(
+                f"{name}: groups hold {groups.size} ranks in this process; give a list with a "
+                f"tensor of each, got {got}"
+            )
+        lists[name] = each
+    return [{name: each[rank] for name, each in lists.items()} for rank in range(groups.size)]
+
+
+def shared(groups: Any, decay: Any) -> Any:
+    """The decay of each rank in this process, where one [h] is that of all."""
+    if isinstance(groups, InProcessGroups) and isinstance(decay, torch.Tensor) and decay.dim() == 1:
+        return [decay] * groups.size
+    return decay
+
+
+def of_ranks(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
+    """The plans, and the tensors by name, of each rank of this process."""
+    if isinstance(plan, InProcessLinearPlan):
+        return list(plan.ranks), per_rank(plan.groups, named)
+    return [plan], [named]
+
+
+def _prepare(
+    request: Callable[[Groups, dict[str, Any]], ChainRequest],
+    label: object,
+    groups: Groups,
+    tensors: dict[str, Any],
+) -> LinearPlan:
+    """One rank's plan. Every rank takes part in the comparison, whatever it found."""
+
+    def make() -> tuple[ChainRequest, _Resolved | None, Facts]:
+        groups.check()
+        check_label(label)
+        checked = request(groups, tensors)
+        chosen, facts = _resolved(checked, groups), checked.facts
+        if chosen is not None:
+            facts = facts | {
+                "algorithm and blocks": (chosen.algorithm, chosen.blocks.number),
+                "digest of tables": chosen.tables.digest,
+            }
+        return checked, chosen, facts
+
+    made = attempt(make)
+    so_far: Facts = {CALLS: groups.calls}
+    agree(made if isinstance(made, ValueError) else made[2] | so_far, groups.gather)
+    assert not isinstance(made, ValueError)
+    agreed, chosen, facts = made
+    algorithm, why, job = agreed.options.algorithm, "", None
+    if chosen is not None:
+        algorithm, why = chosen.algorithm, chosen.why
+        job = _job(agreed, groups, chosen.tables)
+        groups.expect(_longest(agreed, job, chosen.tables))
+    groups.connect([GRID], agreed.device)
+    return LinearPlan(
+        groups, agreed.sequence, agreed.device, agreed.signature, agreed.states, agreed.local,
+        algorithm, why, job, identity(facts),
+    )  # fmt: skip
+
+
+class _Resolved(NamedTuple):
+    """algorithm, why it was chosen (empty if it was given), and its tables."""
+
+    algorithm: str
+    why: str
+    blocks: Blocks
+    tables: Directions
+
+
+def _resolved(request: ChainRequest, groups: Groups) -> _Resolved | None:
+    """What runs for a request; None where no states travel."""
+    states, (_, _, name, rates) = request.states, request.options
+    if states is None:
+        return None
+    choice, why = choice_of(groups, request.sequence, states.bytes, name, rates), ""
+    if isinstance(choice, int):
+        number = choice
+    else:
+        name, number = choice.algorithm, choice.blocks
+        why = f"auto: {choice.describe()}; at {'nominal' if rates is None else 'given'} rates"
+    blocks = cut(number, *states.sizes, states.form == "matrix")
+    return _Resolved(name, why, blocks, directions(groups, request.sequence, name, blocks))
+
+
+def _job(request: ChainRequest, groups: Groups, both: Directions) -> ScanJob:
+    states, device = request.states, request.device
+    assert states is not None
+    forward, backward = (
+        DirectedScan(groups, one, states, device, name)
+        for one, name in zip(both.programs, ("forward", "backward"), strict=True)
+    )
+    chains = chains_of(groups, request.sequence)
+    last = np.flatnonzero(chains.ends)
+    holder = dict(zip(chains.document[last].tolist(), chains.rank[last].tolist(), strict=True))
+    holders = tuple(holder.get(document) for document in range(chains.documents))
+    return ScanJob(groups, forward, backward, Finals(groups, holders, states, device))
+
+
+def _longest(request: ChainRequest, job: ScanJob, both: Directions) -> int:
+    """Bytes of the longest message that any rank sends, envelope and alignment included."""
+    assert request.states is not None
+    blocks = job.forward.program.blocks
+    found = [longest_message(hops, blocks, request.states) for hops in both.hops]
+    found.append((job.finals.message, len(job.finals.holders)))
+    return max(size + count * packing.ALIGNMENT for size, count in found) + packing.ENVELOPE

@@ -1,24 +1,147 @@
-"""One rank's part of a table of hops, round by round, and how long messages are.
+"""Chains, tables and windows of a sequence, made once per grid, and one rank's part of the tables.
 
-Decides that all hops of a round between two ranks are one message, in the order of the table.
+All hops of a round between two ranks are one message, in the order of the table. What is made lies
+in the cache that `Groups` carries and has its lifetime; this module decides how much of it is kept.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
 
-from ..layout.chains import Chains
+from ..comm.groups import Groups
+from ..comm.rows import Paths, paths
+from ..layout.chains import Chains, chains
+from ..layout.layouts import Layout
+from ..layout.routes import preceding_and_most
+from ..layout.sharding import to_device
+from ..schedule.scans import SCANS
 from ..schedule.scans.blocks import Blocks
-from ..schedule.scans.hops import MAP, WHOLE, Hops
-from ..schedule.scans.sizes import Form, Sizes
+from ..schedule.scans.choice import ScanChoice, blocks_for, choose, links_of
+from ..schedule.scans.hops import MAP, WHOLE, Hops, Task
+from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
+KEPT = 32  # of all kinds together: layers of a few kinds, documents of a few micro-batches
 
-class Hop(NamedTuple):
-    """As of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
+
+class PackedSequence(NamedTuple):
+    """What chains are made of; bounds: of the documents, None for one."""
+
+    layout: Layout
+    seq_len: int
+    bounds: tuple[int, ...] | None
+
+
+class Directions(NamedTuple):
+    """The tables of an algorithm, and this rank's part of them, forward and backward."""
+
+    hops: tuple[Hops, Hops]
+    programs: tuple[Program, Program]
+
+    @property
+    def digest(self) -> int:
+        """A digest of the tables: ranks with different ones would exchange the wrong states."""
+        found = 0
+        for hops in self.hops:
+            for column in hops:
+                found = crc32(np.ascontiguousarray(column).tobytes(), found)
+        return found
+
+
+class ConvolutionWindow(NamedTuple):
+    """How the rows before each piece come to it: paths, for x [s, ...]; order: of the rows of x
+    and of what came, one behind the other, so that each piece follows the rows before it; ends:
+    those of the windows that end at a row of x, in the order of its rows, counted by their first
+    row. longest: rows of the longest message between any two ranks."""
+
+    paths: Paths
+    order: torch.Tensor
+    ends: torch.Tensor
+    longest: int
+
+
+def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
+    """The chains of a sequence; ValueError as of `layout.chains`."""
+    make: Callable[[], Chains] = lambda: chains(*sequence)  # noqa: E731
+    return _kept(groups, ("chains", sequence), make)
+
+
+def directions(
+    groups: Groups, sequence: PackedSequence, algorithm: str, blocks: Blocks
+) -> Directions:
+    """The tables of an algorithm for a sequence, with states in these blocks."""
+
+    def make() -> Directions:
+        forward = chains_of(groups, sequence)
+        both = forward, forward.backward()
+        tables = [SCANS[algorithm](Task(one, groups.topology, blocks.number)) for one in both]
+        programs = [
+            program(hops, one, groups.rank, blocks) for hops, one in zip(tables, both, strict=True)
+        ]
+        return Directions((tables[0], tables[1]), (programs[0], programs[1]))
+
+    return _kept(groups, ("directions", sequence, algorithm, blocks), make)
+
+
+def choice_of(
+    groups: Groups, sequence: PackedSequence, sizes: ScanSizes, algorithm: str, rates: Any
+) -> ScanChoice | int:
+    """For algorithm "auto" the one predicted to be fastest at these rates, nominal ones if None;
+    for another the number of its blocks."""
+
+    def make() -> ScanChoice | int:
+        given = chains_of(groups, sequence), groups.topology, sizes, links_of(rates)
+        return choose(*given) if algorithm == "auto" else blocks_for(algorithm, *given)
+
+    return _kept(groups, ("choice", sequence, sizes, algorithm, rates), make)
+
+
+def window(
+    groups: Groups, sequence: PackedSequence, width: int, device: torch.device
+) -> ConvolutionWindow:
+    """The window of `width` rows that ends at each row."""
+
+    def make() -> ConvolutionWindow:
+        found, me = chains_of(groups, sequence), groups.rank
+        order, ends = _around(found.table[found.of(me)], width - 1)
+        indices = to_device(order, device), to_device(ends, device)
+        route, most = preceding_and_most(found, width, me)
+        return ConvolutionWindow(paths(route, device), *indices, most)
+
+    return _kept(groups, ("window", sequence, width, device), make)
+
+
+def _around(pieces: np.ndarray, back: int) -> tuple[np.ndarray, np.ndarray]:
+    """`order` and `ends` of a `ConvolutionWindow`, for pieces in the order of rows."""
+    first, length = pieces[:, 1], pieces[:, 2]
+    rows, nth = int(length.sum()), np.arange(len(pieces))
+    before = rows + nth[:, None] * back + np.arange(back)
+    order = [part for i in nth for part in (before[i], np.arange(first[i], first[i] + length[i]))]
+    ends = [np.arange(f, f + n) + i * back for i, (f, n) in enumerate(pieces[:, 1:3].tolist())]
+    return _joined(order), _joined(ends)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def _kept(groups: Groups, key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for `key`; what was not asked for the longest makes room for new things."""
+    found: dict[Any, Any] = groups.cache.setdefault("linear", {})
+    value = found.pop(key) if key in found else make()
+    while len(found) >= KEPT:
+        del found[next(iter(found))]
+    found[key] = value
+    return value
+
+
+class StateHop(NamedTuple):
+    """A row of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
 
     kind: int
     first: int
@@ -30,7 +153,7 @@ class Parcel(NamedTuple):
     """What goes to, or comes from, one rank in a round: one message."""
 
     peer: int
-    hops: tuple[Hop, ...]
+    hops: tuple[StateHop, ...]
 
 
 class Round(NamedTuple):
@@ -51,9 +174,9 @@ class States(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> Sizes:
+    def bytes(self) -> ScanSizes:
         """What they cost."""
-        return Sizes(self.batch, *self.sizes, self.form, self.dtype.itemsize)
+        return ScanSizes(self.batch, *self.sizes, self.form, self.dtype.itemsize)
 
 
 class Program(NamedTuple):
@@ -67,8 +190,9 @@ class Program(NamedTuple):
     document: tuple[int, ...]
     blocks: Blocks
 
-    def shapes(self, hop: Hop, states: States) -> list[torch.Size]:
-        """Of what a hop carries, in order: the transition, if maps have one, and the state."""
+    def shapes(self, hop: StateHop, states: States) -> list[torch.Size]:
+        """Shapes of what a hop carries, in order: the transition, if maps have one, and the
+        state."""
         heads, rows, columns = self.blocks.sizes if hop.block == WHOLE else self.blocks.shape
         found = [torch.Size((states.batch, heads, rows, columns))]
         transition = shape_of(states.form, states.batch, (heads, rows, columns))
@@ -79,13 +203,13 @@ class Program(NamedTuple):
 
 def program(hops: Hops, chains: Chains, rank: int, blocks: Blocks) -> Program:
     """The part of `rank`."""
-    mine = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
-    found: dict[int, tuple[dict[int, list[Hop]], dict[int, list[Hop]]]] = {}
-    for row in zip(*(column[mine].tolist() for column in hops), strict=True):
+    own_rows = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
+    found: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
+    for row in zip(*(column[own_rows].tolist() for column in hops), strict=True):
         number, source, destination, *hop = row
         sends, receives = found.setdefault(number, ({}, {}))
         way, peer = (sends, destination) if source == rank else (receives, source)
-        way.setdefault(peer, []).append(Hop(*hop))
+        way.setdefault(peer, []).append(StateHop(*hop))
     rounds = tuple(
         Round(number, *(_parcels(way) for way in ways)) for number, ways in found.items()
     )
@@ -96,7 +220,7 @@ def program(hops: Hops, chains: Chains, rank: int, blocks: Blocks) -> Program:
     )  # fmt: skip
 
 
-def _parcels(way: dict[int, list[Hop]]) -> tuple[Parcel, ...]:
+def _parcels(way: dict[int, list[StateHop]]) -> tuple[Parcel, ...]:
     return tuple(Parcel(peer, tuple(some)) for peer, some in way.items())
 
 

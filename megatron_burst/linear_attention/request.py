@@ -1,6 +1,7 @@
 """One rank's checked arguments, before the ranks have compared them: of each operation on chains.
 
-Decides what is refused, and what all ranks must agree on. Must not communicate.
+Decides what is refused, and what all ranks must agree on. Reads shapes, dtypes and devices alone;
+must not communicate, so that every rank reaches the comparison of arguments.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values, p pieces of this rank, c channels.
@@ -17,31 +18,138 @@ import torch
 
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
+from ..kernels.online_softmax import accumulation_dtype
+from ..layout import LAYOUTS, Layout, document_bounds, make
 from ..layout.layouts import integer
+from ..schedule.scans import SCANS
 from . import forms
-from .checks import (
-    ALGORITHMS,
-    accumulation_dtype,
-    check_device,
-    check_final,
-    check_initial,
-    check_name,
-    check_rates,
-    check_tensor,
-    check_together,
-    sequence_of,
-)
-from .form import Form
-from .inputs import Inputs
+from .forms import Form
 from .kernels import registry
+from .kernels.base import LinearInputs
 from .maps import LETTERS, shape_of
-from .program import States
-from .tables import Sequence, chains_of
+from .program import PackedSequence, States, chains_of
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ALGORITHMS = ("auto", *SCANS)
+
+
+def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...]]) -> None:
+    """Raise ValueError unless `tensor` is floating, dense, not empty and has one of `shapes`:
+    letters -> sizes, None for any."""
+    words = " or ".join(f"[{letters}]" for letters in shapes)
+    if isinstance(tensor, (list, tuple)):
+        raise ValueError(
+            f"{name} must be one tensor, that of this rank, got a list of {len(tensor)}; lists are "
+            "for mb.Groups.in_process"
+        )
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a tensor {words}, and not sparse, got {tensor!r:.100}")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} must have one of the dtypes {DTYPES}, got {tensor.dtype}")
+    found = tuple(tensor.shape)
+    for sizes in shapes.values():
+        if len(sizes) == len(found) and all(
+            size > 0 if wanted is None else size == wanted
+            for size, wanted in zip(found, sizes, strict=True)
+        ):
+            return
+    wanted = " or ".join(
+        str([("any" if size is None else size) for size in sizes]) for sizes in shapes.values()
+    )
+    raise ValueError(f"{name} must be {words}, here {wanted}, got {list(found)}")
+
+
+def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
+    """Raise ValueError unless all are on the device of the first, and of its dtype if `dtype`."""
+    (name, first), *others = tensors.items()
+    for other, tensor in others:
+        if tensor.device != first.device or (dtype and tensor.dtype != first.dtype):
+            raise ValueError(
+                f"{other}: must be on the device{' and of the dtype' if dtype else ''} of {name}, "
+                f"{first.dtype} on {first.device}, got {tensor.dtype} on {tensor.device}"
+            )
+
+
+def check_name(name: str, value: object, names: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of them."""
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+
+
+def check_final(value: object) -> None:
+    """Raise ValueError unless `return_final_state` is a truth value."""
+    if not isinstance(value, bool):
+        raise ValueError(f"return_final_state must be True or False, got {value!r:.100}")
+
+
+def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the groups move tensors of this kind of device."""
+    moved, kind = groups.devices, tensor.device.type
+    if groups.size > 1 and moved and kind not in moved:
+        needed = {"cpu": "gloo", "cuda": "nccl"}.get(kind)
+        raise ValueError(
+            f"groups: backend {groups.backend} moves {' and '.join(moved)} tensors, got {name} on "
+            f"{kind}; "
+            + (f"make the process group with backend {needed}" if needed else "move it there")
+        )
+
+
+def check_rates(rates: Any) -> None:
+    """Raise ValueError unless it is None or states the rates of links, as `mb.Rates` does."""
+    if rates is None:
+        return
+    for name, least in (("intra", "positive"), ("inter", "positive"), ("latency", "0 or more"),
+                        ("posting", "0 or more")):  # fmt: skip
+        value: Any = getattr(rates, name, None)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or value < 0 or (least == "positive" and not value):
+            raise ValueError(
+                f"rates: give mb.Rates, whose {name} is a number, {least}; got {rates!r}"
+            )
+
+
+def sequence_of(groups: Groups, layout: object, seq_len: int, cu_seqlens: Any) -> PackedSequence:
+    """The layout, the length and the documents; ValueError where they do not fit one another."""
+    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens)
+    if bounds is not None and bounds[-1] != seq_len:
+        raise ValueError(
+            f"cu_seqlens: the documents end at {bounds[-1]}, and the {groups.size} ranks hold "
+            f"{seq_len} positions"
+        )
+    if not isinstance(layout, (str, Layout)):
+        raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
+    if isinstance(layout, str):
+        names = (*LAYOUTS, "balanced")
+        if layout not in names:
+            raise ValueError(
+                f"layout must be one of {', '.join(sorted(names))}, or made by mb.layout.make, "
+                f"got {layout!r}"
+            )
+        more: dict[str, Any] = {}
+        if layout == "balanced":
+            more = {"cu_seqlens": cu_seqlens, "per_node": groups.topology.per_node}
+        layout = make(layout, cp_size=groups.size, **more)
+    if layout.cp_size != groups.size:
+        raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
+    layout.check(seq_len)
+    return PackedSequence(layout, seq_len, None if bounds is None else tuple(bounds.tolist()))
+
+
+def check_initial(
+    initial: Any, documents: int, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise ValueError unless it is None or a state [b, h, d, w] for each document."""
+    if initial is None:
+        return
+    check_tensor("initial_state", initial, {"documents, b, h, d, w": (documents, *shape)})
+    if initial.device != device:
+        raise ValueError(f"initial_state: must be on {device}, got {initial.device}")
+
 
 Tensors = dict[str, Any]  # name -> tensor or None
 
 
-class Local(NamedTuple):
+class LocalWork(NamedTuple):
     """What a rank computes of its rows: form, kernel and scale of linear attention."""
 
     form: Form
@@ -64,15 +172,15 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class ChainRequest:
     """signature: shapes and dtypes that a plan is made for, by name; states: what travels, None for
     the rows of a convolution alone; options: as given, with facts of what all ranks agree on."""
 
-    sequence: Sequence
+    sequence: PackedSequence
     device: torch.device
     signature: tuple[tuple[str, Any], ...]
     states: States | None
-    local: Local | None
+    local: LocalWork | None
     options: Options
     facts: Facts
 
@@ -86,8 +194,9 @@ def of_attention(
     scale: float | None,
     initial: Any = None,
     final: bool = False,
-) -> Request:
-    """Of `mb.linear_attention`. tensors: q, k, v, decay and beta, the last two may be None."""
+) -> ChainRequest:
+    """The request of `mb.linear_attention`. tensors: q, k, v, decay and beta, the last two may be
+    None."""
     q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
     check_tensor("q", q, {"s, b, g, d": (None,) * 4})
     check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})
@@ -110,11 +219,11 @@ def of_attention(
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     factor = width**-0.5 if scale is None else float(scale)
     sequence = sequence_of(groups, options.layout, rows * groups.size, options.cu_seqlens)
-    inputs = Inputs(q, k, v, spread(decay, v), beta, factor)
+    inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
     kernel = registry.make(kernel, found, inputs).name
     kind = "matrix" if found.delta else found.decay
     states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
-    local = Local(found, kernel, factor)
+    local = LocalWork(found, kernel, factor)
     more: Facts = {"form": found.name, "kernel": kernel, "scale": factor}
     return _request(
         groups, sequence, {**tensors, "initial_state": initial}, states, local, options, more, final
@@ -129,8 +238,8 @@ def of_states(
     seq_len: object,
     initial: Any = None,
     final: bool = False,
-) -> Request:
-    """Of `mb.state_scan`."""
+) -> ChainRequest:
+    """The request of `mb.state_scan`."""
     length = integer("seq_len", seq_len)
     sequence = sequence_of(groups, options.layout, length, options.cu_seqlens)
     pieces = len(chains_of(groups, sequence).of(groups.rank))
@@ -148,8 +257,8 @@ def of_states(
     return _request(groups, sequence, tensors, states, None, options, {}, final)
 
 
-def of_rows(groups: Groups, x: Any, width: int, options: Options) -> Request:
-    """Of `mb.short_convolution`."""
+def of_rows(groups: Groups, x: Any, width: int, options: Options) -> ChainRequest:
+    """The request of `mb.short_convolution`."""
     check_tensor("x", x, {"s, b, c": (None,) * 3})
     check_device(groups, "x", x)
     sequence = sequence_of(groups, options.layout, x.shape[0] * groups.size, options.cu_seqlens)
@@ -175,14 +284,14 @@ def described(tensor: Any) -> Any:
 
 def _request(
     groups: Groups,
-    sequence: Sequence,
+    sequence: PackedSequence,
     tensors: Tensors,
     states: States | None,
-    local: Local | None,
+    local: LocalWork | None,
     options: Options,
     more: Facts,
     final: bool,
-) -> Request:
+) -> ChainRequest:
     check_name("algorithm", options.algorithm, ALGORITHMS)
     check_final(final)
     if options.rates is not None and options.algorithm != "auto":
@@ -211,7 +320,7 @@ def _request(
         **more,
     }
     signature = tuple((name, described(t)) for name, t in tensors.items())
-    return Request(sequence, first.device, signature, states, local, options, facts)
+    return ChainRequest(sequence, first.device, signature, states, local, options, facts)
 
 
 def _is_finite(value: object) -> bool:

@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 
-from ..comm.calls import check_label
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups, InProcessGroups, check_label
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .checks import check_name, check_tensor, check_together
-from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import of_ranks, prepared
-from .request import Options, Request, of_rows
+from .plan import InProcessLinearPlan, LinearPlan, of_ranks, prepared
+from .program import ConvolutionWindow
+from .request import ChainRequest, Options, check_name, check_tensor, check_together, of_rows
 from .state_scan import check_alone
-from .tables import Window
 
 ACTIVATIONS = ("silu",)
 
@@ -59,7 +56,7 @@ def short_convolution(
     if plan is None:
         options = Options.of(layout, cu_seqlens)
 
-        def request(group: Groups, tensors: dict[str, Any]) -> Request:
+        def request(group: Groups, tensors: dict[str, Any]) -> ChainRequest:
             found = of_rows(group, tensors["x"], _width(weight), options)
             _check_weights(tensors["x"], weight, bias, activation)
             return found
@@ -87,9 +84,13 @@ def short_convolution(
 
 
 def _rows_before(
-    plan: Any, plans: list[LinearPlan], shards: list[Any], windows: list[Window], label: Any
+    plan: Any,
+    plans: list[LinearPlan],
+    shards: list[Any],
+    windows: list[ConvolutionWindow],
+    label: Any,
 ) -> list[torch.Tensor]:
-    """Of each rank of this process the rows before its pieces, [p (width - 1), b, c]."""
+    """The rows before the pieces of each rank of this process, [p (width - 1), b, c]."""
     for one, shard, window in zip(plans, shards, windows, strict=True):
         one.groups.expect(longest(window.longest, [shard]))
     routes, given = [window.paths for window in windows], [[shard] for shard in shards]
@@ -102,7 +103,7 @@ def _rows_before(
 def _convolved(
     x: torch.Tensor,
     before: torch.Tensor | None,
-    window: Window,
+    window: ConvolutionWindow,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,

@@ -13,12 +13,18 @@ import torch
 
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .checks import accumulation_dtype, check_final, check_initial, check_tensor, check_together
-from .function import Asked, StateScan
 from .maps import LETTERS, shape_of
-from .plan import InProcessLinearPlan, LinearPlan
-from .prepare import of_ranks, prepared
-from .request import Options, of_states
+from .plan import InProcessLinearPlan, LinearPlan, of_ranks, prepared
+from .request import (
+    Options,
+    accumulation_dtype,
+    check_final,
+    check_initial,
+    check_tensor,
+    check_together,
+    of_states,
+)
+from .scan import ScanCall, StateScan
 
 
 @outside_graphs
@@ -101,7 +107,7 @@ def scanned(
         one.groups.check()
         assert one.job is not None
         check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
-    asked: list[Asked] = [
+    asked: list[ScanCall] = [
         one.begin(label, start is not None, leaving)
         for one, start in zip(plans, starts, strict=True)
     ]

@@ -3,16 +3,15 @@
 Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile, one product makes the
 logits, their softmax gradient replaces them in place, and two products make the gradients.
 
-`validate` has the public function; `checks` and `options` check its arguments. `tiled_loop` runs
-over the tiles, `tiling` decides how large they are, `products` and `rows` compute them, `formula`
-defines the loss, `split` talks to the tensor-parallel group, and `function` decides what is kept
-between forward and backward.
+`validate` has the public function; `checks` checks its arguments. `tiled_loop` decides how large
+tiles are and runs over them, `rows` computes them, `formula` defines the loss, `split` talks to the
+tensor-parallel group, and `function` decides what is kept between forward and backward.
 """
 
 from __future__ import annotations
 
 from .function import Sink
-from .tiling import describe
+from .tiled_loop import describe
 from .validate import linear_cross_entropy
 
 __all__ = ["Sink", "describe", "linear_cross_entropy"]

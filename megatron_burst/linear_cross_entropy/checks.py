@@ -1,13 +1,15 @@
-"""Checks the tensors, labels and group of `linear_cross_entropy`; `options` checks its options.
+"""Checks the options, tensors, labels and group of `linear_cross_entropy`.
 
 Each check yields its reasons, so that one error names everything that is wrong with a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from numbers import Integral
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,116 @@ from ..comm.consensus import Facts
 from ..kernels import torch_release
 from ..kernels.online_softmax import accumulation_dtype
 from .function import Sink
-from .options import LossOptions, flag, plain, reasons, told
 from .split import Split
+
+Mode = Literal["single_pass", "recompute"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The options of a call, which must be the same on all ranks of its group."""
+
+    ignore_index: int
+    logit_scale: float
+    logit_softcap: float | None
+    z_loss: float
+    label_smoothing: float
+    vocab_size: int | None
+    tile: int | None
+    mode: str
+    return_argmax: bool
+    grad_enabled: bool
+
+
+class Rule(NamedTuple):
+    """What an option must be: in words, its kind of number, and which of these are good."""
+
+    words: str
+    kind: type
+    good: Callable[[Any], bool]
+    optional: bool = False
+
+
+RULES = {
+    "ignore_index": Rule("an integer, -100 by default", Integral, lambda x: abs(x) < 2**63),
+    "logit_scale": Rule("a finite number, 1.0 for none", Real, math.isfinite),
+    "logit_softcap": Rule(
+        "a positive number, or None for no cap", Real, lambda x: 0 < x < math.inf, True
+    ),
+    "z_loss": Rule("a finite number from 0 on", Real, lambda x: 0 <= x < math.inf),
+    "label_smoothing": Rule("a number from 0 to 1", Real, lambda x: 0 <= x <= 1),
+    "vocab_size": Rule(
+        "a positive integer, or None for all rows", Integral, lambda x: x >= 1, True
+    ),
+    "tile": Rule(
+        "a positive number of bytes, an integer such as 1 << 30, or None for the default",
+        Integral,
+        lambda x: x >= 1,
+        True,
+    ),
+}
+
+
+def reasons(options: LossOptions) -> Iterator[str]:
+    """Why these are refused, whatever the tensors are."""
+    for name, rule in RULES.items():
+        value = getattr(options, name)
+        if isinstance(value, torch.Tensor):
+            yield _tensor_option(name, value, rule)
+        elif not (rule.optional and value is None) and not _follows(value, rule):
+            yield f"{name} must be {rule.words}, got {told(value)}"
+    if not (isinstance(options.mode, str) and options.mode in MODES):
+        yield f"mode must be one of {', '.join(MODES)}, got {told(options.mode)}"
+    yield from flag("return_argmax", options.return_argmax)
+
+
+def _follows(value: Any, rule: Rule) -> bool:
+    number = isinstance(value, rule.kind) and not isinstance(value, bool)
+    return number and rule.good(value)
+
+
+def _tensor_option(name: str, value: torch.Tensor, rule: Rule) -> str:
+    """A tensor: its gradient would be lost, and to read it would make the device catch up."""
+    if name == "logit_scale":
+        remedy = "multiply hidden by it instead (hidden * logit_scale), which has its gradient"
+    else:
+        remedy = "pass a number; it gets no gradient"
+    learnt = " that requires a gradient" if value.requires_grad else ""
+    return f"{name} must be {rule.words}, got {told(value)}{learnt}: {remedy}"
+
+
+def plain(options: LossOptions) -> LossOptions:
+    """With Python's own numbers, so that ranks which pass 1 and 1.0 agree."""
+    numbers = {}
+    for name, rule in RULES.items():
+        value = getattr(options, name)
+        if value is not None:
+            numbers[name] = int(value) if rule.kind is Integral else float(value)
+    return replace(options, **numbers)
+
+
+def flag(name: str, value: Any) -> Iterator[str]:
+    """Why `value` is no boolean, if it is none."""
+    if not isinstance(value, bool):
+        yield f"{name} must be True or False, got {told(value)}"
+
+
+def told(value: Any) -> str:
+    """What arrived, in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    if value is None:
+        return "None"
+    return f"{type(value).__name__} {value!r:.60}"
+
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 LABELS = (torch.int64, torch.int32, torch.int16, torch.int8)
 LABELS += (torch.uint8, torch.uint16, torch.uint32)
 
 
-class Inputs(NamedTuple):
+class LossInputs(NamedTuple):
     """The tensors of a call, as `linear_cross_entropy` has them, and its sink."""
 
     hidden: torch.Tensor
@@ -55,8 +158,8 @@ def group(tp_group: Any, sequence_parallel: Any) -> Split:
 
 
 def checked(
-    inputs: Inputs, options: LossOptions, sequence_parallel: Any, split: Split
-) -> tuple[Inputs, LossOptions, Facts]:
+    inputs: LossInputs, options: LossOptions, sequence_parallel: Any, split: Split
+) -> tuple[LossInputs, LossOptions, Facts]:
     """Labels in int64, the mask in the accumulation dtype, options as Python numbers.
 
     The facts are those that decide which exchanges a rank takes part in. Raises ValueError with
@@ -81,7 +184,7 @@ def checked(
         "sequence_parallel": split.sequence_parallel,
         "options": options,
     }
-    return Inputs(hidden, weight, labels, mask, sink), options, facts
+    return LossInputs(hidden, weight, labels, mask, sink), options, facts
 
 
 def _raise(found: list[str]) -> None:
@@ -89,7 +192,7 @@ def _raise(found: list[str]) -> None:
         raise ValueError("; ".join(found))
 
 
-def _kinds(inputs: Inputs, sequence_parallel: Any) -> Iterator[str]:
+def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
     """Arguments that are no tensors, or tensors of another kind."""
     wanted = {
         "hidden": "a torch.Tensor [..., d]",
@@ -119,7 +222,7 @@ def _kinds(inputs: Inputs, sequence_parallel: Any) -> Iterator[str]:
         yield f"{torch_release.PACKAGE} {refused}"
 
 
-def _tensors(inputs: Inputs, split: Split) -> Iterator[str]:
+def _tensors(inputs: LossInputs, split: Split) -> Iterator[str]:
     hidden, weight, labels, loss_mask, _ = inputs
     if hidden.dtype not in DTYPES or weight.dtype != hidden.dtype:
         yield (

@@ -108,10 +108,10 @@ class Split:
             return stats
         known = stats._replace(peak=None)._asdict().items()
         names = [name for name, value in known if value is not None]
-        mine = torch.stack([getattr(stats, name) for name in names])
-        all_ranks = mine.new_empty((self.size * len(names), mine.shape[1]))
-        InFlight(all_ranks, _start("all_gather", all_ranks, mine, group=self.group)).wait()
-        pieces = all_ranks.view(self.size, *mine.shape)
+        own = torch.stack([getattr(stats, name) for name in names])
+        all_ranks = own.new_empty((self.size * len(names), own.shape[1]))
+        InFlight(all_ranks, _start("all_gather", all_ranks, own, group=self.group)).wait()
+        pieces = all_ranks.view(self.size, *own.shape)
         return merge([Stats(**dict(zip(names, piece, strict=True))) for piece in pieces])
 
     def everywhere(self, flag: torch.Tensor) -> Answer:
@@ -134,9 +134,9 @@ class Split:
     def _gather_headers(self, header: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
             return [header]
-        mine = header.to(self._device)
-        gathered = mine.new_empty(self.size * len(mine))
-        InFlight(gathered, _start("all_gather", gathered, mine, group=self.group)).wait()
+        own = header.to(self._device)
+        gathered = own.new_empty(self.size * len(own))
+        InFlight(gathered, _start("all_gather", gathered, own, group=self.group)).wait()
         return list(gathered.cpu().view(self.size, -1))
 
 

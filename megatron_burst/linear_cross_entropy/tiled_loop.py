@@ -2,6 +2,13 @@
 
 Decides the order of the work: the next tile's rows travel while this one is computed, and a tile's
 input gradient is summed over the ranks while its weight gradient and the next logits are computed.
+A tile has as many tokens as a budget for logits allows.
+
+Also decides the dtype of logits: on CUDA that of the operands, as tensor cores want it, with sums
+in fp32. On CPU low-precision operands are widened, the weight by panels, and multiplied in fp32:
+without AMX a bf16 product of torch runs at a fifth (or a hundredth) of the speed of an fp32 one.
+The gradient of the weight always adds up in the accumulation dtype; on CUDA by one product that
+adds to it, or, where torch is too old for that, by panels of a product that comes out in fp32.
 
 Shape letters: n tokens of this rank's slice, p slices (1, or all ranks with sequence parallelism),
 d width, v vocabulary rows of this rank.
@@ -14,11 +21,112 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from . import products
+from ..kernels import torch_release
+from ..kernels.online_softmax import accumulation_dtype
+from ..units import LOGITS_TILE, byte_size
 from .formula import Formula
 from .rows import Columns, row_stats, softmax_gradient_
 from .split import InFlight, Split
+
+PANEL_BYTES = 1 << 23  # of widened weight
+SUMMAND_BYTES = 1 << 28  # of a product that is added afterwards: enough rows to fill a GPU
+
+
+def logits_dtype(operand: torch.Tensor) -> torch.dtype:
+    """The dtype of a tile of logits, and of its gradient."""
+    return operand.dtype if operand.is_cuda else accumulation_dtype(operand.dtype)
+
+
+def logits_(z: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """z [n, v] = hidden [n, d] weight [v, d]^T; hidden in the dtype of z."""
+    for rows, panel in _panels(weight, z.dtype):
+        torch.mm(hidden, panel.t(), out=z[:, rows])
+
+
+def input_gradient_(dh: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
+    """dh [n, d] = z [n, v] weight [v, d]; dh in the dtype of z."""
+    for rows, panel in _panels(weight, z.dtype):
+        dh.addmm_(z[:, rows], panel, beta=0 if rows.start == 0 else 1)
+
+
+def weight_gradient_(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
+    """dw [v, d] += z [n, v]^T hidden [n, d]; dw in the accumulation dtype."""
+    if dw.dtype == z.dtype:
+        dw.addmm_(z.t(), hidden)
+    elif torch_release.concerns(torch_release.WIDE_SUMS):  # CUDA, operands of low precision
+        _add_by_panels(dw, z, hidden)
+    else:  # the product comes out of the multiplier in fp32, onto what is there
+        torch.addmm(dw, z.t(), hidden, out_dtype=dw.dtype, out=dw)  # pyright: ignore[reportCallIssue]
+
+
+def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add the product to dw in a second step, panel by panel."""
+    count = min(len(dw), max(1, SUMMAND_BYTES // (dw.shape[1] * dw.itemsize)))
+    buffer = torch.empty_like(dw[:count])
+    for start in range(0, len(dw), count):
+        rows = slice(start, start + count)
+        part = buffer[: len(dw[rows])]
+        torch.mm(z[:, rows].t(), hidden, out_dtype=dw.dtype, out=part)  # pyright: ignore[reportCallIssue]
+        dw[rows] += part
+
+
+def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The weight in `dtype`: whole if it is, else by panels of rows in one buffer."""
+    if weight.dtype == dtype:
+        yield slice(0, len(weight)), weight
+        return
+    count = min(len(weight), max(1, PANEL_BYTES // (weight.shape[1] * dtype.itemsize)))
+    buffer = weight.new_empty((count, weight.shape[1]), dtype=dtype)
+    for start in range(0, len(weight), count):
+        rows = slice(start, min(start + count, len(weight)))
+        panel = buffer[: rows.stop - rows.start]
+        panel.copy_(weight[rows])
+        yield rows, panel
+
+
+class Tiling(NamedTuple):
+    """rows: of this rank's slice in a tile; tiles; row_bytes: a tile's logits per such row."""
+
+    rows: int
+    tiles: int
+    row_bytes: int
+
+
+def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None) -> Tiling:
+    """Tiles of hidden [..., d] that are as even as they get within `tile` bytes of logits."""
+    count = hidden.shape[:-1].numel()
+    budget = tile if tile is not None else LOGITS_TILE.get(hidden.device.type, LOGITS_TILE["cuda"])
+    row_bytes = split.parts * len(weight) * logits_dtype(hidden).itemsize
+    tiles = max(1, -(-count // max(1, budget // row_bytes)))
+    return Tiling(max(1, -(-count // tiles)), tiles, row_bytes)
+
+
+def describe(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    tile: int | None = None,
+    mode: str = "single_pass",
+) -> str:
+    """What `linear_cross_entropy` will do with these arguments, on one line."""
+    split = Split(tp_group, sequence_parallel and tp_group is not None)
+    rows, tiles, row_bytes = tiling(hidden, weight, split, tile)
+    count = hidden.shape[:-1].numel()
+    gradients = hidden.nbytes + weight.numel() * accumulation_dtype(weight.dtype).itemsize
+    kept = byte_size(gradients) if mode == "single_pass" else "a number per token"
+    return " | ".join(
+        [
+            f"LM head loss: {mode}",
+            f"{count * split.parts} tokens in {tiles} tiles of {rows * split.parts}",
+            f"{byte_size(rows * row_bytes)} of logits at a time instead of "
+            f"{byte_size(count * row_bytes)}",
+            f"kept for backward {kept}",
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -66,17 +174,17 @@ def losses(
     gradients = _Gradients(head, tokens, dh, dw)
     for tile, h, z in _tiles(head, tokens):
         labels = tokens.labels[:, tile].reshape(-1)
-        mine = row_stats(
+        own = row_stats(
             z, labels, head.columns, head.formula, head.dtype, head.argmax, gradients.wanted
         )
-        stats = head.split.merge(mine)
+        stats = head.split.merge(own)
         kept = labels != head.ignore_index
         parts = (len(tokens.labels), -1)
         loss[:, tile] = torch.where(kept, head.formula.loss(stats), 0).view(parts)
         lse[:, tile] = stats.lse.view(parts)
         if argmax is not None and stats.winner is not None:
             argmax[:, tile] = stats.winner.to(argmax.dtype).view(parts)
-        gradients.add(tile, h, z, labels, stats.lse, weights[:, tile].reshape(-1), mine.peak)
+        gradients.add(tile, h, z, labels, stats.lse, weights[:, tile].reshape(-1), own.peak)
     gradients.finish()
     return Losses(loss, lse, argmax)
 
@@ -102,7 +210,7 @@ def gradients(
 def _tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """(rows of the slice, hidden of the tile, its logits); the latter two in the logits' dtype."""
     hidden, weight, _ = tokens
-    dtype = products.logits_dtype(hidden)
+    dtype = logits_dtype(hidden)
     starts = range(0, len(hidden), head.tile_rows)
     tiles = [slice(start, min(start + head.tile_rows, len(hidden))) for start in starts]
     if not tiles:
@@ -115,7 +223,7 @@ def _tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, to
             arriving = head.split.gather(hidden[following])
         h = h.to(dtype)
         z = buffer[: len(h)]
-        products.logits_(z, h, weight)
+        logits_(z, h, weight)
         yield tile, h, z
 
 
@@ -146,11 +254,11 @@ class _Gradients:
             self.finish()
             whole = self.head.split.size == 1 and self.dh.dtype == z.dtype
             part = self.dh[tile] if whole else torch.empty_like(h)
-            products.input_gradient_(part, z, self.weight)
+            input_gradient_(part, z, self.weight)
             if not whole:
                 self._travelling = tile, self.head.split.reduce(part.to(self.dh.dtype))
         if self.dw is not None:
-            products.weight_gradient_(self.dw, z, h)
+            weight_gradient_(self.dw, z, h)
 
     def finish(self) -> None:
         """Wait for the input gradient that is on its way, and put it where it belongs."""

@@ -9,12 +9,12 @@ from ..comm.consensus import attempt
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from ..kernels.online_softmax import accumulation_dtype
 from . import checks, tiled_loop
+from .checks import LossOptions
 from .formula import Formula
 from .function import LinearCrossEntropy, Sink
-from .options import LossOptions
 from .rows import Columns
 from .split import Split
-from .tiling import tiling
+from .tiled_loop import tiling
 
 
 @outside_graphs
@@ -74,7 +74,7 @@ def linear_cross_entropy(
         ignore_index, logit_scale, logit_softcap, z_loss, label_smoothing, vocab_size, tile, mode,
         return_argmax, torch.is_grad_enabled(),
     )  # fmt: skip
-    inputs = checks.Inputs(hidden, weight, labels, loss_mask, sink)
+    inputs = checks.LossInputs(hidden, weight, labels, loss_mask, sink)
     found = attempt(lambda: checks.checked(inputs, options, sequence_parallel, split))
     split.agree(found if isinstance(found, ValueError) else found[2])
     assert not isinstance(found, ValueError)

@@ -1,9 +1,10 @@
 """The interface of masks, and how masks combine.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always allowed, EMPTY and FULL are promises. `band`, `breaks` and `modulus` are hints with which
-`tiling` cuts a partly visible rectangle into few tiles, and with `viewers` `seen` finds out which
-rows have to travel; a mask without them works, more slowly.
+always allowed, EMPTY and FULL are promises. A mask of your own needs these two. `bands` and
+`breaks` say more exactly which rows have to travel and cut a partly visible rectangle into fewer
+tiles; `modulus` serves masks of residue classes; `viewers` only makes plans faster, and is derived
+from `covers` where a mask does not define it (`seen.viewers_of`).
 """
 
 from __future__ import annotations
@@ -123,8 +124,16 @@ class Mask:
         left, right, known = self.bands(_one(q_span), _one(k_span))
         return Band(int(left), int(right)) if known else None
 
+    @property
+    def tells_viewers(self) -> bool:
+        """Does the mask define `viewers`, or say nothing by them?"""
+        return type(self).viewers is not Mask.viewers
+
     def viewers(self, k_spans: Spans) -> Viewers:
-        """Which positions see keys of `k_spans`, whose fields are int64 arrays of one shape."""
+        """Which positions see keys of `k_spans`, whose fields are int64 arrays of one shape.
+
+        Optional: this one allows any, and is narrowed down by what `covers` says.
+        """
         far = np.full(np.shape(k_spans.start), FAR)
         return Viewers(-far, far, far, far, np.zeros_like(far, dtype=bool))
 
@@ -191,6 +200,10 @@ class _Combined(VectorMask):
     @property
     def cacheable(self) -> bool:
         return self.a.cacheable and self.b.cacheable
+
+    @property
+    def tells_viewers(self) -> bool:
+        return self.a.tells_viewers and self.b.tells_viewers
 
     @cached_property
     def breaks(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,6 +10,7 @@ exactly; a pair of pieces that the mask calls partly visible and no band counts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from .base import FAR, Cover, Mask, Viewers
 Shards = Sequence[Sequence[Span]]
 _Rows = tuple[np.ndarray, np.ndarray]  # first and stop of each
 PAIRS = 1 << 20  # so many pairs of pieces are looked at one by one, at most
+ALL_PAIRS = 1 << 12  # so few are, before a mask without `viewers` is asked about groups of pieces
 
 
 class Parts(NamedTuple):
@@ -67,8 +69,8 @@ class Pieces(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """Of each piece of keys the pieces of queries, by position: begin <= i < end may see some of
-    it, and of these whole <= i < part see all."""
+    """Which pieces of queries, by position, see each piece of keys: begin <= i < end may see some
+    of it, and of these whole <= i < part see all."""
 
     begin: np.ndarray
     whole: np.ndarray
@@ -95,7 +97,7 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
         queries = cut_at(shards[0], breaks)
         keys = queries if shards[1] is None else cut_at(shards[1], breaks)
         queries = queries.at(np.argsort(queries.span.start, kind="stable"))
-        viewers = mask.viewers(keys.span)
+        viewers = viewers_of(mask, queries.span, keys.span)
         ranges = _ranges(queries.span, keys.span, viewers)
         if not len(breaks) or sum((r[1] - r[0]).sum() for r in (ranges[:2], ranges[2:])) <= PAIRS:
             break
@@ -127,12 +129,32 @@ def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.
     for breaks in (mask.breaks, mask.breaks[:0]):
         keys = cut_at(spans, breaks)
         queries = keys.at(np.argsort(keys.span.start, kind="stable"))
-        ranges = _ranges(queries.span, keys.span, mask.viewers(keys.span))
+        ranges = _ranges(queries.span, keys.span, viewers_of(mask, queries.span, keys.span))
         count = ranges.end - ranges.begin
         if count.sum() <= max(PAIRS, len(spans.owner) ** 2):
             break
     i, j = counted(ranges.begin, count), np.repeat(np.arange(len(count)), count)
     return queries, keys, i, j
+
+
+def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
+    """`Mask.viewers` of `keys`; where the mask does not define it, `first` and `last` are those of
+    the queries that `Mask.covers` leaves, asked about groups of neighbouring queries.
+
+    queries: by their first positions. Only the promise of EMPTY is used, so that no query is left
+    out that sees something; a group of queries that sees nothing need not be looked at one by one.
+    """
+    viewers, count = mask.viewers(keys), len(queries.start)
+    if mask.tells_viewers or count * len(keys.start) <= ALL_PAIRS:
+        return viewers
+    firsts = np.arange(0, count, math.isqrt(count))
+    start, last = queries.start[firsts], np.maximum.reduceat(queries.last, firsts)
+    groups = Spans(*(x[:, None] for x in (start, np.ones_like(start), last + 1 - start)))
+    seen = mask.covers(groups, Spans(*(x[None] for x in keys))) != Cover.EMPTY
+    return viewers._replace(
+        first=np.maximum(viewers.first, np.where(seen, start[:, None], FAR).min(axis=0)),
+        last=np.minimum(viewers.last, np.where(seen, last[:, None], -FAR).max(axis=0)),
+    )
 
 
 def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:

@@ -15,9 +15,11 @@ In your own script on Megatron-Core:
 one context-parallel rank. Importing this package does not import Megatron-Core, which takes
 seconds; `install` does.
 
-Folders: ``attention/`` core attention, process groups, plans; ``data/`` slicing of batches;
-``lm_head/`` LM head and loss; ``training/`` Megatron-LM's training loop; ``checks/`` what is
-refused; ``patching/`` replacing functions of Megatron and restoring them.
+From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` is what
+is refused; `data/` cuts batches; `offload/` moves activations to the host; `attention/` is core
+attention, process groups and plans; `layer/` runs layers in chunks and tiles of rows; `linear/`
+passes states; `lm_head/` is LM head and loss; `packing/` packs steps anew; `training` is
+Megatron-LM's loop; `install` puts all of it in place.
 """
 
 from __future__ import annotations
@@ -25,26 +27,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_burst.megatron import cpu
-from megatron_burst.megatron.attention.plan_book import startup_line
-from megatron_burst.megatron.install import configure, install, installed_layout, uninstall
-from megatron_burst.megatron.lm_head import startup_line as lm_head_line
-from megatron_burst.megatron.training import available as training_available
+from .attention.plan_book import startup_line
+from .data.cut import installed_layout
+from .install import configure, install, uninstall
+from .lm_head import startup_line as lm_head_line
+from .patching import training_available
+from .users_mask import MaskBatch, MaskLayer
 
 if TYPE_CHECKING:
-    from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
-    from megatron_burst.megatron.data.sequences import gather_sequence, shard_sequence
+    from .attention.core_attention import BurstCoreAttention
+    from .data.slicing import gather_sequence, shard_sequence
 
 _LATE = {  # these import Megatron-Core
     "BurstCoreAttention": "attention.core_attention",
-    "gather_sequence": "data.sequences",
-    "shard_sequence": "data.sequences",
+    "gather_sequence": "data.slicing",
+    "shard_sequence": "data.slicing",
 }
 
 __all__ = [
     "BurstCoreAttention",
+    "MaskBatch",
+    "MaskLayer",
     "configure",
-    "cpu",
     "gather_sequence",
     "install",
     "installed_layout",

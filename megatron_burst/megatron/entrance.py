@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron_burst import seam
-from megatron_burst.megatron.install import install
+from .. import seam
+from .install import install
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def entrance(function: F) -> F:
-    """``function`` as a seam whose first call installs the plugin."""
+    """`function` as a seam whose first call installs the plugin."""
     return seam.entrance(function, install)

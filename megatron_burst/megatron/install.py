@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_burst.config import BurstConfig
-from megatron_burst.layout import LayoutName
-from megatron_burst.megatron import training
-from megatron_burst.megatron.checks.chunks import chunk_problems
-from megatron_burst.megatron.checks.config import config_problems
-from megatron_burst.megatron.checks.lm_head import lm_head_problems
-from megatron_burst.megatron.checks.mlp_tiles import tile_problems
-from megatron_burst.megatron.checks.model import kernel_problems
-from megatron_burst.megatron.checks.offload import offload_problems
-from megatron_burst.megatron.checks.packing import packing_problems
-from megatron_burst.megatron.checks.problem import Problem, refuse
-from megatron_burst.megatron.data.cut import cut_for, settle_cut
-from megatron_burst.megatron.patching import patched, registry
-from megatron_burst.megatron.patching.compatibility import check_version
-from megatron_burst.megatron.stream_layout import log_choice, one_layout, settled
+from ..config import BurstConfig
+from ..layout import LayoutName
+from . import patching
+from .checks.config import config_problems, kernel_problems
+from .checks.features import (
+    chunk_problems,
+    lm_head_problems,
+    offload_problems,
+    packing_problems,
+    tile_problems,
+)
+from .checks.problem import Problem, refuse
+from .checks.splitting import OLDEST
+from .data.cut import cut_for, settle_cut
+from .patching import check_version, core_version
+from .stream_layout import log_choice, one_layout, settled
 
 _NAME = "burst"
 
@@ -31,14 +32,14 @@ _NAME = "burst"
 def install(layout: LayoutName | None = None) -> None:
     """Make BurstAttention available in Megatron. Nothing changes until a configuration chooses it.
 
-    Without ``layout``, for scripts of Megatron-LM: if `megatron.training` can be imported, its
+    Without `layout`, for scripts of Megatron-LM: if `megatron.training` can be imported, its
     command line gets our flags and its configurations follow them. The first configuration
-    decides the layout. With ``layout``, only Megatron-Core is changed, and the script calls
+    decides the layout. With `layout`, only Megatron-Core is changed, and the script calls
     `configure` itself.
 
     Call it before arguments are parsed, models are built and batches are cut. Idempotent. Raises
-    ``ValueError`` for a second layout, since a run has one until `uninstall`, and
-    ``RuntimeError`` if a function of this Megatron lacks a parameter that its patch needs.
+    `ValueError` for a second layout, since a run has one until `uninstall`, and
+    `RuntimeError` if a function of this Megatron lacks a parameter that its patch needs.
     """
     if layout is not None:
         BurstConfig(layout=layout)
@@ -48,12 +49,12 @@ def install(layout: LayoutName | None = None) -> None:
                 "the layout by which it cuts batches: zigzag, contiguous, ..."
             )
     check_version()
-    present = registry.installed(_NAME)
+    present = patching.installed(_NAME)
     if present is None:
-        _patch(layout, layout is None and training.available())
+        _patch(layout, layout is None and patching.training_available())
     elif layout is not None:
         _fix_layout(present, layout)
-    elif training.available() and not present.notes["scripts"]:
+    elif patching.training_available() and not present.notes["scripts"]:
         raise ValueError(
             "install(layout=...) was called, and added no flags to Megatron-LM's command line; "
             "call uninstall() before install()"
@@ -64,21 +65,23 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     """Replace the functions of Megatron; all of them or, if one of them is not as needed, none."""
     # These import Megatron, before any of it is replaced: a module that imported a replacement
     # by name would keep it after `uninstall`.
-    from megatron_burst.megatron.attention import hooks as attention_hooks
-    from megatron_burst.megatron.data.rope import rope_patches
-    from megatron_burst.megatron.data.slicing import slicing_patches
-    from megatron_burst.megatron.layer import final_norm, forward_attention, mlp_tiles
-    from megatron_burst.megatron.linear import patching_modules
-    from megatron_burst.megatron.lm_head import fused_loss, mtp
-    from megatron_burst.megatron.offload import layers, weights
-    from megatron_burst.megatron.offload import step as offload_step
-    from megatron_burst.megatron.packing import step
-    from megatron_burst.megatron.training import hooks as training_hooks
+    from . import training as training_hooks
+    from .attention import hooks as attention_hooks
+    from .data.rope import rope_patches
+    from .data.slicing import slicing_patches
+    from .layer import forward_attention, tiles
+    from .lm_head import fused_loss, mtp
+    from .offload import hooks
+    from .packing import step as packing_step
 
-    of_linear_layers = patching_modules()
+    states: list[Any] = []  # of layers of linear attention
+    if core_version() >= OLDEST:
+        from .linear import delta_net, mamba
+
+        states = [delta_net.patch_heads, delta_net.patch, mamba.patch]
     if for_scripts:
         training_hooks.load()  # before `opened` looks for seams
-    with registry.patching(_NAME) as patches, patched.opened(patches):
+    with patching.patch_set(_NAME) as patches, patching.opened(patches):
         attention_hooks.patch_attention(patches)
         # Both check signatures, while all can be undone.
         slicing_patches(layout or "striped")
@@ -87,14 +90,14 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         forward_attention.patch(patches)
         fused_loss.patch(patches)
         mtp.patch(patches)
-        mlp_tiles.patch(patches)
-        final_norm.patch(patches)
-        layers.patch(patches)
-        weights.patch(patches)
-        offload_step.patch(patches)
-        step.patch(patches)
-        for layers_of in of_linear_layers:
-            layers_of.patch(patches)
+        tiles.patch(patches)
+        tiles.patch_final_norm(patches)
+        hooks.patch_layers(patches)
+        hooks.patch_weights(patches)
+        hooks.patch_steps(patches)
+        packing_step.patch(patches)
+        for patch in states:
+            patch(patches)
         patches.notes["scripts"] = for_scripts
         if for_scripts:
             training_hooks.patch(patches, configure)
@@ -102,7 +105,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
             _fix_layout(patches, layout)
 
 
-def _fix_layout(patches: registry.PatchSet, layout: str) -> None:
+def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
     """Fix the layout of the run, and slice batches and rotary embeddings by it from now on."""
     settled = patches.notes.setdefault("layout", layout)
     if settled != layout:
@@ -111,10 +114,10 @@ def _fix_layout(patches: registry.PatchSet, layout: str) -> None:
             "layout; call uninstall() first, and build the model again"
         )
     if "sliced" not in patches.notes:
-        from megatron_burst.megatron.data.rope import rope_patches
-        from megatron_burst.megatron.data.slicing import slicing_patches
+        from .data.rope import rope_patches
+        from .data.slicing import slicing_patches
 
-        with patched.opened(patches, "slicing"):
+        with patching.opened(patches, "slicing"):
             for home, name, replacement in slicing_patches(layout):
                 patches.replace_function(home, name, replacement)
         for cls, name, replacement in rope_patches(layout):
@@ -127,19 +130,13 @@ def uninstall() -> bool:
 
     Models that were built in between keep working, with their process groups.
     """
-    return registry.remove(_NAME)
-
-
-def installed_layout() -> str | None:
-    """The layout of this run, from `install` or from the first `configure`; None before both."""
-    patches = registry.installed(_NAME)
-    return patches.notes.get("layout") if patches else None
+    return patching.remove(_NAME)
 
 
 def configuration_problems(
     config: Any, burst: BurstConfig, seq_length: int | None
 ) -> Iterator[Problem]:
-    """All that `configure` refuses of a ``TransformerConfig``; ``seq_length``: global, tokens."""
+    """All that `configure` refuses of a `TransformerConfig`; `seq_length`: global, tokens."""
     yield from config_problems(config, burst, seq_length)
     yield from lm_head_problems(config, burst)
     yield from chunk_problems(config, burst)
@@ -150,14 +147,14 @@ def configuration_problems(
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
-    """Choose the attention of models built from a ``TransformerConfig``; returns the config.
+    """Choose the attention of models built from a `TransformerConfig`; returns the config.
 
-    Sets ``config.burst``, which copies of the config keep. With algorithm "megatron", or on one
-    context-parallel rank, Megatron's own attention runs. ``seq_length`` (global, tokens) is
-    checked if given. Raises ``ValueError`` naming the flag of every setting that cannot be
+    Sets `config.burst`, which copies of the config keep. With algorithm "megatron", or on one
+    context-parallel rank, Megatron's own attention runs. `seq_length` (global, tokens) is
+    checked if given. Raises `ValueError` naming the flag of every setting that cannot be
     honoured.
     """
-    patches = registry.installed(_NAME)
+    patches = patching.installed(_NAME)
     if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
     burst, why = settled(config, burst, seq_length)

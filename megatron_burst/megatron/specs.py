@@ -2,7 +2,7 @@
 
 Megatron-LM calls `burst_layer_spec` for `--spec megatron_burst.megatron.specs burst_layer_spec`.
 That needs 0.19 or newer: older versions take only finished specs, which cannot read the
-configuration. Recipes hold it as ``functools.partial(burst_layer_spec, base=..., ...)``.
+configuration. Recipes hold it as `functools.partial(burst_layer_spec, base=..., ...)`.
 
 Megatron asks for a spec when it builds a model, after every override of the configuration.
 Therefore choices are completed and checked here, not when they are stated.
@@ -16,14 +16,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_burst import flags
-from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.checks.layouts import adopted
-from megatron_burst.megatron.checks.model import backend_problems
-from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.install import configuration_problems, configure, install
-from megatron_burst.megatron.patching.compatibility import require_function
-from megatron_burst.megatron.stream_layout import settled
+from .. import flags
+from ..config import BurstConfig
+from .checks.config import backend_problems
+from .checks.problem import refuse
+from .checks.splitting import adopted
+from .install import configuration_problems, configure, install
+from .patching import require_function
+from .stream_layout import settled
 
 
 def burst_layer_spec(
@@ -31,12 +31,12 @@ def burst_layer_spec(
 ) -> Any:
     """The layers that the model has anyway, with BurstAttention as their core attention.
 
-    config: a ``TransformerConfig``, or a model configuration that holds one as ``.transformer``.
-    base: those layers, as a ``ModuleSpec`` or as a function of (config) or (config, vp_stage);
+    config: a `TransformerConfig`, or a model configuration that holds one as `.transformer`.
+    base: those layers, as a `ModuleSpec` or as a function of (config) or (config, vp_stage);
     None for Megatron-LM's default. choices: fields of `BurstConfig`. Without choices the flags of
     the command line decide, if it has them, and the defaults of `BurstConfig` otherwise; the
     algorithm "megatron" then becomes the default one, because the spec itself asks for
-    BurstAttention. Raises ``ValueError`` for settings that cannot be honoured.
+    BurstAttention. Raises `ValueError` for settings that cannot be honoured.
     """
     transformer = transformer_of(config)
     chosen = None if choices else getattr(transformer, "burst", None)
@@ -59,7 +59,7 @@ def burst_layer_spec(
 
 
 def transformer_of(config: Any) -> Any:
-    """The ``TransformerConfig`` in a model configuration, which may be one itself."""
+    """The `TransformerConfig` in a model configuration, which may be one itself."""
     return getattr(config, "transformer", config)
 
 
@@ -84,7 +84,7 @@ def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def _check_layers(layers: Any) -> None:
-    """Raise ``ValueError`` unless a layer spec has Megatron's own attention somewhere.
+    """Raise `ValueError` unless a layer spec has Megatron's own attention somewhere.
 
     An empty list of layers is legal: a pipeline stage may have none.
     """

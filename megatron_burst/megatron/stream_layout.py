@@ -1,4 +1,4 @@
-"""What ``--burst-layout auto`` takes: the layouts with which a step sends the fewest bytes.
+"""What `--burst-layout auto` takes: the layouts with which a step sends the fewest bytes.
 
 A stream of tokens that lies contiguous passes a state of linear attention along every rank once,
 zigzag does so twice; softmax attention wants zigzag, and exchanges rows where the stream lies
@@ -13,22 +13,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megatron_burst import flags
-from megatron_burst.config import OFF, BurstConfig
-from megatron_burst.layout import make, routes
-from megatron_burst.megatron.checks.hybrid import splits
-from megatron_burst.megatron.checks.layouts import ATTENTION as ATTENTION_LAYOUT
-from megatron_burst.megatron.checks.layouts import LINEAR as LINEAR_LAYOUT
-from megatron_burst.megatron.checks.layouts import (
-    STREAMS,
-    layouts_of,
-    two_layout_problems,
-)
-from megatron_burst.megatron.checks.linear import DELTA_NETS, PATTERNS
-from megatron_burst.megatron.checks.model import layout_problems
-from megatron_burst.megatron.checks.problem import Problem, refuse
-from megatron_burst.megatron.log import log
-from megatron_burst.units import byte_size
+from .. import flags
+from ..config import OFF, BurstConfig
+from ..layout import make, routes
+from ..units import byte_size
+from .checks.config import layout_problems
+from .checks.problem import Problem, refuse
+from .checks.splitting import ATTENTION as ATTENTION_LAYOUT
+from .checks.splitting import DELTA_NETS, PATTERNS, STREAMS, layouts_of, splits, two_layout_problems
+from .checks.splitting import LINEAR as LINEAR_LAYOUT
+from .patching import log
 
 SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
 
@@ -41,30 +35,30 @@ class Layers(NamedTuple):
     softmax: int
 
 
-class Choice(NamedTuple):
+class StreamChoice(NamedTuple):
     """The choices with their layout, and why it is that one; None where nothing was left open."""
 
     burst: BurstConfig
     why: str | None = None
 
 
-def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> Choice:
+def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamChoice:
     """The choices with a layout in place of "auto".
 
-    config: a ``TransformerConfig``, or parsed arguments under the same names, for the layers also
-    ``hybrid_layer_pattern``; seq_length: global, in tokens. Raises ``ValueError`` where the numbers
+    config: a `TransformerConfig`, or parsed arguments under the same names, for the layers also
+    `hybrid_layer_pattern`; seq_length: global, in tokens. Raises `ValueError` where the numbers
     that decide are not known.
     """
     if burst.layout != "auto":
-        return Choice(burst)
+        return StreamChoice(burst)
     plain = dataclasses.replace(burst, layout="zigzag")
     if burst.algorithm == OFF or not splits(config):
-        return Choice(plain)
+        return StreamChoice(plain)
     layers = layers_of(config)
     if not layers.delta_net + layers.mamba:
-        return Choice(plain, "the model has no layers of linear attention")
+        return StreamChoice(plain, "the model has no layers of linear attention")
     if burst.linear == OFF:
-        return Choice(plain, f"--burst-linear {OFF} expects it")
+        return StreamChoice(plain, f"--burst-linear {OFF} expects it")
     if seq_length is None:
         refuse([Problem(
             "--burst-layout auto counts bytes, and the length of the sequence is not known: give "
@@ -83,10 +77,12 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> Choice:
             found[stream] = tried
             bytes_of[stream] = sum(traffic(config, layers, stream, asked, seq_length))
     if len(bytes_of) < 2:
-        return Choice(plain, "other settings need it")
+        return StreamChoice(plain, "other settings need it")
     best = min(bytes_of, key=lambda name: (bytes_of[name], name != "zigzag"))
     said = ", ".join(f"{name} {byte_size(bytes_of[name])}" for name in sorted(bytes_of))
-    return Choice(found[best], f"states and rows between ranks in forward, per sequence: {said}")
+    return StreamChoice(
+        found[best], f"states and rows between ranks in forward, per sequence: {said}"
+    )
 
 
 def one_layout(config: Any, burst: BurstConfig) -> None:
@@ -110,7 +106,7 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
 def settle(args: Any, settings: Any) -> None:
     """Give parsed arguments, completed by `flags.settle`, the layouts that stand for "auto".
 
-    settings: the same arguments under the names of a ``TransformerConfig``.
+    settings: the same arguments under the names of a `TransformerConfig`.
     """
     burst, wrong = flags.choices(args)
     if wrong or burst.layout != "auto":
@@ -148,7 +144,7 @@ def traffic(
 def layers_of(config: Any) -> Layers:
     """The layers of a model, of further heads too.
 
-    Raises ``ValueError`` for a hybrid model whose pattern is not known here.
+    Raises `ValueError` for a hybrid model whose pattern is not known here.
     """
     pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
     if pattern:

@@ -3,7 +3,7 @@
 Above `autotune`, whose rates turn work into seconds, and below `megatron`, which moves the tokens.
 """
 
-from ..layout.mixture import document_pairs
+from ..layout.balanced import document_pairs
 from .solver import Packing, pack
 from .work import Work
 

@@ -19,7 +19,7 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Packing:
-    """The micro-batches of a step: documents by their index, ``places[rank][micro_batch]``.
+    """The micro-batches of a step: documents by their index, `places[rank][micro_batch]`.
 
     loads: work of each micro-batch in pairs (see `Work`), int64 [ranks, micro-batches], the linear
     work of its padding included.
@@ -54,12 +54,12 @@ def pack(
     multiple: int = 1,
     given: Sequence[Sequence[int]] = (),
 ) -> Packing:
-    """Documents into micro-batches of ``capacity`` tokens, the same number on each of ``ranks``.
+    """Documents into micro-batches of `capacity` tokens, the same number on each of `ranks`.
 
     lengths: tokens of each document, 1 or more. multiple: the number of micro-batches per rank is
     one of its multiples. given: documents of each micro-batch in which they came, which is kept
     where they fit into as few in no other way that is found. There are as few micro-batches as
-    the documents fit into, or one ``multiple`` more where that is predicted to be faster.
+    the documents fit into, or one `multiple` more where that is predicted to be faster.
 
     Raises ValueError for documents longer than the capacity, and for sizes that cannot be.
     """
@@ -98,7 +98,7 @@ def _checked(lengths: object, ranks: int, capacity: int, multiple: int) -> np.nd
     long = np.flatnonzero(found > capacity)
     if len(long):
         named = ", ".join(f"document {i} has {found[i]} tokens" for i in long[:5])
-        more = f" and {len(long) - 5} more" * (len(long) > 5)
+        more = f" and {len(long) - 5} more" if len(long) > 5 else ""
         raise ValueError(
             f"packing: {named}{more}, and a micro-batch {capacity} (--seq-length): cut longer "
             "documents, or raise it"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autotune.rates import BACKWARD, Rates, check_rates
-from ..layout.mixture import CAUSAL, Window, document_pairs
+from ..layout.balanced import CAUSAL, Window, document_pairs
 
 LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward over those of its forward
 
@@ -81,7 +81,7 @@ class Work:
         return found
 
     def seconds(self, load: float, rates: Rates, *, ranks: int = 1, link: float = 0.0) -> float:
-        """Forecast of forward and backward of a load in pairs, on ``ranks`` ranks.
+        """Forecast of forward and backward of a load in pairs, on `ranks` ranks.
 
         link: seconds of its transfers, which run beside the computation. Linear work is taken to
         run at the rate of attention. Raises ValueError without a compute rate.

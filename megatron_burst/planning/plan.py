@@ -1,4 +1,4 @@
-"""What runs, decided and agreed on: a plan, and which calls it was made for.
+"""What runs, decided and agreed on: a plan, which calls it was made for, and what it costs.
 
 Made by `prepare` and run by `attention`. Decides nothing.
 """
@@ -6,17 +6,33 @@ Made by `prepare` and run by `attention`. Decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from ..execution.chunked import ChunkedCall
-from ..execution.function import Kept
-from ..execution.visiting import Host
+from ..comm import packing
+from ..comm.groups import Groups
+from ..comm.transport import Channel
+from ..execution.function import KeptResults
+from ..execution.job import Job
+from ..kernels import native
 from ..kernels.base import Kernel
+from ..layout import Layout
+from ..layout.row_chunks import row_chunks
+from ..masks import Mask
+from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
-from .planned import Planned
-from .tensors import (
+from ..schedule import cost
+from ..schedule.rings import Schedule
+from ..schedule.tables import ROUTES
+from ..units import byte_size
+from . import pipeline
+from .pipeline import Recompute, without_tables
+from .validate import (
+    NeedsGrad,
+    Signature,
     check_keys,
     check_max_logits,
     check_shapes,
@@ -24,9 +40,14 @@ from .tensors import (
     signature,
 )
 
+if TYPE_CHECKING:
+    from ..autotune.select import Choice
+    from ..execution.row_chunks import ChunkedCall
+    from ..execution.visiting import Host
+
 
 @dataclass(frozen=True)
-class Plan(Planned):
+class Plan:
     """Everything a call of `attention` on one rank needs besides its tensors, made by `prepare`.
 
     groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
@@ -38,13 +59,32 @@ class Plan(Planned):
     why, where the algorithm was left open.
     """
 
+    groups: Groups
+    options: AttentionOptions
+    layout: Layout
+    mask: Mask
+    signature: Signature
+    sizes: cost.Sizes
+    passes: tuple[tuple[Schedule, Schedule], ...]
+    identity: int
+    digest: int
+    job: Job
+    again: tuple[Recompute, ...]
+    choice: Choice | None = None
+
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Do q, k, v have the shapes, dtypes and device that the plan was made for, and need no
         gradient that it did not foresee?"""
-        unforeseen = [torch.is_grad_enabled() and not planned for planned in self.job.needs_grad]
-        return signature(q, k, v) == self.signature and not any(
-            t.requires_grad and new for t, new in zip((q, k, v), unforeseen, strict=True)
-        )
+        graph = torch.is_grad_enabled()
+        for t, made_for, planned in zip(
+            (q, k, v), self.signature, self.job.needs_grad, strict=True
+        ):
+            # As `signature` has it, without making one: this is asked before every call.
+            if (tuple(t.shape), t.dtype, str(t.device)) != made_for:
+                return False
+            if graph and t.requires_grad and not planned:
+                return False
+        return True
 
     def check(
         self, q: Any, k: Any, v: Any, sink: torch.Tensor | None, max_logits: torch.Tensor | None
@@ -83,28 +123,33 @@ class Plan(Planned):
                     f"plan: kernel {kernel.name} {reason}, and torch.use_deterministic_algorithms("
                     "True) was called; call mb.prepare again"
                 )
-        check_sink(sink, q)
+        if sink is not None:
+            check_sink(sink, q)
+        if max_logits is None:
+            return
         check_max_logits(max_logits, q)
-        if max_logits is not None and not self.kernel.maximum:
+        if not self.kernel.maximum:
             raise ValueError(
                 f"max_logits: kernel {self.kernel.name} of this plan cannot tell the largest "
                 "scores; pass max_logits to mb.prepare too"
             )
 
-    def keeps(self, frame: Frame | None) -> Kept | None:
+    def keeps(self, frame: Frame | None) -> KeptResults | None:
         """Where a call leaves or finds results: in `frame`, that of the checkpoint around it.
 
         Raises ValueError if the checkpoint wants what was not planned.
         """
+        if frame is None:
+            return None
         planned = self.recompute.keep if self.recompute is not None else None
-        if frame is None or (frame.keep is None and planned is None):
+        if frame.keep is None and planned is None:
             return None
         if frame.keep not in (None, planned):
             raise ValueError(
                 f"plan: made with store={planned}, and the checkpoint around this call keeps "
                 f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
             )
-        return Kept(frame, self.call)
+        return KeptResults(frame, self.call)
 
     def with_kernel(self, kernel: Kernel) -> Plan:
         """The same plan on another kernel that takes the work of this one's; for measuring."""
@@ -143,6 +188,177 @@ class Plan(Planned):
             )
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
+        from ..execution.row_chunks import ChunkedCall  # not needed by other calls
+
         return ChunkedCall(
             self.job, self.groups, self.identity, keys, sink, label, max_logits, host
         )
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm that runs."""
+        return self.options.algorithm
+
+    @property
+    def kernel(self) -> Kernel:
+        """The local attention."""
+        return self.job.kernel
+
+    @property
+    def needs_grad(self) -> NeedsGrad:
+        """Which of q, k, v the backward makes gradients of."""
+        return self.job.needs_grad
+
+    @property
+    def schedules(self) -> tuple[Schedule, Schedule]:
+        """The schedules of forward and backward; with several row chunks those of the first."""
+        return self.passes[0]
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """If calls may run again, and keep something between; of several chunks the first's."""
+        return self.again[0] if self.again else None
+
+    @property
+    def row_chunks(self) -> tuple[np.ndarray, ...]:
+        """The rows of every row chunk, int64, ascending: a partition of dimension 0 of q, the same
+        on every rank."""
+        rows, options = self.signature[0][0][0], self.options
+        return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
+
+    @property
+    def head_chunks(self) -> int:
+        """In how many chunks the heads go round the ring; 1: all at once."""
+        return self.job.head_chunks
+
+    def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
+        """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
+        groups, sizes = self.groups, self.sizes
+        forward_bytes, backward_bytes = cost.head_traffic(
+            groups.ulysses_links, groups.ulysses.rank, sizes, len(self.passes) > 1
+        )
+        for c, (forward, backward) in enumerate(self.passes):
+            if side not in (None, backward.side):
+                backward = cost.backward_schedule(
+                    backward.algorithm, backward.grid, backward.wanted, sizes, side=side,
+                    kept=backward.kept,
+                )  # fmt: skip
+            if c == 0 or self.options.visiting == "ring":
+                forward_bytes += cost.traffic(without_tables(forward), groups.ring.rank, sizes)
+            backward_bytes += cost.traffic(without_tables(backward), groups.ring.rank, sizes)
+        return forward_bytes, backward_bytes
+
+    @property
+    def channels(self) -> list[Channel]:
+        """What its messages may travel on, in the order in which their process groups are made."""
+        schedules = [*chain(*self.passes), *(each.schedule for each in self.again)]
+        if not self.mask.cacheable:  # documents: the next batch may take the other route
+            schedules = [replace(each, route=route) for each in schedules for route in ROUTES]
+        channels = [Channel(*each) for schedule in schedules for each in schedule.channels]
+        if self.groups.topology.ulysses > 1:
+            channels.append(Channel("ulysses", False))
+        return list(dict.fromkeys(channels))
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """What tells one attention call from another: tensors, mask and layout."""
+        return self.signature, self.mask, self.layout
+
+    @property
+    def side(self) -> str:
+        """Which tensors travel in backward."""
+        return self.schedules[1].side
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that keys kept from forward take on this rank until backward."""
+        return sum(chunk.count for chunk in self.job.forward.kept) * self.sizes.forward.kv
+
+    @property
+    def held_bytes(self) -> int:
+        """Most memory at a time of chunks of other ranks and partial results of them."""
+        runs = [run for chunk in self.job.chunks for run in (chunk.forward, chunk.backward)]
+        return max(run.held_bytes for run in runs)
+
+    @property
+    def longest_message(self) -> int:
+        """Bytes, envelope and alignment included, of the longest message that any rank sends."""
+        queries, rows = self.row_chunks, self.signature[0][0][0]
+        longest = max(map(len, queries)) if len(queries) > 1 else rows  # of a chunk of queries
+
+        def payload(family: str) -> int:
+            whole = self.sizes.chunk_bytes(family)
+            return whole if family in ("kv", "dkv") or not rows else whole * longest // rows
+
+        families = set().union(*(schedule.families for schedule in self.schedules))
+        sizes = [payload(family) for family in families]
+        ulysses = self.groups.topology.ulysses
+        if ulysses > 1:
+            sizes += self.sizes.scattered_bytes(ulysses, again=True)
+        tensors = 4  # of a message, at most
+        return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
+
+    def describe(self) -> str:
+        """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
+        topology, csrc = self.groups.topology, native.serves(self.device.type)
+        forward, backward = self.traffic()
+        other = "kv" if self.side == "query" else "query"
+        nodes = f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
+        if topology.ulysses > 1:
+            nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
+        words = [f"burst attention: algorithm {self.algorithm}{self._why()}", nodes]
+        for name, passes in zip(
+            ("forward", "backward"), zip(*self.passes, strict=True), strict=True
+        ):
+            if all(each.route == "direct" for each in passes):
+                words.append(f"{name} sent directly")
+        words.append(f"side {self.side}")
+        if self.head_chunks > 1:
+            words.append(f"{self.head_chunks} head chunks")
+        if len(self.passes) > 1:
+            resting = ", visiting keys rest on the host" if self.options.visiting == "host" else ""
+            words.append(f"{len(self.passes)} chunks of rows{resting}")
+        words += [
+            f"layout {self.layout.describe()}",
+            f"kernel {self.kernel.name}{' with csrc' if csrc else ''}",
+            f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
+            f"(side {other} would send {_bytes(self.traffic(other)[1])})",
+            f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
+            f"chunks of other ranks at most {byte_size(self.held_bytes)}",
+            *filter(None, [self.groups.communicators]),
+        ]
+        return " | ".join(words)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of q, k, v."""
+        return torch.device(self.signature[0][2])
+
+    def _why(self) -> str:
+        if self.choice is None:
+            return ""
+        return f" (auto: {self.choice.why}; {self.choice.rates.describe()})"
+
+    def _describe_store(self) -> str:
+        if not self.again:
+            return "none"
+        rank, traffic = self.groups.ring.rank, cost.Traffic()
+        for again in self.again:
+            traffic += again.traffic(rank, self.sizes)
+        imbalance = pipeline.imbalance(self.again)
+        unequal = f", its busiest rank {imbalance:.2f} x the mean" if imbalance > 1.05 else ""
+        return (
+            f"{self.again[0].keep:g} ({byte_size(self.store_bytes)} per layer; recompute sends "
+            f"{_bytes(traffic)}{unequal})"
+        )
+
+    @property
+    def store_bytes(self) -> int:
+        """Memory that results kept for a recompute take on this rank until backward."""
+        sizes = self.sizes
+        each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
+        return sum(len(one.run.kept) for one in self.again) * sizes.batch * sizes.heads * each
+
+
+def _bytes(traffic: cost.Traffic) -> str:
+    return f"{byte_size(traffic.intra)} intra + {byte_size(traffic.inter)} inter"

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
-from ..autotune import measure
-from ..autotune.candidates import Fixed, Workload, shared_sizes
 from ..autotune.known import known
-from ..autotune.rates import Rates
-from ..autotune.select import Choice, best
-from ..comm.calls import CALLS
 from ..comm.consensus import agree, attempt, identity
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import CALLS, Groups, InProcessGroups
 from ..execution.job import Job
 from ..options import AttentionKeywords, AttentionOptions
-from ..schedule import cost
-from . import passes
+from ..schedule.cost import ring_spans
 from .in_process import InProcessPlan, Shard, per_rank
+from .pipeline import passes
 from .plan import Plan
-from .tensors import signature
-from .validate import NeedsGrad, Request, check
+from .validate import NeedsGrad, Request, check, signature
+
+if TYPE_CHECKING:
+    from ..autotune.rates import Rates
+    from ..autotune.select import Choice
 
 
 def prepare(
@@ -42,7 +40,7 @@ def prepare(
     max_logits: torch.Tensor | None = None,
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
-) -> Plan:
+) -> Plan | InProcessPlan:
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
 
     With `Groups.in_process` the plan is that of all ranks. Collective: every rank of `groups` must
@@ -64,7 +62,7 @@ def prepare(
     plan = partial(_prepare, options=chosen, given=given)
     if isinstance(groups, InProcessGroups):
         each = groups.run(plan, per_rank(groups, q, k, v), groups.ranks)
-        return cast(Plan, InProcessPlan(groups, each))  # it answers as a plan does
+        return InProcessPlan(groups, each)
     return plan((q, k, v), groups)
 
 
@@ -83,24 +81,22 @@ def _prepare(
 
     request, choice = attempt(checked), None
     if options.algorithm == "auto":
-        # Before anything is measured: who has bad arguments, or others, must not be waited for.
+        # Before anything is measured, because that waits for all ranks: do all have a valid
+        # request, and the same?
         _agree(request, groups)
         assert isinstance(request, Request)
-        with groups.running():
-            stated = _measured(request, groups, given["rates"])
-        choice = attempt(partial(_choice, request, groups, stated))
-        request = _resolved(request, choice)
-    plan, found = None, request
-    if isinstance(request, Request) and not isinstance(choice, ValueError):
+        from .automatic import resolve  # with the simulator, which no other call needs
+
+        resolved = resolve(request, groups, given["rates"])
+        request, choice = (resolved, None) if isinstance(resolved, ValueError) else resolved
+    plan, facts = request, request
+    if isinstance(request, Request):
         plan = attempt(partial(_plan, request, groups, choice))
         # Nothing else would tell ranks whose tables differ where messages bear no envelope.
-        if isinstance(plan, ValueError):
-            found = plan
-        else:
-            found = replace(request, facts=_facts(request, plan.digest))
-    _agree(found, groups)
+        facts = plan if isinstance(plan, ValueError) else _with_tables(request, plan.digest)
+    _agree(facts, groups)
     assert isinstance(plan, Plan)
-    groups.connect(plan.channels, torch.device(plan.signature[0][2]))
+    groups.connect(plan.channels, plan.device)
     groups.expect(plan.longest_message)
     return plan
 
@@ -111,44 +107,11 @@ def _agree(request: Request | ValueError, groups: Groups) -> None:
     agree(request if isinstance(request, ValueError) else request.facts | so_far, groups.gather)
 
 
-def _measured(request: Request, groups: Groups, rates: Rates | None) -> Rates:
-    """All rates: those given, else those known of these groups, else measured now. Collective."""
-    here = request.tensors[0].device
-    found = rates or known(groups.cache).rates or measure.links(groups, here)
-    if found.compute is None:
-        scoring = request.scoring
-        speed = measure.kernel_speed(groups, request.kernel, scoring, *request.tensors)
-        found = replace(found, compute=speed[0], launch=speed[1])
-    return found
-
-
-def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
-    """What is predicted to be fastest on these groups; remembered."""
-    options = request.options
-    side = None if options.side == "auto" else options.side
-    fixed = Fixed(side=side, head_chunks=options.head_chunks)
-    workload = Workload(
-        request.sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
-        options.row_blocks,
-    )  # fmt: skip
-    return known(groups.cache).choice(
-        (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
-    )
-
-
-def _resolved(request: Request, choice: Choice | ValueError) -> Request | ValueError:
-    """The request with what was chosen, in its facts too."""
-    if isinstance(choice, ValueError):
-        return choice
-    options = replace(request.options, **choice.call)
-    return replace(request, options=options, facts=request.facts | {"chosen": choice.call})
-
-
 def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
     options, (q, k, _) = request.options, request.tensors
-    sizes = shared_sizes(request.sizes, groups.topology.ulysses)
-    spans = cost.ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
-    make = partial(passes.make, request, sizes, groups, spans)
+    sizes = request.sizes.shared(groups.topology.ulysses)
+    spans = ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
+    make = partial(passes, request, groups, sizes, spans)
     if request.mask.cacheable:  # every micro-batch asks for the same
         key = (request.kernel.name, q.device, request.mask, request.layout,
                tuple(map(tuple, spans)), sizes,
@@ -177,7 +140,7 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         signature=signature(*request.tensors),
         sizes=sizes,
         passes=made.schedules,
-        identity=identity(_facts(request, made.digest)),
+        identity=identity(_with_tables(request, made.digest).facts),
         digest=made.digest,
         job=job,
         again=made.again,
@@ -185,6 +148,6 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
     )
 
 
-def _facts(request: Request, digest: int) -> dict[str, object]:
-    """What ranks agree on: the arguments, and the schedules made of them."""
-    return request.facts | {"schedule": digest}
+def _with_tables(request: Request, digest: int) -> Request:
+    """The request with the schedules made of it among the facts that ranks agree on."""
+    return replace(request, facts=request.facts | {"schedule": digest})

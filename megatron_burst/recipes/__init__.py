@@ -9,7 +9,7 @@ Neither Megatron-Bridge nor NeMo is imported before `apply_burst` gets one of th
 
 from __future__ import annotations
 
-from megatron_burst.recipes.apply import apply_burst
-from megatron_burst.recipes.layers import burst_layer_spec
+from .apply import apply_burst
+from .layers import burst_layer_spec
 
 __all__ = ["apply_burst", "burst_layer_spec"]

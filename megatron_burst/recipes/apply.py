@@ -11,11 +11,11 @@ import functools
 import importlib
 from typing import Any
 
-from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.log import log, show_log
-from megatron_burst.recipes import validate
-from megatron_burst.recipes.kinds import translating
-from megatron_burst.recipes.layers import burst_layer_spec, is_ours
+from ..config import BurstConfig
+from ..megatron.patching import log, show_log
+from . import validate
+from .kinds import translating
+from .layers import burst_layer_spec, is_ours
 
 # Not `pack`: Bridge's loop and data sets were never run with it.
 _NAMES = tuple(
@@ -28,17 +28,17 @@ _STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # of hybrid models, the sec
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
     """Make a recipe train with BurstAttention. Changes the recipe and returns it.
 
-    recipe: a ``ConfigContainer`` of Megatron-Bridge, or a ``run.Partial`` of NeMo 2.
+    recipe: a `ConfigContainer` of Megatron-Bridge, or a `run.Partial` of NeMo 2.
     intra: context-parallel ranks per node, needed only where host names do not tell
-    (``BurstConfig.intra_size``). choices: the other fields of `BurstConfig`, but for
-    ``pack``. A second call replaces the first.
+    (`BurstConfig.intra_size`). choices: the other fields of `BurstConfig`, but for
+    `pack`. A second call replaces the first.
 
     Two settings besides the layer spec change if a choice needs it, and the log names them:
-    a fused ``lm_head_loss`` turns ``cross_entropy_loss_fusion`` off, and ``store`` turns full
+    a fused `lm_head_loss` turns `cross_entropy_loss_fusion` off, and `store` turns full
     recompute on if the recipe recomputes nothing. Overrides may follow. The result is checked
     before the first process group is made (in NeMo 2: when the model is built).
 
-    Raises ``ValueError`` for an unknown choice, a wrong value, or an object of another type.
+    Raises `ValueError` for an unknown choice, a wrong value, or an object of another type.
     """
     unknown = sorted(set(choices) - set(_NAMES))
     if unknown:
@@ -85,7 +85,7 @@ _RECOMPUTE = {
 
 
 def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
-    """Change the settings that a choice needs changed; returns ``spec`` with their old values.
+    """Change the settings that a choice needs changed; returns `spec` with their old values.
 
     before: old values that an earlier call recorded. They are put back first, except where the
     user has changed the setting since.
@@ -116,7 +116,7 @@ def _get(model: Any, name: str) -> Any:
 
 
 def _is_nemo(recipe: Any) -> bool:
-    """Whether it is a configuration of fiddle, as ``run.Partial`` and ``run.Config`` are."""
+    """Whether it is a configuration of fiddle, as `run.Partial` and `run.Config` are."""
     return any(cls.__module__.startswith("fiddle.") for cls in type(recipe).__mro__)
 
 

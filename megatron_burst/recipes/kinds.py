@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst import flags
+from .. import flags
 
 _FIELDS = {flag.name: flag.field for flag in flags.FLAGS} | {"--burst-intra-size": "intra"}
 _ALIASES = {
@@ -66,14 +66,14 @@ def kind_of(model: Any) -> RecipeKind:
 
 
 def translated(model: Any, text: str) -> str:
-    """``text`` with each flag replaced by the setting of the recipe that it stands for."""
+    """`text` with each flag replaced by the setting of the recipe that it stands for."""
     form = kind_of(model)
     return re.sub(r"--[a-z][a-z0-9-]*", lambda m: form.path(m.group(), model), text)
 
 
 @contextmanager
 def translating(model: Any) -> Iterator[None]:
-    """Inside, every ``ValueError`` is raised with its flags replaced by settings of the recipe."""
+    """Inside, every `ValueError` is raised with its flags replaced by settings of the recipe."""
     try:
         yield
     except ValueError as error:

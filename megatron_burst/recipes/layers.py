@@ -1,6 +1,6 @@
 """The layer spec that `apply_burst` puts into a recipe.
 
-A recipe's ``transformer_layer_spec`` becomes a ``functools.partial`` of `burst_layer_spec`. That
+A recipe's `transformer_layer_spec` becomes a `functools.partial` of `burst_layer_spec`. That
 function is public and takes plain values, so that a YAML file can name it with its arguments.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_burst.megatron import specs
-from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.log import show_log
-from megatron_burst.recipes import packed
-from megatron_burst.recipes.kinds import translated, translating
+from ..megatron import patching, specs
+from ..megatron.patching import show_log
+from . import packed
+from .kinds import translated, translating
 
 
 def burst_layer_spec(
@@ -33,7 +32,7 @@ def burst_layer_spec(
     show_log()
     with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
-    translation.translate_with(functools.partial(translated, config))
+    patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     return layers
 

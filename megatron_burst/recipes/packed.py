@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_burst.megatron.data.cut import cut_of_run
-from megatron_burst.megatron.install import installed_layout
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import require_function
+from ..megatron import patching
+from ..megatron.data.cut import cut_of_run, installed_layout
+from ..megatron.patching import require_function
 
 _NAME = "recipes, packed"
 _STEP = "megatron.bridge.training.gpt_step"
@@ -28,19 +27,19 @@ _CUT = "_partition_packed_batch_for_cp"
 def patch_bridge() -> None:
     """Cut Bridge's packed batches by the layout of the run, if Bridge's step is loaded. Idempotent.
 
-    Raises ``RuntimeError`` if Bridge's function does not have the expected parameters.
+    Raises `RuntimeError` if Bridge's function does not have the expected parameters.
     """
     step = sys.modules.get(_STEP)
-    if step is None or registry.installed(_NAME) is not None:
+    if step is None or patching.installed(_NAME) is not None:
         return
     original = require_function(step, _CUT, ["batch"])
-    with registry.patching(_NAME) as patches:
+    with patching.patch_set(_NAME) as patches:
         patches.replace_function(step, _CUT, _cutting(original))
 
 
 def _cutting(original: Callable) -> Callable:
     # Late, because it imports Megatron-Core, and a recipe may be written where there is none.
-    from megatron_burst.megatron.data.slicing import context_group, take
+    from ..megatron.data.slicing import context_group, take
 
     signature = inspect.signature(original)
 

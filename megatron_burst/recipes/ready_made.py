@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_burst.recipes.apply import apply_burst
+from .apply import apply_burst
 
 K, M = 2**10, 2**20
 
@@ -77,7 +77,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
 def find(name: str) -> Callable[[], Any]:
     """A ready-made recipe, or a recipe of Bridge with `apply_burst()` applied to it.
 
-    Raises ``ValueError`` for a name that neither has.
+    Raises `ValueError` for a name that neither has.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -91,7 +91,7 @@ def find(name: str) -> Callable[[], Any]:
 
 
 def _bridge(family: str, *names: str) -> Any:
-    """A recipe of Bridge by the first of ``names`` that exists: versions name it differently."""
+    """A recipe of Bridge by the first of `names` that exists: versions name it differently."""
     module = importlib.import_module(f"megatron.bridge.recipes.{family}")
     recipe = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if recipe is None:
@@ -100,7 +100,7 @@ def _bridge(family: str, *names: str) -> Any:
 
 
 def _sizes(recipe: Any, *, tokens: int, tensor: int, context: int) -> None:
-    """One sequence of ``tokens`` at a time, over ``tensor`` x ``context`` GPUs."""
+    """One sequence of `tokens` at a time, over `tensor` x `context` GPUs."""
     model = recipe.model
     model.seq_length = tokens
     recipe.dataset.seq_length = tokens

@@ -12,23 +12,21 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_burst.megatron import specs
-from megatron_burst.megatron.checks.config import config_problems
-from megatron_burst.megatron.checks.lm_head import lm_head_problems
-from megatron_burst.megatron.checks.model import backend_problems
-from megatron_burst.megatron.checks.problem import Problem, refuse
-from megatron_burst.megatron.install import installed_layout
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import check_version, require_parameters
-from megatron_burst.recipes.kinds import translating
-from megatron_burst.recipes.layers import fields_of, is_ours
+from ..megatron import patching, specs
+from ..megatron.checks.config import backend_problems, config_problems
+from ..megatron.checks.features import lm_head_problems
+from ..megatron.checks.problem import Problem, refuse
+from ..megatron.data.cut import installed_layout
+from ..megatron.patching import check_version, require_parameters
+from .kinds import translating
+from .layers import fields_of, is_ours
 
 _NAME = "recipes"
 
 
 def hook_into_bridge() -> None:
-    """Make Bridge's ``ConfigContainer.validate`` call `check` first. Idempotent."""
-    if registry.installed(_NAME) is not None:
+    """Make Bridge's `ConfigContainer.validate` call `check` first. Idempotent."""
+    if patching.installed(_NAME) is not None:
         return
     check_version()
     container = importlib.import_module("megatron.bridge.training.config").ConfigContainer
@@ -40,12 +38,12 @@ def hook_into_bridge() -> None:
         check(self)
         return original(self, *args, **kwargs)
 
-    with registry.patching(_NAME) as patches:
+    with patching.patch_set(_NAME) as patches:
         patches.replace(container, "validate", validate)
 
 
 def check(recipe: Any) -> None:
-    """Raise ``ValueError`` naming each setting of a ``ConfigContainer`` that is refused."""
+    """Raise `ValueError` naming each setting of a `ConfigContainer` that is refused."""
     model = recipe.model
     spec: Any = getattr(model, "transformer_layer_spec", None)
     transformer = specs.transformer_of(model)
@@ -62,7 +60,7 @@ def check(recipe: Any) -> None:
 
 
 def _check_layout_of_others(transformer: Any) -> None:
-    """Raise ``ValueError`` if batches of a recipe without BurstAttention would be cut by another
+    """Raise `ValueError` if batches of a recipe without BurstAttention would be cut by another
     recipe's layout."""
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:

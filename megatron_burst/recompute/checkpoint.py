@@ -15,23 +15,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..layout import check_fraction
-from .host.arguments import Arguments
-from .host.copies import Moved
-from .host.frames import HostFrame
-from .host.mover import HostMemory
+
+if TYPE_CHECKING:  # calls that leave nothing on the host do without
+    from .host.copies import Moved
+    from .host.frames import HostFrame
+    from .host.mover import HostMemory
 
 T = TypeVar("T")
 Entry = tuple[torch.Tensor, ...]
 # What for, and the tensors with their versions, or what moved them.
-Kept = tuple[object, Entry | tuple[Moved, ...], tuple[int, ...]]
+Kept = tuple[object, "Entry | tuple[Moved, ...]", tuple[int, ...]]
 
 _current: ContextVar[Frame | None] = ContextVar("megatron_burst_frame", default=None)
+current = _current.get  # the frame of the checkpointed call that is running, or None
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Frame:
                 "run; the checkpointed function must do the same each time"
             )
         _, kept, versions = self.entries[index]
-        entry = tuple(t.get() if isinstance(t, Moved) else t for t in kept)
+        entry = tuple(t if isinstance(t, torch.Tensor) else t.get() for t in kept)
         if self.offload is None and _versions(entry) != versions:
             raise RuntimeError(
                 "checkpoint: the result of attention was changed in place between forward and "
@@ -132,11 +134,6 @@ def _versions(entry: Entry) -> tuple[int, ...]:
     return tuple(t._version for t in entry)
 
 
-def current() -> Frame | None:
-    """The frame of the checkpointed call that is running, if one is."""
-    return _current.get()
-
-
 def framed(
     function: Callable[..., T],
     keep: float | None = None,
@@ -155,11 +152,14 @@ def framed(
     if keep is not None:
         check_fraction("keep", keep)
     check_fraction("offload", offload)
-    if offload and not isinstance(host, HostMemory):
-        raise ValueError(
-            f"offload={offload} needs host, an mb.HostMemory that all layers of a process share, "
-            f"got {host!r:.100}"
-        )
+    if offload:
+        from .host.mover import HostMemory
+
+        if not isinstance(host, HostMemory):
+            raise ValueError(
+                f"offload={offload} needs host, an mb.HostMemory that all layers of a process "
+                f"share, got {host!r:.100}"
+            )
     if (keep == 0 and not offload) or not torch.is_grad_enabled():
         return function
     if not offload:
@@ -204,6 +204,8 @@ def checkpoint(
     away = run.frame.offload if isinstance(run, Framed) else None
     if away is None:
         return torch_checkpoint(run, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    from .host.saved import Arguments
+
     call = Arguments(run, args, away.move)
     del args  # or they would be held until fn returns
     return torch_checkpoint(call, *call.places(), use_reentrant=False)  # pyright: ignore[reportReturnType]

@@ -3,6 +3,10 @@
 Each tile has a fate between forward and backward: "recompute" (only its inputs are kept, and it
 runs again), "keep" (its graph is kept) or "move" (its graph is kept, and what it saved waits in
 host memory). Source: ALST (TiledMLP), MEMO (fates by tile of tokens).
+
+A parameter must reach autograd once per backward, whatever the number of tiles: Megatron's
+data-parallel hook counts arrivals to start its reduction. Tiles are therefore differentiated by
+`torch.autograd.grad`, which runs no such hook, and their gradients added here (`ParameterSums`).
 """
 
 from __future__ import annotations
@@ -10,19 +14,146 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..kernels.autograd import first_order_only
-from .parameter_sums import ParameterSums
-from .tile_checks import Fate, check_call, check_leaves, slices_of
+
+Gradient = torch.Tensor | None
+
+
+class ParameterSums:
+    """Sums of the gradients of some parameters: fp32 for bf16 and fp16, else in their own dtype.
+
+    A layer with Megatron's fused weight gradient adds to ``parameter.main_grad`` itself, says so
+    by ``parameter.grad_added_to_main_grad`` and hands autograd a tensor of arbitrary content. That
+    tensor is never summed: one of them is handed on, for the hooks that wait for it.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self.parameters = tuple(parameters)
+        self._sums: list[Gradient] = [None] * len(self.parameters)
+        self._ours = [False] * len(self.parameters)  # nobody else holds this sum
+
+    def add(self, grads: Sequence[Gradient]) -> None:
+        """Add the gradients of one piece, one per parameter, None where it has no part in it."""
+        for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            total = self._sums[index]
+            if grad is None:
+                continue
+            if total is None or getattr(parameter, "grad_added_to_main_grad", False):
+                self._sums[index] = grad
+            elif self._ours[index]:
+                total.add_(grad)
+            else:  # the first gradient may be a tensor that others read
+                self._sums[index] = torch.add(total.to(_accumulated(total.dtype)), grad)
+                self._ours[index] = True
+
+    def backward(
+        self,
+        outputs: Sequence[torch.Tensor] | Sequence[torch.autograd.graph.GradientEdge],
+        inputs: Sequence[torch.Tensor] | Sequence[torch.autograd.graph.GradientEdge],
+        grad_outputs: Sequence[torch.Tensor],
+    ) -> tuple[Gradient, ...]:
+        """Differentiate one piece: adds the parameters' gradients, returns those of `inputs`.
+
+        The graph of the piece is used up. Both may be `torch.autograd.graph.GradientEdge`s.
+        """
+        wanted = [*inputs, *self.parameters]
+        grads = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True)
+        self.add(grads[len(inputs) :])
+        return grads[: len(inputs)]
+
+    def result(self) -> tuple[Gradient, ...]:
+        """What autograd is handed, one per parameter, rounded once to the parameter's dtype."""
+        return tuple(
+            None if total is None else total.to(parameter.dtype)
+            for parameter, total in zip(self.parameters, self._sums, strict=True)
+        )
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+Fate = Literal["keep", "move", "recompute"]
+
+
+def slices_of(rows: int, tiles: int | Sequence[slice]) -> tuple[slice, ...]:
+    """The tiles of a call, as slices that follow each other from 0 to `rows`."""
+    if not isinstance(tiles, int):
+        found = tuple(tiles)
+        ends = [0, *(s.stop for s in found)]
+        gaps = [s.start for s in found] != ends[:-1] or any(s.step not in (None, 1) for s in found)
+        if not found or gaps or ends[-1] != rows:
+            raise ValueError(
+                f"tiled: tiles must be slices that follow each other from 0 to {rows}, got {found}"
+            )
+        return found
+    if type(tiles) is not int or tiles < 1:
+        raise ValueError(f"tiled: tiles must be an integer from 1 on, got {tiles!r}")
+    length, longer = divmod(rows, tiles)
+    lengths = [length + 1] * longer + [length] * (tiles - longer)
+    return tuple(slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0)))
+
+
+def check_call(
+    rows: int,
+    others: Sequence[Any],
+    parameters: Sequence[torch.Tensor],
+    slices: Sequence[slice],
+    fates: Sequence[Fate],
+    host: object,
+) -> None:
+    """Raise ValueError naming the argument that cannot be."""
+    for index, other in enumerate(others):
+        if isinstance(other, torch.Tensor) and (other.ndim == 0 or other.shape[0] != rows):
+            raise ValueError(
+                f"tiled: others[{index}] has shape {list(other.shape)}, and is cut into tiles like "
+                f"x, of {rows} rows; what fn needs whole belongs to fn, and to parameters="
+            )
+    if len(fates) != len(slices) or not set(fates) <= set(get_args(Fate)):
+        raise ValueError(
+            f"tiled: fates must be {len(slices)} of {', '.join(get_args(Fate))}, got {fates!r}"
+        )
+    if "move" in fates and host is None:
+        raise ValueError('tiled: fates has "move", which needs host=')
+    if any(getattr(p, "_backward_hooks", None) for p in parameters):
+        raise ValueError(
+            "tiled: a parameter has a hook of Tensor.register_hook, which would see the gradient "
+            "of every tile; use register_post_accumulate_grad_hook, which sees their sum"
+        )
+
+
+def check_leaves(
+    y: GradientEdge | None, anchor: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> None:
+    """Raise ValueError if a graph ends in a tensor whose gradient nobody would collect."""
+    known = {id(t) for t in (anchor, *parameters)}
+    seen = {p.grad_fn for p in parameters}  # what made a parameter is autograd's own affair
+    seen.add(None)
+    left = [y.node if y is not None else None]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the nodes that stand for leaves
+        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+            raise ValueError(
+                f"tiled: fn computes gradients for a tensor of shape {list(variable.shape)} that "
+                "is neither among its arguments nor in parameters="
+            )
+        left += [each for each, _ in node.next_functions] if node is not None else []
+
 
 __all__ = ["Fate", "ParameterSums", "tiled"]
 
 
-class Host(Protocol):
+class TileHost(Protocol):
     """What "move" needs of host memory: a context in which saved tensors wait there."""
 
     def saved(self, fraction: float) -> AbstractContextManager[object]: ...
@@ -35,7 +166,7 @@ def tiled(
     parameters: Sequence[torch.Tensor] | None = None,
     tiles: int | Sequence[slice] = 8,
     fates: Sequence[Fate] | None = None,
-    host: Host | None = None,
+    host: TileHost | None = None,
 ) -> torch.Tensor:
     """Run `fn(x, *others)` tile by tile over dim 0; output and gradients are those of one call.
 
@@ -81,7 +212,7 @@ class _Job:
         parameters: tuple[torch.Tensor, ...],
         slices: tuple[slice, ...],
         fates: tuple[Fate, ...],
-        host: Host | None,
+        host: TileHost | None,
     ):
         self.fn = fn
         # Tensors are autograd's to keep: their places among the arguments are remembered.

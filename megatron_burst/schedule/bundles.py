@@ -95,7 +95,7 @@ class Bundles:
         low, high = np.searchsorted(self.owner, (owner, owner + 1))
         if bits < 0:
             rows = int(self.rows[low:high].sum())
-            return [(0, rows)] * (rows > 0)
+            return [(0, rows)] if rows else []
         own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
         bundle, *columns = (column[own] for column in self.runs)
         taken = (np.right_shift(bits, self.number[bundle]) & 1).astype(bool)
@@ -193,12 +193,12 @@ def bundled(
 
 
 def _most(size: int) -> int:
-    """Of so many ranks, how many bundles each may have."""
+    """How many bundles each of `size` ranks may have."""
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
 def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each run its bundle; of each bundle its number and its first run."""
+    """The bundle of each run; the number and the first run of each bundle."""
     words = np.packbits(wanted, axis=1)
     words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
     # A hash brings equal patterns together; which are equal is then decided by the patterns.

@@ -9,8 +9,8 @@ the smaller ones, so the side is computed from the sizes and not fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .algorithms import ALGORITHMS
 from .demand import Wanted, wanted
 from .rings import Schedule
 from .sizes import Sizes
-from .tables import FAMILIES, ROUTES, SIDES, Grid, Tables, Transfers
+from .tables import FAMILIES, SIDES, Grid, Tables, Transfers
 from .topology import Topology
 
 
@@ -54,7 +54,7 @@ def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
 
 
 def busiest_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
-    """Of each link class, the payload bytes of the rank that sends most on it."""
+    """The payload bytes of the rank that sends most, for each link class."""
     moved = schedule.tables.transfers
     each = message_bytes(schedule, moved, sizes)
     between = moved.between(schedule.grid)
@@ -114,13 +114,8 @@ def forward_schedule(
 
     Other arguments as of `rings.Schedule`. Raises ValueError for an unknown algorithm.
     """
-
-    def by(route: str) -> Schedule:
-        return rings.forward(
-            algorithm, grid, wanted=wanted, row_bytes=sizes.forward, route=route
-        )  # fmt: skip
-
-    return _by_route(by, route, sizes)
+    ring = rings.forward(algorithm, grid, wanted=wanted, row_bytes=sizes.forward)
+    return _by_route(ring, route, sizes)
 
 
 def backward_schedule(
@@ -139,55 +134,54 @@ def backward_schedule(
     `kept` above 0 side "auto" is "kv", and side "query" keeps none. Raises ValueError for an
     unknown algorithm or side.
     """
-
-    def of(side: str) -> Schedule:
-        def by(route: str) -> Schedule:
-            return rings.backward(
-                algorithm, grid, side, wanted=wanted, row_bytes=sizes.backward, route=route,
-                kept=kept if side == "kv" else 0,
-            )  # fmt: skip
-
-        return _by_route(by, route, sizes)
-
-    if side != "auto" or kept:
-        return of("kv" if side == "auto" else side)
-    made = {side: of(side) for side in SIDES}
-    return made[cheaper_side(made.__getitem__, sizes)]
+    return backward_schedules(
+        algorithm, grid, [wanted], sizes, side=side, route=route, kept=kept
+    )[0]  # fmt: skip
 
 
-def _by_route(make_schedule: Callable[[str], Schedule], route: str, sizes: Sizes) -> Schedule:
-    """The schedule by `route`; "auto" is the cheaper one."""
+def backward_schedules(
+    algorithm: str,
+    grid: Grid,
+    row_chunks: Sequence[Wanted],
+    sizes: Sizes,
+    *,
+    side: str = "auto",
+    route: str = "auto",
+    kept: int = 0,
+) -> list[Schedule]:
+    """`backward_schedule` for each row chunk of one call, from what each of them wants.
+
+    Side "auto" is one for all of them: the side with fewer bytes over all chunks, ranks and links,
+    "kv" where they are equal. Both sides make the same hops with chunks of other sizes, so where
+    nothing is hidden one side is cheaper on both link classes, and their sum decides.
+    """
+    sides = (side,) if side != "auto" else ("kv",) if kept else SIDES
+    made = []
+    for each in sides:
+        row_bytes, kept_here = sizes.backward, kept if each == "kv" else 0
+        passes = (
+            rings.backward(
+                algorithm, grid, each, wanted=wanted, row_bytes=row_bytes, kept=kept_here
+            )
+            for wanted in row_chunks
+        )
+        made.append([_by_route(ring, route, sizes) for ring in passes])
+    if len(made) == 1:
+        return made[0]
+    return min(made, key=lambda passes: sum(total_traffic(s, sizes).total for s in passes))
+
+
+def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
+    """The schedule by `route`; "auto" is the route with fewer bytes between nodes and, of equals,
+    with fewer bytes within nodes; "ring" where both are equal."""
     if route != "auto":
-        return make_schedule(route)
+        return replace(ring, route=route)
     # Where all want all, both routes carry every row to every rank, and the ring uses the fast
     # links for it; some algorithms have no route. Then there is nothing to count.
-    ring = make_schedule("ring")
     if ring.all_want_all or not ALGORITHMS[ring.algorithm].routed:
         return ring
-    made = {"ring": ring, "direct": make_schedule("direct")}
-    return made[cheaper_route(made.__getitem__, sizes)]
-
-
-def cheaper_side(backward: Callable[[str], Schedule], sizes: Sizes) -> str:
-    """The side with fewer bytes over all ranks and links; "kv" where they are equal.
-
-    backward: side -> its schedule. Both sides make the same hops with chunks of other sizes, so
-    where nothing is hidden one side is cheaper on both link classes, and their sum decides.
-    """
-    return min(SIDES, key=lambda side: total_traffic(backward(side), sizes).total)
-
-
-def cheaper_route(make_schedule: Callable[[str], Schedule], sizes: Sizes) -> str:
-    """The route with fewer bytes between nodes and, of equals, with fewer bytes within nodes.
-
-    make_schedule: route -> its schedule. "ring" where both are equal.
-    """
-
-    def bytes_sent(route: str) -> tuple[int, int]:
-        total = total_traffic(make_schedule(route), sizes)
-        return total.inter, total.intra
-
-    return min(ROUTES, key=bytes_sent)
+    sent = {each: total_traffic(each, sizes) for each in (ring, replace(ring, route="direct"))}
+    return min(sent, key=lambda each: (sent[each].inter, sent[each].intra))
 
 
 # --- work ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
     sizes = [n for n in topology.ulysses_that_fit if shareable(heads, kv_heads, n)]
     fix = f"make mb.Groups with ulysses={alternatives(sizes)}"
     if algorithm in ("ulysses", "hybrid"):  # ulysses wants all ranks, hybrid more than one
-        some = "algorithm='hybrid' with head above 1, " * any(n > 1 for n in sizes)
+        some = "algorithm='hybrid' with head above 1, " if any(n > 1 for n in sizes) else ""
         fix += f" (and {some}algorithm='burst' with any)"
     raise ValueError(f"groups: {reason}; {fix}")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .demand import RowBytes
+from .head_shares import Share
 from .rings import Schedule
 
 
@@ -30,9 +31,19 @@ class Sizes:
     wire_itemsize: int
     needs_grad: tuple[bool, bool, bool]
 
+    def shared(self, ulysses: int) -> Sizes:
+        """Those of a rank on its ring, from those of one before ranks share heads: all rows of its
+        ulysses group, its share of the heads."""
+        return replace(
+            self,
+            tokens=self.tokens * ulysses,
+            heads=Share(self.heads, ulysses).each,
+            kv_heads=Share(self.kv_heads, ulysses).each,
+        )
+
     @cached_property
     def forward(self) -> RowBytes:
-        """Of forward: a partial output travels with its lse."""
+        """Bytes of a row in forward: a partial output travels with its lse."""
         query, key, value, out = self._elements
         partial = out * self.wire_itemsize + self.batch * self.heads * self.stat_itemsize
         kv = (key + value) * self.itemsize
@@ -40,7 +51,7 @@ class Sizes:
 
     @cached_property
     def backward(self) -> RowBytes:
-        """Of backward: queries are Q, dO, lse and delta (instead of O its row sum with dO travels).
+        """Bytes of a row in backward: queries are Q, dO, lse and delta (O itself does not travel).
 
         A gradient that is not needed does not travel.
         """
@@ -56,7 +67,7 @@ class Sizes:
         )
 
     def row_bytes(self, schedule: Schedule) -> RowBytes:
-        """Of the pass that a schedule is of; partial outputs are those of forward."""
+        """Bytes of a row in the pass of a schedule; only forward has partial outputs."""
         return self.forward if schedule.row_bytes.out else self.backward
 
     def chunk_bytes(self, family: str) -> int:

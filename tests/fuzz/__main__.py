@@ -5,7 +5,9 @@ import importlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the oracles and the ranks of the tests
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "helpers")
+)  # the oracles and the ranks of the tests
 
 PARTS = ("misuse", "attention", "lm_head", "gloo", "faults")
 

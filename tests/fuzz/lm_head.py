@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the oracle and the ranks of the tests
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "helpers")
+)  # the oracle and the ranks of the tests
 
 import head_oracle as oracle
 from workers import WorkerError, Workers

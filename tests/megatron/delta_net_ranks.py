@@ -43,7 +43,7 @@ def build(cp, sizes, choices, **changes):
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
-    from megatron_burst.megatron.linear.local_specs import local_block_spec
+    from megatron_burst.testing.local_specs import local_block_spec
 
     config = TransformerConfig(**{
         "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
@@ -179,20 +179,20 @@ def refused(layout, cp, options, odd=None):
 
 def plans_made(**options):
     """How many plans a step of the model makes on two ranks, and how many calls take one."""
-    import megatron_burst as mb
+    from megatron_burst.megatron.linear import delta_net, state_layers
 
     count = {"prepare_linear": 0, "linear_attention": 0}
 
-    def counting(name):
-        original = getattr(mb, name)
+    def counting(home, name):
+        original = getattr(home, name)
 
         def call(*args, **named):
             count[name] += 1
             return original(*args, **named)
 
-        return mock.patch.object(mb, name, call)
+        return mock.patch.object(home, name, call)
 
-    with counting("prepare_linear"), counting("linear_attention"):
+    with counting(state_layers, "prepare_linear"), counting(delta_net, "linear_attention"):
         train("zigzag", 2, steps=1, **options)
     return tuple(count.values())
 

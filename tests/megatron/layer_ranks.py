@@ -179,15 +179,15 @@ def _error(x, y):
 @contextlib.contextmanager
 def counting():
     """Of every run of an attention half, how many chunks it had."""
-    from megatron_burst.megatron.layer.attention_chunks import Chunks
+    from megatron_burst.megatron.layer.attention_chunks import ChunkedHalf
 
-    calls, forward = [], Chunks.forward
+    calls, forward = [], ChunkedHalf.forward
 
     def noting(self, *given):
-        calls.append(len(self.call["plan"].row_chunks))
+        calls.append(len(self.call.plan.row_chunks))
         return forward(self, *given)
 
-    with mock.patch.object(Chunks, "forward", noting):
+    with mock.patch.object(ChunkedHalf, "forward", noting):
         yield calls
 
 
@@ -222,10 +222,10 @@ def in_case(case):
 
 def automatic():
     """Numbers of chunks that "auto" took of 24 rows, in two forwards, and what it said."""
-    from megatron_burst.megatron.layer import chunk_count, forward_attention
+    from megatron_burst.megatron.layer import forward_attention
 
     lines = []
-    few = mock.patch.object(chunk_count, "FEWEST_ROWS", 4)
+    few = mock.patch.object(forward_attention, "FEWEST_ROWS", 4)
     noted = mock.patch.object(forward_attention, "log", lines.append)
     with parallel("zigzag", 1, 2), few, noted, counting() as calls:
         layer, config = build({"sequence_chunks": "auto"}, context_parallel_size=2)

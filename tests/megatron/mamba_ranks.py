@@ -23,7 +23,7 @@ def mixer(layout, linear):
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
-    from megatron_burst.megatron.linear import local_stack
+    from megatron_burst.testing import local_specs
 
     _meet_again()
     burst.install(layout)
@@ -39,7 +39,7 @@ def mixer(layout, linear):
             gradient_accumulation_fusion=False, is_hybrid_model=True,
         )  # fmt: skip
         burst.configure(config, mb.BurstConfig(layout=layout, intra_size=2, linear=linear))
-        spec = local_stack.local_hybrid_stack_spec().submodules.mamba_layer.submodules.mixer
+        spec = local_specs.local_hybrid_stack_spec().submodules.mamba_layer.submodules.mixer
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         yield build_module(
             spec, config, d_model=HIDDEN, layer_number=1, pg_collection=groups

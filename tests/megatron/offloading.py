@@ -14,7 +14,7 @@ import session
 def strict(**limits):
     """Tensors of any size move, and a buffer that was not waited for holds NaN; the tiers made."""
     from megatron_burst.megatron.offload import tier
-    from megatron_burst.recompute.host import rate
+    from megatron_burst.recompute.host import mover
 
     made = []
     host = functools.partial(tier.HostMemory, strict=True, **limits)
@@ -26,7 +26,7 @@ def strict(**limits):
 
     with (
         mock.patch.object(tier, "MIN_BYTES", 1),
-        mock.patch.object(rate, "BYTES", 1 << 12),
+        mock.patch.object(mover, "BYTES", 1 << 12),
         mock.patch.object(tier, "Tier", Watched),
         mock.patch.object(tier, "HostMemory", host),
     ):

@@ -18,7 +18,7 @@ _stores = []  # one per run: those of earlier runs hold addresses of groups that
 
 def start():
     """Once per rank: Megatron on the CPU."""
-    from megatron_burst.megatron import cpu
+    from megatron_burst.testing import cpu
 
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     cpu.enable()
@@ -86,7 +86,7 @@ def train_without_exchange(flags):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3)
 
-    with mock.patch("megatron_burst.attention", local):
+    with mock.patch("megatron_burst.megatron.attention.core_attention.attention", local):
         return train(flags)
 
 
@@ -102,6 +102,24 @@ def train_windowed_by_mask(flags, left):
         return split(batch)
 
     with mock.patch.object(dataset, "_on_this_context_parallel_rank", with_window):
+        return train(flags)
+
+
+def train_with_dense_mask(flags, name):
+    """A one-rank run whose layers, Megatron's own, get a mask of `own_masks` as a dense matrix."""
+    import own_masks
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    attend = DotProductAttention.forward
+
+    @functools.wraps(attend)
+    def forward(self, query, key, value, attention_mask, *args, **named):
+        hidden = own_masks.dense(name, self.layer_number, len(query))[None, None]
+        if attention_mask is not None:  # of a packed batch
+            hidden = hidden | attention_mask
+        return attend(self, query, key, value, hidden, *args, **named)
+
+    with mock.patch.object(DotProductAttention, "forward", forward):
         return train(flags)
 
 
@@ -133,11 +151,13 @@ def train_with_heads_inside_documents(flags):
 
 def train_misplaced(flags):
     """A run whose attention takes zigzag shards for striped ones: must be wrong."""
-    import megatron_burst as mb
+    from megatron_burst.megatron.attention import plan_book
 
-    prepare = mb.prepare
+    prepare = plan_book.prepare
     striped = mock.patch.object(
-        mb, "prepare", lambda *args, **kwargs: prepare(*args, **kwargs | {"layout": "striped"})
+        plan_book,
+        "prepare",
+        lambda *args, **kwargs: prepare(*args, **kwargs | {"layout": "striped"}),
     )
     with striped:
         return train(flags)
@@ -156,7 +176,7 @@ def train_with_wrong_weights(flags):
 def train_with_fused_accumulation(flags):
     """A run in which the output layer's gradient is announced as Megatron's fused layers do."""
     from megatron_burst.megatron.lm_head import fused_loss
-    from megatron_burst.megatron.lm_head.lazy_logits import MainGrad
+    from megatron_burst.megatron.lm_head.fused_loss import MainGrad
 
     with mock.patch.object(fused_loss, "MainGrad", lambda weight, fused: MainGrad(weight, True)):
         return train(flags)
@@ -322,7 +342,7 @@ def rolled(layout, bounds):
     from megatron.core.transformer import multi_token_prediction as mtp
 
     import megatron_burst.megatron as burst
-    from megatron_burst.megatron.data.cut import Cut
+    from megatron_burst.megatron.data.cut import BatchCut
     from megatron_burst.megatron.data.packed import pack_of
 
     _meet_again()
@@ -331,7 +351,7 @@ def rolled(layout, bounds):
         parallel_state.initialize_model_parallel(context_parallel_size=4)
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
         ends, padded = (x and torch.tensor(x, dtype=torch.int32) for x in bounds or ([0, 32], None))
-        places = torch.from_numpy(pack_of(32, ends, padded).places(Cut(layout), 4, rank)[0])
+        places = torch.from_numpy(pack_of(32, ends, padded).places(BatchCut(layout), 4, rank)[0])
         packed = bounds and PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,
             cu_seqlens_kv_padded=padded,
@@ -436,11 +456,14 @@ def train_beside_other_uses(flags):
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    import megatron_burst as mb
-    from megatron_burst.megatron.attention import plan_book
+    from megatron_burst.megatron.attention import core_attention, plan_book
 
     done, carriers, names = {}, set(), []
-    attention, step, run = mb.attention, pretrain_gpt.mean_over_all_tokens, pretrain_gpt.train
+    attention, step, run = (
+        core_attention.attention,
+        pretrain_gpt.mean_over_all_tokens,
+        pretrain_gpt.train,
+    )
 
     def reduce():
         groups = [parallel_state.get_context_parallel_group()]
@@ -479,7 +502,7 @@ def train_beside_other_uses(flags):
 
     with (
         _recorded(done),
-        mock.patch.object(mb, "attention", between),
+        mock.patch.object(core_attention, "attention", between),
         mock.patch.object(pretrain_gpt, "train", training),
         contextlib.redirect_stdout(io.StringIO()),
     ):

@@ -8,8 +8,8 @@ import session
 from test_parity import DEEP, GQA, LATENT, PP, TOLERANCE, TWO_BY_TWO, worst
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks.layouts import two_layout_problems
 from megatron_burst.megatron.checks.problem import report
+from megatron_burst.megatron.checks.splitting import two_layout_problems
 
 APART = "--burst-layout contiguous --burst-attention-layout zigzag"
 # what is compared -> (flags of the one-rank run, flags added by the split one)
@@ -35,7 +35,7 @@ CASES = {
     "pipeline": (f"--packed {PP}", f"--context-parallel-size 2 {APART} --micro-batch-size 1"),
     "micro-batch-2": ("", f"{TWO_BY_TWO} {APART} --micro-batch-size 2"),
 }
-QUICK = ("sequence-parallel", "packed", "store", "shared-heads")
+QUICK = ("sequence-parallel", "packed", "store")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`--burst-pack documents`: the work of a model, and what is refused.
 
-Documents and their way between ranks are in tests/test_pack_exchange.py, whole runs in
+Documents and their way between ranks are in tests/packing/test_pack_exchange.py, whole runs in
 tests/megatron_lm/test_pack_training.py.
 """
 
@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_burst import BurstConfig
-from megatron_burst.megatron.checks.packing import packing_problems
-from megatron_burst.megatron.packing.model_work import work_of
+from megatron_burst.megatron.checks.features import packing_problems
+from megatron_burst.megatron.packing.step import work_of
 
 PACK = BurstConfig(pack="documents")
 

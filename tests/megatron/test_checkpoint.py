@@ -61,7 +61,8 @@ def train(run, common, folder, ranks, flags):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in lines if "step" in row]
 
 
-@pytest.mark.parametrize("case", CASES)
+# From two ranks to one goes under torchrun, below.
+@pytest.mark.parametrize("case", ["another cp size and layout", "sinks"])
 def test_a_resumed_run_repeats_the_rest(forked, common, tmp_path, case):
     repeats_the_rest(forked, common, tmp_path, case)
 

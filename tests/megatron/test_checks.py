@@ -9,9 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 from megatron_burst import flags
 from megatron_burst.megatron.checks import command_line
-from megatron_burst.megatron.checks.config import check_config, config_problems
+from megatron_burst.megatron.checks.config import check_config, config_problems, kernel_problems
 from megatron_burst.megatron.checks.cuda_graphs import captured
-from megatron_burst.megatron.checks.model import kernel_problems
 
 MODULES = {field.name for field in dataclasses.fields(TransformerConfig)}
 SCOPE = "cuda_graph_modules" if "cuda_graph_modules" in MODULES else "cuda_graph_scope"
@@ -215,7 +214,7 @@ def launch(**given):
 @pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
 def test_without_cuda_a_graph_is_told_of_once(monkeypatch, given):
     assert len(launch(**given)) == 1
-    monkeypatch.setattr(command_line.registry, "installed", lambda name: name == "cpu")
+    monkeypatch.setattr(command_line.patching, "installed", lambda name: name == "cpu")
     (problem,) = launch(**given)
     assert "records CUDA kernels, and --cpu has none" in problem.reason
     assert problem.remove == tuple(f"--{name.replace('_', '-')}" for name in given)

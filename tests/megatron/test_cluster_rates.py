@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.advisor import cluster_file
-from megatron_burst.advisor.clusters import Cluster
-from megatron_burst.advisor.settings import Settings
-from megatron_burst.advisor.shapes.models import Model
-from megatron_burst.advisor.simulate import simulate
+from megatron_burst.autotune import cluster_file
+from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.places import Nodes
 from megatron_burst.megatron.attention import plan_book
-from megatron_burst.megatron.checks.cluster import cluster_problems
-from megatron_burst.megatron.linear import plans
+from megatron_burst.megatron.checks.config import cluster_problems
+from megatron_burst.megatron.linear import state_layers
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import Model
+from megatron_burst.tools.advise.simulate import simulate
 
 RATES = mb.Rates(3e9, 1e9, 1e-6, 1e12, 2e-6, backward=2.9, half_rows=16, slowdown=0.1)
 
@@ -74,9 +74,9 @@ def test_ranks_that_share_a_nic_are_told_so(tmp_path):
 def planned_states(path):
     """Of two plans of a layer that carries states: what they say, and which files were read."""
     grid = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
-    book = plans.linear_book(dist.group.WORLD, (), grid)
+    book = state_layers.linear_book(dist.group.WORLD, (), grid)
     burst = mb.BurstConfig("burst", cluster=path)
-    kind = plans.LinearKind(burst, "linear", (4, 4, 16, 16, 4), plan_book.Cut("zigzag"))
+    kind = state_layers.LinearKind(burst, "linear", (4, 4, 16, 16, 4), plan_book.BatchCut("zigzag"))
     inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
     read, asked = cluster_file.read, []
     with mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)):
@@ -97,12 +97,12 @@ def test_layers_that_carry_states_take_them_too(ranks, tmp_path):
 def lines_of_kinds():
     """What two plans each of two kinds of layers log on this rank."""
     grid = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
-    book, told = plans.LinearBook(grid), []
+    book, told = state_layers.LinearBook(grid), []
     inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
     with mock.patch.object(logging.getLogger("megatron_burst"), "info", told.append):
         for form in ("linear", "scalar_decay") * 2:
             burst, sizes = mb.BurstConfig("burst"), (4, 4, 16, 16, 4)
-            kind = plans.LinearKind(burst, form, sizes, plan_book.Cut("zigzag"))
+            kind = state_layers.LinearKind(burst, form, sizes, plan_book.BatchCut("zigzag"))
             more = {"decay": torch.zeros(8, 1, 4)} if form == "scalar_decay" else {}
             book.plan(kind, True, inputs | more, None)
     return told

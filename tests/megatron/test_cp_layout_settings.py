@@ -15,10 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.megatron import stream_layout
+from megatron_burst.megatron import stream_layout, training
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config
-from megatron_burst.megatron.training import hooks
 
 CPLayout = Literal["contiguous", "zigzag"]
 APART = mb.BurstConfig(layout="contiguous", attention_layout="zigzag")
@@ -110,7 +109,7 @@ def arguments(line="", **settings):
     flags.add_flags(parser, algorithm=flags.OFF)
     args = parser.parse_args(["--context-parallel-algo", "burst", *line.split()])
     vars(args).update({"context_parallel_size": 2} | settings)
-    hooks._settle(args)
+    training._settle(args)
     return args
 
 

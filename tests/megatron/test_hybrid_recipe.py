@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_burst.megatron.checks.linear import OLDEST
-from megatron_burst.megatron.patching.compatibility import core_version
+from megatron_burst.megatron.checks.splitting import OLDEST
+from megatron_burst.megatron.patching import core_version
 from megatron_burst.recipes import apply_burst, validate
 from megatron_burst.recipes.layers import burst_layer_spec
 

@@ -25,9 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
+from megatron_burst.megatron import patching
 from megatron_burst.megatron.data.cut import layer_window
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import require_parameters
+from megatron_burst.megatron.patching import require_parameters
 
 PATCHED = [
     (Attention, "__init__"),
@@ -209,11 +209,11 @@ def test_a_set_of_patches_is_applied_whole_or_not_at_all():
         value = 1
 
     def break_halfway():
-        with registry.patching("broken") as patches:
+        with patching.patch_set("broken") as patches:
             patches.replace(Owner, "value", 2)
             patches.replace(Owner, "missing", 2)
 
     with pytest.raises(AttributeError):
         break_halfway()
     assert Owner.value == 1
-    assert registry.installed("broken") is None
+    assert patching.installed("broken") is None

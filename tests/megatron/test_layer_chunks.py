@@ -6,8 +6,8 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks.chunks import chunk_problems
-from megatron_burst.megatron.layer.chunk_count import bytes_per_row, chunk_count
+from megatron_burst.megatron.checks.features import chunk_problems
+from megatron_burst.megatron.layer.forward_attention import bytes_per_row, chunk_count
 
 EXACT = 1e-10
 GQA = {"num_query_groups": 2, "qk_layernorm": True}
@@ -63,7 +63,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Which differ from another one in what other tests of chunks, layouts and algorithms try.
+SLOW = (
+    "striped-3", "contiguous-8", "tensor-parallel", "sequence-parallel", "packed-alone", "latent",
+    "recompute-0", "recompute-1", "in-flight", "ulysses", "all-gather", "double-ring-4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
+)
 def test_a_layer_in_chunks_is_the_layer(four, case):
     for errors in four(layer_ranks.in_case, CASES[case]):
         worst = max(errors, key=errors.get)

@@ -5,9 +5,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_checks import config
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks import linear as checks
+from megatron_burst.megatron.checks import splitting as checks
 from megatron_burst.megatron.checks.config import config_problems
-from megatron_burst.megatron.patching.compatibility import core_version
+from megatron_burst.megatron.patching import core_version
 
 NEW = core_version() >= checks.OLDEST
 # The layer's name until 0.19, and since.
@@ -120,7 +120,7 @@ def test_a_configuration_may_have_fewer_heads_than_ranks_once_installed():
 
 @new
 def test_a_layer_of_megatrons_own_refuses_heads_that_its_ranks_cannot_share():
-    from megatron_burst.megatron.linear.heads import check_shared_heads
+    from megatron_burst.megatron.linear.delta_net import check_shared_heads
 
     check_shared_heads(config(**HEADS), 1, 2)
     with pytest.raises(ValueError, match=r"linear_num_key_heads is 2.*\(1\) x --context.*\(4\)"):

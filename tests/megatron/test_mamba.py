@@ -14,8 +14,8 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_burst.megatron.attention import hooks
-from megatron_burst.megatron.linear import delta_net, mamba, replaced
-from megatron_burst.megatron.linear.mamba_on_cpu import GatedNorm, split_conv1d_scan
+from megatron_burst.megatron.linear import delta_net, mamba, state_layers
+from megatron_burst.testing.mamba import GatedNorm, split_conv1d_scan
 
 BATCH, TOKENS, HEADS, WIDTH, GROUPS, STATE, CONVOLUTION = 2, 11, 6, 3, 2, 5, 4
 INNER, CHANNELS = HEADS * WIDTH, HEADS * WIDTH + 2 * GROUPS * STATE
@@ -95,7 +95,7 @@ def test_other_mixers_are_refused_by_name():
         def __init__(self, config, pg_collection=None):
             self.built = True
 
-    built = replaced.refusing(GatedDeltaProductMixer.__init__, "GatedDeltaProductMixer")
+    built = state_layers.refusing(GatedDeltaProductMixer.__init__, "GatedDeltaProductMixer")
     GatedDeltaProductMixer.__init__ = built
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
@@ -136,7 +136,7 @@ def test_sparse_attention_of_megatrons_is_refused_by_name():
 def test_inference_with_states_that_travel_is_refused(layer, name):
     """Megatron's forward would take this rank's rows for the whole sequence."""
     kind = MambaMixer if layer is mamba else GatedDeltaNet
-    forward = replaced.forward_of(inspect.unwrap(kind.forward), layer.KIND)
+    forward = state_layers.forward_of(inspect.unwrap(kind.forward), layer.KIND)
     split = SimpleNamespace(_burst_states=object())
     given = {"hidden_states": torch.zeros(2, 1, 4), name: object()}
     given |= {"attention_mask": None} if layer is delta_net else {}
@@ -164,7 +164,7 @@ def test_a_subclass_with_methods_of_its_own_is_refused_by_name(layer, kind):
     def original(self, config, layer_number=1, pg_collection=None):
         raise AssertionError("built")
 
-    built = replaced.constructor(original, layer.KIND)
+    built = state_layers.constructor(original, layer.KIND)
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
     with pytest.raises(ValueError, match=r"^Own: .* in which forward of Own would not run"):

@@ -33,6 +33,7 @@ def test_every_micro_batch_has_its_own_group(four, options, window):
         assert not any(alive)
 
 
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 HYBRID = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 8}
 
 
@@ -48,9 +49,8 @@ def alone(four, common):
     ("size", "flags"),
     [
         (4, ""),
-        (2, "--burst-layout striped --burst-intra-size 2"),
-        (1, ""),
-        (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        (2, f"--burst-layout striped --burst-intra-size 2 {RECOMPUTE}"),
+        pytest.param(1, "", marks=pytest.mark.slow),
     ],
 )
 def test_megatrons_hybrid_schedule_trains_like_one_rank(four, common, alone, size, flags):

@@ -8,8 +8,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron.checks.mlp_tiles import tile_problems
-from megatron_burst.megatron.layer import mlp_tiles
+from megatron_burst.megatron.checks.features import tile_problems
+from megatron_burst.megatron.layer import tiles
 
 CLEAN = {"hidden_dropout": 0.0}
 REFUSED = {
@@ -102,7 +102,7 @@ def test_automatic_number_of_tiles(settings, rows, count):
     config = TransformerConfig(**base | settings)
     config.burst = mb.BurstConfig(mlp_tiles="auto")
     layer = SimpleNamespace(config=config, mlp=torch.nn.Linear(1, 1), is_moe_layer=False)
-    assert mlp_tiles.tiles_of(layer, torch.empty(rows, 2, 32, device="meta")) == count
+    assert tiles.tiles_of(layer, torch.empty(rows, 2, 32, device="meta")) == count
 
 
 def test_numbers_stay_below_the_rows_and_layers_without_mlp_are_left_alone():
@@ -111,14 +111,14 @@ def test_numbers_stay_below_the_rows_and_layers_without_mlp_are_left_alone():
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     layer = SimpleNamespace(config=config, mlp=torch.nn.Linear(1, 1), is_moe_layer=False)
     hidden = torch.empty(3, 2, 32, device="meta")
-    assert mlp_tiles.tiles_of(layer, hidden) == 1
+    assert tiles.tiles_of(layer, hidden) == 1
     config.burst = mb.BurstConfig(mlp_tiles=8)
-    assert mlp_tiles.tiles_of(layer, hidden) == 3
+    assert tiles.tiles_of(layer, hidden) == 3
     layer.mlp = IdentityOp()
-    assert mlp_tiles.tiles_of(layer, hidden) == 1
+    assert tiles.tiles_of(layer, hidden) == 1
 
 
 def test_the_first_tiles_are_moved():
-    assert mlp_tiles.fates_of(4, 0.0) == ("recompute",) * 4
-    assert mlp_tiles.fates_of(4, 0.3) == ("move", "move", "recompute", "recompute")
-    assert mlp_tiles.fates_of(3, 1.0) == ("move",) * 3
+    assert tiles.fates_of(4, 0.0) == ("recompute",) * 4
+    assert tiles.fates_of(4, 0.3) == ("move", "move", "recompute", "recompute")
+    assert tiles.fates_of(3, 1.0) == ("move",) * 3

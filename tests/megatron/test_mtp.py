@@ -72,6 +72,9 @@ PACKED = {
 }  # fmt: skip
 
 
+SLOW = ("cp2", "cp4-contiguous", "tp2-sp", "vpp2-lm-head")
+
+
 @pytest.fixture(scope="module")
 def one_rank(four, common):
     """`one_rank(flags)` -> the run on one rank in which documents are apart, remembered."""
@@ -86,9 +89,7 @@ def one_rank(four, common):
     return run
 
 
-@pytest.mark.parametrize(
-    "case", [slow(x) if x in ("tp2-sp", "vpp2-lm-head") else x for x in PACKED]
-)
+@pytest.mark.parametrize("case", [slow(x) if x in SLOW else x for x in PACKED])
 def test_heads_look_no_further_than_their_document(train, one_rank, case):
     model, split = PACKED[case]
     assert worst(train(f"--packed {model} {split}"), one_rank(model)) < TOLERANCE
@@ -101,5 +102,5 @@ def test_heads_on_documents_that_are_laid_out_one_by_one(train, one_rank, even_d
 
 
 def test_heads_that_looked_further_would_be_noticed(train, one_rank):
-    model = "--mtp-num-layers 1"
+    model = "--mtp-num-layers 2"
     assert worst(train(f"--packed {model}"), one_rank(model)) > 50 * TOLERANCE

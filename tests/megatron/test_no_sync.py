@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention.plan_book import PlanBook
 from megatron_burst.megatron.data import packed
-from megatron_burst.megatron.data.cut import Cut
+from megatron_burst.megatron.data.cut import BatchCut
 from megatron_burst.megatron.data.rope import packed_rope
 from megatron_burst.megatron.data.slicing import take
 
@@ -56,7 +56,7 @@ def params(ends, **others):
 def test_layers_read_what_describes_a_batch_once(reads):
     ends, apply, book = torch.tensor(ENDS), rope(), PlanBook(groups=None)  # pyright: ignore
     batch = {name: torch.arange(24)[None] for name in ("tokens", "labels", "position_ids")}
-    take(batch, (ends, None), Cut("striped"), 2, 1)
+    take(batch, (ends, None), BatchCut("striped"), 2, 1)
     angles, tokens = torch.rand(24, 1, 1, 4), torch.rand(12, 2, 4)
     for _ in range(3):  # layers
         for _ in "qk":
@@ -101,7 +101,7 @@ def test_the_host_waits_for_nothing_and_sends_each_index_once():
         batch = {name: torch.ones(1, 24, device="cuda") for name in ("tokens", "labels", "mask")}
         angles, tokens = (torch.ones(s, device="cuda") for s in ((24, 1, 1, 4), (12, 2, 4)))
         with NoSync() as mode:
-            take(batch, (ends, None), Cut("striped"), 2, 1)
+            take(batch, (ends, None), BatchCut("striped"), 2, 1)
             assert mode.uploads == 1
             for _ in range(6):
                 apply(tokens, ends, angles, cp_group=Group())

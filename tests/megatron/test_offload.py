@@ -18,12 +18,12 @@ LATENT = (
 
 # what is shown -> (flags of both runs, the fraction)
 CASES = {
-    "nothing recomputed, tensor and sequence parallel": (f"{CP2} {TP}", "1.0"),
     "stages twice, part of attention in the store": (
         f"{CP2} {VPP} {FULL} --burst-attention-store 0.5", "0.5",
     ),
 }  # fmt: skip
 LONG = {
+    "nothing recomputed, tensor and sequence parallel": (f"{CP2} {TP}", "1.0"),
     "stages": (f"{CP2} {PP} --global-batch-size 8", "1.0"),
     "stages twice": (f"{CP2} {VPP}", "0.7"),
     "all of attention in the store": (f"{CP2} {FULL} --burst-attention-store 1.0", "1.0"),

@@ -6,8 +6,14 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks.offload import offload_problems
-from megatron_burst.megatron.offload.demand import Demand, Node, line, passes_in_flight, too_small
+from megatron_burst.megatron.checks.features import offload_problems
+from megatron_burst.megatron.offload.demand import (
+    HostDemand,
+    Node,
+    line,
+    passes_in_flight,
+    too_small,
+)
 from megatron_burst.units import size_of
 
 MOVED = mb.BurstConfig(offload=1.0)
@@ -69,7 +75,7 @@ def test_a_limit_of_nothing():
 
 def test_the_names_refused_are_those_of_megatron():
     """A name that no version has would refuse nothing."""
-    from megatron_burst.megatron.checks.offload import _EXCLUDED
+    from megatron_burst.megatron.checks.features import _EXCLUDED
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     scripts = {"use_megatron_fsdp", "use_torch_fsdp2"}  # of Megatron-LM's command line only
@@ -86,7 +92,7 @@ def test_passes_in_flight(warmup, total, passes):
 
 def test_a_host_that_is_too_small_is_told_with_the_sizes_that_would_do():
     node = Node(limit=8 << 20, ranks=4)
-    told = [(Demand(1 << 20, 0.1, 1 << 20, passes, passes > 1), node) for passes in (3, 4, 1)]
+    told = [(HostDemand(1 << 20, 0.1, 1 << 20, passes, passes > 1), node) for passes in (3, 4, 1)]
     words = too_small(0.5, told)
     assert "--burst-offload 0.5 moves up to 4 MiB per rank (1 MiB of each of 4 micro-" in words
     assert "leaves 2 MiB to each of 4 ranks of a node (8 MiB)" in words
@@ -99,7 +105,7 @@ def test_a_host_that_is_too_small_is_told_with_the_sizes_that_would_do():
 
 
 def test_the_line_says_the_choice_with_its_numbers():
-    mine, node = Demand(2 << 20, 0.25, 4 << 20, 3, False), Node(64 << 20, 4)
+    mine, node = HostDemand(2 << 20, 0.25, 4 << 20, 3, False), Node(64 << 20, 4)
     words = line(0.5, mine, node, link=float(4 << 20))
     for part in (
         "--burst-offload auto: 0.5 of what layers leave",

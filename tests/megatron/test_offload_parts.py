@@ -1,4 +1,4 @@
-"""Parts of --burst-offload in one process: received inputs, sent outputs, weights, evaluation."""
+"""Parts of --burst-offload in one process: received inputs, sent outputs, hooks, evaluation."""
 
 import math
 import types
@@ -9,10 +9,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 
 import megatron_burst as mb
+from megatron_burst.megatron.offload import hooks
 from megatron_burst.megatron.offload import tier as tiers
-from megatron_burst.megatron.offload import weights
-from megatron_burst.megatron.offload.received import Received
-from megatron_burst.megatron.patching.registry import PatchSet
+from megatron_burst.megatron.offload.tier import Received
+from megatron_burst.megatron.patching import PatchSet
 from megatron_burst.recompute.host.mover import HostMemory
 
 SHAPE = (64, 1, 8)
@@ -121,7 +121,7 @@ def test_fused_weight_gradients_reach_the_parameter_itself(tier, monkeypatch, me
     """Under saved-tensor hooks torch rebuilds the weight, without Megatron's attributes."""
     patches = PatchSet("weights", {tiers.ASKED: True})
     if mended:
-        weights.patch(patches)
+        hooks.patch_weights(patches)
 
     def accumulate(total, grad, main):
         main += grad.t() @ total

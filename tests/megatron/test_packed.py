@@ -16,8 +16,8 @@ from rotary import Group, config
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
-from megatron_burst.megatron.data import sequences
-from megatron_burst.megatron.data.cut import Cut, cut_for, cut_of_run, layer_windows
+from megatron_burst.megatron.data import slicing
+from megatron_burst.megatron.data.cut import BatchCut, cut_for, cut_of_run, layer_windows
 from megatron_burst.megatron.data.packed import Packs, pack_of
 from megatron_burst.megatron.data.rope import packed_rope
 
@@ -34,7 +34,7 @@ def layout(request):
 def balanced():
     burst.install("balanced")
     burst.configure(config(), mb.BurstConfig(layout="balanced"))
-    yield Cut("balanced")
+    yield BatchCut("balanced")
     burst.uninstall()
 
 
@@ -106,9 +106,9 @@ def test_lengths_that_mean_nothing_are_refused(cu_seqlens, padded, message):
 )
 def test_documents_are_laid_out_one_by_one_only_as_megatron_does(name, bounds, each_document):
     pack = pack_of(24, ends(*bounds))
-    found = pack.layout(Cut(name), 2)
+    found = pack.layout(BatchCut(name), 2)
     assert isinstance(found, mb.layout.DocumentZigzag) == each_document
-    parts = [pack.places(Cut(name), 2, rank) for rank in range(2)]
+    parts = [pack.places(BatchCut(name), 2, rank) for rank in range(2)]
     in_pack = np.concatenate([part[0] for part in parts])
     assert sorted(in_pack) == list(range(24))
     by_hand = [p - max(b for b in bounds if b <= p) for p in in_pack]
@@ -117,13 +117,13 @@ def test_documents_are_laid_out_one_by_one_only_as_megatron_does(name, bounds, e
 
 def test_megatrons_packed_layout_by_hand():
     pack = pack_of(12, ends(0, 4, 12))
-    assert pack.places(Cut("zigzag"), 2, 0)[0].tolist() == [0, 3, 4, 5, 10, 11]
-    assert pack.places(Cut("zigzag"), 2, 1)[0].tolist() == [1, 2, 6, 7, 8, 9]
+    assert pack.places(BatchCut("zigzag"), 2, 0)[0].tolist() == [0, 3, 4, 5, 10, 11]
+    assert pack.places(BatchCut("zigzag"), 2, 1)[0].tolist() == [1, 2, 6, 7, 8, 9]
 
 
 def test_a_pack_that_does_not_divide_says_what_to_pad():
     with pytest.raises(ValueError, match="pad the end of the pack"):
-        pack_of(22, ends(0, 5, 22)).layout(Cut("striped"), 2)
+        pack_of(22, ends(0, 5, 22)).layout(BatchCut("striped"), 2)
 
 
 @pytest.mark.parametrize("bounds", [(0, 8, 24), (0, 5, 24), (0, 5, 20)])
@@ -131,7 +131,7 @@ def test_both_slicing_functions_take_the_same_tokens(layout, bounds):
     tokens = torch.arange(24)[None]
     expected = []
     for rank in range(2):
-        places, _ = pack_of(24, ends(*bounds)).places(Cut(layout), 2, rank)
+        places, _ = pack_of(24, ends(*bounds)).places(BatchCut(layout), 2, rank)
         batch = {"tokens": tokens, "labels": tokens + 1, "cu_seqlens": ends(*bounds)[None]}
         found = cut(batch, Group(rank, 2))
         assert found["tokens"].tolist() == [places.tolist()]
@@ -166,7 +166,7 @@ def test_rotary_angles_follow_the_tokens(layout, bounds, angles):
     freqs = torch.outer(torch.arange(rows), torch.tensor([1.0, 0.1, 1.0, 0.1])).double()
     freqs = freqs[:, None, None, :]
     for rank in range(2):
-        in_pack, in_document = pack_of(24, ends(*bounds)).places(Cut(layout), 2, rank)
+        in_pack, in_document = pack_of(24, ends(*bounds)).places(BatchCut(layout), 2, rank)
         places = in_pack if rows == 24 else in_document
         found = rope_utils._apply_rotary_pos_emb_thd(
             heads[in_pack], ends(*bounds), freqs, cp_group=Group(rank, 2)
@@ -205,7 +205,7 @@ def test_batches_are_freed_with_what_is_known_of_them():
             assert pack == pack_of(24, lengths, padded)
             assert known.of(24, lengths, padded) is pack
             assert known.of(24, one) is alone
-            sent.append(weakref.ref(pack.index(Cut("zigzag"), 2, 0, torch.device("cpu"))))
+            sent.append(weakref.ref(pack.index(BatchCut("zigzag"), 2, 0, torch.device("cpu"))))
             alive.append(weakref.ref(padded))
     del lengths, padded, pack
     gc.collect()
@@ -262,11 +262,11 @@ def test_a_run_is_cut_by_its_nodes_and_by_what_all_its_layers_see():
     assert layer_windows(config(num_layers=3, **{"window_size": (4, 0)})) == ((4, 0),)
     choice = mb.BurstConfig(layout="balanced", intra_size=2)
     two = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    assert cut_for(config(**every, **two), choice) == Cut("balanced", 2, windows, 2)
-    assert cut_for(config(), mb.BurstConfig(layout="balanced")) == Cut("balanced")
+    assert cut_for(config(**every, **two), choice) == BatchCut("balanced", 2, windows, 2)
+    assert cut_for(config(), mb.BurstConfig(layout="balanced")) == BatchCut("balanced")
     nodes = config(hierarchical_context_parallel_sizes=[1, 2])
     assert cut_for(nodes, mb.BurstConfig(layout="balanced")).per_node == 1
-    assert cut_for(config(**every), mb.BurstConfig(layout="striped")) == Cut("striped")
+    assert cut_for(config(**every), mb.BurstConfig(layout="striped")) == BatchCut("striped")
 
 
 def test_the_first_configuration_decides_how_a_run_is_cut():
@@ -276,7 +276,7 @@ def test_the_first_configuration_decides_how_a_run_is_cut():
             cut({"tokens": torch.zeros(1, 24), "cu_seqlens": ends(0, 24)[None]}, Group(0, 2))
         for window in ((8, 0), (4, 0)):
             burst.configure(config(window_size=window), mb.BurstConfig(layout="balanced"))
-        assert cut_of_run("balanced") == Cut("balanced", None, ((8, 0),))
+        assert cut_of_run("balanced") == BatchCut("balanced", None, ((8, 0),))
     finally:
         burst.uninstall()
 
@@ -311,21 +311,21 @@ def test_packs_of_other_documents_have_layouts_of_their_own(balanced):
 
 def test_nodes_of_a_smaller_group_are_what_divides_it():
     pack = pack_of(24, ends(0, 24))
-    assert pack.layout(Cut("balanced", 4), 6).per_node == 2  # pyright: ignore
-    assert pack.layout(Cut("balanced", 4), 2).per_node == 2  # pyright: ignore
+    assert pack.layout(BatchCut("balanced", 4), 6).per_node == 2  # pyright: ignore
+    assert pack.layout(BatchCut("balanced", 4), 2).per_node == 2  # pyright: ignore
 
 
 @pytest.mark.parametrize(
     ("total", "cut_by", "message"),
     [
-        (25, Cut("balanced"), r"25 tokens: not divisible by --context-parallel-size \(2\);"),
-        (24, Cut("balanced", multiple=5), r"\(2\) x --tensor-model-parallel-size \(5\); pad"),
+        (25, BatchCut("balanced"), r"25 tokens: not divisible by --context-parallel-size \(2\);"),
+        (24, BatchCut("balanced", multiple=5), r"\(2\) x --tensor-model-parallel-size \(5\); pad"),
     ],
 )
 def test_a_pack_that_does_not_fill_the_ranks_is_refused(total, cut_by, message):
     with pytest.raises(ValueError, match=message):
         pack_of(total, ends(0, total)).layout(cut_by, 2)
-    assert pack_of(26, ends(0, 26)).layout(Cut("balanced"), 2)  # where zigzag needs 2 x 2
+    assert pack_of(26, ends(0, 26)).layout(BatchCut("balanced"), 2)  # where zigzag needs 2 x 2
 
 
 def test_layout_balanced_refuses_batches_without_documents(balanced):
@@ -340,7 +340,7 @@ def test_a_micro_batch_that_one_rank_holds_is_gathered_without_a_group(layout):
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, local_cp_size=1
     )
-    with mock.patch.object(sequences, "context_group", return_value=Group(1, 2)):
+    with mock.patch.object(slicing, "context_group", return_value=Group(1, 2)):
         mine = burst.shard_sequence(tokens, params)
         assert torch.equal(mine, tokens)
         assert torch.equal(burst.gather_sequence(mine, params, dim=1), tokens)

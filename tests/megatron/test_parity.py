@@ -214,11 +214,10 @@ CASES = {
 # One of each kind of model, algorithm, layout and recomputation; the others, which combine what
 # these have, are the long tail.
 QUICK = (
-    "cp2", "cp2x2", "cp2x2-kv-striped", "cp2-contiguous", "ring-striped", "double-ring",
-    "micro-batch-2", "tp2-mqa", "sequence-parallel", "recompute-block", "window", "sink-learnable",
-    "sink-off-by-one", "latent", "mtp", "mtp-striped", "packed", "packed-gqa-tp2", "packed-vpp2",
-    "balanced", "balanced-sequence-parallel", "balanced-pp2", "all-gather", "ulysses",
-    "hybrid-context-first", "store-half-uniform", "store-vpp2", "auto", "kv-cache", "pp2",
+    "cp2", "cp2x2", "cp2-contiguous", "ring-striped", "double-ring", "sequence-parallel", "window",
+    "sink-learnable", "latent", "mtp-striped", "packed-gqa-tp2", "packed-vpp2", "balanced",
+    "balanced-sequence-parallel", "all-gather", "ulysses", "hybrid-context-first",
+    "store-half-uniform", "store-vpp2", "auto", "kv-cache",
 )  # fmt: skip
 
 

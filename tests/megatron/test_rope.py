@@ -12,9 +12,9 @@ from rotary import KINDS, LAYOUTS, Group, distance, embedding, installed, table,
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron import log
-from megatron_burst.megatron.data import rotary_tables
-from megatron_burst.megatron.data.angles import EXACT, Rates, angles_at
+from megatron_burst.megatron import patching
+from megatron_burst.megatron.data import rope
+from megatron_burst.megatron.data.angles import EXACT, TurnRates, angles_at
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ RATES = 1 / 10000 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
 @pytest.mark.parametrize("interpolation", [None, 1 / 3.7])
 def test_angles_beyond_the_border_are_exact(position, ours, fp32, interpolation):
     torch.manual_seed(0)
-    rates, at = Rates(RATES, interpolation), near(position)
+    rates, at = TurnRates(RATES, interpolation), near(position)
     found = angles_at(at, rates, position)[:, 0, 0]
     assert found.abs().max() <= math.pi + 1e-6
     assert worst(at, rates, found) < ours
@@ -52,18 +52,18 @@ def test_angles_beyond_the_border_are_exact(position, ours, fp32, interpolation)
 
 def test_neighbours_beyond_2_to_the_24_differ():
     at = torch.arange(2**25, 2**25 + 8)
-    angles = angles_at(at, Rates(RATES), 2**26)[:, 0, 0, 0].double()
+    angles = angles_at(at, TurnRates(RATES), 2**26)[:, 0, 0, 0].double()
     assert all(abs(distance(a, b) - 1) < 1e-6 for a, b in pairwise(angles))
     assert len(at.float().unique()) < 8  # as Megatron counts
 
 
 def test_the_border_belongs_to_a_position():
     at = torch.arange(EXACT - 2, EXACT + 2)
-    alone, long = (angles_at(at, Rates(RATES), reach)[:, 0, 0] for reach in (EXACT + 2, 10**7))
+    alone, long = (angles_at(at, TurnRates(RATES), reach)[:, 0, 0] for reach in (EXACT + 2, 10**7))
     assert torch.equal(alone, long)
     assert torch.equal(alone[:2, :64], at[:2].float()[:, None] * RATES)
-    assert worst(at, Rates(RATES), alone[:, :64]) < 2**-9
-    assert worst(at[2:], Rates(RATES), alone[2:, :64]) < 2.5e-7
+    assert worst(at, TurnRates(RATES), alone[:, :64]) < 2**-9
+    assert worst(at[2:], TurnRates(RATES), alone[2:, :64]) < 2.5e-7
 
 
 # --- tables of Megatron's embeddings --------------------------------------------------------
@@ -94,20 +94,20 @@ def test_stock_is_equal_up_to_the_border_and_closer_to_exact_beyond():
     installed("zigzag")
     ours = embedding("plain")(EXACT + 64)[:, 0, 0]
     assert torch.equal(ours[:EXACT], stock[:EXACT])
-    at, rates = torch.arange(EXACT, EXACT + 64), rotary_tables.tables().rates(embedding("plain"))
+    at, rates = torch.arange(EXACT, EXACT + 64), rope.tables().rates(embedding("plain"))
     assert worst(at, rates, ours[EXACT:]) < 2.5e-7 < 5e-4 < worst(at, rates, stock[EXACT:])
 
 
 def test_what_differs_is_said_once(monkeypatch):
     said = []
-    monkeypatch.setattr(rotary_tables, "log", said.append)
+    monkeypatch.setattr(rope, "log", said.append)
     installed("zigzag")
     for length in (64, EXACT, EXACT + 8, EXACT + 16):
         embedding("plain", Group(0, 4))(length)
     assert len(said) == 1
     assert "from 65,536 on are computed in fp64" in said[0]
     assert "0.0039 rad at position 65,543" in said[0]
-    assert log.log is not said.append
+    assert patching.log is not said.append
 
 
 def test_layers_with_the_same_angles_share_a_table():
@@ -129,13 +129,13 @@ def test_fused_latent_attention_gets_cosines_of_the_rows(layout):
     before.cp_group = Group(1, 3)
     installed(layout)
     held = mb.layout.make(layout, cp_size=3).positions(1, 48)
-    for rope in (embedding("yarn", Group(1, 3)), before):
+    for yarn in (embedding("yarn", Group(1, 3)), before):
         for dtype in (torch.float32, torch.bfloat16):
-            cos, sin = rope.get_cached_cos_sin(48, dtype=dtype)
+            cos, sin = yarn.get_cached_cos_sin(48, dtype=dtype)
             assert torch.equal(cos, (angles.cos() * scale).to(dtype)[held])
             assert torch.equal(sin, (angles.sin() * scale).to(dtype)[held])
-            assert rope.get_cached_cos_sin(48, dtype=dtype)[0] is cos
-        cos, _ = rope.get_cached_cos_sin(48, packed_seq=True)  # its kernel chooses rows
+            assert yarn.get_cached_cos_sin(48, dtype=dtype)[0] is cos
+        cos, _ = yarn.get_cached_cos_sin(48, packed_seq=True)  # its kernel chooses rows
         assert torch.equal(cos, (angles.cos() * scale)[:48])
     mine = embedding("yarn")
     burst.uninstall()  # a model built in between keeps working

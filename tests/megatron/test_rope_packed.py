@@ -9,7 +9,7 @@ from rotary import LAYOUTS, Group, config, embedding, installed, table, worst
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from benchmarks.memory.live import LiveTensors
-from megatron_burst.megatron.data import rotary_tables
+from megatron_burst.megatron.data import rope
 from megatron_burst.megatron.data.angles import EXACT
 
 
@@ -42,8 +42,8 @@ def test_packed_batches_turn_as_on_one_rank(kind, layout, bounds, longest):
         blank, _ = table(embedding(kind, group)(longest, packed_seq=True))
         assert blank.untyped_storage().nbytes() == 4
         assert blank.shape == (longest, 1, 1, 16)
-        pack = rotary_tables.packs().of(48, ends(*bounds))
-        held = pack.places(rotary_tables.cut_of_run(layout), 2, rank)[0]
+        pack = rope.packs().of(48, ends(*bounds))
+        held = pack.places(rope.cut_of_run(layout), 2, rank)[0]
         found[held] = rope_utils.apply_rotary_pos_emb(
             tokens[held], blank.detach(), settings, ends(*bounds), scale, group
         )
@@ -58,15 +58,14 @@ def test_long_documents_of_a_pack_are_exact_too():
     installed("striped")
     total, longest = 2 * EXACT, EXACT + 4096
     bounds, group = ends(0, total - longest, total), Group(1, 2)
-    rope = embedding("plain", group)
-    held = rotary_tables.Held("striped", 2, 1)
-    found = rotary_tables.tables().of_pack(
-        rope(longest, packed_seq=True), total // 2, bounds, held
-    )[:, 0, 0]
+    plain = embedding("plain", group)
+    held = rope.HeldRows("striped", 2, 1)
+    blank = plain(longest, packed_seq=True)
+    found = rope.tables().of_pack(blank, total // 2, bounds, held)[:, 0, 0]
     place = torch.arange(1, total, 2)
     place = torch.where(place < total - longest, place, place - (total - longest))
     some = torch.cat([torch.arange(8), torch.arange(len(place) - 24, len(place))])
-    rates = rotary_tables.tables().rates(rope)
+    rates = rope.tables().rates(plain)
     assert worst(place[some[8:]], rates, found[some[8:]]) < 2.5e-7
     assert torch.equal(found[some[:8], :8], place[:8].float()[:, None] * rates.per_position)
 

@@ -9,10 +9,9 @@ import torch
 
 import megatron_burst.megatron as burst
 from megatron_burst.flags import FLAGS
-from megatron_burst.megatron import specs
-from megatron_burst.megatron.checks import translation
+from megatron_burst.megatron import patching, specs
 from megatron_burst.megatron.data import slicing
-from megatron_burst.megatron.data.cut import Cut
+from megatron_burst.megatron.data.cut import BatchCut
 from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.recipes.apply import apply_burst
 from megatron_burst.recipes.kinds import translated
@@ -26,11 +25,13 @@ def wrong_length():
 
 
 def masked_pack():
-    slicing.take({"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), Cut("striped"), 2, 0)
+    slicing.take(
+        {"attention_mask": torch.zeros(1, 1, 8, 8)}, (None, None), BatchCut("striped"), 2, 0
+    )
 
 
 def two_packs():
-    slicing.take({"tokens": torch.zeros(2, 8)}, (None, None), Cut("striped"), 2, 0)
+    slicing.take({"tokens": torch.zeros(2, 8)}, (None, None), BatchCut("striped"), 2, 0)
 
 
 def not_a_gpt():
@@ -59,17 +60,17 @@ def installed():
 def test_errors_name_what_the_user_wrote(installed, wrong, flags, settings):
     with pytest.raises(ValueError, match=f"(?s){flags}"):
         wrong()
-    translation.translate_with(functools.partial(translated, MODEL))
+    patching.translate_with(functools.partial(translated, MODEL))
     with pytest.raises(ValueError, match=f"(?s)^.*{settings}") as raised:
         wrong()
     assert flags not in str(raised.value) or flags == settings
-    translation.translate_with(None)
+    patching.translate_with(None)
     with pytest.raises(ValueError, match=f"(?s){flags}"):
         wrong()
 
 
 def test_the_next_installation_starts_with_flags(installed):
-    translation.translate_with(functools.partial(translated, MODEL))
+    patching.translate_with(functools.partial(translated, MODEL))
     burst.uninstall()
     burst.install("striped")
     with pytest.raises(ValueError, match="--seq-length 66"):

@@ -147,8 +147,8 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
+    from megatron_burst.megatron import patching
     from megatron_burst.megatron.offload import tier
-    from megatron_burst.megatron.patching import registry
 
     session._meet_again()
     # 0.16 reads a name that it has only with Transformer Engine.
@@ -165,7 +165,7 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
             here = SimpleNamespace(
                 going=going, saved=lambda fraction: memory.saved(fraction, min_bytes=0)
             )
-            registry.installed("burst").notes |= {tier.ASKED: True, tier.TIER: here}
+            patching.installed("burst").notes |= {tier.ASKED: True, tier.TIER: here}
             found, ours = trained(config, tiles, dict(options), dict(given))
         assert found.keys() == expected.keys()
         assert memory.used == 0

@@ -180,7 +180,7 @@ def wait(children, limit):
 
 if __name__ == "__main__":
     from megatron_burst.cli.main import main
-    from megatron_burst.megatron import cpu
+    from megatron_burst.testing import cpu
 
     importlib.import_module(sys.argv[1])
     gc.freeze()  # what was imported stays: no rank looks through it for garbage

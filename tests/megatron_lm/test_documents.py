@@ -73,6 +73,7 @@ INTERLEAVED = (
 )
 
 
+@pytest.mark.slow
 def test_documents_reach_every_chunk_of_an_interleaved_pipeline(train, text):
     """Also those in the middle, which Megatron gives no dataset."""
     asked = f"{text} --reset-attention-mask {INTERLEAVED}"

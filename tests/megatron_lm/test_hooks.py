@@ -21,10 +21,9 @@ from megatron.training import arguments, checkpointing, yaml_arguments
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
+from megatron_burst.megatron import patching, training
 from megatron_burst.megatron.checks import config as config_checks
-from megatron_burst.megatron.data import loader_masks
-from megatron_burst.megatron.patching import compatibility
-from megatron_burst.megatron.training import hooks
+from megatron_burst.megatron.data import datasets
 
 WRAPPED = [
     (arguments, "add_megatron_arguments"),
@@ -109,17 +108,17 @@ def test_too_old_a_megatron_is_refused(monkeypatch):
 
     monkeypatch.setattr(megatron.core, "__version__", "0.15.1")
     with pytest.raises(RuntimeError, match=r"Megatron-Core 0\.15\.1 is older than 0\.16"):
-        compatibility.check_version()
+        patching.check_version()
 
 
 @pytest.mark.parametrize("given", ["--cp-comm-type p2p", "--cp-comm-type=a2a"])
 def test_the_type_of_communication_is_refused_only_where_given(given):
     with pytest.raises(ValueError, match="remove --cp-comm-type"):
-        hooks.check_flags(asked(cp_comm_type=["p2p"]), given.split())
-    hooks.check_flags(asked(cp_comm_type=["p2p"]), [])
+        training.check_flags(asked(cp_comm_type=["p2p"]), given.split())
+    training.check_flags(asked(cp_comm_type=["p2p"]), [])
     off = asked(cp_comm_type=["p2p"])
     off.context_parallel_algo = "megatron"
-    hooks.check_flags(off, given.split())
+    training.check_flags(off, given.split())
 
 
 NO_HEADS_FOR_ALL = {
@@ -162,10 +161,10 @@ def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
     args = SimpleNamespace(context_parallel_algo="burst", world_size=world, **sizes)
     flags.settle(args)
     if words is None:
-        hooks.check_flags(args, [])
+        training.check_flags(args, [])
         return
     with pytest.raises(ValueError, match=words):
-        hooks.check_flags(args, [])
+        training.check_flags(args, [])
 
 
 @pytest.mark.skipif(
@@ -173,9 +172,9 @@ def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
 )
 def test_the_hybrid_stack_without_transformer_engine():
     stack = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
-    hooks.check_flags(asked(hybrid_layer_pattern="M-M-", spec=stack), [])
+    training.check_flags(asked(hybrid_layer_pattern="M-M-", spec=stack), [])
     with pytest.raises(ValueError, match=r"M\*M- has attention .* need Transformer Engine"):
-        hooks.check_flags(asked(hybrid_layer_pattern="M*M-", spec=stack), [])
+        training.check_flags(asked(hybrid_layer_pattern="M*M-", spec=stack), [])
 
 
 @pytest.mark.parametrize(
@@ -219,17 +218,17 @@ def test_the_mask_of_the_data_loader_is_not_made(capsys, given, mask, packed, li
     ],
 )
 def test_documents_end_behind_end_of_document_tokens(text, lengths):
-    assert loader_masks.lengths_of_documents(torch.tensor(text), eod=0) == lengths
+    assert datasets.lengths_of_documents(torch.tensor(text), eod=0) == lengths
 
 
 @pytest.mark.parametrize("given", ["", "--burst-side kv"])
 def test_a_yaml_file_is_refused(given):
     """Megatron-LM itself cannot train from one; see `test_megatron_cannot_train_from_yaml`."""
     with pytest.raises(ValueError, match=r"--yaml-cfg run.yaml: Megatron.*; remove --yaml-cfg"):
-        hooks.check_flags(asked(yaml_cfg="run.yaml"), given.split())
+        training.check_flags(asked(yaml_cfg="run.yaml"), given.split())
     off = asked(yaml_cfg="run.yaml")
     off.context_parallel_algo = "megatron"
-    hooks.check_flags(off, [])
+    training.check_flags(off, [])
 
 
 def test_megatron_cannot_train_from_yaml():
@@ -243,11 +242,11 @@ def test_megatron_cannot_train_from_yaml():
 
 def test_changes_since_a_checkpoint():
     now = flags.stated(asked(burst_side="kv")) | {"--context-parallel-size": 2}
-    assert hooks.changes(SimpleNamespace(context_parallel_size=2), now) == [
+    assert training.changes(SimpleNamespace(context_parallel_size=2), now) == [
         "the checkpoint was made with --context-parallel-algo megatron, this run has burst",
         "the checkpoint was made with --burst-side auto, this run has kv",
     ]
-    assert hooks.changes(asked(burst_side="kv"), now) == []
+    assert training.changes(asked(burst_side="kv"), now) == []
 
 
 def test_our_lines_are_shown_once_and_no_longer_after_uninstall(capsys):

@@ -8,7 +8,10 @@ pytest.importorskip(
 )
 
 
-@pytest.mark.parametrize(("world", "flags"), [(2, CP2), (4, f"{CP4} --burst-layout striped")])
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [(2, CP2), pytest.param(4, f"{CP4} --burst-layout striped", marks=pytest.mark.slow)],
+)
 def test_supervised_fine_tuning(train, world, flags):
     stock = train(1, "--sft")
     same(train(world, f"--sft {flags}"), stock)

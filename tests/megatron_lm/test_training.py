@@ -86,7 +86,6 @@ def test_four_ranks_on_two_nodes(train):
     assert run.lines("> megatron_burst: LM head loss: single_pass")
 
 
-@pytest.mark.slow
 def test_under_torchrun(train):
     run = under_torchrun(2, [*COMMON, *CP2.split()])
     assert run.codes == [0], run.texts[0][-3000:]
@@ -142,10 +141,10 @@ def test_packed_documents_of_any_length(train, size):
     ("world", "more", "stock"),
     [
         (2, CP2, ""),
-        (4, CP4, ""),
+        pytest.param(4, CP4, "", marks=pytest.mark.slow),
         pytest.param(8, CP8, "", marks=pytest.mark.slow),
         (4, f"{CP2} {TP2}", ""),
-        (4, f"{CP2} {PP2}", PP2),
+        pytest.param(4, f"{CP2} {PP2}", PP2, marks=pytest.mark.slow),
     ],
     ids=["cp2", "cp4", "cp8", "tp2-sequence-parallel", "pp2"],
 )

@@ -1,11 +1,13 @@
 """Runs of Megatron-Bridge on the CPU; only where it is installed (`make test-recipes`)."""
 
 import importlib.util
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,44 +50,67 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory, environment):
+def serve(tmp_path_factory, environment):
+    """`serve(world, **work)` -> exit status, what was printed and, if it trained, its steps; by one
+    process that has imported Bridge and forks the ranks of every job."""
+    folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("train.py"))], env=environment,
+            cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+
+    def run(world, **work):
+        number = next(count)
+        output, text = folder / f"{number}.json", folder / f"{number}.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = {"world": world, "port": free.getsockname()[1], "log": str(text)}
+        line = json.dumps(work | where | {"output": str(output)})
+        killer = threading.Timer(LIMIT, server.kill)  # the tests that follow say so too
+        killer.start()
+        print(line, file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        killer.cancel()
+        assert answer, (folder / "server.log").read_text()[-3000:]
+        steps = json.loads(output.read_text()) if output.exists() else None
+        return int(answer), text.read_text(), steps
+
+    yield run
+    with server:  # closes its pipes and waits
+        pass
+
+
+@pytest.fixture(scope="session")
+def train(serve):
     """`train(world, recipe=..., overrides=..., choices=..., ...)` -> [(loss, norm) of a step], and
     what was printed; remembered."""
-    known, folder = {}, tmp_path_factory.mktemp("runs")
+    known = {}
 
     def run(world, recipe="llama3_8b_64k_pretrain_config", overrides=(), small=PRETRAIN, **more):
         sizes = [f"model.context_parallel_size={world}"]
         work = {"world": world, "recipe": recipe, "overrides": [*small, *sizes, *overrides], **more}
         name = json.dumps(work, sort_keys=True)
         if name not in known:
-            output = folder / f"{len(known)}.json"
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                work |= {"output": str(output), "port": free.getsockname()[1]}
-            job = folder / f"{len(known)}.job"
-            job.write_text(json.dumps(work))
-            done = subprocess.run(
-                [sys.executable, str(Path(__file__).with_name("train.py")), str(job)],
-                env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, timeout=LIMIT,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout[-3000:]
-            known[name] = json.loads(output.read_text()), done.stdout
+            code, text, steps = serve(**work)
+            assert code == 0, text[-3000:]
+            known[name] = steps, text
         return known[name]
 
     return run
 
 
 @pytest.fixture(scope="session")
-def recipe(environment, tmp_path_factory):
-    """`recipe("NAME ...", ranks)` -> exit code and output of `megatron-burst recipe --cpu NAME`."""
+def recipe(serve, environment, tmp_path_factory):
+    """`recipe("NAME ...", ranks)` -> exit code and output of `megatron-burst recipe --cpu NAME`, on
+    ranks under torchrun."""
     folder = tmp_path_factory.mktemp("launched")
 
     def launch(words, ranks=None):
-        command = [sys.executable]
-        if ranks:
-            command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-            command += ["--nproc-per-node", str(ranks)]
+        if ranks is None:
+            return serve(1, words=words.split())[:2]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
         done = subprocess.run(
             [*command, "-m", "megatron_burst", "recipe", "--cpu", *words.split()],
             env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,

@@ -21,7 +21,7 @@ READERS = {
 }
 SCRIPT = """
 import json, sys
-from megatron_burst.recipes import cpu
+from megatron_burst.testing import recipes as cpu
 cpu.enable()
 import megatron.bridge.training.pretrain as module
 for name, has, text, then in json.load(sys.stdin):

@@ -15,15 +15,15 @@ def llama(environment):
             patch.setenv(name, environment[name])
         patch.setenv("WORLD_SIZE", "32")  # of the recipe: TP 4 x PP 2 x CP 4
 
-        from megatron_burst.megatron.patching import registry
-        from megatron_burst.recipes import cpu
+        from megatron_burst.megatron import patching
+        from megatron_burst.testing import recipes as cpu
 
         cpu.enable()
         from megatron.bridge.recipes.llama.llama3 import llama3_8b_64k_pretrain_config
 
         recipe = llama3_8b_64k_pretrain_config()
         yield lambda: copy.deepcopy(recipe)
-        registry.remove("recipes")
+        patching.remove("recipes")
         cpu.disable()
 
 
@@ -173,7 +173,8 @@ def built(model):
 def test_layers_without_an_attention_to_replace_are_refused(llama):
     """When they are made: the first by the attention layer that gets it, the second before."""
     from megatron_burst.megatron import uninstall
-    from megatron_burst.recipes import apply_burst, cpu
+    from megatron_burst.recipes import apply_burst
+    from megatron_burst.testing import recipes as cpu
 
     for layers, message in (
         (own_attention, "core attention Theirs, and BurstAttention can take the place of DotProd"),
@@ -193,7 +194,8 @@ def test_layers_without_an_attention_to_replace_are_refused(llama):
 
 def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
     from megatron_burst.megatron import install, uninstall
-    from megatron_burst.recipes import apply_burst, cpu
+    from megatron_burst.recipes import apply_burst
+    from megatron_burst.testing import recipes as cpu
 
     stranger = llama()
     cpu.adapt(stranger)
@@ -271,7 +273,8 @@ def test_all_that_does_not_fit_is_told_at_once(llama):
 
 
 def test_what_fits_is_validated(llama):
-    from megatron_burst.recipes import apply_burst, cpu
+    from megatron_burst.recipes import apply_burst
+    from megatron_burst.testing import recipes as cpu
 
     ours, theirs = llama(), llama()
     for recipe in (ours, theirs):
@@ -286,7 +289,8 @@ def test_what_fits_is_validated(llama):
 def test_the_line_of_the_readme_fits(llama, monkeypatch):
     from megatron.bridge.recipes.llama import llama3_8b_128k_pretrain_config
 
-    from megatron_burst.recipes import apply_burst, cpu
+    from megatron_burst.recipes import apply_burst
+    from megatron_burst.testing import recipes as cpu
 
     cfg = apply_burst(
         llama3_8b_128k_pretrain_config(), intra=2, lm_head_loss="single_pass", store=0.5

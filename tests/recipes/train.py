@@ -1,11 +1,14 @@
-"""A recipe of Megatron-Bridge as a user trains it, on forked ranks: `python train.py JOB.json`.
+"""Recipes of Megatron-Bridge as a user trains them, on forked ranks.
 
-Imports Bridge once, which takes longer than three steps, and forks the ranks of one job. Rank 0
-writes loss and gradient norm of every step, unrounded, to the file the job names.
+A server: it imports Bridge once, which takes longer than three steps, and forks the ranks of each
+job that it reads from its input (JSON lines; the exit status of each is one line of output). Rank 0
+writes loss and gradient norm of every step, unrounded, to the file the job names. A job with
+`words` is a call of the launcher on one rank.
 """
 
 import copy
 import functools
+import importlib
 import json
 import os
 import sys
@@ -16,6 +19,10 @@ import torch
 
 def job(work):
     """Run one rank of a job, in its process."""
+    if "words" in work:
+        from megatron_burst.cli.main import main
+
+        sys.exit(main(["recipe", "--cpu", *work["words"]]))
     from megatron.bridge.training.callbacks import CallbackManager
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.training.gpt_step import forward_step
@@ -56,7 +63,7 @@ def built(work):
     """The real recipe, with what only a CPU needs."""
     from megatron.bridge.recipes.llama import llama3
 
-    from megatron_burst.recipes import cpu
+    from megatron_burst.testing import recipes as cpu
 
     recipe = getattr(llama3, work["recipe"])()
     cpu.adapt(recipe)
@@ -115,29 +122,42 @@ def local_layers(config, attention):
     return layers
 
 
-def main():
-    work = json.loads(Path(sys.argv[1]).read_text())
-    from megatron_burst.recipes import cpu
+def serve():
+    """Jobs of standard input, one after the other."""
+    from megatron_burst.testing import recipes as cpu
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     cpu.enable()
+    for module in ("training.pretrain", "training.gpt_step", "recipes.llama.llama3"):
+        importlib.import_module(f"megatron.bridge.{module}")
     torch.set_num_threads(1)
-    children = [fork(functools.partial(job, work), rank, work) for rank in range(work["world"])]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(max(map(abs, codes)))
+    for line in sys.stdin:
+        work = json.loads(line)
+        run = functools.partial(job, work)
+        children = [fork(run, rank, work) for rank in range(work["world"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(max(map(abs, codes)), file=answers, flush=True)
 
 
 def fork(function, rank, work):
     child = os.fork()
     if child:
         return child
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work["world"]}
-    here |= {"LOCAL_WORLD_SIZE": work["world"], "MASTER_PORT": work["port"]}
-    os.environ |= {name: str(value) for name, value in here.items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if "words" not in work:
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work["world"]}
+        here |= {"LOCAL_WORLD_SIZE": work["world"], "MASTER_PORT": work["port"]}
+        os.environ |= {name: str(value) for name, value in here.items()}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    log = os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     code = 1
     try:
         function()
         code = 0
+    except SystemExit as end:
+        code = end.code or 0
     except BaseException:
         import traceback
 
@@ -149,4 +169,4 @@ def fork(function, rank, work):
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -4,9 +4,10 @@ import importlib
 
 import torch_forwards
 
-from megatron_burst.megatron import cpu, training
+from megatron_burst.megatron import training_available
+from megatron_burst.testing import cpu
 
 cpu.enable()
 torch_forwards.enable()
-if training.available():
+if training_available():
     importlib.import_module("megatron.training.training")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 
 def enable():
-    """For the whole process, after `megatron_burst.megatron.cpu.enable`."""
+    """For the whole process, after `megatron_burst.testing.cpu.enable`."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 

@@ -13,14 +13,13 @@ Exit status: 0 no problem, 1 problems, 2 bad input.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import gpu, installed, library, machine, report, rings
-from .command import Command, hazards, parse
-from .finding import Finding, note, ok, status
-from .refused import refusals
+from ..megatron_arguments import MegatronCommand, parse
+from .report import Finding, Report, note, ok, status
 from .sizes import hierarchical_sizes
 
 NODE = 8  # GPUs per node, if neither a flag nor this machine says how many
@@ -85,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the findings. Returns the exit status."""
+    from . import machine, rings  # these import torch, which takes seconds
+
     if arguments.megatron[:1] == ["--"]:
         del arguments.megatron[0]
     if arguments.gpu_report is not None or arguments.device is not None:
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         return rings.run(command, arguments.gpus_per_node, arguments.json)
     here = machine.describe()
     read = list(_read(arguments, command, here))  # bad input ends the command before output
-    shown = report.Report(arguments.json)
+    shown = Report(arguments.json)
     shown.add(read)
     if not arguments.quick:
         shown.add(_tried(), "trying kernels and Megatron's hooks")
@@ -111,22 +112,32 @@ def _gpu(arguments: argparse.Namespace) -> int:
     """`--gpu-report`, alone: the file says nothing of a command, which may name paths."""
     if arguments.gpu_report is None:
         raise ValueError("--device belongs to --gpu-report FILE; give that too, or leave it out")
-    others = ["--distributed"] * arguments.distributed + ["--json"] * arguments.json
-    others += ["COMMAND"] * bool(arguments.megatron)
-    if others:
-        raise ValueError(f"--gpu-report goes without {', '.join(others)}; call the doctor twice")
-    return gpu.run(arguments.gpu_report, arguments.device or "cuda", arguments.quick)
+    others = {
+        "--distributed": arguments.distributed,
+        "--json": arguments.json,
+        "COMMAND": arguments.megatron,
+    }
+    if any(others.values()):
+        names = ", ".join(name for name, given in others.items() if given)
+        raise ValueError(f"--gpu-report goes without {names}; call the doctor twice")
+    report = importlib.import_module("megatron_burst.tools.gpu_report")
+    return report.run(arguments.gpu_report, arguments.device or "cuda", arguments.quick)
 
 
 def _tried() -> Iterator[Finding]:
+    from . import installed, library
+
     yield from installed.kernels()
     yield from library.library()
     yield from installed.hooks()
 
 
 def _read(
-    arguments: argparse.Namespace, command: Command, here: dict[str, Any]
+    arguments: argparse.Namespace, command: MegatronCommand, here: dict[str, Any]
 ) -> Iterator[Finding]:
+    from . import installed
+    from .hazards import hazards, refusals
+
     yield from installed.versions()
     gpus, nics = here["gpus"], here["nics"]
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")

@@ -22,10 +22,11 @@ from ...attention import attention
 from ...comm.groups import Groups
 from ...kernels import torch_release
 from ...kernels.flash_packages import PACKAGES as FLASH
-from ...kernels.flash_packages import NotInstalled, load
+from ...kernels.flash_packages import load
+from ...kernels.packages import NotInstalled
 from ...kernels.registry import KERNELS, make
 from ..patch import version_of
-from .finding import Finding, note, ok, problem
+from .report import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
 INSTALL = 'pip install "megatron-burst[megatron]"'
@@ -67,8 +68,8 @@ def versions() -> Iterator[Finding]:
         yield note("CUDA", f"{built}, and no GPU is visible: everything runs on the CPU with gloo")
     yield _megatron()
     for name, distributions in PACKAGES.items():
-        found = version(*distributions)
-        yield ok(name, found) if found else note(name, f"not installed{ABSENT[name]}")
+        release = version(*distributions)
+        yield ok(name, release) if release else note(name, f"not installed{ABSENT[name]}")
     yield from flash_attention()
 
 
@@ -82,7 +83,7 @@ def torch_limits(release: str | None = None) -> Iterator[Finding]:
 def flash_attention() -> Iterator[Finding]:
     """Whether each FlashAttention package is installed, and its functions have known signatures."""
     for name, package in FLASH.items():
-        found = package.version or "of unknown version"
+        release = package.version or "of unknown version"
         try:
             load(name)
         except NotInstalled:
@@ -91,16 +92,16 @@ def flash_attention() -> Iterator[Finding]:
             reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
             yield note(package.title, f"not usable: {reason}", f"install {package.fits}")
         else:
-            yield ok(package.title, f"{found}; its functions fit --burst-kernel {name}")
+            yield ok(package.title, f"{release}; its functions fit --burst-kernel {name}")
 
 
 def _megatron() -> Finding:
-    found = megatron_version()
-    if found is None:
+    release = megatron_version()
+    if release is None:
         return problem("Megatron-Core", "not installed", INSTALL)
-    if ".".join(found.split(".")[:2]) in TESTED:
-        return ok("Megatron-Core", found)
-    return note("Megatron-Core", f"{found}; tested are {' and '.join(TESTED)}")
+    if ".".join(release.split(".")[:2]) in TESTED:
+        return ok("Megatron-Core", release)
+    return note("Megatron-Core", f"{release}; tested are {' and '.join(TESTED)}")
 
 
 def megatron_version() -> str | None:
@@ -109,12 +110,12 @@ def megatron_version() -> str | None:
     It is read from the source: a checkout may come before an installed wheel on the path.
     """
     try:
-        found = util.find_spec("megatron.core")
+        spec = util.find_spec("megatron.core")
     except ImportError:
         return None
-    if found is None:
+    if spec is None:
         return None
-    for folder in found.submodule_search_locations or ():
+    for folder in spec.submodule_search_locations or ():
         if Path(folder, "package_info.py").is_file():
             return version_of(Path(folder).parents[1])
     return version("megatron-core", "megatron_core")
@@ -124,16 +125,18 @@ def kernels() -> Iterator[Finding]:
     """Each local-attention kernel, run forward and backward on this machine's device, and the
     kernels that "auto" selects."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, list[float | Exception]] = {}
+    outcomes: dict[str, list[float | Exception]] = {}
     for name in KERNELS:
-        found[name] = [_outcome(name, device, mask) for mask in MASKS.values()]
-        yield _kernel(name, device, found[name])
+        outcomes[name] = [_outcome(name, device, mask) for mask in MASKS.values()]
+        yield _kernel(name, device, outcomes[name])
     x = torch.empty(1, 1, 1, WIDTH, device=device, dtype=_dtype(device))
     taken = [make("auto", x, x, x, mask=mask).name for mask in MASKS.values()]
     words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
-    broken = {n for i, n in enumerate(taken) if not isinstance(found[n][i], float)}
+    broken = {n for i, n in enumerate(taken) if not isinstance(outcomes[n][i], float)}
     if broken:
-        others = [name for name, each in found.items() if all(isinstance(x, float) for x in each)]
+        others = [
+            name for name, each in outcomes.items() if all(isinstance(x, float) for x in each)
+        ]
         yield problem(
             "kernel auto",
             f"takes {words}, but {', '.join(sorted(broken))} does not work here",
@@ -143,13 +146,13 @@ def kernels() -> Iterator[Finding]:
         yield ok("kernel auto", f"takes {words}")
 
 
-def _kernel(name: str, device: torch.device, found: Sequence[float | Exception]) -> Finding:
+def _kernel(name: str, device: torch.device, outcomes: Sequence[float | Exception]) -> Finding:
     """A kernel with wrong results is a problem; one that cannot run is only a note."""
     topic = f"kernel {name}"
-    wrong = next((each for each in found if isinstance(each, Wrong)), None)
+    wrong = next((each for each in outcomes if isinstance(each, Wrong)), None)
     if wrong is not None:
         return problem(topic, f"computes wrongly on {device.type}: {wrong}", "take another kernel")
-    causal, window = found
+    causal, window = outcomes
     if isinstance(causal, Exception):
         reason = str(causal).split(";")[0].splitlines()[0]
         return note(topic, f"not usable on {device.type}: {reason}")
@@ -185,10 +188,10 @@ def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
     generator = torch.Generator().manual_seed(0)
     shapes = [(200, 1, heads, WIDTH) for heads in (4, 2, 2)] * 2
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    found = [_ring(each, inputs, mask) for each in (name, "reference")]
+    results = [_ring(each, inputs, mask) for each in (name, "reference")]
     error = 0.0
-    for mine, right in zip(*found, strict=True):
-        off = ((mine - right).abs().max() / right.abs().max()).item()
+    for result, right in zip(*results, strict=True):
+        off = ((result - right).abs().max() / right.abs().max()).item()
         if not off <= ERROR[dtype]:  # written so that NaN fails, which max() would pass over
             raise Wrong(f"its results are off by {off:.1g} of the largest")
         error = max(error, off)
@@ -212,9 +215,9 @@ def hooks() -> Iterator[Finding]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import megatron_burst.megatron as burst
-            import megatron_burst.megatron.attention.core_attention  # noqa: F401  imports Megatron-Core
-            from megatron_burst.megatron.patching.patched import patched_places
+            from ... import megatron as burst
+            from ...megatron.attention import core_attention  # noqa: F401  imports Megatron-Core
+            from ...megatron.patching import patched_places
     except ImportError as error:
         yield problem("Megatron-Core", f"cannot be imported: {error}", INSTALL)
         return

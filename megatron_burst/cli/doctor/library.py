@@ -1,7 +1,7 @@
 """Checks of the compiled library of `csrc/` and of its operators on this machine's devices.
 
-Each operator runs on a small input and is compared with its formula in float64, so that a GPU for
-which the library was not compiled is found here.
+Each operator runs on a small input and is compared with its formula in float64, which also
+shows whether the library was compiled for this GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from ...kernels import native
-from .finding import Finding, note, ok, problem
+from .report import Finding, note, ok, problem
 
 FIX = "python setup.py build_csrc, or remove the file"
 TOLERANCE = 1e-5  # of float32
@@ -58,8 +58,7 @@ def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
     labels, level = torch.arange(32, device=device), rows.logsumexp(1)
     softmax = rows.double().softmax(1) - torch.eye(32, 64, device=device)
 
-    found = native.delta(x, y, torch.float32)
-    yield "delta", _worst(found, delta)
+    yield "delta", _worst(native.delta(x, y, torch.float32), delta)
     made = native.stand_in(y, delta.float())
     yield "stand_in", _worst(None if made is None else (made.double() * y).sum(-1), delta)
     done = native.softmax_gradient_(rows, labels, level, ones, -ones, 0 * ones, 64, 1.0, None)
@@ -78,17 +77,17 @@ def _narrow(
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     scores = exact[0] @ exact[1].mT * scale
     wanted = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-    result = wanted.softmax(-1) @ exact[2]
-    right, level = result.detach(), wanted.logsumexp(-1).detach()
-    found = native.narrow_forward(q, k, v, (q.shape[2], 0), scale) or (None, None)
-    yield "narrow_forward", max(map(_worst, found, (right, level)))
+    attended = wanted.softmax(-1) @ exact[2]
+    right, level = attended.detach(), wanted.logsumexp(-1).detach()
+    result = native.narrow_forward(q, k, v, (q.shape[2], 0), scale) or (None, None)
+    yield "narrow_forward", max(map(_worst, result, (right, level)))
     given = dout, q, k, v, level.float(), (dout * right).sum(-1).float()
-    found = native.narrow_backward(*given, (q.shape[2], 0), scale) or (None,) * 3
-    grads = torch.autograd.grad(result, exact, dout.double())
-    yield "narrow_backward", max(map(_worst, found, grads))
+    result = native.narrow_backward(*given, (q.shape[2], 0), scale) or (None,) * 3
+    grads = torch.autograd.grad(attended, exact, dout.double())
+    yield "narrow_backward", max(map(_worst, result, grads))
 
 
-def _worst(found: torch.Tensor | None, exact: torch.Tensor) -> float:
-    if found is None:
+def _worst(result: torch.Tensor | None, exact: torch.Tensor) -> float:
+    if result is None:
         return float("nan")
-    return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    return ((result.double() - exact).abs().max() / exact.abs().max()).item()

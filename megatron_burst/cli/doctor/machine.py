@@ -1,7 +1,7 @@
 """This machine: its GPUs, network interfaces, and the environment variables of NCCL and CUDA.
 
-GPUs come from torch, network interfaces from /sys/class, so in a container it is what the container
-sees. The doctor reports the environment; no code of the package depends on it.
+GPUs are those that torch lists, network interfaces those of /sys/class, in a container as the
+container sees them. The doctor reports the environment; no code of the package depends on it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def gpus() -> list[str]:
     """Name, memory and compute capability of each GPU."""
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in found]
+    each = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in each]
 
 
 def nics(sys_class: Path = SYS) -> dict[str, str]:
@@ -45,16 +45,16 @@ def nics(sys_class: Path = SYS) -> dict[str, str]:
 
     Interfaces without hardware (loopback, bridges, veth) are left out.
     """
-    found = {}
+    speeds = {}
     for path in _children(sys_class / "infiniband"):
         rates = [_text(port / "rate") for port in _children(path / "ports")]
-        found[path.name] = "RDMA, " + (", ".join(filter(None, rates)) or "rate unknown")
+        speeds[path.name] = "RDMA, " + (", ".join(filter(None, rates)) or "rate unknown")
     for path in _children(sys_class / "net"):
         if (path / "device").exists() and _text(path / "operstate") in ("up", "unknown"):
             speed = _text(path / "speed")
             known = speed.isdigit() and int(speed) > 0
-            found[path.name] = f"{int(speed) / 1000:g} Gb/s" if known else "speed unknown"
-    return found
+            speeds[path.name] = f"{int(speed) / 1000:g} Gb/s" if known else "speed unknown"
+    return speeds
 
 
 def variables() -> dict[str, str]:

@@ -1,20 +1,48 @@
-"""How findings are printed: as rows, each as soon as it is known, or all of them as JSON."""
+"""Findings of the doctor, their three levels, the exit status that follows from them, and how they
+are printed: as rows, each as soon as it is known, or all of them as JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from ..console import wrapped
-from .finding import LEVELS, Finding
 
+LEVELS = ("ok", "note", "problem")
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 TOPIC = 22  # characters; a longer topic pushes its row to the right
+
+
+class Finding(NamedTuple):
+    """level: "ok", "note" or "problem"; fix: what to do, empty if there is nothing to do."""
+
+    level: str
+    topic: str
+    what: str
+    fix: str = ""
+
+
+def ok(topic: str, what: str) -> Finding:
+    return Finding("ok", topic, what)
+
+
+def note(topic: str, what: str, fix: str = "") -> Finding:
+    return Finding("note", topic, what, fix)
+
+
+def problem(topic: str, what: str, fix: str) -> Finding:
+    return Finding("problem", topic, what, fix)
+
+
+def status(findings: Iterable[Finding]) -> int:
+    """The exit status for scripts: 1 if there is a problem, else 0."""
+    return int(any(one.level == "problem" for one in findings))
 
 
 class Report:
@@ -39,12 +67,11 @@ class Report:
         """Print the number of problems and notes; as JSON all findings and the facts."""
         counts = {level: sum(one.level == level for one in self.findings) for level in LEVELS}
         if self.as_json:
-            found = [one._asdict() for one in self.findings]
-            print(json.dumps({"findings": found, "counts": counts} | facts, indent=1))
+            listed = [one._asdict() for one in self.findings]
+            print(json.dumps({"findings": listed, "counts": counts} | facts, indent=1))
             return
         problems, notes = counts["problem"], counts["note"]
-        text = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}"
-        self.console.print(text)
+        self.console.print(f"{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
 
 
 def show(findings: Sequence[Finding], facts: dict[str, Any], as_json: bool) -> None:
@@ -54,8 +81,12 @@ def show(findings: Sequence[Finding], facts: dict[str, Any], as_json: bool) -> N
     report.end(facts)
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _row(one: Finding) -> Table:
-    """The level, the topic and what was found, and in a second line what to do about it."""
+    """The level, the topic and the finding, and in a second line what to do about it."""
     row = Table.grid(padding=(0, 2))
     row.add_column(min_width=len("problem"))
     row.add_column(min_width=TOPIC, no_wrap=True)

@@ -7,7 +7,6 @@ and compares its own rows. The ranks share their results, so that all exit with 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,23 +16,21 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 
+from ...autotune import measure
 from ...comm.communicators import memory_taken
-from ...comm.transport import Channel, Receive, Send
+from ...comm.transport import Channel
 from ...schedule.algorithms import ALGORITHMS
+from ..megatron_arguments import MegatronCommand
 from . import machine, report
-from .command import Command
-from .dense import dense
-from .finding import Finding, note, ok, problem, status
-from .sizes import Sizes, hierarchical_sizes
+from .report import Finding, note, ok, problem, status
+from .sizes import HierarchicalSizes, hierarchical_sizes
 
 ROWS, WIDTH = 8, 16  # per rank; of a head
-SECONDS = 0.7  # of timing per ring
-MESSAGE = {"cpu": 2**20, "cuda": 2**26}  # bytes
 LIMIT = timedelta(seconds=60)
 TOLERANCE = {torch.float64: 1e-10, torch.bfloat16: 2e-2}  # of the largest value
 
 
-def run(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
+def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
     """Join the other processes, check, and report on rank 0. Returns the same status on all."""
     if not machine.launched():
         raise ValueError(
@@ -50,7 +47,7 @@ def run(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
         dist.destroy_process_group()
 
 
-def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
+def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
     """Check groups made from the default process group. Returns the same status on all ranks."""
     here: list[dict[str, Any]] = [machine.describe()] * dist.get_world_size()
     dist.all_gather_object(here, here[dist.get_rank()])
@@ -69,7 +66,9 @@ def examine(command: Command, gpus_per_node: int | None, as_json: bool) -> int:
     return status(findings)
 
 
-def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb.Groups]], Sizes]:
+def _context_groups(
+    command: MegatronCommand, per_node: int
+) -> tuple[list[tuple[str, mb.Groups]], HierarchicalSizes]:
     """The groups that the algorithms need, of this rank's context-parallel ranks; collective."""
     world, tp = dist.get_world_size(), command.tp
     cp = command.cp if command.cp_given else max(1, world // tp)
@@ -80,17 +79,17 @@ def _context_groups(command: Command, per_node: int) -> tuple[list[tuple[str, mb
             f"{world} processes started, or leaves one context-parallel rank; start a multiple "
             "of their product"
         )
-    mine: Any = None
+    own: Any = None
     for first in range(0, world, tp * cp):  # tensor-parallel ranks next to each other
         for offset in range(tp):
             members = list(range(first + offset, first + tp * cp, tp))
             group = dist.new_group(members, timeout=LIMIT)
-            mine = group if dist.get_rank() in members else mine
-    made = [("ring", mb.Groups.from_topology(mine, intra=sizes.intra))]
-    made.append(("ulysses", mb.Groups.from_topology(mine, intra=sizes.intra, ulysses=cp)))
+            own = group if dist.get_rank() in members else own
+    made = [("ring", mb.Groups.from_topology(own, intra=sizes.intra))]
+    made.append(("ulysses", mb.Groups.from_topology(own, intra=sizes.intra, ulysses=cp)))
     if not sizes.flat:
         made.append(
-            ("hybrid", mb.Groups.from_topology(mine, intra=sizes.intra, ulysses=sizes.intra))
+            ("hybrid", mb.Groups.from_topology(own, intra=sizes.intra, ulysses=sizes.intra))
         )
     return made, sizes
 
@@ -101,8 +100,8 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
     for host in dict.fromkeys(hosts):
         one = here[hosts.index(host)]
         nics = ", ".join(f"{name} ({speed})" for name, speed in one["nics"].items()) or "none shown"
-        found = f"{hosts.count(host)} ranks, {len(one['gpus'])} GPUs, NICs: {nics}"
-        yield ok(f"host {host}", found)
+        shown = f"{hosts.count(host)} ranks, {len(one['gpus'])} GPUs, NICs: {nics}"
+        yield ok(f"host {host}", shown)
         if hosts.count(host) != per_node:
             yield note(
                 f"host {host}",
@@ -127,21 +126,21 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
     cases += [(name, "kv", groups) for name, groups in made[1:]]
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
     whole, wanted = _oracle(ring.size, dtype)
-    found: list[tuple[float, str]]
+    of_ranks: list[tuple[float, str]]
     for algorithm, side, groups in cases:
         try:
-            mine = _worst(groups, algorithm, side, whole, wanted), ""
+            own = _worst(groups, algorithm, side, whole, wanted), ""
         except Exception as error:
-            mine = math.inf, f"{type(error).__name__}: {error}"
-        found = [mine] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        worst = max(error for error, _ in found)
+            own = math.inf, f"{type(error).__name__}: {error}"
+        of_ranks = [own] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        worst = max(error for error, _ in of_ranks)
         topic = f"attention {algorithm}, side {side}"
         if worst <= TOLERANCE[dtype]:
             yield ok(topic, f"right on all ranks: largest difference {worst:.1e} ({dtype})")
             continue
-        bad = [rank for rank, (error, _) in enumerate(found) if error > TOLERANCE[dtype]]
-        said = next((words for _, words in found if words), f"largest difference {worst:.1e}")
+        bad = [rank for rank, (error, _) in enumerate(of_ranks) if error > TOLERANCE[dtype]]
+        said = next((words for _, words in of_ranks if words), f"largest difference {worst:.1e}")
         yield problem(
             topic,
             f"wrong on ranks {bad}: {said}",
@@ -160,13 +159,39 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     return whole, dense(q, k, v, dout, torch.ones(length, length, dtype=torch.bool).tril())
 
 
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
+) -> list[torch.Tensor]:
+    """Attention and its gradients as a dense matrix, by formula, in float64, a head at a time: out,
+    dq, dk, dv. It shares no code with what it judges.
+
+    q, dout [s, 1, h, d]; k, v [t, 1, heads, d], where heads divides h; seen, bool [s, t]: which
+    pairs attend, in each row at least one. Scores are divided by sqrt(d).
+    """
+    results = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
+    out, dq, dk, dv = results
+    scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
+    for head in range(q.shape[2]):
+        shared = head // group
+        query, upper = q[:, 0, head].double(), dout[:, 0, head].double()
+        keys, values = k[:, 0, shared].double(), v[:, 0, shared].double()
+        p = (query @ keys.T * scale).masked_fill(~seen, -math.inf).softmax(dim=1)
+        out[:, 0, head] = p @ values
+        delta = (upper * out[:, 0, head]).sum(1, keepdim=True)
+        ds = p * (upper @ values.T - delta) * scale
+        dq[:, 0, head] = ds @ keys
+        dk[:, 0, shared] += ds.T @ query
+        dv[:, 0, shared] += p.T @ upper
+    return results
+
+
 def _worst(
     groups: mb.Groups, algorithm: Any, side: Any, whole: list[torch.Tensor], wanted: list
 ) -> float:
     """The largest error of this rank's out, dq, dk, dv, relative to the largest value of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    front, back = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
-    rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (front, back)])
+    first, second = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
+    rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (first, second)])
     q, k, v, dout = (x[rows].to(device) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
@@ -191,44 +216,15 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
         if width < 2:
             yield note(name, "there is no such ring")
             continue
+        route = measure.peers(groups, ring)
+        assert route is not None  # as `width` says
+        route = route._replace(channel=Channel(ring, False))
+        groups.connect([route.channel], _device())
+        _, speeds = measure.link_speeds(groups, route, _device())
         rates = [0.0] * dist.get_world_size()
-        dist.all_gather_object(rates, _rate(groups, ring))
+        dist.all_gather_object(rates, speeds[groups.rank])
         low, median = min(rates) / 1e9, sorted(rates)[len(rates) // 2] / 1e9
         yield ok(name, f"{median:.3g} GB/s per rank and direction (median), slowest {low:.3g}")
-
-
-def neighbours(groups: mb.Groups, ring: str) -> tuple[int, int]:
-    """The ranks to which this rank sends on a ring, and from which it receives."""
-    width = groups.topology.intra_size
-    node, index = divmod(groups.rank, width)
-    if ring == "intra":
-        return node * width + (index + 1) % width, node * width + (index - 1) % width
-    return (groups.rank + width) % groups.size, (groups.rank - width) % groups.size
-
-
-def _rate(groups: mb.Groups, ring: str) -> float:
-    """The bytes per second that this rank sends on its ring."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    groups.connect([Channel(ring, False)], torch.device(device))
-    to, back = neighbours(groups, ring)
-    end, size = groups.ring, MESSAGE[device]
-    there, here = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-
-    def shift(times: int) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(times):
-            send, receive = Send(to, ring, [there]), Receive(back, [here])
-            end.exchange(Channel(ring, False), [send], [receive], "bandwidth").wait()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    shift(1)  # makes the connections
-    seconds = [0.0] * dist.get_world_size()
-    dist.all_gather_object(seconds, shift(3) / 3)
-    times = max(3, min(200, round(SECONDS / max(seconds))))  # the same on all ranks
-    return times * size / shift(times)
 
 
 # --- memory --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 
-class Sizes(NamedTuple):
+class HierarchicalSizes(NamedTuple):
     """Context-parallel ranks per node, the number of nodes, and the reason for both."""
 
     intra: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
         )
 
 
-def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
+def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> HierarchicalSizes:
     """The sizes for `--tensor-model-parallel-size` tp and `--context-parallel-size` cp.
 
     Raises ValueError if neither `tp` nor `gpus_per_node` divides the other, or one is below 1.
@@ -48,7 +48,7 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
             "node: tensor-parallel groups would span nodes; choose a size that divides it"
         )
     if cp == 1:
-        return Sizes(1, 1, "no context parallelism")
+        return HierarchicalSizes(1, 1, "no context parallelism")
     per_node = max(1, gpus_per_node // tp)
     # Context-parallel groups start at multiples of cp, and nodes at multiples of per_node, so runs
     # of their greatest common divisor lie in one node, and longer runs do not.
@@ -63,19 +63,4 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> Sizes:
         why = f"a node holds {per_node} ranks, but groups of {cp} share nodes in runs of {intra}"
     else:
         why = f"a node holds {per_node} consecutive context-parallel ranks"
-    return Sizes(intra, cp // intra, why)
-
-
-def table(gpus_per_node: int = 8, tps: tuple[int, ...] = (1, 2, 4, 8)) -> str:
-    """The sizes for some clusters, as a Markdown table."""
-    cps = (2, 4, 8, 16, 32, 64)
-    lines = [
-        "| TP \\ CP | " + " | ".join(map(str, cps)) + " |",
-        "|-|" + "-|" * len(cps),
-    ]
-    for tp in tps:
-        found = [hierarchical_sizes(tp, cp, gpus_per_node) for cp in cps]
-        cells = [f"flat, {s.inter} nodes" if s.intra == 1 else "flat" if s.flat
-                 else f"`{s.intra} {s.inter}`" for s in found]  # fmt: skip
-        lines.append(f"| {tp} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return HierarchicalSizes(intra, cp // intra, why)

@@ -2,10 +2,10 @@
 
 Decides how our tensors become their arguments. None of these functions was run for this project:
 there was no GPU. That the arguments fit is tested against the signatures of their releases
-(`tests/linear_signatures.json`); what becomes of them was read in the sources, and is played by
-stand-ins in the tests: tensors are [b, s, h, .], decays natural logarithms in float32, states
-[sequences, h, d, w] in float32; where sequences differ in length, b is 1 and cu_seqlens their
-bounds. Keys and queries are repeated where value heads share them: not all functions do that.
+(`tests/linear_attention/linear_signatures.json`); what becomes of them was read in the sources, and
+is played by stand-ins in the tests: tensors are [b, s, h, .], decays natural logarithms in float32,
+states [sequences, h, d, w] in float32; where sequences differ in length, b is 1 and cu_seqlens
+their bounds. Keys and queries are repeated where value heads share them: not all functions do that.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 
 from ...kernels.online_softmax import accumulation_dtype
 from ...layout.sharding import to_device
-from ..form import Form
-from ..inputs import Cut, Inputs
-from .packages import Loaded, load
-from .sequences import SequencesRun
+from ..forms import Form
+from .base import LinearInputs, RankPieces
+from .sequences import FittedFunction, SequencesRun, load
 
 ALWAYS = ("q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens")
 ON_THE_HOST = "cu_seqlens_cpu"  # which a release may take, and then waits for no GPU
@@ -34,16 +33,16 @@ class FlaKernel:
 
     name = "fla"
 
-    def refusal(self, form: Form, inputs: Inputs) -> str | None:
+    def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         if not inputs.v.is_cuda:
             return f"runs on CUDA devices, got tensors on {inputs.v.device.type}"
         return unfit(inputs)
 
-    def run(self, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
+    def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
         return run(function(form), form, inputs, cut)
 
 
-def function(form: Form) -> Loaded:
+def function(form: Form) -> FittedFunction:
     """The function that computes this form. Raises ValueError as `load`."""
     return load("fla", form.fla, names(form), (ON_THE_HOST,))
 
@@ -54,7 +53,7 @@ def names(form: Form) -> tuple[str, ...]:
     return (*ALWAYS, *own, *(["beta"] if form.delta else []))
 
 
-def unfit(inputs: Inputs) -> str | None:
+def unfit(inputs: LinearInputs) -> str | None:
     """Why tensors like these cannot be served, or None. From the checks in their sources."""
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
@@ -66,14 +65,14 @@ def unfit(inputs: Inputs) -> str | None:
     return f"takes keys of width up to {WIDEST}, got {d}" if d > WIDEST else None
 
 
-def run(loaded: Loaded, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
+def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
     """The run of this function; pieces without rows are not known to it."""
 
     def sweep(
-        inputs: Inputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
+        inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         given = arguments(inputs, lengths, states, behind)
-        out, end = loaded(**given)
+        out, end = loaded(given)
         b = inputs.v.shape[1]
         out = out.reshape(b, -1, *out.shape[2:]).transpose(0, 1)
         return out, None if end is None else end.unflatten(0, (b, -1)).transpose(0, 1)
@@ -82,7 +81,7 @@ def run(loaded: Loaded, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
 
 
 def arguments(
-    inputs: Inputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
+    inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
 ) -> dict[str, Any]:
     """What the function of a form is given: sequences are the pieces of the first batch, those of
     the second, and so on."""

@@ -2,8 +2,8 @@
 
 Decides how our tensors become its arguments. It was not run for this project: there was no GPU.
 That the arguments fit is tested against the signatures of its releases
-(`tests/linear_signatures.json`); what becomes of them was read in the sources, and is played by a
-stand-in in the tests.
+(`tests/linear_attention/linear_signatures.json`); what becomes of them was read in the sources, and
+is played by a stand-in in the tests.
 
 It computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per head, so that what a token
 keeps and what it writes are bound together by dt. We give A = -1, dt = -decay and x = v / dt. A
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from ...kernels.online_softmax import accumulation_dtype
-from ..form import Form
-from ..inputs import Cut, Inputs
-from .packages import Loaded, load
-from .sequences import SequencesRun
+from ..forms import Form
+from .base import LinearInputs, RankPieces
+from .sequences import FittedFunction, SequencesRun, load
 
 FUNCTION = "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined"
 NAMES = ("x", "dt", "A", "B", "C", "chunk_size", "initial_states", "return_final_states")
@@ -36,32 +35,32 @@ class MambaKernel:
 
     name = "mamba_ssm"
 
-    def refusal(self, form: Form, inputs: Inputs) -> str | None:
+    def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         if not form.mamba:
             return f"computes scalar decays without a delta rule, got form {form.name}"
         if not inputs.v.is_cuda:
             return f"runs on CUDA devices, got tensors on {inputs.v.device.type}"
         return None
 
-    def run(self, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
+    def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
         return run(function(), form, inputs, cut)
 
 
-def function() -> Loaded:
+def function() -> FittedFunction:
     """The function. Raises ValueError as `load`."""
     return load("mamba_ssm", FUNCTION, NAMES)
 
 
-def run(loaded: Loaded, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
+def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
     """The run of this function."""
 
     def sweep(
-        inputs: Inputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
+        inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         entering = [None] * len(lengths) if states is None else list(states.unbind())
         outs, ends = [], []
         for piece, state in zip(_pieces(inputs, lengths), entering, strict=True):
-            out, end = loaded(**arguments(piece, state))
+            out, end = loaded(arguments(piece, state))
             outs.append(out.transpose(0, 1))
             ends.append(end.transpose(-1, -2))
         return torch.cat(outs), torch.stack(ends) if behind else None
@@ -69,7 +68,7 @@ def run(loaded: Loaded, form: Form, inputs: Inputs, cut: Cut) -> SequencesRun:
     return SequencesRun(form, inputs, cut, sweep)
 
 
-def arguments(piece: Inputs, state: torch.Tensor | None) -> dict[str, Any]:
+def arguments(piece: LinearInputs, state: torch.Tensor | None) -> dict[str, Any]:
     """What the function is given of one piece; state [b, h, d, w]. Queries bring the scale."""
     assert piece.decay is not None
     wide = accumulation_dtype(piece.v.dtype)
@@ -88,8 +87,8 @@ def arguments(piece: Inputs, state: torch.Tensor | None) -> dict[str, Any]:
     }
 
 
-def _pieces(inputs: Inputs, lengths: Sequence[int]) -> list[Inputs]:
+def _pieces(inputs: LinearInputs, lengths: Sequence[int]) -> list[LinearInputs]:
     assert inputs.decay is not None
     tensors = (inputs.q, inputs.k, inputs.v, inputs.decay)
     parts = zip(*(x.split(list(lengths)) for x in tensors), strict=True)
-    return [Inputs(q, k, v, decay, None, inputs.scale) for q, k, v, decay in parts]
+    return [LinearInputs(q, k, v, decay, None, inputs.scale) for q, k, v, decay in parts]

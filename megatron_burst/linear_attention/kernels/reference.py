@@ -8,34 +8,33 @@ from __future__ import annotations
 import torch
 
 from ...kernels.online_softmax import accumulation_dtype
-from ..form import Form
-from ..inputs import Cut, Inputs, Maps
-from .base import no_maps
+from ..forms import Form
+from .base import LinearInputs, Maps, RankPieces, no_maps
 
 
-class ReferenceKernel:
+class RecurrenceKernel:
     """The kernel "reference"."""
 
     name = "reference"
 
-    def refusal(self, form: Form, inputs: Inputs) -> str | None:
+    def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         return None
 
-    def run(self, form: Form, inputs: Inputs, cut: Cut) -> ReferenceRun:
-        return ReferenceRun(form, inputs, cut)
+    def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> RecurrenceRun:
+        return RecurrenceRun(form, inputs, cut)
 
 
-class ReferenceRun:
-    """An `inputs.Run` that maps all pieces."""
+class RecurrenceRun:
+    """An `base.Run` that maps all pieces."""
 
-    def __init__(self, form: Form, inputs: Inputs, cut: Cut):
+    def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
         self.form, self.cut, self.dtype = form, cut, inputs.v.dtype
         wide = accumulation_dtype(inputs.v.dtype)
         groups = inputs.v.shape[2] // inputs.k.shape[2]
         q, k = (x.to(wide).repeat_interleave(groups, 2) for x in (inputs.q, inputs.k))
         v = inputs.v.to(wide)
         decay, beta = (None if x is None else x.to(wide) for x in (inputs.decay, inputs.beta))
-        self.inputs = Inputs(q, k, v, decay, beta, inputs.scale)
+        self.inputs = LinearInputs(q, k, v, decay, beta, inputs.scale)
         ends, transitions = [], []
         for piece in self._pieces():
             nothing = v.new_zeros((*v.shape[1:3], k.shape[-1], v.shape[-1]))
@@ -54,19 +53,19 @@ class ReferenceRun:
         ]
         return torch.cat([self.inputs.v[:0], *found]).to(self.dtype)
 
-    def _pieces(self) -> list[Inputs]:
+    def _pieces(self) -> list[LinearInputs]:
         def split(x: torch.Tensor | None) -> list:
             lengths = self.cut.lengths
             return [None] * len(lengths) if x is None else list(x.split(lengths))
 
         *tensors, scale = self.inputs
         pieces = zip(*map(split, tensors), strict=True)
-        return [Inputs(q, k, v, decay, beta, scale) for q, k, v, decay, beta in pieces]
+        return [LinearInputs(q, k, v, decay, beta, scale) for q, k, v, decay, beta in pieces]
 
 
-def _run(form: Form, piece: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(form: Form, piece: LinearInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs [s, b, h, w], the state behind), from the state [b, h, d, x] before."""
-    answers = [piece.v[:0]]
+    outs = [piece.v[:0]]
     for t in range(piece.v.shape[0]):
         key, value = piece.k[t], piece.v[t]
         if piece.decay is not None:
@@ -77,11 +76,11 @@ def _run(form: Form, piece: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, 
             found = torch.einsum("bhdx,bhd->bhx", state, key)
             value = piece.beta[t].unsqueeze(-1) * (value - found)
         state = state + torch.einsum("bhd,bhx->bhdx", key, value)
-        answers.append(piece.scale * torch.einsum("bhdx,bhd->bhx", state, piece.q[t])[None])
-    return torch.cat(answers), state
+        outs.append(piece.scale * torch.einsum("bhdx,bhd->bhx", state, piece.q[t])[None])
+    return torch.cat(outs), state
 
 
-def _transition(form: Form, piece: Inputs) -> torch.Tensor | None:
+def _transition(form: Form, piece: LinearInputs) -> torch.Tensor | None:
     if form.delta:
         b, h, d = piece.k.shape[1:]
         unit = torch.eye(d, dtype=piece.k.dtype, device=piece.k.device).expand(b, h, d, d)

@@ -5,24 +5,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 
-from ..form import Form
-from ..inputs import Inputs
-from .base import LinearKernel
+from ..forms import Form
+from .base import LinearInputs, LinearKernel, RankPieces, Run
 from .chunkwise import ChunkwiseKernel
 from .fla import FlaKernel
 from .mamba import MambaKernel
-from .packages import installed
-from .reference import ReferenceKernel
+from .reference import RecurrenceKernel
+from .sequences import installed
 
 KERNELS: dict[str, Callable[[], LinearKernel]] = {
     "torch": ChunkwiseKernel,
     "fla": FlaKernel,
     "mamba_ssm": MambaKernel,
-    "reference": ReferenceKernel,
+    "reference": RecurrenceKernel,
 }
 
 
@@ -32,7 +32,7 @@ def automatic(device: torch.device) -> tuple[str, ...]:
     return ("fla", "torch") if device.type == "cuda" and installed("fla") else ("torch",)
 
 
-def make(name: str, form: Form, inputs: Inputs) -> LinearKernel:
+def make(name: str, form: Form, inputs: LinearInputs) -> LinearKernel:
     """The kernel called `name` for this form and tensors like `inputs`; "auto": the first of
     `automatic` that can.
 
@@ -48,3 +48,27 @@ def make(name: str, form: Form, inputs: Inputs) -> LinearKernel:
             return kernel
         reasons.append(f"kernel {each} {reason}")
     raise ValueError("; ".join([*reasons, "kernel='torch' takes anything"]))
+
+
+def run(form: Form, kernel: str, inputs: LinearInputs, cut: RankPieces) -> Run:
+    """One rank's rows under the kernel called `kernel` ("auto": see `automatic`).
+
+    The result's maps and outputs are differentiable (once), with respect to every tensor of
+    `inputs` and to the states that enter. Raises ValueError as `make`. Warns (once, as
+    Python shows a warning once) if a decay on the CPU makes states grow.
+    """
+    chosen = make(kernel, form, inputs)
+    _warn_if_growing(inputs.decay)
+    return chosen.run(form, inputs, cut)
+
+
+def _warn_if_growing(decay: torch.Tensor | None) -> None:
+    """Not on a GPU: reading the values there would make the host wait."""
+    if decay is None or decay.is_cuda or decay.numel() == 0:
+        return
+    if bool(decay.detach().amax() > 0):
+        warnings.warn(
+            "decay has positive logarithms: states grow, and may overflow in long sequences; "
+            "decay is the logarithm of what a token keeps, -0.1 and not exp(-0.1)",
+            stacklevel=2,
+        )

@@ -10,7 +10,7 @@ tensor-parallel rank, d key width, w value width; t local tokens of a packed bat
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -19,45 +19,68 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-import megatron_burst as mb
-from megatron_burst.comm.consensus import agree
-from megatron_burst.config import Auto
-from megatron_burst.megatron.attention.books import book_of
-from megatron_burst.megatron.attention.call import (
-    CAUSAL_PACKED,
-    Answer,
-    Call,
-    check_call,
-    check_pack,
+from ...attention import attention
+from ...comm.consensus import agree
+from ...config import Auto, BurstConfig
+from ...layout import Balanced, DocumentZigzag, Layout
+from ...planning.plan import Plan
+from ..checks.command_line import RESET
+from ..checks.config import check_config, dropout_problem, records_max_logits
+from ..checks.problem import refuse
+from ..data.cut import (
+    BatchCut,
+    attention_cut,
+    cut_of_run,
+    group_of,
+    layer_window,
+    ranks_of,
+    unpacked,
 )
-from megatron_burst.megatron.attention.groups import micro_batch_groups
-from megatron_burst.megatron.attention.micro_batch import group_of, ranks_of
-from megatron_burst.megatron.attention.plan_book import (
-    WHOLE,
-    LayerKind,
-    PlanBook,
-    Rows,
-    nothing_seen,
-)
-from megatron_burst.megatron.attention.relayout import Around
-from megatron_burst.megatron.checks.config import check_config
-from megatron_burst.megatron.checks.model import dropout_problem, records_max_logits
-from megatron_burst.megatron.checks.problem import refuse
-from megatron_burst.megatron.data.cut import attention_cut, cut_of_run, layer_window
-from megatron_burst.megatron.data.packed import Pack, packs
+from ..data.datasets import documents_expected
+from ..data.packed import Pack, packs
+from .groups import book_of, micro_batch_groups
+from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
+from .relayout import Around
+
+_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+# Megatron's names for the same masks when documents are packed.
+CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
+
+
+class AttentionCall(NamedTuple):
+    """Attention over one micro-batch in one layer, but for its tensors.
+
+    label: the layer's number, for messages. around: the exchanges of rows before and after, where
+    attention has another layout than the stream of tokens.
+    """
+
+    plan: Plan
+    sink: torch.Tensor | None
+    max_logits: torch.Tensor | None
+    label: int
+    around: Around | None = None
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`mb.attention` of q [s, b, h, d], k [s, b, g, d], v [s, b, g, w] -> [s, b, h, w]."""
+        if self.around is not None:
+            q, k, v = self.around.to_attention((q, k, v), self.label)
+        out = attention(
+            q, k, v, plan=self.plan, sink=self.sink, max_logits=self.max_logits, label=self.label
+        )
+        return out if self.around is None else self.around.to_stream(out, self.label)
 
 
 class BurstCoreAttention(MegatronModule):
-    """Drop-in for ``DotProductAttention`` / ``TEDotProductAttention`` at context-parallel size > 1.
+    """Drop-in for `DotProductAttention` / `TEDotProductAttention` at context-parallel size > 1.
 
     Megatron's attention layers build it after `install` and `configure`, with the keywords of its
     own core attention. The first module over a context-parallel group makes its grid, and the first
-    forward the communicators of its rings: collectives over that group. Honours ``window_size``,
-    ``window_attn_skip_freq`` and ``softmax_type``, whose parameter ``softmax_offset`` has the name
+    forward the communicators of its rings: collectives over that group. Honours `window_size`,
+    `window_attn_skip_freq` and `softmax_type`, whose parameter `softmax_offset` has the name
     that it has in checkpoints of Megatron's own modules.
 
-    With ``log_max_attention_logit`` or ``qk_clip`` the largest logit of each head is in
-    ``current_max_attn_logits`` [h], as Megatron's optimizer step wants it: of what this rank
+    With `log_max_attention_logit` or `qk_clip` the largest logit of each head is in
+    `current_max_attn_logits` [h], as Megatron's optimizer step wants it: of what this rank
     computed since that step took it away. Megatron takes the maximum over data- and
     context-parallel ranks.
 
@@ -66,10 +89,7 @@ class BurstCoreAttention(MegatronModule):
     "self" and attention_dropout 0 or None; cp_comm_type is not read, and what is unknown must be
     None.
 
-    While ``answer`` is set, it is called with query, key, value and the kind of mask, and what it
-    returns is the result: for code that runs a layer for some of its rows.
-
-    Raises the same ``ValueError`` on all ranks for settings that it cannot honour.
+    Raises the same `ValueError` on all ranks for settings that it cannot honour.
     """
 
     def __init__(
@@ -87,7 +107,7 @@ class BurstCoreAttention(MegatronModule):
         **unknown: Any,
     ) -> None:
         super().__init__(config=config)
-        self._burst: mb.BurstConfig = config.burst
+        self._burst: BurstConfig = config.burst
         self.cut = cut_of_run(self._burst.layout)
         burst = self._burst
         check_config(config, burst)
@@ -118,10 +138,9 @@ class BurstCoreAttention(MegatronModule):
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)
         self.leads = self.book.join(self._layer_kind(attn_mask_type), self._layer)
-        self.answer: Answer | None = None
 
     def _add_sink(self, heads: int) -> None:
-        """``softmax_offset`` [h]: learnable, zeros ("off-by-one" softmax), or None."""
+        """`softmax_offset` [h]: learnable, zeros ("off-by-one" softmax), or None."""
         config: Any = self.config
         self.softmax_offset = None
         kind = getattr(config, "softmax_type", "vanilla")
@@ -157,12 +176,10 @@ class BurstCoreAttention(MegatronModule):
         s is this rank's share of the sequence, in the installed layout. With packed_seq_params
         (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w]; the ranks of
         their cp_group, if they name one, hold this micro-batch, and all of these call: the first
-        time they make its communicators, which nobody else is waited for.
+        time they make its communicators, for which no other rank waits.
         attn_mask_type: causal or no mask, in place of the layer's. attention_mask, attention_bias
-        and what is unknown must be None. Raises ``ValueError`` on all ranks alike.
+        and what is unknown must be None. Raises `ValueError` on all ranks alike.
         """
-        if self.answer is not None:
-            return self.answer(query, key, value, attn_mask_type)
         if self._burst.sequence_chunks not in (1, "auto"):
             raise ValueError(
                 f"--burst-sequence-chunks {self._burst.sequence_chunks}: core attention of layer "
@@ -171,11 +188,9 @@ class BurstCoreAttention(MegatronModule):
             )
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        asked = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
-        call = self.call(query, key, value, attn_mask_type, asked, packed_seq_params)
-        around = self._around(query, key, value, packed_seq_params)
-        attention = mb.attention if around is None else around.attention
-        out = attention(query, key, value, **call).flatten(2)
+        others = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
+        call = self.call(query, key, value, attn_mask_type, others, packed_seq_params)
+        out = call.attention(query, key, value).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
     def call(
@@ -184,36 +199,39 @@ class BurstCoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask_type: AttnMaskType | None,
-        asked: dict[str, Any],
+        others: dict[str, Any],
         packed_seq_params: Any,
-        rows: Rows = WHOLE,
-    ) -> Call:
-        """plan, sink, max_logits and label of a call of `mb.attention`; collective if this layer
-        leads.
+        rows: RowChunking = WHOLE,
+    ) -> AttentionCall:
+        """All that attention over one micro-batch needs besides its tensors; collective if this
+        layer leads.
 
         query [s, b, h, d], key [s, b, g, d], value [s, b, g, w]: of this rank's whole shard; only
         shapes, dtypes and device count. attn_mask_type, packed_seq_params: as `forward` takes them.
-        asked: as `check_call` takes it. rows: as `PlanBook.plan`.
+        others: Megatron's further arguments, as `check_call` takes them. rows: as `PlanBook.plan`.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        book = self._book(packed_seq_params)
+        kind, book, pack = self._layer_kind(mask_type), self._book(packed_seq_params), None
         try:
-            check_call(mask_type, asked, packed_seq_params, self.cut)
-            pack = None
+            check_call(mask_type, others, packed_seq_params, self.cut)
             if packed_seq_params is not None:
                 pack = self._pack(book, packed_seq_params, query)
         except ValueError as error:
-            self._fail(book, error)
+            if self.leads:  # ranks whose call was right raise it too
+                agree(error, book.groups.gather)
             raise
-        kind = self._layer_kind(mask_type)
-        plan = book.plan(kind, self.leads, query, key, value, pack, rows)
-        largest = self._largest(query) if kind.max_logits else None
-        return Call(plan=plan, sink=self.softmax_offset, max_logits=largest, label=self._layer)
+        return AttentionCall(
+            plan=book.plan(kind, self.leads, query, key, value, pack, rows),
+            sink=self.softmax_offset,
+            max_logits=self._largest(query) if kind.max_logits else None,
+            label=self._layer,
+            around=book.around(kind, query, key, value, pack),
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """``softmax_offset``, if it is learnable, split over tensor-parallel ranks like the heads.
+        """`softmax_offset`, if it is learnable, split over tensor-parallel ranks like the heads.
 
         Name and form are those of Megatron's own modules, so that checkpoints are interchangeable.
         prefix, sharded_offsets, metadata: as Megatron gives them to every module.
@@ -250,14 +268,8 @@ class BurstCoreAttention(MegatronModule):
         check_pack(self.config, layout, pack.total, size, uncut)
         return pack
 
-    def _around(self, query: Any, key: Any, value: Any, params: Any) -> Around | None:
-        """The exchanges of rows that attention in another layout than the stream's needs."""
-        book = self._book(params)
-        pack = None if params is None else book.pack(query.shape[0] * book.groups.size, params)
-        return book.around(self._layer_kind(self.attn_mask_type), query, key, value, pack)
-
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
-        """``current_max_attn_logits``, made anew after Megatron took it."""
+        """`current_max_attn_logits`, made anew after Megatron took it."""
         if self.current_max_attn_logits is None:
             self.current_max_attn_logits = nothing_seen(query)
         return self.current_max_attn_logits
@@ -271,14 +283,10 @@ class BurstCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
+            number=0 if self._burst.mask is None else self._layer,
             cut=self.cut if apart is None else apart,
             stream=None if apart is None else self.cut,
         )
-
-    def _fail(self, book: PlanBook, error: ValueError) -> None:
-        """Make ranks whose call was right raise the error too, if this layer makes the plans."""
-        if self.leads:
-            agree(error, book.groups.gather)
 
 
 def _first_stage(config: Any) -> bool:
@@ -291,3 +299,67 @@ def _first_stage(config: Any) -> bool:
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Transformer Engine's attention saves its fp8 state beside its parameters: there is none."""
     state_dict.pop(f"{prefix}_extra_state", None)
+
+
+def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut: BatchCut) -> None:
+    """Raise `ValueError` unless a call with this kind of mask and these arguments is honoured.
+
+    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None.
+    """
+    known = _CAUSAL if packed is None else CAUSAL_PACKED
+    if packed is None and documents_expected():
+        raise ValueError(
+            f"{RESET}, and the script handed no documents to the model: pass packed_seq_params "
+            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {RESET}"
+        )
+    if packed is None and cut.name == "balanced":
+        raise unpacked()
+    if mask_type not in known:
+        raise ValueError(
+            f"attention mask type {mask_type} is not supported: only causal and no_mask are"
+        )
+    fixes = {
+        "attention_mask": (
+            "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
+            "is causal, and with packed_seq_params for documents. Megatron's own data loaders make "
+            "none with --no-create-attention-mask-in-dataloader"
+        ),
+        "attention_bias": "remove the relative position bias",
+    }
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
+    if packed is None:
+        return
+    form = getattr(packed, "qkv_format", None)
+    if form != "thd":
+        raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
+    order = getattr(packed, "cp_partition_mode", None)  # Megatron-LM's branch dev
+    if order not in (None, "zigzag"):
+        raise ValueError(
+            f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
+            "others; only 'zigzag' is supported"
+        )
+
+
+def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) -> None:
+    """Raise `ValueError` unless a pack of `total` tokens was laid out as attention expects.
+
+    layout: of the pack over `size` ranks. uncut: this rank should have cut it, and did not.
+    """
+    if isinstance(layout, Balanced) and uncut:
+        raise ValueError(
+            f"layout balanced: nothing here cut the {total} tokens of this pack by it. "
+            "What cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
+            "for another model) gave this rank other tokens: let "
+            "utils.get_batch_on_this_cp_rank of Megatron-Core or "
+            "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "
+            "trains, or take --burst-layout zigzag"
+        )
+    documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
+    if getattr(config, "apply_rope_fusion", False) and not documents_apart:
+        raise ValueError(
+            "fused rope of packed sequences works only with --burst-layout zigzag and "
+            f"documents of multiples of 2 x --context-parallel-size ({2 * size}) tokens: add "
+            "--no-rope-fusion"
+        )

@@ -1,7 +1,8 @@
-"""From Megatron's process groups to the grid of BurstAttention: which ranks count as a node.
+"""From Megatron's process groups to the grid of BurstAttention, and to the plan book of each layer.
 
 Activations travel on Megatron's own groups, the context-parallel one and the hierarchical ones;
-only rings that none of these is, and gradients, get communicators of their own.
+only rings that none of these is, and gradients, get communicators of their own. Decides which ranks
+count as a node.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-import megatron_burst as mb
-from megatron_burst.comm.process_groups import backends
-from megatron_burst.config import flag_of
-from megatron_burst.megatron.attention.micro_batch import ONE_RANK
-from megatron_burst.megatron.checks.config import check_topology, ulysses_size
+from ...comm.groups import Groups
+from ...comm.process_groups import backends
+from ...config import BurstConfig, flag_of
+from ..checks.config import check_topology, ulysses_size
+from ..data.cut import ONE_RANK
+from .plan_book import PlanBook, plan_book
 
 
-def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
+def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Groups:
     """The grid of this rank's context-parallel group; collective over that group.
 
     Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), otherwise runs of
-    ``burst.intra_size`` ranks, otherwise ranks that share a host name. Nodes of one rank are legal
+    `burst.intra_size` ranks, otherwise ranks that share a host name. Nodes of one rank are legal
     (tensor parallelism then takes all GPUs of a node), and the log says so.
     """
     if pg_collection.cp.size() == 1:  # hybrid context parallelism
@@ -41,14 +43,14 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstC
     return groups
 
 
-def micro_batch_groups(group: Any, per_node: int | None, burst: mb.BurstConfig) -> mb.Groups:
+def micro_batch_groups(group: Any, per_node: int | None, burst: BurstConfig) -> Groups:
     """The grid of the ranks that hold a micro-batch; collective over them.
 
     per_node: of the whole run, None for as many as share a host name. A group is a part of a node,
     or several nodes, or nodes are parts of these: the largest that both sizes allow.
     """
     if group is ONE_RANK:
-        return mb.Groups.in_process(intra=1).ranks[0]
+        return Groups.in_process(intra=1).ranks[0]
     size = group.size()
     shared = size if burst.algorithm == "ulysses" else math.gcd(burst.ulysses_size or 1, size)
     options: dict[str, Any] = {
@@ -58,11 +60,11 @@ def micro_batch_groups(group: Any, per_node: int | None, burst: mb.BurstConfig) 
         "nccl_max_ctas": burst.nccl_max_ctas,
     }
     if per_node is None:
-        return mb.Groups.by_host(group, **options)
-    return mb.Groups.from_topology(group, intra=math.gcd(per_node, size), **options)
+        return Groups.by_host(group, **options)
+    return Groups.from_topology(group, intra=math.gcd(per_node, size), **options)
 
 
-def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) -> mb.Groups:
+def _grid(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Groups:
     cp = pg_collection.cp
     check_topology(cp.size(), sizes, burst.intra_size)
     if burst.nccl_max_ctas is not None and "nccl" not in backends(cp).values():
@@ -77,10 +79,10 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: mb.BurstConfig) ->
     }
     if sizes:
         intra, inter = _hierarchical(pg_collection)
-        return mb.Groups(intra=intra, inter=inter, reuse=[cp, intra, inter], **options)
+        return Groups(intra=intra, inter=inter, reuse=[cp, intra, inter], **options)
     if burst.intra_size is not None:
-        return mb.Groups.from_topology(cp, intra=burst.intra_size, reuse=[cp], **options)
-    return mb.Groups.by_host(cp, reuse=[cp], **options)
+        return Groups.from_topology(cp, intra=burst.intra_size, reuse=[cp], **options)
+    return Groups.by_host(cp, reuse=[cp], **options)
 
 
 def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
@@ -127,3 +129,29 @@ def _hierarchical(pg_collection: Any) -> list[Any]:
             "hierarchical_context_parallel_sizes to initialize_model_parallel too"
         )
     return levels
+
+
+def book_of(config: Any, pg_collection: Any) -> PlanBook:
+    """The book of a layer with this `TransformerConfig` (after `configure`) and these groups.
+
+    A collective over the context-parallel group for the first layer on it.
+    """
+    return plan_book(
+        pg_collection.cp,
+        topology_key(config),
+        lambda: context_groups(
+            pg_collection, config.hierarchical_context_parallel_sizes, config.burst
+        ),
+    )
+
+
+def topology_key(config: Any) -> tuple:
+    """All of a configuration that the grid depends on, besides its group."""
+    burst, sizes = config.burst, config.hierarchical_context_parallel_sizes
+    return (
+        tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,
+        burst.nccl_max_ctas,
+    )  # fmt: skip
+
+
+KEPT = 64  # more than packed micro-batches in flight

@@ -15,16 +15,16 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
-from megatron_burst.megatron.attention.micro_batch import group_of
-from megatron_burst.megatron.checks.hybrid import splits
-from megatron_burst.megatron.offload.tier import tier_of
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import require_parameters
-from megatron_burst.recompute.checkpoint import Framed, Offload, current, framed
+from ...recompute.checkpoint import Framed, Offload, current, framed
+from .. import patching
+from ..checks.splitting import splits
+from ..data.cut import group_of
+from ..offload.tier import tier_of
+from ..patching import require_parameters
+from .core_attention import BurstCoreAttention
 
 
-def patch_attention(patches: registry.PatchSet) -> None:
+def patch_attention(patches: patching.PatchSet) -> None:
     """Add to a set of patches what puts our core attention into attention layers."""
     stock = _stock_core_attentions()
     for cls in (Attention, MultiLatentAttention):
@@ -100,9 +100,9 @@ def _in_group_of_batch(original: Callable) -> Callable:
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
-    """Our core attention in place of Megatron's own, given as a class or as its ``ModuleSpec``.
+    """Our core attention in place of Megatron's own, given as a class or as its `ModuleSpec`.
 
-    Raises ``ValueError`` for any other core attention: it would see only the tokens of its rank, or
+    Raises `ValueError` for any other core attention: it would see only the tokens of its rank, or
     split them in its own way.
     """
     module = getattr(core, "module", core)
@@ -128,7 +128,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
     )
 
 
-def patch_recompute(patches: registry.PatchSet) -> None:
+def patch_recompute(patches: patching.PatchSet) -> None:
     """Add to a set of patches what lets recomputation use the attention store and host memory."""
     original = random.checkpoint
     names = ["function", "distribute_saved_activations", "args"]

@@ -7,6 +7,8 @@ about to do. Either all ranks make a plan or none does, by this rule:
   ranks. In each group the lowest layer of this rank, the leader, makes the plan.
 - The leader makes it in every forward, even if it made the same plan before, so that all ranks
   raise the same error if some were called differently. Other layers look the plan up.
+- With a mask of the user's (`--burst-mask`) every layer is a kind of its own: its mask is known
+  only when it is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves forward and recompute,
   in which layers run in another order, also with several micro-batches in flight. This costs
   little: q, k and v mostly come from one projection and need gradients together.
@@ -29,14 +31,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-import megatron_burst as mb
-from megatron_burst.advisor import cluster_file
-from megatron_burst.kernels.online_softmax import accumulation_dtype
-from megatron_burst.megatron.attention.relayout import Around, Moves, exchange_line
-from megatron_burst.megatron.data.cut import Cut
-from megatron_burst.megatron.data.packed import Pack, Packs, packs
-from megatron_burst.megatron.patching import registry
-from megatron_burst.options import AttentionKeywords
+from ...autotune import cluster_file
+from ...comm.consensus import agree
+from ...comm.groups import Groups
+from ...config import BurstConfig
+from ...kernels.online_softmax import accumulation_dtype
+from ...layout import Layout
+from ...masks import Causal, Full, Mask, Window
+from ...options import AttentionKeywords
+from ...planning.plan import Plan
+from ...planning.prepare import prepare
+from .. import patching
+from ..data.cut import BatchCut
+from ..data.packed import Pack, Packs, packs
+from ..users_mask import MaskBatch, MaskLayer, users_mask
+from .relayout import Around, Moves, exchange_line
 
 PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
@@ -45,33 +54,44 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 class LayerKind:
     """What is known about an attention layer when it is built; the same on all ranks."""
 
-    burst: mb.BurstConfig
+    burst: BurstConfig
     causal: bool
     window: tuple[int | None, int | None] | None  # left and right, None for no limit
     softmax_scale: float | None
     head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
     max_logits: bool = False  # record the largest logit of each head
-    cut: Cut | None = None  # of packed batches; None for that of a layout which needs only a name
-    stream: Cut | None = None  # of the tokens outside attention, where they have another layout
+    number: int = 0  # of the layer, from 1 on; 0 where its mask does not depend on it
+    cut: BatchCut | None = (
+        None  # of packed batches; None for that of a layout which needs only a name
+    )
+    stream: BatchCut | None = (
+        None  # of the tokens outside attention, where they have another layout
+    )
 
-    def layout(self, pack: Pack, cp_size: int) -> mb.layout.Layout:
+    def layout(self, pack: Pack, cp_size: int) -> Layout:
         """Which positions of a pack each rank holds."""
         return pack.layout(self.attention, cp_size)
 
     @property
-    def attention(self) -> Cut:
+    def attention(self) -> BatchCut:
         """How attention cuts a sequence."""
-        return self.cut or Cut(self.burst.layout)
+        return self.cut or BatchCut(self.burst.layout)
 
-    def mask(self, pack: Pack | None) -> mb.masks.Mask:
-        """The mask of such a layer, for one sequence or for the documents of a pack."""
-        mask = mb.masks.Causal() if self.causal else mb.masks.Full()
-        if self.window is not None:
-            mask = mask & mb.masks.Window(*self.window)
+    def mask(self, pack: Pack | None, seq_len: int) -> Mask:
+        """The mask of such a layer, for one sequence of `seq_len` tokens over all ranks or for the
+        documents of a pack. Raises `ValueError` for a mask of the user's that is none."""
+        if self.burst.mask is not None:
+            layer = MaskLayer(self.number, self.causal, self.window)
+            batch = MaskBatch(seq_len, None if pack is None else pack.documents)
+            mask = users_mask(self.burst.mask, layer, batch)
+        else:
+            mask = Causal() if self.causal else Full()
+            if self.window is not None:
+                mask = mask & Window(*self.window)
         return mask if pack is None else mask & pack.mask
 
 
-class Rows(NamedTuple):
+class RowChunking(NamedTuple):
     """How rows are cut into chunks: how many chunks, and of how many equal blocks of rows, one per
     rank of sequence parallelism, each has equally many."""
 
@@ -79,7 +99,7 @@ class Rows(NamedTuple):
     blocks: int = 1
 
 
-WHOLE = Rows()
+WHOLE = RowChunking()
 
 
 @dataclass
@@ -89,12 +109,12 @@ class PlanBook:
     others: the books of groups that hold single micro-batches of the same layers, by their ranks.
     """
 
-    groups: mb.Groups
+    groups: Groups
     startup: str | None = None
     others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     _communicators: str = ""
     _lowest: dict[Hashable, int] = field(default_factory=dict)
-    _plans: OrderedDict[tuple, mb.Plan] = field(default_factory=OrderedDict)
+    _plans: OrderedDict[tuple, Plan] = field(default_factory=OrderedDict)
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
@@ -110,16 +130,23 @@ class PlanBook:
         self._lowest[kind] = lowest
         return layer_number == lowest
 
-    def over(self, ranks: tuple[int, ...], make_groups: Callable[[], mb.Groups]) -> PlanBook:
+    def over(self, ranks: tuple[int, ...], make_groups: Callable[[], Groups]) -> PlanBook:
         """The book of a group that holds a micro-batch; a collective of that group, if made now."""
         if ranks not in self.others:
             self.others[ranks] = PlanBook(make_groups())
         return self.others[ranks]
 
     def plan(
-        self, kind: LayerKind, leads: bool, q, k, v, pack: Pack | None = None, rows: Rows = WHOLE
-    ) -> mb.Plan:
-        """The plan for these tensors; a collective if ``leads``, a look-up otherwise."""
+        self,
+        kind: LayerKind,
+        leads: bool,
+        q,
+        k,
+        v,
+        pack: Pack | None = None,
+        rows: RowChunking = WHOLE,
+    ) -> Plan:
+        """The plan for these tensors; a collective if `leads`, a look-up otherwise."""
         key = (kind, pack, rows, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
         if leads:
             self._plans[key] = self._prepare(kind, q, k, v, pack, rows)
@@ -146,9 +173,9 @@ class PlanBook:
         return self._moves.around(kind.stream, kind.attention, pack, (q, k, v))
 
     def pack(self, total: int, params: Any) -> Pack:
-        """The documents of a ``PackedSeqParams``; each of its tensors is read from the device once.
+        """The documents of a `PackedSeqParams`; each of its tensors is read from the device once.
 
-        Raises ``ValueError`` for parameters that do not describe self-attention over one pack.
+        Raises `ValueError` for parameters that do not describe self-attention over one pack.
         """
         lengths, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
         if lengths is None:
@@ -167,18 +194,23 @@ class PlanBook:
                     "is not split, only self-attention is"
                 )
 
-    def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None, rows: Rows) -> mb.Plan:
+    def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None, rows: RowChunking) -> Plan:
+        try:
+            mask = kind.mask(pack, q.shape[0] * self.groups.size)
+        except ValueError as error:
+            agree(error, self.groups.gather)  # ranks whose mask was right raise it too
+            raise
         known = kind, *(t.shape for t in (q, k, v))
         keywords = kind.burst.keywords()
         keywords |= self._chosen.get(known, {})
-        keywords["mask"], keywords["softmax_scale"] = kind.mask(pack), kind.softmax_scale
+        keywords["mask"], keywords["softmax_scale"] = mask, kind.softmax_scale
         if pack is not None:
             keywords["layout"] = kind.layout(pack, self.groups.size)
         keywords["sequence_chunks"], keywords["row_blocks"] = rows
         rates = None
         if keywords.get("algorithm") == "auto" and kind.burst.cluster is not None:
             rates = cluster_file.read(kind.burst.cluster).run_rates(self.groups.topology.per_node)
-        plan = mb.prepare(
+        plan = prepare(
             q,
             k,
             v,
@@ -191,12 +223,14 @@ class PlanBook:
         if plan.choice is not None:
             self._chosen[known] = plan.choice.call
         more = "" if rates is None else f"; rates of {kind.burst.cluster}"
+        if kind.burst.mask is not None:
+            more += f"; masks of {kind.burst.mask}, called for every layer"
         if kind.stream is not None and self.startup is None:
             more += exchange_line(self.groups, kind.stream, kind.attention, pack, (q, k, v))
         self._log(plan, more)
         return plan
 
-    def _log(self, plan: mb.Plan, more: str) -> None:
+    def _log(self, plan: Plan, more: str) -> None:
         """The start-up line, and what communicators a later plan has added."""
         lines = []
         if self.startup is None:
@@ -211,7 +245,7 @@ class PlanBook:
 
 
 def nothing_seen(query: torch.Tensor) -> torch.Tensor:
-    """Largest logits [h] of ``query`` [s, b, h, d] before any was computed."""
+    """Largest logits [h] of `query` [s, b, h, d] before any was computed."""
     dtype = accumulation_dtype(query.dtype)
     return torch.full(query.shape[2:3], float("-inf"), dtype=dtype, device=query.device)
 
@@ -231,7 +265,7 @@ def splits_attention(group: Any) -> bool:
     return any(one is group for one, _ in _books())
 
 
-def plan_book(group: Any, key: tuple, make_groups: Callable[[], mb.Groups]) -> PlanBook:
+def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> PlanBook:
     """The book of a context-parallel group and a topology; made, and kept until `uninstall`."""
     # The key holds the group itself, so no later group can have the same identity.
     books = _books()
@@ -241,5 +275,5 @@ def plan_book(group: Any, key: tuple, make_groups: Callable[[], mb.Groups]) -> P
 
 
 def _books() -> dict[tuple, PlanBook]:
-    patches = registry.installed("burst")
+    patches = patching.installed("burst")
     return patches.notes.setdefault("plan_books", {}) if patches else {}

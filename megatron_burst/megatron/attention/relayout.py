@@ -17,46 +17,49 @@ from zlib import crc32
 
 import torch
 
-import megatron_burst as mb
-from megatron_burst.comm import rows
-from megatron_burst.layout import routes
-from megatron_burst.megatron.data.cut import Cut
-from megatron_burst.megatron.data.packed import Pack
-from megatron_burst.units import byte_size
+from ...comm import rows
+from ...comm.groups import Groups
+from ...layout import Layout, routes
+from ...layout import make as make_layout
+from ...units import byte_size
+from ..data.cut import BatchCut
+from ..data.packed import Pack
 
-KEPT = 64  # more than packed micro-batches in flight
+EXCHANGES_KEPT = 64  # more than packed micro-batches in flight
 
 
 class Around(NamedTuple):
-    """The exchange before attention and the one after it, for this rank of ``groups``."""
+    """The exchange before attention and the one after it, for this rank of `groups`."""
 
-    groups: mb.Groups
-    there: rows.Paths
-    back: rows.Paths
+    groups: Groups
+    leaving: rows.Paths
+    coming_home: rows.Paths
     identity: int
 
-    def attention(self, q: Any, k: Any, v: Any, **call: Any) -> torch.Tensor:
-        """`mb.attention` of q, k, v [s, b, ...] of the stream, and its result for the stream.
+    def to_attention(self, tensors: tuple[torch.Tensor, ...], label: int) -> Any:
+        """Rows of q, k, v [s, b, ...] of the stream, as attention's layout has them; collective."""
+        return rows.exchange_rows(tensors, self.leaving, self.groups, self.identity, label)
 
-        call: as `mb.attention` takes it; its plan has attention's layout. Collective.
-        """
-        label = call.get("label")
-        moved = rows.exchange_rows((q, k, v), self.there, self.groups, self.identity, label)
-        out = mb.attention(*moved, **call)
-        return rows.exchange_rows((out,), self.back, self.groups, self.identity, label)[0]
+    def to_stream(self, out: torch.Tensor, label: int) -> torch.Tensor:
+        """Rows of attention's result, as the stream has them; collective."""
+        return rows.exchange_rows((out,), self.coming_home, self.groups, self.identity, label)[0]
 
 
 class Moves:
-    """The exchanges of one grid, by what they depend on; the last `KEPT` of them."""
+    """The exchanges of one grid, by what they depend on; the last `EXCHANGES_KEPT` of them."""
 
-    def __init__(self, groups: mb.Groups) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._known: OrderedDict[tuple, Around] = OrderedDict()
 
     def around(
-        self, stream: Cut, attention: Cut, pack: Pack | None, tensors: Sequence[torch.Tensor]
+        self,
+        stream: BatchCut,
+        attention: BatchCut,
+        pack: Pack | None,
+        tensors: Sequence[torch.Tensor],
     ) -> Around:
-        """For q, k, v [s, ...] of a batch, which ``pack`` describes if it is packed.
+        """For q, k, v [s, ...] of a batch, which `pack` describes if it is packed.
 
         Makes the channel, a collective, when it is called first.
         """
@@ -66,29 +69,29 @@ class Moves:
         key = stream, attention, pack and pack.cut_key, local, device
         if key not in self._known:
             both = _routes(groups, stream, attention, pack, local)
-            told = repr((stream.name, attention.name, pack and pack.cut_key, local))
-            there, back = (rows.paths(route, device) for route in both)
-            self._known[key] = Around(groups, there, back, crc32(told.encode()))
+            facts = repr((stream.name, attention.name, pack and pack.cut_key, local))
+            leaving, coming_home = (rows.paths(route, device) for route in both)
+            self._known[key] = Around(groups, leaving, coming_home, crc32(facts.encode()))
         self._known.move_to_end(key)
-        if len(self._known) > KEPT:
+        if len(self._known) > EXCHANGES_KEPT:
             self._known.popitem(last=False)
         return self._known[key]
 
 
 def exchange_line(
-    groups: mb.Groups, stream: Cut, attention: Cut, pack: Pack | None, tensors: Sequence[Any]
+    groups: Groups, stream: BatchCut, attention: BatchCut, pack: Pack | None, tensors: Sequence[Any]
 ) -> str:
     """What the exchanges around one layer cost this rank, for the start-up line.
 
     tensors: q, k, v [s, b, heads, width] of the stream.
     """
     q, k, v = tensors
-    there, back = (
+    leaving, returning = (
         sum(route.leaving(groups.rank, groups.topology.per_node))
         for route in _routes(groups, stream, attention, pack, q.shape[0])
     )
     out = q.shape[1] * q.shape[2] * v.shape[3] * v.element_size()
-    sent = there * sum(x[:1].numel() * x.element_size() for x in (q, k, v)) + back * out
+    sent = leaving * sum(x[:1].numel() * x.element_size() for x in (q, k, v)) + returning * out
     return (
         f"; tokens lie {stream.name} and attention has {attention.name}: rows of q, k, v and out "
         f"travel around each layer of it, {byte_size(sent)} from a rank in forward and as much in "
@@ -97,7 +100,7 @@ def exchange_line(
 
 
 def _routes(
-    groups: mb.Groups, stream: Cut, attention: Cut, pack: Pack | None, local: int
+    groups: Groups, stream: BatchCut, attention: BatchCut, pack: Pack | None, local: int
 ) -> tuple[routes.Route, routes.Route]:
     """The way to attention's layout and the way back, of this rank with so many rows."""
     total = local * groups.size
@@ -108,7 +111,7 @@ def _routes(
     )
 
 
-def _layout(cut: Cut, pack: Pack | None, size: int) -> mb.layout.Layout:
+def _layout(cut: BatchCut, pack: Pack | None, size: int) -> Layout:
     if pack is not None:
         return pack.layout(cut, size)
-    return mb.layout.make(cut.name, cp_size=size)
+    return make_layout(cut.name, cp_size=size)

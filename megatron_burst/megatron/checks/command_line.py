@@ -1,7 +1,7 @@
 """Problems of a Megatron-LM command line, found when its arguments are parsed.
 
 Some problems only a command line has: the number of ranks, packed batches, a yaml file. The others
-are found by reading parsed arguments like a ``TransformerConfig``. One error reports all of them
+are found by reading parsed arguments like a `TransformerConfig`. One error reports all of them
 before anything is built.
 """
 
@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_burst import flags
-from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.checks.chunks import chunk_problems
-from megatron_burst.megatron.checks.config import config_problems
-from megatron_burst.megatron.checks.hybrid import script_problems, splits
-from megatron_burst.megatron.checks.linear import FLAG as LINEAR
-from megatron_burst.megatron.checks.linear import PATTERNS, linear_layers
-from megatron_burst.megatron.checks.lm_head import lm_head_problems
-from megatron_burst.megatron.checks.mlp_tiles import tile_problems
-from megatron_burst.megatron.checks.model import HIDDEN_STATES, kernel_problems
-from megatron_burst.megatron.checks.offload import offload_problems
-from megatron_burst.megatron.checks.packing import packing_problems
-from megatron_burst.megatron.checks.problem import Problem
-from megatron_burst.megatron.patching import registry
+from ... import flags
+from ...config import BurstConfig
+from .. import patching
+from .config import HIDDEN_STATES, config_problems, kernel_problems
+from .features import (
+    chunk_problems,
+    lm_head_problems,
+    offload_problems,
+    packing_problems,
+    tile_problems,
+)
+from .problem import Problem
+from .splitting import FLAG as LINEAR
+from .splitting import PATTERNS, linear_layers, script_problems, splits
 
 RESET = "--reset-attention-mask"
 # Further flags of Megatron-LM that make packed batches.
@@ -35,7 +35,7 @@ _KERNELS = ("--attention-backend", "--flash-attention-version", "--use-flash-att
 
 
 def settings_of(args: Any) -> SimpleNamespace:
-    """Parsed arguments under the names of a ``TransformerConfig``.
+    """Parsed arguments under the names of a `TransformerConfig`.
 
     With a yaml file the arguments have sections, whose entries are read like the others.
     """
@@ -63,7 +63,7 @@ def takes_over(args: Any) -> bool:
 
 
 def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
-    """Features that need a GPU, for which ``--cpu`` has no replacement."""
+    """Features that need a GPU, for which `--cpu` has no replacement."""
     for name, what in (
         ("use_torch_fsdp2", "shards a model for CUDA devices"),
         ("use_megatron_fsdp", "shards a model for CUDA devices"),
@@ -84,7 +84,7 @@ def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     """All problems of arguments completed by `flags.settle`; argv: the command line as given."""
     settings = settings_of(args)
-    if registry.installed("cpu"):
+    if patching.installed("cpu"):
         yield from _without_cuda(settings)
         for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
             setattr(settings, name, None)  # so that no other check tells of them again
@@ -130,7 +130,7 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
     yield from _packed(settings, burst)
     if getattr(settings, "reset_attention_mask", False):
         yield from _documents(settings)
-    if not engine and not registry.installed("cpu"):  # which has local layers
+    if not engine and not patching.installed("cpu"):  # which has local layers
         yield from _hybrid(settings)
 
 
@@ -182,14 +182,14 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
     fused = rope and getattr(settings, "apply_rope_fusion", False)
     if fused and (anew or asked[0] != "--sft"):
         yield Problem(
-            f"{asked[0]}{' and --burst-pack' * anew} with fused rope, which supports only "
+            f"{asked[0]}{' and --burst-pack' if anew else ''} with fused rope, which supports only "
             "documents of multiples of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 
 
 def _documents(settings: Any) -> Iterator[Problem]:
-    """Settings with which ``--reset-attention-mask`` cannot be turned into documents."""
+    """Settings with which `--reset-attention-mask` cannot be turned into documents."""
     rows = getattr(settings, "micro_batch_size", None)
     if not hasattr(settings, "dataloader_inter_document_masking"):
         yield Problem(

@@ -1,43 +1,51 @@
-"""Problems of a ``TransformerConfig`` that depend on the sizes of a run.
+"""Problems of a `TransformerConfig`: of the sizes of a run, of features of its layers, and of the
+local attention that it names.
 
-Nothing here looks at processes or tensors: every rank reads the same configuration, so every rank
-raises the same error.
+Each function yields the problems that it finds. Nothing here looks at processes or tensors: every
+rank reads the same configuration, so every rank raises the same error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_burst.config import OFF, BurstConfig
-from megatron_burst.megatron.checks.cluster import cluster_problems
-from megatron_burst.megatron.checks.cuda_graphs import graph_problems
-from megatron_burst.megatron.checks.hybrid import hybrid_problems, splits
-from megatron_burst.megatron.checks.layouts import two_layout_problems
-from megatron_burst.megatron.checks.linear import linear_layers, linear_problems
-from megatron_burst.megatron.checks.model import (
-    layout_problems,
-    max_logit_problems,
-    model_problems,
+import torch
+
+from ...autotune import cluster_file
+from ...config import OFF, BurstConfig
+from ...kernels import flash_packages
+from ...schedule.topology import Topology
+from ..users_mask import mask_function
+from .cuda_graphs import graph_problems
+from .problem import Problem, Refused, refuse
+from .splitting import (
+    DELTA_NETS,
+    changing_groups,
+    hybrid_problems,
+    linear_layers,
+    linear_problems,
+    needs_ranks,
+    splits,
+    two_layout_problems,
 )
-from megatron_burst.megatron.checks.problem import Problem, Refused, refuse
-from megatron_burst.schedule.topology import Topology
 
 SIZES = "--hierarchical-context-parallel-sizes"
 
 
 def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
-    """Raise ``ValueError`` if BurstAttention cannot honour a ``TransformerConfig``."""
+    """Raise `ValueError` if BurstAttention cannot honour a `TransformerConfig`."""
     refuse(config_problems(config, burst, seq_length))
 
 
 def config_problems(
     config: Any, burst: BurstConfig, seq_length: int | None = None
 ) -> Iterator[Problem]:
-    """All settings of a ``TransformerConfig`` that BurstAttention cannot honour.
+    """All settings of a `TransformerConfig` that BurstAttention cannot honour.
 
-    config: a ``TransformerConfig``, or any object with attributes of the same names;
+    config: a `TransformerConfig`, or any object with attributes of the same names;
     seq_length: global, in tokens.
     """
     cp = config.context_parallel_size
@@ -54,6 +62,7 @@ def config_problems(
             f"--context-parallel-size {cp}"
         )
     yield from cluster_problems(burst, config)
+    yield from mask_problems(config, burst)
     if not splits(config):
         yield from two_layout_problems(config, burst)
         return
@@ -88,8 +97,37 @@ def config_problems(
         yield from layout_problems(config, burst.layout)
 
 
+def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless the function of `--burst-mask` can be called for every layer and batch."""
+    if burst.mask is None:
+        return
+    flag, off = f"--burst-mask {burst.mask}", ("--burst-mask",)
+    if burst.algorithm == OFF or not splits(config):
+        yield needs_ranks(flag, config, burst, off)
+        return
+    changing = changing_groups(config)
+    for asked, other, why in (
+        (burst.layout == "balanced", "--burst-layout balanced",
+         "whose balance is that of causal documents"),
+        (burst.pack != "off", f"--burst-pack {burst.pack}", "whose balance is that of causality"),
+        (burst.sequence_chunks != 1, f"--burst-sequence-chunks {burst.sequence_chunks}",
+         "which was not tested"),
+        (burst.attention_layout not in (None, burst.layout),
+         f"--burst-attention-layout {burst.attention_layout}", "which was not tested"),
+        (getattr(config, "mtp_num_layers", None), "--mtp-num-layers",
+         "whose layers count from 1 again, so that the function could not tell them apart"),
+        (changing, changing, "whose groups change with the micro-batch: not tested"),
+    ):  # fmt: skip
+        if asked:
+            yield Problem(f"{flag} with {other}, {why}", remove=off)
+    try:
+        mask_function(burst.mask)
+    except ValueError as error:
+        yield Problem(str(error))
+
+
 def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
-    """Unless ``cp`` ranks can each hold two equal pieces of a sequence."""
+    """Unless `cp` ranks can each hold two equal pieces of a sequence."""
     if seq_length % (2 * cp):
         yield Problem(
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
@@ -151,14 +189,14 @@ def _store_problems(config: Any, store: float) -> Iterator[Problem]:
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:
-    """Raise ``ValueError`` unless ``sizes`` and ``intra_size`` fit ``cp`` and each other."""
+    """Raise `ValueError` unless `sizes` and `intra_size` fit `cp` and each other."""
     refuse(topology_problems(cp, sizes, intra_size))
 
 
 def topology_problems(
     cp: int, sizes: Sequence[int] | None, intra_size: int | None
 ) -> Iterator[Problem]:
-    """What does not fit of the two ways to state ranks per node: to ``cp``, or to each other."""
+    """What does not fit of the two ways to state ranks per node: to `cp`, or to each other."""
     if sizes and len(sizes) != 2:
         yield Problem(
             f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention takes two: ranks per "
@@ -177,7 +215,7 @@ def topology_problems(
 
 
 def ulysses_size(burst: BurstConfig, cp: int) -> int:
-    """How many of ``cp`` ranks share the heads of the same rows; 1 for a ring of all ranks."""
+    """How many of `cp` ranks share the heads of the same rows; 1 for a ring of all ranks."""
     if burst.algorithm == "ulysses":
         if burst.ulysses_size not in (None, cp):
             refuse([Problem(
@@ -243,8 +281,209 @@ def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
-    """Whether ``size`` ranks can share these heads without splitting one.
+    """Whether `size` ranks can share these heads without splitting one.
 
     Key/value heads may be repeated.
     """
     return not (cp % size or heads % size or (kv_heads % size and size % kv_heads))
+
+
+HIDDEN_STATES = "Megatron shifts hidden states too, and only zigzag shards of unpacked sequences"
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+def _window_problems(size: Any) -> Iterator[Problem]:
+    if size is None:
+        return
+    flag = "--window-size"
+    if isinstance(size, int):
+        yield Problem(
+            f"{flag} {size} must be two sizes: tokens back, tokens ahead", (f"{flag} {size},0",)
+        )
+    elif len(size) != 2 or any(limit < -1 for limit in size):
+        yield Problem(f"{flag} {size} must be two sizes, each at least 0, or -1 for no limit")
+    elif size[1] > 0:
+        yield Problem(
+            f"{flag} {size} looks {size[1]} tokens ahead, and the model is causal",
+            (f"{flag} {size[0]},0",),
+        )
+
+
+# Fields of a TransformerConfig for features that do not exist here, the reason, the flag to remove.
+_UNSUPPORTED = (
+    ("apply_query_key_layer_scaling", "query-key layer scaling is not supported",
+     "--apply-query-key-layer-scaling"),
+    ("fp8_dot_product_attention", "attention in fp8 is not supported",
+     "--fp8-dot-product-attention"),
+    ("fp8_multi_head_attention", "attention in fp8 is not supported",
+     "--fp8-multi-head-attention"),
+    ("sequence_packing_scheduler", "it cuts packed batches by itself, for Megatron's own "
+     "attention; --burst-pack documents packs them over the data-parallel ranks",
+     "--sequence-packing-scheduler"),
+    ("use_kitchen_attention", "BurstAttention takes the place of the attention it asks for",
+     "--use-kitchen-attention"),
+    ("batch_invariant_mode", "partial results of ranks are merged, and their bits depend on how "
+     "many there are; Megatron's own attention has no such mode over ranks either",
+     "--batch-invariant-mode"),
+    ("overlap_moe_expert_parallel_comm", "it runs layers in pieces on CUDA streams, those of one "
+     "micro-batch between those of another; with BurstAttention this was never tested",
+     "--overlap-moe-expert-parallel-comm"),
+)  # fmt: skip
+
+
+def model_problems(config: Any) -> Iterator[Problem]:
+    """Features of the layers of a `TransformerConfig` that BurstAttention lacks."""
+
+    def get(name: str, default: Any = None) -> Any:
+        return getattr(config, name, default)
+
+    if get("attention_dropout", 0):
+        yield dropout_problem(config.attention_dropout)
+    yield from _window_problems(get("window_size"))
+    if get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
+        yield Problem(
+            f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are supported"
+        )
+    if get("attn_logit_softcapping"):
+        yield Problem(
+            "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
+        )
+    for name, reason, flag in _UNSUPPORTED:
+        if get(name):
+            yield Problem(f"{flag}: {reason}", remove=(flag,))
+    heads, groups = get("num_attention_heads"), get("num_query_groups")
+    if groups and heads and heads % groups:
+        yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
+
+
+def records_max_logits(config: Any) -> bool:
+    """Whether Megatron's optimizer step reads the largest attention logits."""
+    return bool(getattr(config, "log_max_attention_logit", 0) or getattr(config, "qk_clip", 0))
+
+
+def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
+    """Unless the local attention `kernel` can tell the largest logits, if they are asked for."""
+    if records_max_logits(config) and kernel not in ("auto", "triton", "reference"):
+        yield Problem(
+            f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
+            f"{kernel} does not tell; triton and reference do",
+            add=("--burst-kernel auto",),
+        )
+
+
+def _max_logit_flag(config: Any) -> str:
+    return "--qk-clip" if getattr(config, "qk_clip", False) else "--log-max-attention-logit"
+
+
+def dropout_problem(share: float) -> Problem:
+    """Attention dropout with probability `share`."""
+    return Problem(
+        f"attention dropout is {share}, and BurstAttention has none", add=("--attention-dropout 0",)
+    )
+
+
+def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
+    """Features for which Megatron slices or shifts the sequence itself, assuming zigzag."""
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    zigzag = ("--burst-layout zigzag",)
+    if get("mtp_hsm"):
+        yield Problem(f"--mtp-hsm with --burst-layout {layout}: {HIDDEN_STATES}", add=zigzag)
+    variant = get("experimental_attention_variant")
+    if variant and variant not in DELTA_NETS:
+        yield Problem(
+            f"--experimental-attention-variant {variant} needs --burst-layout zigzag, not {layout}",
+            add=zigzag,
+        )
+    if get("multi_latent_attention") and get("apply_rope_fusion"):
+        yield Problem("fused MLA rope works only with --burst-layout zigzag",
+                      add=("--no-rope-fusion",))  # fmt: skip
+    if layout == "balanced":
+        yield from _balanced_problems(config)
+
+
+def _balanced_problems(config: Any) -> Iterator[Problem]:
+    """What packs of mixed documents, and ranks that hold unequally many counted tokens, exclude."""
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    if not get("calculate_per_token_loss"):
+        yield Problem(
+            "--burst-layout balanced gives ranks unequally many tokens that count, and Megatron "
+            "divides the loss of each rank by the rank's own count, so that gradients depend on "
+            "the layout",
+            add=("--calculate-per-token-loss",),
+        )
+    rotary = get("position_embedding_type") in ("rope", "yarn", "mrope")
+    if rotary and get("apply_rope_fusion") and not get("multi_latent_attention"):
+        yield Problem(
+            "fused rope lays every document out by itself, and --burst-layout balanced does not",
+            add=("--no-rope-fusion",),
+        )
+    if get("linear_attention_freq") and not get("experimental_attention_variant"):
+        yield Problem(
+            "--linear-attention-freq: layers of linear attention assume an order of tokens, and "
+            "work only with --burst-layout zigzag, not balanced",
+            add=("--burst-layout zigzag",),
+        )
+
+
+def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless the attention backend leaves the core attention of a layer spec in place.
+
+    With `local`, builders put Megatron's unfused attention over the one that a spec names.
+    """
+    backend = getattr(config, "attention_backend", None)
+    split = config.context_parallel_size != 1 and burst.algorithm != OFF
+    if split and getattr(backend, "name", backend) == "local":
+        yield Problem(
+            "--attention-backend local asks for Megatron's own unfused attention, which "
+            "BurstAttention replaces: leave it unset, or take --context-parallel-algo megatron"
+        )
+
+
+def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless this machine can run the local attention that `burst` names for this model."""
+    name = burst.kernel
+    split = config.context_parallel_size != 1 and burst.algorithm != OFF
+    if split and name == "auto" and records_max_logits(config) and not torch.cuda.is_available():
+        yield Problem(
+            f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
+            "auto does not tell without CUDA; and pretrain_gpt.py takes the flag only with "
+            "Transformer Engine 2.9.0 or later",
+            add=("--burst-kernel reference",),
+        )
+    if name in flash_packages.PACKAGES:
+        try:
+            flash_packages.load(name)
+        except ValueError as error:
+            yield Problem(str(error))
+            return
+    if name in ("aten_cudnn", "triton", *flash_packages.PACKAGES) and not torch.cuda.is_available():
+        yield Problem(
+            f"--burst-kernel {name} needs CUDA, which this machine does not have",
+            add=("--burst-kernel auto",),
+        )
+
+
+def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem]:
+    """Unless the file is one of `megatron-burst calibrate` and "auto" will read it: that of
+    attention or, in a model of this `config`, that of layers that carry a state."""
+    if burst.cluster is None:
+        return
+    flag = f"--burst-cluster {burst.cluster}"
+    states = burst.linear == "auto" and burst.algorithm != OFF and linear_layers(config)
+    if burst.algorithm != "auto" and not states:
+        yield Problem(
+            f"{flag} is for --context-parallel-algo auto, and {burst.algorithm} needs no rates",
+            remove=("--burst-cluster",),
+        )
+    try:
+        cluster_file.read(burst.cluster)
+    except ValueError as error:
+        missing = not Path(burst.cluster).is_file()
+        hint = "; every node needs the file" if missing else ""
+        yield Problem(f"--burst-cluster {error}{hint}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_burst.megatron.checks.problem import Problem
+from .problem import Problem
 
 # Modules of a layer that a capture can be limited to, without its attention. Megatron's own graphs
 # ("local") of a dense MLP, or of experts as a whole, are those of the whole layer.
@@ -22,7 +22,7 @@ _MODULES = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_sco
 
 
 def graph_problems(config: Any, store: float | None, states: bool = False) -> Iterator[Problem]:
-    """Unless the CUDA graphs that a ``TransformerConfig`` asks for contain no attention.
+    """Unless the CUDA graphs that a `TransformerConfig` asks for contain no attention.
 
     config: as `config_problems` takes it; store: --burst-attention-store; states: whether Mamba
     layers pass states from rank to rank: `linear_problems` refuses graphs of these.

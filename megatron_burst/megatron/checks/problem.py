@@ -22,13 +22,16 @@ class Problem:
     remove: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        fixes = [f"add {' '.join(self.add)}"] * bool(self.add)
-        fixes += [f"remove {' '.join(self.remove)}"] * bool(self.remove)
-        return "; ".join([self.reason, *fixes])
+        parts = [self.reason]
+        if self.add:
+            parts.append(f"add {' '.join(self.add)}")
+        if self.remove:
+            parts.append(f"remove {' '.join(self.remove)}")
+        return "; ".join(parts)
 
 
 class Refused(ValueError):
-    """The error for all problems of a run; ``problems`` has them one by one."""
+    """The error for all problems of a run; `problems` has them one by one."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
@@ -36,7 +39,7 @@ class Refused(ValueError):
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise `Refused`, a ``ValueError``, if there are problems."""
+    """Raise `Refused`, a `ValueError`, if there are problems."""
     found = list(problems)
     if found:
         raise Refused(found)

@@ -27,7 +27,7 @@ _BLOCK = 4096  # rows at a time, so that what is fp64 stays small
 
 
 @dataclass(frozen=True, eq=False)
-class Rates:
+class TurnRates:
     """How fast the angles of one rotary embedding turn.
 
     per_position: radians, fp32 [d / 2], as Megatron computed them. interpolation: what positions
@@ -50,7 +50,7 @@ class Rates:
         return values, self.interpolation, self.interleaved, self.per_position.device
 
     def worst_of_fp32(self, position: int) -> float:
-        """Radians by which Megatron's angle of ``position`` may be off: half the distance of fp32
+        """Radians by which Megatron's angle of `position` may be off: half the distance of fp32
         numbers there, of the product and of the factors."""
         turned = position * (self.interpolation or 1.0)
         fastest = float(self.per_position.max())
@@ -59,8 +59,8 @@ class Rates:
         return spacing + (of_position * fastest if position > 2**24 else 0.0)
 
 
-def angles_at(positions: torch.Tensor, rates: Rates, reach: int) -> torch.Tensor:
-    """Rotary angles, fp32 [n, 1, 1, d], of int64 ``positions`` [n] on the device of the rates.
+def angles_at(positions: torch.Tensor, rates: TurnRates, reach: int) -> torch.Tensor:
+    """Rotary angles, fp32 [n, 1, 1, d], of int64 `positions` [n] on the device of the rates.
 
     reach: a bound that no position reaches; it is given, because the host should not wait to see
     the positions. Up to `EXACT` angles are not reduced; beyond that they lie within +-pi. Besides
@@ -83,7 +83,7 @@ def angles_at(positions: torch.Tensor, rates: Rates, reach: int) -> torch.Tensor
     return found[:, None, None, :]
 
 
-def _product(positions: torch.Tensor, rates: Rates) -> torch.Tensor:
+def _product(positions: torch.Tensor, rates: TurnRates) -> torch.Tensor:
     """fp32 [n, d / 2], rounded as Megatron rounds."""
     turned = positions.to(torch.float32)
     if rates.interpolation is not None:
@@ -91,7 +91,7 @@ def _product(positions: torch.Tensor, rates: Rates) -> torch.Tensor:
     return turned[:, None] * rates.per_position
 
 
-def _reduced(positions: torch.Tensor, rates: Rates) -> torch.Tensor:
+def _reduced(positions: torch.Tensor, rates: TurnRates) -> torch.Tensor:
     """fp32 [n, d / 2] within +-pi: the product in fp64 less whole turns."""
     turned = positions.to(torch.float64)
     if rates.interpolation is not None:

@@ -1,8 +1,13 @@
-"""How a run cuts packed batches: its layout, and what a layout that is solved per pack goes by.
+"""How a run cuts its batches: its layout, what a layout that is solved per pack goes by, and which
+ranks hold one micro-batch.
 
-A run fixes its `Cut` once, from the first configuration that chooses BurstAttention, because data
-path, rotary embedding and attention must cut alike, on every pipeline stage and every rank. What
-costs a token therefore comes from the whole model, and never from the layers of one stage.
+A run fixes its `BatchCut` once, from the first configuration that chooses BurstAttention, because
+data path, rotary embedding and attention must cut alike, on every pipeline stage and every rank.
+What a token costs therefore comes from the whole model, and never from the layers of one stage.
+
+Under hybrid or dynamic context parallelism Megatron's schedulers give short documents to few ranks
+and long ones to many: the `PackedSeqParams` of a micro-batch names the group that holds it
+(`cp_group`) or says that one rank holds all of it (`local_cp_size` 1 without a group).
 """
 
 from __future__ import annotations
@@ -12,16 +17,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst.config import BurstConfig
-from megatron_burst.layout.mixture import CAUSAL, Window
-from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.patching import registry
+import torch
+
+from ...config import BurstConfig
+from ...layout.balanced import CAUSAL, Window
+from .. import patching
 
 _NOTE = "cut"
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchCut:
     """How packed batches are cut: the same for every batch, model and rank of a run.
 
     name: the layout. For "balanced" also per_node: ranks per node, None if nobody said; windows:
@@ -35,17 +41,17 @@ class Cut:
     multiple: int = 1
 
 
-def cut_for(config: Any, burst: BurstConfig) -> Cut:
-    """The cut of a run with this ``TransformerConfig``.
+def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
+    """The cut of a run with this `TransformerConfig`.
 
     Layers count as causal. Without windows that is also the balance of models without causality,
     whose tokens see twice as much in every document alike.
     """
     if burst.layout != "balanced":
-        return Cut(burst.layout)
+        return BatchCut(burst.layout)
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
     split = getattr(config, "sequence_parallel", False)
-    return Cut(
+    return BatchCut(
         burst.layout,
         per_node=sizes[0] if sizes else burst.intra_size,
         windows=layer_windows(config),
@@ -73,7 +79,7 @@ def causal_window(config: Any, layer_number: int) -> Window:
 def layer_window(config: Any, layer_number: int) -> Window | None:
     """(left, right) of a layer with a sliding window, None for no limit; None without a window.
 
-    A query at p sees the keys from p - left to p + right; ``layer_number`` counts from 1.
+    A query at p sees the keys from p - left to p + right; `layer_number` counts from 1.
     """
     # Late: this module is imported where there may be no Megatron-Core.
     from megatron.core.transformer.utils import is_layer_window_attention
@@ -86,37 +92,90 @@ def layer_window(config: Any, layer_number: int) -> Window | None:
     return left, right
 
 
-def attention_cut(burst: BurstConfig) -> Cut | None:
+def attention_cut(burst: BurstConfig) -> BatchCut | None:
     """How softmax attention cuts sequences, where that is not how the run cuts its batches."""
     apart = burst.attention_layout not in (None, burst.layout)
-    return Cut(str(burst.attention_layout)) if apart else None
+    return BatchCut(str(burst.attention_layout)) if apart else None
 
 
-def settle_cut(patches: registry.PatchSet, cut: Cut) -> None:
+def settle_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
     """Fix the cut of the run, unless an earlier configuration has."""
     patches.notes.setdefault(_NOTE, cut)
 
 
-def cut_of_run(layout: str) -> Cut:
-    """The cut of the run, whose layout is ``layout``.
+def installed_layout() -> str | None:
+    """The layout of this run, from `install` or from the first `configure`; None before both."""
+    patches = patching.installed("burst")
+    return patches.notes.get("layout") if patches else None
 
-    Raises ``ValueError`` for layout balanced before a configuration says what its tokens cost.
+
+def cut_of_run(layout: str) -> BatchCut:
+    """The cut of the run, whose layout is `layout`.
+
+    Raises `ValueError` for layout balanced before a configuration says what its tokens cost.
     """
-    patches = registry.installed("burst")
+    patches = patching.installed("burst")
     found = patches.notes.get(_NOTE) if patches else None
     if found is None and layout == "balanced":
         raise ValueError(
             "layout balanced before configure(): batches are cut by what a token of this model "
             "costs; configure the model first"
         )
-    return found or Cut(layout)
+    return found or BatchCut(layout)
 
 
 def unpacked() -> ValueError:
     """The error for a batch without documents in a run with layout balanced."""
-    return translation.user_error(
+    return patching.user_error(
         "--burst-layout balanced cuts packed batches, and this batch names no documents: pass "
         "packed_seq_params, as --dataloader-inter-document-masking, --reset-attention-mask and "
         "--sft make them; for one document per sequence take --burst-layout zigzag, which is "
         "balanced for it"
     )
+
+
+class OneRank:
+    """What is asked of a process group, for a micro-batch that one rank holds alone."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ONE_RANK = OneRank()
+
+
+def group_of(params: Any, static: Any) -> Any:
+    """The group that holds the micro-batch of a `PackedSeqParams`: its own, or else `static`.
+
+    `ONE_RANK` if no other rank holds any of it. params: None for a batch that is not packed.
+    """
+    group, size = getattr(params, "cp_group", None), getattr(params, "local_cp_size", None)
+    if group is None and size in (None, static.size()):
+        return static
+    if group is None and size == 1:
+        return ONE_RANK
+    if group is None:
+        raise ValueError(
+            f"packed_seq_params: local_cp_size is {size} and cp_group None: name the group of the "
+            f"ranks that hold the micro-batch"
+        )
+    if size not in (None, group.size()):
+        raise ValueError(
+            f"packed_seq_params: local_cp_size is {size}, and cp_group has {group.size()} ranks"
+        )
+    if group.size() > 1 and not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            f"packed_seq_params: cp_group must be a process group that this rank is in, got "
+            f"{group!r:.100}"
+        )
+    return ONE_RANK if group.size() == 1 else group
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group, in its order."""
+    if group is ONE_RANK:
+        return (torch.distributed.get_rank(),)
+    return tuple(torch.distributed.get_process_group_ranks(group))

@@ -25,10 +25,12 @@ import numpy as np
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-import megatron_burst as mb
-from megatron_burst.layout.sharding import to_device
-from megatron_burst.megatron.data.cut import Cut
-from megatron_burst.megatron.patching import registry
+from ...layout import Layout, successors
+from ...layout import make as make_layout
+from ...layout.sharding import to_device
+from ...masks import Documents, Mask
+from .. import patching
+from .cut import BatchCut
 
 CUTS_KEPT = 4096  # more than packed micro-batches between their slicing and their backward
 
@@ -39,7 +41,7 @@ class _Cuts(dict):
 
 @dataclass(frozen=True)
 class Pack:
-    """The documents of one packed sequence of ``total`` tokens over all context-parallel ranks.
+    """The documents of one packed sequence of `total` tokens over all context-parallel ranks.
 
     bounds: boundaries of the documents in the pack, each with the padding behind it; what pads the
     end of the pack is one more. end: where that begins.
@@ -54,52 +56,52 @@ class Pack:
     padding: tuple[int, ...] = ()
 
     @property
-    def mask(self) -> mb.masks.Mask:
+    def mask(self) -> Mask:
         """A token sees its own document."""
-        return mb.masks.Documents(self.documents, padding=self.padding)
+        return Documents(self.documents, padding=self.padding)
 
     @property
     def cut_key(self) -> tuple:
-        """All that the layout of the pack depends on, besides the run's `Cut`."""
+        """All that the layout of the pack depends on, besides the run's `BatchCut`."""
         return self.total, self.bounds, self.end
 
-    def layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
-        """Which positions of the pack each rank holds, in a run that cuts by ``cut``; made once."""
+    def layout(self, cut: BatchCut, cp_size: int) -> Layout:
+        """Which positions of the pack each rank holds, in a run that cuts by `cut`; made once."""
         if (cut, cp_size) not in self._made:
             self._made[cut, cp_size] = self._layout(cut, cp_size)
         return self._made[cut, cp_size]
 
-    def _layout(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+    def _layout(self, cut: BatchCut, cp_size: int) -> Layout:
         if cp_size == 1:  # hybrid context parallelism: documents of any length
-            return mb.layout.make("contiguous", cp_size=1)
+            return make_layout("contiguous", cp_size=1)
         if cut.name == "balanced":
             return self._balanced(cut, cp_size)
         if cut.name == "zigzag" and not (np.diff(self.bounds) % (2 * cp_size)).any():
-            return mb.layout.make(cut.name, cp_size=cp_size, cu_seqlens=self.bounds)
+            return make_layout(cut.name, cp_size=cp_size, cu_seqlens=self.bounds)
         if self.total % (2 * cp_size):
             raise ValueError(
                 f"packed sequence of {self.total} tokens: not divisible by 2 x "
                 f"--context-parallel-size ({2 * cp_size}); pad the end of the pack"
             )
-        return mb.layout.make(cut.name, cp_size=cp_size)
+        return make_layout(cut.name, cp_size=cp_size)
 
-    def _balanced(self, cut: Cut, cp_size: int) -> mb.layout.Layout:
+    def _balanced(self, cut: BatchCut, cp_size: int) -> Layout:
         if self.total % (cp_size * cut.multiple):
-            tensor = f" x --tensor-model-parallel-size ({cut.multiple})" * (cut.multiple > 1)
+            tensor = f" x --tensor-model-parallel-size ({cut.multiple})" if cut.multiple > 1 else ""
             raise ValueError(
                 f"packed sequence of {self.total} tokens: not divisible by "
                 f"--context-parallel-size ({cp_size}){tensor}; pad the end of the pack"
             )
-        return mb.layout.make(
+        return make_layout(
             cut.name,
             cp_size=cp_size,
             cu_seqlens=self.bounds,
             per_node=None if cut.per_node is None else math.gcd(cut.per_node, cp_size),
             windows=cut.windows,
-            padding=[len(self.bounds) - 2] * (self.end < self.total),
+            padding=[len(self.bounds) - 2] if self.end < self.total else [],
         )
 
-    def places(self, cut: Cut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, cut: BatchCut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [total / cp_size] each: positions in the pack, and in their documents."""
         positions = self.layout(cut, cp_size).positions(rank, self.total)
         # Of the rank's tokens alone: numbers of all tokens would be as long as the pack.
@@ -107,9 +109,14 @@ class Pack:
         return positions, positions - self._bounds[document]
 
     def index(
-        self, cut: Cut, cp_size: int, rank: int, device: torch.device, angles: int | None = None
+        self,
+        cut: BatchCut,
+        cp_size: int,
+        rank: int,
+        device: torch.device,
+        angles: int | None = None,
     ) -> torch.Tensor:
-        """int64 [total / cp_size] on ``device``, sent there once: which tokens the rank holds.
+        """int64 [total / cp_size] on `device`, sent there once: which tokens the rank holds.
 
         With angles: which of so many rotary angles they take. As many as the pack has tokens are
         for positions in the pack, fewer for positions in documents; what pads the end takes the
@@ -124,14 +131,14 @@ class Pack:
         return self._made[key]
 
     def successors(
-        self, cut: Cut, cp_size: int, rank: int, device: torch.device
+        self, cut: BatchCut, cp_size: int, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `mb.layout.successors`, on ``device``, sent there once: where the rank's tokens find
+        """As `mb.layout.successors`, on `device`, sent there once: where the rank's tokens find
         the next ones of their documents."""
         # Packs that are cut alike may differ in the padding between their documents.
         key = "successors", self.documents, cut, cp_size, rank, device
         if key not in self._made:
-            index = mb.layout.successors(self.layout(cut, cp_size), self.documents, rank)
+            index = successors(self.layout(cut, cp_size), self.documents, rank)
             self._made[key] = tuple(to_device(rows, device) for rows in index)
         return self._made[key]
 
@@ -181,7 +188,7 @@ class Packs:
 
 def packs() -> Packs:
     """The packs that data path, rotary embedding and attention share until `uninstall`."""
-    patches = registry.installed("burst")
+    patches = patching.installed("burst")
     return patches.notes.setdefault("packs", Packs()) if patches else Packs()
 
 

@@ -1,8 +1,12 @@
-"""Slicing batches and rotary embeddings for layouts and packed batches that Megatron lacks.
+"""Slicing, joining and shifting sequences for layouts and packed batches that Megatron lacks.
 
-The functions here replace Megatron's own slicing functions (`shifting` has that of multi-token
-prediction). A run has one layout, because Megatron
-slices batches before it knows the model, and caches rotary embeddings.
+The functions that return replacements take the place of Megatron's own slicing functions and of the
+`roll_tensor` of multi-token prediction, which gives each position the token, position id, label or
+loss mask of the next one. `shard_sequence` and `gather_sequence` are for scripts with a data path
+of their own, and for looking at outputs. A run has one layout, because Megatron slices batches
+before it knows the model, and caches rotary embeddings.
+
+Shape letters: s tokens of this context-parallel rank.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from megatron.core.models.common.embeddings import (  # noqa: F401  two from-imp
 )
 from megatron.core.transformer import multi_token_prediction as mtp
 
-import megatron_burst as mb
-from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.data.cut import Cut, cut_of_run
-from megatron_burst.megatron.data.packed import packs
-from megatron_burst.megatron.data.rope import fused_packed_rope, packed_rope
-from megatron_burst.megatron.data.rotary_tables import check_length
-from megatron_burst.megatron.data.shifting import roll
-from megatron_burst.megatron.patching.compatibility import require_parameters
+from ...layout import make as make_layout
+from ...layout.sharding import shard
+from .. import patching
+from ..checks.config import HIDDEN_STATES
+from ..patching import require_parameters
+from .cut import BatchCut, cut_of_run, group_of, installed_layout
+from .packed import Pack, packs
+from .rope import check_length, fused_packed_rope, packed_rope
 
 _NOT_SEQUENCES = (
     "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
@@ -39,7 +43,7 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
     """(module, name, replacement) of each function that depends on the order of tokens in a run of
     that layout.
 
-    Raises ``RuntimeError`` if one of Megatron's functions lacks an expected parameter.
+    Raises `RuntimeError` if one of Megatron's functions lacks an expected parameter.
     """
     name = "get_batch_on_this_cp_rank"
     found = [(utils, name, batch_slicer(getattr(utils, name), layout))]
@@ -63,7 +67,7 @@ def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
 
 
 def batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for ``megatron.core.utils.get_batch_on_this_cp_rank`` (0.16 to 0.20).
+    """A replacement for `megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20).
 
     The original slices unpacked batches of a zigzag run.
     """
@@ -94,7 +98,7 @@ def batch_slicer(original: Callable, layout: str) -> Callable:
 def _of_own_group(
     batch: dict[str, Any], group_of_size: Callable | None, layout: str
 ) -> dict[str, Any]:
-    """The part of a micro-batch that has a group of its own, of ``local_cp_size`` ranks.
+    """The part of a micro-batch that has a group of its own, of `local_cp_size` ranks.
 
     The original cuts the whole pack in zigzag order, attention every document.
     """
@@ -113,7 +117,7 @@ def _of_own_group(
 
 
 def packed_batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for ``megatron.core.utils.get_thd_batch_on_this_cp_rank``: (batch, params)."""
+    """A replacement for `megatron.core.utils.get_thd_batch_on_this_cp_rank`: (batch, params)."""
     names = ["batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"]
     require_parameters(original, names, "utils.get_thd_batch_on_this_cp_rank")
     signature = inspect.signature(original)
@@ -138,19 +142,19 @@ def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def take(
-    batch: dict[str, Any], documents: tuple[Any, Any], cut: Cut, size: int, rank: int
+    batch: dict[str, Any], documents: tuple[Any, Any], cut: BatchCut, size: int, rank: int
 ) -> dict[str, Any]:
-    """The part of a packed batch [1, tokens] that ``rank`` of ``size`` ranks holds."""
+    """The part of a packed batch [1, tokens] that `rank` of `size` ranks holds."""
     names = [key for key, _ in _sequences(batch)]
     if "attention_mask" in names:
-        raise translation.user_error(
+        raise patching.user_error(
             "packed sequences come without attention_mask: pass "
             "--no-create-attention-mask-in-dataloader"
         )
     for key in names:
         shape = tuple(batch[key].shape)
         if shape[:2] != (1, batch[names[0]].shape[1]):
-            raise translation.user_error(
+            raise patching.user_error(
                 f"packed sequences need --micro-batch-size 1 and one length, got {key} of shape "
                 f"{shape}"
             )
@@ -164,7 +168,7 @@ def take(
 
 
 def rope_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for ``rope_utils.get_pos_emb_on_this_cp_rank``."""
+    """A replacement for `rope_utils.get_pos_emb_on_this_cp_rank`."""
     require_parameters(
         original, ["pos_emb", "seq_dim", "cp_group"], "rope_utils.get_pos_emb_on_this_cp_rank"
     )
@@ -183,11 +187,125 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
     if size == 1:
         return x
     check_length(x.size(dim), layout, size)
-    return mb.shard(x, mb.layout.make(layout, cp_size=size), group.rank(), dim=dim)
+    return shard(x, make_layout(layout, cp_size=size), group.rank(), dim=dim)
 
 
 def context_group(group: Any = None) -> Any:
-    """``group``, or the context-parallel group of this process."""
+    """`group`, or the context-parallel group of this process."""
     if group is not None:
         return group
     return parallel_state.get_context_parallel_group()
+
+
+def shard_sequence(
+    x: torch.Tensor, packed_seq_params: Any = None, *, dim: int = 1, group: Any = None
+) -> torch.Tensor:
+    """The tokens of a whole sequence that this rank holds, in the layout of the run.
+
+    x: all tokens along `dim`. packed_seq_params: a `PackedSeqParams` that says where documents
+    end; None for one sequence. group: the context-parallel group, by default Megatron's, or that of
+    `packed_seq_params`. Raises `ValueError` without `install`, and where the tokens do not
+    divide as the layout needs.
+    """
+    group = _group(group, packed_seq_params)
+    index = _order(x.shape[dim], packed_seq_params, group, [group.rank()], cutting=True)
+    return x.index_select(dim, index.to(x.device))
+
+
+def gather_sequence(
+    output: torch.Tensor, packed_seq_params: Any = None, *, dim: int = 0, group: Any = None
+) -> torch.Tensor:
+    """All tokens of a sequence in their order, on every rank, from the part of each rank.
+
+    output: what this rank computed for its tokens, which lie along `dim`: 0 for activations
+    [t, ...] of a packed batch or [s, b, ...], 1 for losses [b, s] and logits [b, s, v].
+    packed_seq_params and group: as of `shard_sequence`, which this undoes. Has no gradient. A
+    collective of the group: raises `ValueError` where the tokens do not divide, on every rank if
+    all have the same number.
+    """
+    group = _group(group, packed_seq_params)
+    size = group.size()
+    order = _order(output.shape[dim] * size, packed_seq_params, group, range(size), cutting=False)
+    if size == 1:  # perhaps a micro-batch that has no process group
+        return output.detach()
+    mine = output.detach().movedim(dim, 0).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    torch.distributed.all_gather(parts, mine, group=group)
+    index = torch.empty_like(order)
+    index[order] = torch.arange(len(order))
+    return torch.cat(parts).index_select(0, index.to(mine.device)).movedim(0, dim)
+
+
+def _group(group: Any, params: Any) -> Any:
+    return group_of(params, context_group()) if group is None else group
+
+
+def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> torch.Tensor:
+    """int64: the positions that these ranks hold, rank after rank."""
+    name, size = installed_layout(), group.size()
+    if name is None:
+        raise ValueError("no layout is installed: call install() and configure() first")
+    if params is None:
+        if name == "balanced":
+            raise ValueError("layout balanced: give packed_seq_params, which name the documents")
+        layout = make_layout(name, cp_size=size)
+    else:
+        pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
+        layout = pack.layout(cut_of_run(name), size)
+        if cutting:
+            packs().note_cut(pack)
+    return torch.cat([torch.from_numpy(layout.positions(rank, total)) for rank in ranks])
+
+
+def roll(original: Callable, layout: str) -> Callable:
+    """A replacement for `multi_token_prediction.roll_tensor` (0.16 to 0.20) in a run of that
+    layout.
+
+    The original runs without context parallelism, and for hidden states, which have gradients.
+    """
+    names = ["tensor", "shifts", "dims", "cp_group", "packed_seq_params"]
+    require_parameters(original, names, "multi_token_prediction.roll_tensor")
+    signature = inspect.signature(original)
+    whole: dict[int, Pack] = {}  # sequences that are not packed, by their lengths
+
+    @functools.wraps(original)
+    def roll_tensor(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        tensor, params, group = given["tensor"], given["packed_seq_params"], given["cp_group"]
+        if params is not None and getattr(params, "cp_group", None) is not None:
+            group = params.cp_group
+        if tensor is None or group is None or group.size() == 1:
+            return original(*args, **kwargs)
+        if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
+            raise ValueError(
+                f"roll_tensor with shifts={given['shifts']}, dims={given['dims']}: over "
+                "context-parallel ranks only the last dimension shifts, to the left by one token"
+            )
+        if tensor.requires_grad:  # hidden states that are mixed
+            if layout == "zigzag" and params is None:
+                return original(*args, **kwargs)
+            raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
+        total = tensor.shape[-1] * group.size()
+        if params is None:
+            pack = whole.setdefault(total, Pack(total, (0, total), total, (0, total)))
+        else:
+            pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
+        index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
+        moved = exchange(tensor, *index, group)
+        return moved, moved.sum() if given.get("return_sum", True) else None
+
+    return roll_tensor
+
+
+def exchange(
+    tensor: torch.Tensor, sent: torch.Tensor, taken: torch.Tensor, group: Any
+) -> torch.Tensor:
+    """`tensor` [..., s] of this rank, shifted by `mb.layout.successors`; a collective of
+    `group`."""
+    mine = tensor.index_select(-1, sent)
+    received = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(received, mine, group=group)
+    zero = tensor.new_zeros(*tensor.shape[:-1], 1)
+    return torch.cat([tensor, *received, zero], dim=-1).index_select(-1, taken)

@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
-from megatron_burst.execution.chunked import ChunkedCall
-from megatron_burst.execution.executor import Tensors
-from megatron_burst.execution.function import Kept
-from megatron_burst.kernels.autograd import first_order_only
-from megatron_burst.megatron.attention.call import Call
-from megatron_burst.megatron.layer.attention_rows import AttentionHalf, ChunkRows
-from megatron_burst.recompute.parameter_sums import ParameterSums
+from ...execution.function import KeptResults
+from ...execution.job import Tensors
+from ...execution.row_chunks import ChunkedCall
+from ...kernels.autograd import first_order_only
+from ...recompute.tiles import ParameterSums
+from ..attention.core_attention import AttentionCall
+from .attention_rows import AttentionHalf, ChunkRows
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out [t r, b, h, w] and lse of a chunk
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkedHalf:
     """One run of an attention half: what forward and backward share, besides tensors.
 
     kept: where a checkpoint around the layer leaves or finds results. parameters: of the half, in
@@ -41,24 +41,24 @@ class Chunks:
     """
 
     half: AttentionHalf
-    call: Call
-    kept: Kept | None
+    call: AttentionCall
+    kept: KeptResults | None
     parameters: Sequence[torch.Tensor]
 
     def apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s / t, b, H] -> [s / t, b, H], differentiable."""
         trained = hidden.requires_grad or bool(self.parameters)
         saves = torch.is_grad_enabled() and trained
-        out: Any = _Half.apply(self, saves, hidden, self.call["sink"], *self.parameters)
+        out: Any = _Half.apply(self, saves, hidden, self.call.sink, *self.parameters)
         return out
 
     def forward(self, hidden: torch.Tensor, saves: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The output, and of every chunk what holds its results until backward (`_held`)."""
-        half, plan, kept = self.half, self.call["plan"], self.kept
+        half, plan, kept = self.half, self.call.plan, self.kept
         rows, ring = half.rows(plan), None
         again = kept is not None and kept.keeper.filled
         if not again or plan.recompute is None or plan.recompute.keep < 1:
-            ring = self._ring(hidden, rows, self.call["max_logits"])
+            ring = self._ring(hidden, rows, self.call.max_logits)
         whole, held = None, []
         for index, each in enumerate(rows):
             attend = _Attend(ring, index, None if kept is None else kept.found())
@@ -77,8 +77,8 @@ class Chunks:
     def backward(
         self, hidden: torch.Tensor, held: Sequence[torch.Tensor], dy: torch.Tensor, needed: bool
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the hidden states (if ``needed``), the sink and the parameters."""
-        rows = self.half.rows(self.call["plan"])
+        """Gradients of the hidden states (if `needed`), the sink and the parameters."""
+        rows = self.half.rows(self.call.plan)
         dhidden = torch.zeros_like(hidden) if needed else None
         sums = ParameterSums(self.parameters)
         ring = self._ring(hidden, rows)
@@ -112,7 +112,7 @@ class Chunks:
         self, hidden: torch.Tensor, rows: ChunkRows, needed: bool, recall: _Recall | None
     ) -> tuple[torch.Tensor, Any]:
         """A chunk's hidden states, and with a graph what becomes of them: its output, or without
-        ``recall`` its keys and values."""
+        `recall` its keys and values."""
         part = hidden.index_select(0, rows.mine).detach().requires_grad_(needed)
         with torch.enable_grad():
             if recall is None:
@@ -126,7 +126,7 @@ class Chunks:
         max_logits: torch.Tensor | None = None,
     ) -> ChunkedCall:
         """A call of attention over keys and values of all rows, made chunk by chunk."""
-        plan = self.call["plan"]
+        plan = self.call.plan
         k, v = (
             torch.empty(x, dtype=dtype, device=device) for x, dtype, device in plan.signature[1:]
         )
@@ -136,7 +136,7 @@ class Chunks:
                 k.index_copy_(0, each.whole, reached.k)
                 v.index_copy_(0, each.whole, reached.v)
                 del reached
-        return plan.chunked(k, v, self.call["sink"], self.call["label"], max_logits)
+        return plan.chunked(k, v, self.call.sink, self.call.label, max_logits)
 
 
 class _Half(torch.autograd.Function):
@@ -145,7 +145,7 @@ class _Half(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        chunks: Chunks,
+        chunks: ChunkedHalf,
         saves: bool,
         hidden: torch.Tensor,
         sink: torch.Tensor | None,
@@ -162,13 +162,13 @@ class _Half(torch.autograd.Function):
         hidden, *held = ctx.saved_tensors
         _, _, needed, needs_sink, *_ = ctx.needs_input_grad
         dhidden, dsink, *rest = ctx.chunks.backward(hidden, held, dy, needed)
-        sink = ctx.chunks.call["sink"]
+        sink = ctx.chunks.call.sink
         dsink = dsink.to(sink.dtype) if needs_sink and dsink is not None else None
         return None, None, dhidden, dsink, *rest
 
 
 class _Attend:
-    """Answers a chunk of queries in forward: with what a checkpoint kept, or the ring."""
+    """Core attention of a chunk of queries in forward: what a checkpoint kept, or the ring's."""
 
     def __init__(self, ring: ChunkedCall | None, index: int, stored: Tensors | None):
         self._ring, self._index, self._stored = ring, index, stored
@@ -185,7 +185,7 @@ class _Attend:
 
 
 class _Recall:
-    """Answers a chunk of queries with the result of forward, and its gradient with the ring's.
+    """Core attention of a chunk of queries in backward: forward's result, and the ring's gradient.
 
     leaves: a query that nothing before it wants a gradient of. The backward of the ring runs for it
     all the same: keys may, and other ranks take part.

@@ -2,7 +2,7 @@
 
 Everything in it but core attention treats rows independently: input norm, projections, rotary
 embedding, output gate, bias and residual. So Megatron's own code runs, with the hidden states and
-rotary angles of some rows, and a core attention that is answered from outside. Rows of packed
+rotary angles of some rows, and `forward` of core attention is replaced meanwhile. Rows of packed
 batches come as those of one sequence, with the angles of their places in documents.
 
 Shape letters: s rows of this rank's shard, t tensor-parallel ranks that share them (sequence
@@ -20,13 +20,15 @@ import torch
 from megatron.core import utils
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-import megatron_burst as mb
-from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
-from megatron_burst.megatron.attention.micro_batch import group_of
-from megatron_burst.megatron.data.packed import packs
-from megatron_burst.megatron.data.rotary_tables import ALL, Held, is_blank, tables
+from ...planning.plan import Plan
+from ..attention.core_attention import BurstCoreAttention
+from ..data.cut import group_of
+from ..data.packed import packs
+from ..data.rope import ALL, HeldRows, is_blank, tables
+from ..patching import instead
 
-Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Core attention of the rows of one chunk: q, k, v [t r, b, heads, width] -> [t r, b, heads, width].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Reached(NamedTuple):
@@ -58,7 +60,7 @@ class ChunkRows:
 class AttentionHalf:
     """The attention half of one layer for one micro-batch: all but its hidden states.
 
-    original: ``TransformerLayer._forward_attention``; named: what it takes besides hidden states
+    original: `TransformerLayer._forward_attention`; named: what it takes besides hidden states
     and rotary angles. angles: of the rows of the shard, in the form that the layer takes.
     """
 
@@ -78,8 +80,8 @@ class AttentionHalf:
         split = self.layer.config.sequence_parallel
         return attention.pg_collection.tp.size() if split else 1
 
-    def rows(self, plan: mb.Plan) -> list[ChunkRows]:
-        """Of every chunk of a plan, which has sent the numbers to the device."""
+    def rows(self, plan: Plan) -> list[ChunkRows]:
+        """The rows of every chunk of a plan; the plan has sent their numbers to the device."""
         (rows, *_), _, device = plan.signature[0]
         each = rows // self.blocks
         rank = self.layer.self_attention.pg_collection.tp.rank() if self.blocks > 1 else 0
@@ -98,25 +100,27 @@ class AttentionHalf:
         others.add(id(self.core.softmax_offset))
         return [p for p in self.layer.parameters() if p.requires_grad and id(p) not in others]
 
-    def run(self, hidden: torch.Tensor, rows: ChunkRows, answer: Answer) -> torch.Tensor:
-        """[r, b, H] -> [r, b, H]; ``answer`` is called with q, k, v [t r, b, heads, width] and
+    def run(self, hidden: torch.Tensor, rows: ChunkRows, attend: Attend) -> torch.Tensor:
+        """[r, b, H] -> [r, b, H]; `attend` is called with q, k, v [t r, b, heads, width] and
         returns the result of core attention [t r, b, heads, width]."""
 
-        def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
-            return answer(q, k, v).flatten(2)
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return attend(q, k, v).flatten(2)
 
-        with self._answering(flat), self.angles.only(rows) as angles:
+        with instead(self.core, "forward", forward), self.angles.only(rows) as angles:
             return self.original(self.layer, hidden, rotary_pos_emb=angles, **self.named)[0]
 
     def called(self, hidden: torch.Tensor, rows: ChunkRows) -> Reached:
         """What core attention would get for [r, b, H]."""
 
-        def stop(*given: Any) -> torch.Tensor:
-            raise _Stop(Reached(*given))
+        def stop(
+            q: Any, k: Any, v: Any, _: Any = None, attn_mask_type: Any = None, **__: Any
+        ) -> torch.Tensor:
+            raise _Stop(Reached(q, k, v, attn_mask_type))
 
         ranges = len(utils._nvtx_range_messages)
         try:
-            with self._answering(stop), self.angles.only(rows) as angles:
+            with instead(self.core, "forward", stop), self.angles.only(rows) as angles:
                 self.original(self.layer, hidden, rotary_pos_emb=angles, **self.named)
         except _Stop as stopped:
             found: Reached = stopped.args[0]
@@ -126,20 +130,11 @@ class AttentionHalf:
             utils.nvtx_range_pop()
         return found
 
-    @contextmanager
-    def _answering(self, answer: Callable[..., torch.Tensor]) -> Iterator[None]:
-        core = self.core
-        core.answer = answer
-        try:
-            yield
-        finally:
-            core.answer = None
-
 
 class Angles:
     """Rotary angles of the rows of a shard: a tensor, or one for queries and one for keys.
 
-    given: ``rotary_pos_emb`` as the layer gets it; params: a ``PackedSeqParams`` or None. Latent
+    given: `rotary_pos_emb` as the layer gets it; params: a `PackedSeqParams` or None. Latent
     attention makes its own angles, of as many rows as its hidden states have: here they are made of
     all rows, and handed to it in place of its module.
     """
@@ -170,14 +165,14 @@ class Angles:
 def _places(
     table: torch.Tensor, attention: Any, params: Any, rows: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Where a table has the angles of given rows of the shard, which has ``rows``."""
+    """Where a table has the angles of given rows of the shard, which has `rows`."""
     if params is None:
         return lambda some: table.index_select(0, some)
     group = group_of(params, attention.pg_collection.cp)
     ends = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     cut, size = attention.core_attention.cut, group.size()
     if is_blank(table):
-        held = ALL if size == 1 else Held(cut.name, size, group.rank())
+        held = ALL if size == 1 else HeldRows(cut.name, size, group.rank())
         # Not held from forward to backward: the tables of few packs are kept at a time.
         return lambda some: tables().of_pack(table, rows, ends, held).index_select(0, some)
     index = packs().of(rows * size, ends).index(cut, size, group.rank(), table.device, len(table))

@@ -1,9 +1,16 @@
-"""The replacement of the function in which Megatron's transformer layers attend."""
+"""The function in which Megatron's transformer layers attend, replaced: it runs in chunks of rows.
+
+Decides how many chunks "auto" takes, by memory alone, because more chunks only send keys round more
+often. The working set of one chunk is made at most a quarter of what is as long as the rows,
+whatever the number of chunks: infinitely many would save a fifth more. But chunks of fewer than
+`FEWEST_ROWS` rows, which leave short matrix products and short messages, are not made.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +18,15 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_burst.megatron.attention.call import Call
-from megatron_burst.megatron.attention.core_attention import BurstCoreAttention
-from megatron_burst.megatron.attention.plan_book import Rows
-from megatron_burst.megatron.layer.attention_chunks import Chunks
-from megatron_burst.megatron.layer.attention_rows import Angles, AttentionHalf, ChunkRows
-from megatron_burst.megatron.layer.chunk_count import chunk_count
-from megatron_burst.megatron.log import log
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import require_parameters
-from megatron_burst.recompute.checkpoint import current
+from ...recompute.checkpoint import current
+from ...recompute.tile_counts import FEWEST_ROWS
+from ...units import byte_size
+from .. import patching
+from ..attention.core_attention import AttentionCall, BurstCoreAttention
+from ..attention.plan_book import RowChunking
+from ..patching import log, require_parameters
+from .attention_chunks import ChunkedHalf
+from .attention_rows import Angles, AttentionHalf, ChunkRows
 
 FLAG = "--burst-sequence-chunks"
 # Of inference and of cross attention; other callers leave them None.
@@ -30,7 +36,7 @@ _NONE = (
 )  # fmt: skip
 
 
-def patch(patches: registry.PatchSet) -> None:
+def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what runs the attention half of layers in chunks of rows."""
     original = TransformerLayer._forward_attention
     names = ["hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias",
@@ -39,7 +45,7 @@ def patch(patches: registry.PatchSet) -> None:
     patches.replace(TransformerLayer, "_forward_attention", _in_chunks(original, patches))
 
 
-def _in_chunks(original: Callable, patches: registry.PatchSet) -> Callable:
+def _in_chunks(original: Callable, patches: patching.PatchSet) -> Callable:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -60,8 +66,8 @@ def _in_chunks(original: Callable, patches: registry.PatchSet) -> Callable:
         call = _call(half, hidden, asked, params, patches)
         if call is None:
             return original(self, *args, **kwargs)
-        kept = call["plan"].keeps(current())
-        return Chunks(half, call, kept, half.parameters()).apply(hidden), None
+        kept = call.plan.keeps(current())
+        return ChunkedHalf(half, call, kept, half.parameters()).apply(hidden), None
 
     return _forward_attention
 
@@ -71,8 +77,8 @@ def _call(
     hidden: torch.Tensor,
     asked: dict[str, Any],
     params: Any,
-    patches: registry.PatchSet,
-) -> Call | None:
+    patches: patching.PatchSet,
+) -> AttentionCall | None:
     """What `mb.attention` would take for all rows; None where "auto" takes one chunk.
 
     Shapes are those of one row, which goes as far as its query, key and value.
@@ -93,7 +99,7 @@ def _call(
             log(f"{FLAG} auto: {line}")
         if count == 1:
             return None
-    return half.core.call(q, k, v, reached.mask_type, asked, params, Rows(count, blocks))
+    return half.core.call(q, k, v, reached.mask_type, asked, params, RowChunking(count, blocks))
 
 
 def _check(layer: Any, given: dict[str, Any]) -> None:
@@ -120,3 +126,35 @@ def _check(layer: Any, given: dict[str, Any]) -> None:
                 f"{FLAG}: self_attention.{name} drops out {module.p}, and rows that run again "
                 "would draw other numbers; set it to 0"
             )
+
+
+def chunk_count(q: Any, k: Any, v: Any, *, width: int, blocks: int) -> tuple[int, str]:
+    """The number of chunks, the same on all ranks, and why it is that.
+
+    q [s, b, h, d], k [s, b, g, d], v [s, b, g, w]: of all rows of the shard, only shapes and
+    dtypes count. width: of hidden states; blocks: ranks that share their rows.
+    """
+    chunk, whole = bytes_per_row(q, k, v, width, blocks)
+    rows, batch = q.shape[:2]
+    count = max(1, min(math.ceil(4 * chunk / whole), rows // FEWEST_ROWS))
+    held = byte_size(whole * rows * batch)
+    return count, (
+        f"{count} of {math.ceil(rows / count):,} rows for attention halves of layers, each "
+        f"{byte_size(math.ceil(chunk * rows * batch / count))} beside {held} for all {rows:,} rows"
+    )
+
+
+def bytes_per_row(q: Any, k: Any, v: Any, width: int, blocks: int) -> tuple[int, int]:
+    """(of a chunk, of what is as long as all rows) in backward, where both are largest.
+
+    A chunk: input, norm, output, gradients of these (a rank's share of the rows), the gathered
+    input and its gradient, q, k, v before and after rope and their gradients, of q also fp32, out
+    and its gradient. All rows: hidden states and the gradients of input and output, k and v and
+    their fp32 gradients, out.
+    """
+    queries, keys, values = (x[0, 0].numel() for x in (q, k, v))
+    out = q.shape[2] * v.shape[3]
+    share, kv = -(-width // blocks), keys + values
+    chunk = q.itemsize * (6 * share + 2 * width + 3 * (queries + kv) + 2 * out) + 4 * queries
+    whole = q.itemsize * (3 * share + kv + out) + 4 * kv
+    return chunk, whole

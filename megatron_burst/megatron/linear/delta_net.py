@@ -9,19 +9,21 @@ checkpoints are those of the layer.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-import megatron_burst as mb
-from megatron_burst.megatron.linear.heads import check_shared_heads
-from megatron_burst.megatron.linear.replaced import Kind, constructor, forward_of
-from megatron_burst.megatron.linear.state_layer import StateLayer
-from megatron_burst.megatron.patching.compatibility import require_function, require_parameters
-from megatron_burst.megatron.patching.registry import PatchSet
+from ...linear_attention.operation import linear_attention
+from ...linear_attention.short_convolution import short_convolution
+from ..checks.splitting import DELTA_NETS
+from ..patching import PatchSet, require_function, require_parameters
+from .state_layers import Kind, StateLayer, constructor, forward_of
 
 _SILU = ("silu", "swish")
 
@@ -56,7 +58,7 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
     mixed, gate, *gates = torch.split(projected, net.feat_dim_split, dim=-1)
     call = states.call(_shapes(net, mixed, gates), packed)
     silu = net.activation in _SILU
-    mixed = mb.short_convolution(
+    mixed = short_convolution(
         mixed,
         net.conv1d.weight.squeeze(1),
         net.conv1d.bias,
@@ -66,7 +68,7 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
     if not silu:
         mixed = net.act_fn(mixed)
     inputs, gate = _prepared(net, mixed, gate, gates)
-    out = mb.linear_attention(**inputs, **call).transpose(0, 1)
+    out = linear_attention(**inputs, **call).transpose(0, 1)
     return _projected(net, out, gate)
 
 
@@ -124,6 +126,52 @@ def _projected(net: Any, out: torch.Tensor, gate: torch.Tensor) -> Any:
     result, bias = net.out_proj(net.norm_out_checkpoint.checkpoint(norm, out, gate))
     net.norm_out_checkpoint.discard_output_and_register_recompute(result)
     return result, bias
+
+
+_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+
+
+def patch_heads(patches: PatchSet) -> None:
+    """Add to a set of patches what lets configurations have fewer such heads than ranks."""
+    original = TransformerConfig.__post_init__
+    require_parameters(original, ["self"], "TransformerConfig.__post_init__")
+    patches.replace(TransformerConfig, "__post_init__", _with_any_heads(original))
+
+
+def _with_any_heads(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+        heads = {name: getattr(self, name, None) for name in _HEADS}
+        delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
+        if not delta_net or None in heads.values() or ranks <= 1:
+            return original(self)
+        keys, values = counts = [int(n) for n in heads.values() if n is not None]
+        if keys < 1 or values % keys or any(n % tensor for n in counts):
+            return original(self)  # refuses them, and names the numbers that were given
+        # As many times the heads divide by the ranks: nothing else here reads their number.
+        try:
+            for name, count in heads.items():
+                setattr(self, name, count * ranks)
+            original(self)
+        finally:
+            for name, count in heads.items():
+                setattr(self, name, count)
+
+    return __post_init__
+
+
+def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
+    """Raise `ValueError` unless `ranks` context-parallel ranks can share the heads that each of
+    `tensor` tensor-parallel ones has."""
+    for name in _HEADS:
+        heads = getattr(config, name)
+        if heads % (tensor * ranks):
+            raise ValueError(
+                f"{name} is {heads}: Megatron's own all-to-all of heads needs a multiple of "
+                f"--tensor-model-parallel-size ({tensor}) x --context-parallel-size ({ranks}); "
+                "take --context-parallel-algo burst, which passes states, with --burst-linear auto"
+            )
 
 
 # Of the methods the second chooses the rule.

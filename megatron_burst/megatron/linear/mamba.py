@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
-import megatron_burst as mb
-from megatron_burst.megatron.linear.replaced import Kind, constructor, forward_of, refusing
-from megatron_burst.megatron.linear.state_layer import StateLayer
-from megatron_burst.megatron.patching.compatibility import require_parameters
-from megatron_burst.megatron.patching.registry import PatchSet
+from ...linear_attention.operation import linear_attention
+from ...linear_attention.short_convolution import short_convolution
+from ..patching import PatchSet, require_parameters
+from .state_layers import Kind, StateLayer, constructor, forward_of, refusing
 
 # Mixers of main that share heads in their own way: module, class.
 _OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
@@ -60,7 +59,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     state = groups * mixer.d_state
     gate, mixed, steps = projected.split((inner, inner + 2 * state, heads), dim=-1)
     call = states.call(_shapes(mixer, mixed), packed)
-    mixed = mb.short_convolution(
+    mixed = short_convolution(
         mixed, mixer.conv1d_weight.squeeze(1), mixer.conv1d_bias, activation="silu", **call
     )
     x, keys, queries = mixed.split((inner, state, state), dim=-1)
@@ -69,7 +68,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], [h, p] with D_has_hdim
     # Values in the dtype of keys, also where Megatron keeps the step apart in fp32: mixed dtypes
     # are refused, and the kernels of fla take none but 16-bit ones.
-    out = mb.linear_attention(
+    out = linear_attention(
         queries.unflatten(-1, (groups, -1)),
         keys.unflatten(-1, (groups, -1)),
         (x * steps.unsqueeze(-1)).to(x.dtype),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_burst.megatron.patching import registry
+from .. import patching
 
 STARTUP = "lm_head_startup"  # under this name the set of patches keeps the line below
 
 
 def startup_line() -> str | None:
     """The log line of the fused loss in the first forward of this process; None without one."""
-    patches = registry.installed("burst")
+    patches = patching.installed("burst")
     return patches.notes.get(STARTUP) if patches else None

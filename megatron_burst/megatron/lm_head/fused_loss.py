@@ -1,11 +1,13 @@
 """Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
 
 The output layer of a model that asks for it (GPTModel or HybridModel) returns `LazyLogits` instead
-of logits while labels are known, and `compute_language_model_loss` computes the loss from them.
-This module decides when logits stay lazy and which loss mask belongs to which head;
-`linear_cross_entropy` computes.
+of logits while labels are known, and `compute_language_model_loss` computes the loss from them
+without materializing the full logits; any other use computes them. This module decides when logits
+stay lazy and which loss mask belongs to which head, and keeps Megatron's contract for the gradient
+of a weight; `linear_cross_entropy` computes.
 
-Shape letters: s tokens of this context-parallel rank, b batch.
+Shape letters: s tokens of this context-parallel rank, b batch, v vocabulary rows of this
+tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -25,20 +27,18 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction as mtp
 
-from megatron_burst.linear_cross_entropy import describe, linear_cross_entropy
-from megatron_burst.megatron.checks import translation
-from megatron_burst.megatron.checks.linear import OLDEST
-from megatron_burst.megatron.checks.lm_head import FLAG
-from megatron_burst.megatron.lm_head import STARTUP
-from megatron_burst.megatron.lm_head.lazy_logits import LazyLogits, MainGrad
-from megatron_burst.megatron.lm_head.mtp import rolled
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import core_version, require_parameters
+from ...linear_cross_entropy import describe, linear_cross_entropy
+from .. import patching
+from ..checks.features import LM_HEAD
+from ..checks.splitting import OLDEST
+from ..patching import core_version, require_parameters
+from . import STARTUP
+from .mtp import rolled
 
 Bound = tuple[bool, torch.Tensor | None]
 
 
-def patch(patches: registry.PatchSet) -> None:
+def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what models with a fused loss need."""
     setup = LanguageModule.setup_embeddings_and_output_layer
     loss = LanguageModule.compute_language_model_loss
@@ -84,18 +84,18 @@ def _check_model(model: Any, mode: str) -> None:
     layer = model.output_layer
     if not isinstance(model, _models()):
         names = " and ".join(one.__name__ for one in _models())
-        raise translation.user_error(f"{FLAG} {mode} supports {names}, not {type(model).__name__}")
+        raise patching.user_error(f"{LM_HEAD} {mode} supports {names}, not {type(model).__name__}")
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
-        raise translation.user_error(
-            f"{FLAG} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
+        raise patching.user_error(
+            f"{LM_HEAD} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
             f"got {type(layer).__name__}"
         )
     if layer.gather_output:
-        raise translation.user_error(
-            f"{FLAG} {mode} never gathers logits: build the model with parallel_output=True"
+        raise patching.user_error(
+            f"{LM_HEAD} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise translation.user_error(f"{FLAG} {mode} needs whole rows of the weight on every rank")
+        raise patching.user_error(f"{LM_HEAD} {mode} needs whole rows of the weight on every rank")
 
 
 def _binding(original: Callable) -> Callable:
@@ -130,7 +130,7 @@ def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
 
 
 class LazyHead:
-    """Replaces ``forward`` of one output layer."""
+    """Replaces `forward` of one output layer."""
 
     def __init__(self, layer: Any, mode: str) -> None:
         self.layer, self.mode = layer, mode
@@ -152,13 +152,13 @@ class LazyHead:
         runtime_gather_output: bool | None = None,
     ) -> tuple[Any, None]:
         """(logits, no bias); the logits are lazy only inside `bound`."""
-        if self._masks is None or runtime_gather_output or registry.installed("burst") is None:
+        if self._masks is None or runtime_gather_output or patching.installed("burst") is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
         weight = self.layer.weight if weight is None else weight
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):
-            raise translation.user_error(
-                f"{FLAG} {self.mode} needs whole weights: remove --use-megatron-fsdp"
+            raise patching.user_error(
+                f"{LM_HEAD} {self.mode} needs whole weights: remove --use-megatron-fsdp"
             )
         return LazyLogits(self._forward, self._loss, input_, weight), None
 
@@ -190,7 +190,7 @@ class LazyHead:
         return loss.transpose(0, 1).contiguous()
 
     def _announce(self, line: str) -> None:
-        patches = registry.installed("burst")
+        patches = patching.installed("burst")
         if patches is not None and STARTUP not in patches.notes:
             patches.notes[STARTUP] = line
             if torch.distributed.get_rank() == 0:
@@ -221,3 +221,72 @@ def _counting(original: Callable) -> Callable:
         return right.sum().float(), counted.sum().float()
 
     return counts
+
+
+class LazyLogits:
+    """scale * hidden weight^T [s, b, v], computed only on use.
+
+    forward(hidden, weight) computes the logits; loss(self, labels [b, s]) computes their loss
+    without them. argmax [s, b]: the most likely vocabulary row of each token, None until known.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss: Callable[[LazyLogits, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        self.forward, self.loss = forward, loss
+        self.hidden, self.weight, self.scale = hidden, weight, scale
+        self.argmax: torch.Tensor | None = None
+
+    def __mul__(self, factor: float) -> Any:
+        if isinstance(factor, (int, float)):
+            scale = self.scale * factor
+            return LazyLogits(self.forward, self.loss, self.hidden, self.weight, scale)
+        return self.materialise() * factor
+
+    def materialise(self) -> torch.Tensor:
+        """The logits, computed by the output layer's own forward."""
+        logits = self.forward(self.hidden, self.weight)
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.materialise(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        def real(x: Any) -> Any:
+            return x.materialise() if isinstance(x, LazyLogits) else x
+
+        named = {name: real(x) for name, x in (kwargs or {}).items()}
+        return function(*map(real, args), **named)
+
+
+class MainGrad:
+    """A weight whose gradient Megatron's data parallelism keeps in `main_grad`.
+
+    With gradient-accumulation fusion a flag tells Megatron that the gradient is already there, as
+    its own layers do it. Autograd's gradient is then ignored, or has to be zeros if the weight has
+    other uses (`zero_out_wgrad`). Without fusion Megatron adds autograd's gradient to
+    `main_grad`, so autograd gets zeros.
+    """
+
+    def __init__(self, weight: Any, fused: bool) -> None:
+        self.weight, self.fused = weight, fused and hasattr(weight, "grad_added_to_main_grad")
+
+    def target(self) -> torch.Tensor:
+        return self.weight.main_grad
+
+    def done(self) -> torch.Tensor:
+        """The gradient for autograd; not None, which overlapped reduction would refuse."""
+        weight = self.weight
+        if not self.fused:
+            return torch.zeros_like(weight)
+        weight.grad_added_to_main_grad = True
+        zeros = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if zeros else torch.empty_like(weight)

@@ -20,12 +20,12 @@ import torch
 from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import multi_token_prediction as mtp
 
-from megatron_burst.megatron.attention.plan_book import splits_attention
-from megatron_burst.megatron.patching import registry
-from megatron_burst.megatron.patching.compatibility import require_parameters
+from .. import patching
+from ..attention.plan_book import splits_attention
+from ..patching import require_parameters
 
 
-def patch(patches: registry.PatchSet) -> None:
+def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what counts tokens over context-parallel groups."""
     process = getattr(mtp, "process_mtp_loss", None)
     if process is None:  # up to 0.16 this code is in GPTModel
@@ -40,7 +40,7 @@ def patch(patches: registry.PatchSet) -> None:
 
 
 def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[torch.Tensor]:
-    """A loss mask [b, s] shifted by 1, 2, ... ``times`` tokens; each step communicates."""
+    """A loss mask [b, s] shifted by 1, 2, ... `times` tokens; each step communicates."""
     for _ in range(times):
         mask = mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[
             0
@@ -53,7 +53,7 @@ def _normalized(original: Callable) -> Callable:
 
     Megatron divides each head's loss by the rank's own count, clamped to 1. Multiplying the loss
     by own count / group's count undoes that, and the factor of the group's size makes up for
-    the average over ranks. With ``calculate_per_token_loss`` Megatron also multiplies by the
+    the average over ranks. With `calculate_per_token_loss` Megatron also multiplies by the
     rank's count before rolling, which may be 0 where the rolled one is not. It therefore gets a
     configuration without that option whose scaling factor contains the group's count.
     """

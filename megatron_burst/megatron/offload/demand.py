@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_burst.recompute.host.fraction import Chosen, choose_fraction
-from megatron_burst.units import byte_size, duration, rate
+from ...recompute.host.limits import Chosen, choose_fraction
+from ...units import byte_size, duration, rate
 
 
 class Node(NamedTuple):
@@ -26,7 +26,7 @@ class Node(NamedTuple):
         return self.limit // self.ranks
 
 
-class Demand(NamedTuple):
+class HostDemand(NamedTuple):
     """What one rank moves, and would if there were room, at the fraction of the first step.
 
     call_bytes: most that one call of a layer (or of a checkpoint around layers) leaves for the
@@ -56,7 +56,7 @@ def passes_in_flight(warmup: int, total: int) -> int:
     return min(total, warmup + 1)
 
 
-def choice(demand: Demand, node: Node, link: float) -> Chosen:
+def choice(demand: HostDemand, node: Node, link: float) -> Chosen:
     """What `auto` takes for one rank; demand: of a first step that moved everything.
 
     link: bytes/s that the slower direction of its link carries while all ranks of the node copy.
@@ -67,7 +67,7 @@ def choice(demand: Demand, node: Node, link: float) -> Chosen:
     )
 
 
-def too_small(fraction: float, told: Sequence[tuple[Demand, Node]]) -> str | None:
+def too_small(fraction: float, told: Sequence[tuple[HostDemand, Node]]) -> str | None:
     """The error if what a fraction moves does not fit on the host of some rank; None if it fits.
 
     told: of every rank, so that all raise with the same words.
@@ -89,7 +89,7 @@ def too_small(fraction: float, told: Sequence[tuple[Demand, Node]]) -> str | Non
     )
 
 
-def line(fraction: float, mine: Demand, node: Node, link: float | None = None) -> str:
+def line(fraction: float, mine: HostDemand, node: Node, link: float | None = None) -> str:
     """The line that says what is moved, with the numbers of this rank.
 
     link: with `auto`, bytes/s that the slower direction carries while all ranks of a node copy; the

@@ -1,23 +1,33 @@
-"""The tier of a run: one `HostMemory`, the fraction in force, and the calls that use them."""
+"""The tier of a run: one `HostMemory`, the fraction in force, and the calls that use them.
+
+The first step moves what fits on the host and never fails for lack of it: whether the rest of the
+run fits is decided at its end, by all ranks together, from the bytes and times of that step.
+
+The input that a pipeline stage received is held by Megatron's schedule until backward. Its first
+layer saves it, so it travels to the host like every layer's input, and its memory on the device
+would stay all the same. It is freed once it is on the host: backward reads the gradient and the
+shape of the held tensor, never its elements.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Iterable, Iterator
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_burst.config import BurstConfig
-from megatron_burst.megatron.log import log
-from megatron_burst.megatron.offload.demand import choice, line, too_small
-from megatron_burst.megatron.offload.first_step import Clock, FirstStep
-from megatron_burst.megatron.offload.link import gather, lone_node, measured_rate, shared_node
-from megatron_burst.megatron.offload.received import Received
-from megatron_burst.megatron.patching.registry import PatchSet
-from megatron_burst.recompute.host.frames import HostFrame
-from megatron_burst.recompute.host.mover import HostMemory
-from megatron_burst.units import size_of
+from ...config import BurstConfig
+from ...recompute.host.copies import Moved
+from ...recompute.host.frames import HostFrame
+from ...recompute.host.limits import host_limit
+from ...recompute.host.mover import HostMemory, copy_rate
+from ...units import size_of
+from ..patching import PatchSet, log
+from .demand import HostDemand, Node, choice, line, too_small
 
 ASKED = "offload"  # note: the choices of the configuration that asked for it
 TIER = "host memory"  # note: the tier, once a forward pass or a step needed it
@@ -180,3 +190,141 @@ class Tier:
 def place_of(tensor: torch.Tensor) -> int:
     """Where the memory of a tensor and of its views begins."""
     return tensor.untyped_storage().data_ptr()
+
+
+class _Held(NamedTuple):
+    tensor: torch.Tensor
+    moved: Moved
+
+
+class Received:
+    """What one forward pass received: a tensor, a list of tensors, or nothing."""
+
+    def __init__(self, received: Any = None) -> None:
+        found = received if isinstance(received, (list, tuple)) else [received]
+        # A leaf: what the schedule made for receiving, and no result that others may read.
+        self._waiting = [
+            one
+            for one in found
+            if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf
+        ]
+        self._moved: list[_Held] = []
+        self._saved: set[int] = set()
+
+    def move(
+        self, arguments: Iterable[torch.Tensor], fraction: float, host: HostMemory, least: int
+    ) -> None:
+        """Begin to copy what of it is an argument of the first layer; that the layer saves it
+        later adds no copy. least: bytes below which it stays."""
+        for one in arguments:
+            if any(one is other for other in self._waiting):
+                self._waiting = [other for other in self._waiting if other is not one]
+                share = fraction if one.nbytes >= least else 0.0
+                moved = host.move(one.detach(), share, shared=True)
+                if moved.moved:
+                    self._moved.append(_Held(one, moved))
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """A layer has saved this tensor, in a way that moves it."""
+        if self._moved:
+            self._saved.add(tensor.untyped_storage()._cdata)
+
+    def free(self) -> None:
+        """Free the memory of what was saved from the host's copy, after that copy. What a layer
+        keeps in another way stays."""
+        for tensor, moved in self._moved:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._saved and storage.resizable():
+                moved.release()
+                storage.resize_(0)
+        self._moved.clear()
+
+
+class Clock:
+    """Time from its making to `stop`, on the device where there is one, else on this thread."""
+
+    def __init__(self, on_device: bool) -> None:
+        self.on_device = on_device
+        self.marks = [self._now()]
+
+    def _now(self) -> Any:
+        if not self.on_device:
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def stop(self) -> None:
+        self.marks.append(self._now())
+
+    def seconds(self) -> float:
+        """Waits for the device."""
+        start, end = self.marks
+        if not self.on_device:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class FirstStep:
+    """Collects what calls leave in the first step; `passes`: micro-batches, once per model
+    chunk, that are in flight at the same time."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+        self.spilt = 0  # bytes for which there was no room
+        self._clocks: list[Clock] = []
+        self._largest = 0
+        self._of_passes = [0]
+
+    def next_pass(self) -> None:
+        """Another micro-batch begins, or the same in another model chunk."""
+        self._of_passes.append(0)
+
+    def spill(self, nbytes: int) -> None:
+        """So many bytes stay, because there is no room."""
+        self.spilt += nbytes
+
+    def add(self, nbytes: int, clock: Clock) -> None:
+        """A call that left so many bytes for the host, whether or not there was room."""
+        self._largest = max(self._largest, nbytes)
+        self._of_passes[-1] += nbytes
+        self._clocks.append(clock)
+
+    def demand(self) -> HostDemand:
+        """What this rank moves at the fraction of the first step."""
+        seconds = median(clock.seconds() for clock in self._clocks) if self._clocks else 0.0
+        sums = max(self._of_passes)
+        return HostDemand(self._largest, seconds, sums, self.passes, bool(self.spilt))
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank of the run, in their order; collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    gathered = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def shared_node(stated: int | None) -> Node:
+    """This rank's node; collective, so that all its ranks find the same.
+
+    stated: bytes per node; None for 80 % of what is there.
+    """
+    host = socket.gethostname()
+    limit = stated or host_limit(pinned=torch.cuda.is_available())
+    limits = [other for name, other in gather((host, limit)) if name == host]
+    return Node(min(limits), len(limits))
+
+
+def lone_node(stated: int | None) -> Node:
+    """The same without asking anybody: as if all ranks of the run were on this node."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return Node(stated or host_limit(pinned=torch.cuda.is_available()), ranks)
+
+
+def measured_rate(host: HostMemory) -> float:
+    """Bytes per second of the slower direction while all ranks of a node copy both ways;
+    collective."""
+    return copy_rate(host, lambda: gather(None))

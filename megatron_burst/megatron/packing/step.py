@@ -18,14 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_burst.config import OFF, BurstConfig
-from megatron_burst.megatron.log import log
-from megatron_burst.megatron.packing import exchange
-from megatron_burst.megatron.packing.documents import documents_of, micro_batch, names_of
-from megatron_burst.megatron.packing.model_work import work_of
-from megatron_burst.megatron.patching.compatibility import require_function
-from megatron_burst.megatron.patching.registry import PatchSet
-from megatron_burst.packing import Packing, Work, pack
+from ...config import OFF, BurstConfig
+from ...packing import Packing, Work, pack
+from ..data.cut import causal_window
+from ..patching import PatchSet, log, require_function
+from . import documents
+from .documents import documents_of, micro_batch, names_of
 
 ASKED = "packing"  # note: a configuration of this run asked for it
 _TOLD = "packing was logged"
@@ -119,7 +117,7 @@ def _repacked(
     except ValueError as error:
         problem = error
     try:
-        told = exchange.gather(None if problem else _numbers(samples), group)
+        told = documents.gather(None if problem else _numbers(samples), group)
     except ValueError as error:
         raise problem or error from None
     lengths = [[number >> 1 for number in numbers] for numbers in told]
@@ -130,7 +128,7 @@ def _repacked(
     homes = [[number for bin in places for number in bin] for places in found.places]
     mine = [document for sample in samples for document in sample]
     like = names_of(batches[0])
-    here = exchange.route(mine, homes, lengths, like, group)
+    here = documents.route(mine, homes, lengths, like, group)
     return found, [
         micro_batch([here[number] for number in bin], like, total)
         for bin in found.places[group.rank()]
@@ -165,7 +163,7 @@ def _agreed(number: int) -> int:
     if group.size() == 1:
         return number
     # Nothing is known of 0: such a rank leaves both to the others.
-    bounds = torch.tensor([number, -number or -_MANY], device=exchange.device_of(group))
+    bounds = torch.tensor([number, -number or -_MANY], device=documents.device_of(group))
     torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, group=group)
     if int(bounds[0]) == -int(bounds[1]):
         return int(bounds[0])
@@ -183,3 +181,31 @@ def _data_group() -> Any:
     with contextlib.suppress(AssertionError):
         return parallel_state.get_data_parallel_group_gloo()
     return parallel_state.get_data_parallel_group()
+
+
+def work_of(config: Any) -> Work:
+    """FLOPs of attention and of linear layers of a `TransformerConfig`; the LM head aside."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    of_query, of_value = _head_sizes(config)
+    groups = getattr(config, "num_query_groups", None) or heads
+    projections = width * (heads + groups) * (of_query + of_value)
+    token = 2 * config.num_layers * (projections + width * _mlp_width(config))
+    windows = [causal_window(config, number) for number in range(1, config.num_layers + 1)]
+    return Work.of(token_flops=token, pair_flops=2 * heads * (of_query + of_value), windows=windows)
+
+
+def _head_sizes(config: Any) -> tuple[int, int]:
+    if getattr(config, "multi_latent_attention", False):
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    size = getattr(config, "kv_channels", None) or config.hidden_size // config.num_attention_heads
+    return size, size
+
+
+def _mlp_width(config: Any) -> int:
+    """Columns of an MLP's matrices together; of all experts that a token goes to."""
+    matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
+    hidden = config.ffn_hidden_size
+    if getattr(config, "num_moe_experts", None):
+        hidden = config.moe_router_topk * config.moe_ffn_hidden_size
+        hidden += getattr(config, "moe_shared_expert_intermediate_size", None) or 0
+    return matrices * hidden

@@ -1,10 +1,16 @@
 """Host memory in pieces of any length: slabs of whole pages, cut into blocks.
 
 Decides where a block lies: in the smallest gap that holds it, whose neighbours it joins when it is
-free again, so that packed batches of changing lengths use the same memory. Torch's own allocator of
-pinned memory rounds every request up to a power of two. Blocks are freed by dropping them, on any
-thread, also inside a garbage collection; who takes the memory next waits for the copies that the
-last owner had under way.
+free again, so that packed batches of changing lengths use the same memory. Blocks are freed by
+dropping them, on any thread, also inside a garbage collection; the next owner of the memory waits
+for the copies that the last one had under way.
+
+Torch's own allocator of pinned memory does not serve here (`CachingHostAllocator.h`). It rounds
+every request up to a power of two, never cuts a block nor joins two, and has no limit.
+`pinned_max_round_threshold_mb` ends the rounding, but it is a setting of the whole process, with
+effect on every loader that pins memory, and with it releases up to 2.13 hand out any cached block
+between the same two powers of two, also one that is smaller than the request; 2.15 looks for one
+that is large enough.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .arena import Arena, Event
 from .engines import StreamEngine, WorkerEngine
@@ -23,7 +25,7 @@ from .frames import HostFrame
 
 
 @dataclass
-class Traffic:
+class HostTraffic:
     """Where copies go and come through, and how many bytes they moved."""
 
     arena: Arena
@@ -60,7 +62,7 @@ class Traffic:
 class HostCopy:
     """The elements of `flat` [n] (a run of device memory) from `cut` on, on the host."""
 
-    def __init__(self, traffic: Traffic, flat: torch.Tensor, cut: int):
+    def __init__(self, traffic: HostTraffic, flat: torch.Tensor, cut: int):
         self.traffic, self._cut = traffic, cut
         self._count, self._like = len(flat), (flat.dtype, flat.device)
         self._rest = flat[:cut].clone() if cut else None
@@ -239,7 +241,7 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-class Pending:
+class PendingCopies:
     """Copies whose sources are still held, so that at most two frames' are at a time.
 
     When a third frame begins to move something, the computation first waits for the copies of the
@@ -280,3 +282,48 @@ class Pending:
         for copy in [ref() for ref in refs]:
             if copy is not None:
                 copy.release()
+
+
+Span = tuple[int, int]  # elements of a storage, from and to
+
+
+class _Known(NamedTuple):
+    """A copy, and the memory it is of, as long as that is not changed."""
+
+    storage: StorageWeakRef  # while it is held, no other storage has this address
+    version: int
+    dtype: torch.dtype
+    span: Span
+    copy: weakref.ref[HostCopy]
+
+
+class KnownCopies:
+    """Copies by storage; those that are gone are forgotten."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[_Known]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def find(self, tensor: torch.Tensor, span: Span) -> tuple[HostCopy, int] | None:
+        """A copy with these elements of the tensor's storage, and at which one it begins."""
+        for known in self._of.get(tensor.untyped_storage()._cdata, ()):
+            same = (known.version, known.dtype) == (tensor._version, tensor.dtype)
+            if same and known.span[0] <= span[0] and span[1] <= known.span[1]:
+                copy = known.copy()
+                if copy is not None:
+                    return copy, known.span[0]
+        return None
+
+    def add(self, tensor: torch.Tensor, span: Span, copy: HostCopy) -> None:
+        """A copy of these elements of the tensor's storage."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+
+        def forget(ref: object, table: dict[int, list[_Known]] = self._of) -> None:
+            left = [known for known in table.pop(storage.cdata, []) if known.copy is not ref]
+            if left:
+                table[storage.cdata] = left
+
+        known = _Known(storage, tensor._version, tensor.dtype, span, weakref.ref(copy, forget))
+        self._of.setdefault(storage.cdata, []).append(known)

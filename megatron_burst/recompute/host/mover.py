@@ -16,10 +16,9 @@ import torch
 
 from ...layout import check_fraction
 from .arena import Arena, OutOfHostMemory
-from .copies import HostCopy, Moved, Pending, Traffic
+from .copies import HostCopy, HostTraffic, KnownCopies, Moved, PendingCopies
 from .engines import StreamEngine, WorkerEngine, pin
 from .frames import HostFrame, Order
-from .known import Known
 from .limits import host_limit
 from .saved import MIN_BYTES, hooks, movable
 
@@ -77,10 +76,10 @@ class HostMemory:
         def engine() -> StreamEngine | WorkerEngine:
             return StreamEngine(self.device, strict) if cuda else WorkerEngine(rate, strict)
 
-        self._traffic = Traffic(arena, engine(), engine(), strict)
-        self._pending = Pending()
+        self._traffic = HostTraffic(arena, engine(), engine(), strict)
+        self._pending = PendingCopies()
         self._order = Order(self._pending.settle)
-        self._known = Known()
+        self._known = KnownCopies()
         # Called with the bytes of a tensor for which there is no room, and which then stays;
         # None: OutOfHostMemory is raised.
         self.spill: Callable[[int], object] | None = None
@@ -243,3 +242,26 @@ def _dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+BYTES = 64 << 20  # of one copy: long enough for a link's full rate
+COPIES = 3  # the first one maps and pins host memory
+
+
+def copy_rate(host: HostMemory, together: Callable[[], object]) -> float:
+    """Bytes per second of the slower direction, of copies out and back.
+
+    together: waits for the others that copy, so that all begin at the same time. No more than a
+    quarter of the host memory is used.
+    """
+    size = max(1, min(BYTES, host.limit // 4))
+    data = torch.zeros(size, dtype=torch.uint8, device=host.device)
+    for _ in range(COPIES):
+        together()
+        moved = host.move(data)
+        moved.release()
+        moved.get()
+        if data.is_cuda:
+            torch.cuda.synchronize()
+    rates = [rate for rate in host.rates() if rate is not None]
+    return min(rates)

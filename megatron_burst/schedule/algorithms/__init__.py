@@ -1,16 +1,18 @@
-"""The algorithms: functions from a `Demand` to `Tables`, each a file of its own and a line here.
+"""The algorithms: functions from a `Demand` to `Tables`, each a file here and a line of the table.
 
-Flags, errors, documentation and the choice of `auto` take the names from here.
+Flags, errors, documentation and the choice of `auto` take the names and all that tells algorithms
+apart from the table. A file is imported when its algorithm first makes tables: a run reads the
+algorithms that it uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 from ..demand import Demand
 from ..tables import Tables
-from . import all_gather, burst, double_ring, multicast, prefetch, ring, tile, token_ring, two_way
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,11 @@ class Algorithm:
     "direct"? automatic: does `auto` try it? keeps: does backward compute where forward did, so
     that it finds keys which forward kept? sided: does it matter which side is to travel?
     holds_more: does it hold chunks that it does not compute with yet, or several at once, memory
-    for time? handicap: by what `auto` multiplies its predicted time.
+    for time? holds_all: all chunks that it uses, so that `auto` does not try it where ranks share
+    heads, and have the rows of a whole group. few_rows: does `auto` try it only where a rank sees
+    few rows of others? two_levels: does it differ from others only where nodes have several ranks?
+    complexity: among equal predictions `auto` takes the lowest. handicap: by what `auto` multiplies
+    its predicted time.
     """
 
     tables: Callable[[Demand], Tables]
@@ -30,23 +36,41 @@ class Algorithm:
     keeps: bool = True
     sided: bool = True
     holds_more: bool = False
+    holds_all: bool = False
+    few_rows: bool = False
+    two_levels: bool = False
+    complexity: int = 9
     handicap: float = 1.0
+
+
+def _made_by(file: str, function: str = "tables") -> Callable[[Demand], Tables]:
+    """The function of a file of this folder, which is imported at the first call."""
+
+    def tables(demand: Demand) -> Tables:
+        return getattr(import_module(f"{__name__}.{file}"), function)(demand)
+
+    return tables
 
 
 # Not for `auto`: double_ring is burst that waits for every gradient; two_way and token_ring send
 # both ways round, which gains nothing where a rank has one NIC. all_gather was measured at up to
 # 1.17 times its prediction.
 ALGORITHMS: dict[str, Algorithm] = {
-    "burst": Algorithm(burst.tables, routed=True),
-    "double_ring": Algorithm(double_ring.tables, routed=True, automatic=False),
-    "ring": Algorithm(ring.tables, routed=True),
-    "all_gather": Algorithm(all_gather.tables, holds_more=True, handicap=1.15),
-    "multicast": Algorithm(multicast.tables, holds_more=True),
-    "prefetch": Algorithm(prefetch.tables, holds_more=True),
-    "two_way": Algorithm(two_way.tables, automatic=False),
-    "token_ring": Algorithm(token_ring.tables, automatic=False, keeps=False),
-    "tile": Algorithm(tile.tables, keeps=False, sided=False, holds_more=True),
-}
+    "burst": Algorithm(_made_by("burst"), routed=True, complexity=1),
+    "double_ring": Algorithm(_made_by("burst", "double_ring"), routed=True, automatic=False),
+    "ring": Algorithm(_made_by("burst", "ring"), routed=True, complexity=0),
+    "all_gather": Algorithm(
+        _made_by("direct", "all_gather"), holds_more=True, holds_all=True, complexity=5,
+        handicap=1.15,
+    ),
+    "multicast": Algorithm(_made_by("multicast"), holds_more=True, two_levels=True, complexity=2),
+    "prefetch": Algorithm(
+        _made_by("prefetch"), holds_more=True, holds_all=True, few_rows=True, complexity=3
+    ),
+    "two_way": Algorithm(_made_by("two_way"), automatic=False),
+    "token_ring": Algorithm(_made_by("token_ring"), automatic=False, keeps=False),
+    "tile": Algorithm(_made_by("tile"), keeps=False, sided=False, holds_more=True, complexity=4),
+}  # fmt: skip
 
 
 def check_algorithm(algorithm: str) -> str:

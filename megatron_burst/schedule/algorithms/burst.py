@@ -25,6 +25,17 @@ def tables(demand: Demand) -> Tables:
     return two_level(demand, demand.grid)
 
 
+def ring(demand: Demand) -> Tables:
+    """One ring over all ranks, whatever the links between them: the two-level ring of a single
+    node, on a communicator of its own."""
+    return two_level(demand, Grid(1, demand.grid.size), within="flat")
+
+
+def double_ring(demand: Demand) -> Tables:
+    """LoongTrain's double ring (section 4.3): its gradients land where they are posted."""
+    return two_level(demand, demand.grid, blocks=True)
+
+
 def two_level(
     demand: Demand, rings: Grid, *, within: str = "intra", blocks: bool = False
 ) -> Tables:
@@ -110,7 +121,7 @@ class _Path:
             self.here, self.wanted, self.hops = before
 
     def _bytes(self, axis: int, each: tuple[int, int]) -> int:
-        """Of all hops along an axis, with so many bytes per row of a copy and of a gradient."""
+        """Bytes of all hops along an axis. each: bytes per row of a copy, and of a gradient."""
         total = 0
         for size, hops in zip(each, self.hops[axis], strict=True):
             of_bundle = hops.sum(axis=tuple(range(1, hops.ndim)), dtype=np.int64)
@@ -160,8 +171,8 @@ class _Path:
         return self._transfers(owner, rows, src, dst, "inter", gradient, post, land)
 
     def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Of the sets [owner, ...] of bundles that are not empty: owner, index in the rest, index
-        in all, and the set."""
+        """The sets [owner, ...] of bundles that are not empty, as columns: owner, index in the
+        rest, index in all, and the set."""
         at, bits = self.bundles.sets(which)
         owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))
         return owner, rest, at, bits

@@ -12,6 +12,17 @@ from ..demand import Demand
 from ..tables import ALL, RINGS, Kept, Tables, Transfers, joined
 
 
+def all_gather(demand: Demand) -> Tables:
+    """Every chunk to every rank that uses it, all started at once: no hop waits for another.
+
+    Sends are posted before the first step, and gradients are awaited at the end; a rank holds all
+    chunks that it uses, and in the end all gradients of its own. So ranks need not be equally far:
+    where documents leave one rank more to compute at a step than another, neither waits for it, as
+    long as all have as much in total.
+    """
+    return tables(demand, ahead=demand.grid.size, at_end=True)
+
+
 def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
     chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""

@@ -171,7 +171,7 @@ class Ways:
 
     @cached_property
     def hops(self) -> _Edges:
-        """Of all rows to their users."""
+        """The hops of all rows to their users."""
         return self._edges(self.use)
 
     @cached_property

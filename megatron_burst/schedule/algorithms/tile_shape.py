@@ -107,7 +107,7 @@ def chosen(demand: Demand, most: int | None = None) -> Shape:
 
 
 def _bytes_between(demand: Demand, nodes: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Of both families and their partial results: by (key_nodes, query_nodes)."""
+    """Bytes of both families and of their partial results, by (key_nodes, query_nodes)."""
     inter, intra = demand.grid
     total = dict.fromkeys(nodes, 0)
     for family, bundles, each in _families(demand):
@@ -124,7 +124,7 @@ def _bytes_between(demand: Demand, nodes: set[tuple[int, int]]) -> dict[tuple[in
 
 
 def _bytes_within(demand: Demand, found: list[Shape]) -> dict[Shape, int]:
-    """Of both families and their partial results."""
+    """Bytes of both families and of their partial results, by shape."""
     if len(found) == 1:
         return {found[0]: 0}  # nothing to compare with
     total = dict.fromkeys(found, 0)
@@ -139,7 +139,8 @@ def _bytes_within(demand: Demand, found: list[Shape]) -> dict[Shape, int]:
 
 
 def _families(demand: Demand) -> list[tuple[str, Bundles, int]]:
-    """Of each family that is copied: its name, bundles, and the bytes of a row, out and back."""
+    """Each family that is copied: its name, its bundles, and the bytes of a row that travel as a
+    copy and as a partial result."""
     kv, query, dkv, dquery, out = demand.row_bytes
     wanted = demand.wanted
     return [("kv", wanted.keys, kv + dkv), ("query", wanted.queries, query + dquery + out)]

@@ -1,4 +1,4 @@
-"""Algorithms that carry states along chains of pieces: one file each, one line here.
+"""Algorithms that carry states along chains of pieces: a file and a line here.
 
 No torch.
 """
@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from .all_gather import all_gather
 from .hops import Hops, Task
-from .ring import ring
-from .scan import scan
+from .scan import ring, scan
 from .two_level import two_level
 
 # Name -> what makes its table.

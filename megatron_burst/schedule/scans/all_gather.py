@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .hops import MAP, STATE, WHOLE, Hops, Runs, Task, runs_of, table
+from .hops import MAP, STATE, WHOLE, Hops, PieceRuns, Task, runs_of, table
 
 
 def all_gather(task: Task) -> Hops:
@@ -31,7 +31,7 @@ def all_gather(task: Task) -> Hops:
     )
 
 
-def wanted(runs: Runs) -> tuple[np.ndarray, np.ndarray]:
+def wanted(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
     """(run, rank): which rank needs the map of which run: those that hold a later one, once."""
     rank, begin, count = _lasts(runs)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -40,13 +40,13 @@ def wanted(runs: Runs) -> tuple[np.ndarray, np.ndarray]:
     return run[others], rank[others]
 
 
-def count_wanted(runs: Runs) -> int:
+def count_wanted(runs: PieceRuns) -> int:
     """How many they are at most: ranks that hold a run before the one they need are counted too."""
     return int(_lasts(runs)[2].sum())
 
 
-def _lasts(runs: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every document on every rank: (rank, first run of the document, how many runs it has
+def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every document on every rank: (rank, first run of the document, how many runs it has
     before the rank's last)."""
     ranks = runs.rank.max(initial=0) + 1
     key = runs.document * ranks + runs.rank
@@ -56,7 +56,7 @@ def _lasts(runs: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def carried(
-    runs: Runs,
+    runs: PieceRuns,
     run: np.ndarray,
     rounds: np.ndarray | int,
     source: np.ndarray,

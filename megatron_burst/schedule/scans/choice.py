@@ -18,14 +18,14 @@ from ..topology import Topology
 from . import SCANS
 from .all_gather import count_wanted
 from .hops import Task, runs_of
-from .sizes import Sizes
+from .sizes import ScanSizes
 from .timing import NOMINAL, Links, scan_seconds
 
 MOST = 256  # blocks
 LARGE = 1 << 18  # hops of an all-gather: tables of more are neither made nor tried
 
 
-class Choice(NamedTuple):
+class ScanChoice(NamedTuple):
     """algorithm, and its number of blocks; seconds: predicted, when the last rank is done. tried:
     (algorithm, blocks, seconds) of all that were, the chosen one first."""
 
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 
 class LinkRates(Protocol):
-    """Of `mb.Rates` what a scan takes."""
+    """The fields of `mb.Rates` that the choice of a scan reads."""
 
     @property
     def intra(self) -> float: ...
@@ -63,7 +63,9 @@ def links_of(rates: LinkRates | None) -> Links:
     return Links(*each, posting=rates.posting)
 
 
-def choose(chains: Chains, topology: Topology, sizes: Sizes, links: Links = NOMINAL) -> Choice:
+def choose(
+    chains: Chains, topology: Topology, sizes: ScanSizes, links: Links = NOMINAL
+) -> ScanChoice:
     """The algorithm with the fewest predicted seconds for these chains and states.
 
     Where nothing travels it is all-gather, which has no hops then either. Raises ValueError where
@@ -71,18 +73,18 @@ def choose(chains: Chains, topology: Topology, sizes: Sizes, links: Links = NOMI
     """
     trials = _Trials(chains, topology, sizes, links)
     if not trials.runs.follows.any():
-        return Choice("all_gather", 1, 0.0, (("all_gather", 1, 0.0),))
+        return ScanChoice("all_gather", 1, 0.0, (("all_gather", 1, 0.0),))
     tried = []
     for name in ("all_gather", "two_level", "scan"):
         if name != "all_gather" or count_wanted(trials.runs) <= LARGE:
             tried.append((name, *trials.best(name, min([s for *_, s in tried], default=math.inf))))
     tried.sort(key=lambda each: each[2])
     name, blocks, seconds = tried[0]
-    return Choice(name, blocks, seconds, tuple(tried))
+    return ScanChoice(name, blocks, seconds, tuple(tried))
 
 
 def blocks_for(
-    algorithm: str, chains: Chains, topology: Topology, sizes: Sizes, links: Links = NOMINAL
+    algorithm: str, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links = NOMINAL
 ) -> int:
     """The number of blocks with which `algorithm`, a name of `SCANS`, is to run; arguments and
     errors as of `choose`."""
@@ -92,7 +94,7 @@ def blocks_for(
 class _Trials:
     """Predictions for one case, as many as the search for a number of blocks asks for."""
 
-    def __init__(self, chains: Chains, topology: Topology, sizes: Sizes, links: Links):
+    def __init__(self, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links):
         if topology.size != chains.ranks:
             raise ValueError(
                 f"topology: it has {topology.size} ranks, and the chains {chains.ranks}; give both "

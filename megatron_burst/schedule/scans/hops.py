@@ -51,11 +51,11 @@ class Task(NamedTuple):
     blocks: int = 1
 
 
-class Runs(NamedTuple):
+class PieceRuns(NamedTuple):
     """Consecutive pieces of a document on one rank as one: int64 [runs] each, in order.
 
-    first, last: its pieces; nth: the how manieth run of its document; follows: bool, does another
-    run of this document come after it?
+    first, last: its pieces; nth: its index among the runs of its document; follows: bool, does
+    another run of this document come after it?
     """
 
     first: np.ndarray
@@ -73,7 +73,7 @@ class Runs(NamedTuple):
         return np.cumsum(self.nth == 0) - 1
 
 
-def runs_of(chains: Chains) -> Runs:
+def runs_of(chains: Chains) -> PieceRuns:
     """The runs of pieces between which states change the rank."""
     opens = chains.begins | np.append(True, chains.rank[1:] != chains.rank[:-1])
     first = np.flatnonzero(opens)
@@ -81,7 +81,7 @@ def runs_of(chains: Chains) -> Runs:
     begins = chains.begins[first]
     nth = count - np.maximum.accumulate(np.where(begins, count, 0))
     last = np.append(first[1:], len(chains)) - 1
-    return Runs(first, last, chains.rank[first], nth, np.append(~begins[1:], False))
+    return PieceRuns(first, last, chains.rank[first], nth, np.append(~begins[1:], False))
 
 
 def table(*parts: tuple) -> Hops:

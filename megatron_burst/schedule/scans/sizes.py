@@ -17,7 +17,7 @@ from .hops import MAP, WHOLE, Hops
 Form = Literal["none", "scalar", "vector", "matrix"]
 
 
-class Sizes(NamedTuple):
+class ScanSizes(NamedTuple):
     """The states of a scan, [batch, heads, rows, columns], `itemsize` bytes per element.
 
     form: of the transitions: "none" (a state is kept), "scalar" (a factor per head), "vector" (one

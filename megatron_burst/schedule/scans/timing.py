@@ -17,7 +17,7 @@ import numpy as np
 
 from ..topology import Topology
 from .hops import Hops
-from .sizes import Sizes
+from .sizes import ScanSizes
 
 
 class Links(NamedTuple):
@@ -59,7 +59,7 @@ class Messages(NamedTuple):
 
 
 def scan_seconds(
-    hops: Hops, topology: Topology, sizes: Sizes, blocks: int, links: Links
+    hops: Hops, topology: Topology, sizes: ScanSizes, blocks: int, links: Links
 ) -> np.ndarray:
     """Float [ranks]: when each has all that it receives, and has sent all, if all start at 0."""
     clock = np.zeros(topology.size)
@@ -92,7 +92,9 @@ def scan_seconds(
     return clock
 
 
-def _messages(hops: Hops, topology: Topology, sizes: Sizes, blocks: int, links: Links) -> Messages:
+def _messages(
+    hops: Hops, topology: Topology, sizes: ScanSizes, blocks: int, links: Links
+) -> Messages:
     ranks = topology.size
     key = (hops.round * ranks + hops.source) * ranks + hops.destination
     key, message = np.unique(key, return_inverse=True)
@@ -120,7 +122,7 @@ def _running(lasts: np.ndarray, far: np.ndarray, sender: np.ndarray) -> np.ndarr
     return found
 
 
-class Rows(NamedTuple):
+class HeadwiseRowBytes(NamedTuple):
     """What the head-wise exchange moves of each row: bytes that come in before the recurrence
     (queries, keys, values, gates) and that go back after it (outputs), of all heads."""
 
@@ -128,13 +130,13 @@ class Rows(NamedTuple):
     back: int
 
 
-def exchange_seconds(topology: Topology, rows: int, each: Rows, links: Links) -> float:
+def exchange_seconds(topology: Topology, rows: int, each: HeadwiseRowBytes, links: Links) -> float:
     """Seconds of the two all-to-alls of a pass that gives every rank all rows of a share of the
     heads, `rows` on each rank before; the ranks send as many bytes each."""
     return sum(_all_to_all(topology, rows * size, links) for size in each)
 
 
-def exchange_sent(topology: Topology, rows: int, each: Rows) -> tuple[int, int]:
+def exchange_sent(topology: Topology, rows: int, each: HeadwiseRowBytes) -> tuple[int, int]:
     """Bytes that each rank sends within its node and to other nodes in these all-to-alls."""
     near, ranks = topology.per_node, topology.size
     size = rows * (each.there + each.back)
@@ -142,7 +144,7 @@ def exchange_sent(topology: Topology, rows: int, each: Rows) -> tuple[int, int]:
 
 
 def _all_to_all(topology: Topology, size: int, links: Links) -> float:
-    """Of `size` bytes on each rank, of which it keeps an equal share."""
+    """Seconds of an all-to-all of `size` bytes on each rank, which keeps an equal share itself."""
     near, ranks = topology.per_node, topology.size
     share = size / ranks
     within = (near - 1) * (links.intra_latency + share / links.intra)

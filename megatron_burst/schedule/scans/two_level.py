@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from .all_gather import carried, wanted
-from .hops import STATE, WHOLE, Hops, Runs, Task, runs_of, table
+from .hops import STATE, WHOLE, Hops, PieceRuns, Task, runs_of, table
 
-FEW = 4  # up to so many runs in one node: to send each map to all that need it moves no more
+FEW = 4  # with at most this many runs in a node, sending each map to all that need it costs no more
 
 
 def two_level(task: Task) -> Hops:
@@ -31,7 +31,7 @@ def two_level(task: Task) -> Hops:
     runs_in, segments_in = np.bincount(document), np.bincount(document, crosses)
     straight = ((runs_in <= FEW) & (segments_in == 0))[document]
 
-    run, rank = wanted(Runs(*(column[straight] for column in runs)))
+    run, rank = wanted(PieceRuns(*(column[straight] for column in runs)))
     run = np.flatnonzero(straight)[run]
     gathered = carried(runs, run, 0, runs.rank[run], rank, WHOLE)
 
@@ -53,6 +53,6 @@ def two_level(task: Task) -> Hops:
     return table(gathered, maps, between, handed)
 
 
-def _within(count: np.ndarray, runs: Runs) -> np.ndarray:
+def _within(count: np.ndarray, runs: PieceRuns) -> np.ndarray:
     """A running count of all runs, counted from 0 in each document."""
     return count - count[runs.nth == 0][runs.document]

@@ -1,0 +1,211 @@
+"""What is wrong with the user's Megatron command: hazards, and all that the plugin would refuse.
+
+`config` and `megatron.checks` decide what is refused; this module hands them the command and turns
+their problems into findings. It does not import Megatron-Core, which would take most of the time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from ... import flags
+from ...config import BurstConfig
+from ...megatron.checks import command_line
+from ...megatron.checks.config import backend_problems, config_problems
+from ...megatron.checks.features import lm_head_problems, offload_problems
+from ...megatron.checks.problem import Problem
+from ...megatron.checks.splitting import FLAG as LINEAR
+from ...megatron.checks.splitting import linear_layers, splits
+from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
+from .report import Finding, note, ok, problem
+from .sizes import hierarchical_sizes
+
+ALGORITHM = "--context-parallel-algo"
+TOPIC = "refused at start"
+# With these, Megatron's loss masks may leave out different numbers of tokens on different ranks.
+UNEVEN = ("--eod-mask-loss", "--sft", "--dataloader-inter-document-masking")
+LARGE_MASK = 2**30  # bytes of an attention mask from which on it is a problem
+
+
+def hazards(
+    command: MegatronCommand, gpus_per_node: int, machine: dict[str, Any], te: str | None
+) -> Iterator[Finding]:
+    """The hazards of a command.
+
+    machine: as `machine.describe` returns it. te: the version of Transformer Engine, or None.
+    """
+    yield from _choice(command)
+    yield from _sizes(command, gpus_per_node)
+    if command.cp > 1:
+        yield from _loss(command)
+        yield from _mask(command)
+    yield from _connections(command, machine)
+    if command.transformer_impl == "transformer_engine" and not te:
+        yield problem(
+            "--transformer-impl",
+            "Transformer Engine is Megatron's default, and it is not installed here",
+            "install transformer-engine, or --transformer-impl local",
+        )
+
+
+def _choice(command: MegatronCommand) -> Iterator[Finding]:
+    algorithm, kinds = command.context_parallel_algo, command.cp_comm_type
+    if command.cp == 1:
+        if algorithm not in (None, "megatron"):
+            yield note(ALGORITHM, "does nothing with --context-parallel-size 1")
+        return
+    if algorithm in (None, "megatron"):
+        yield note(ALGORITHM, "Megatron's own attention will run", f"{ALGORITHM} burst")
+    if kinds and command.ours:
+        yield problem(
+            "--cp-comm-type",
+            f"{' '.join(kinds)} and {ALGORITHM} {algorithm} both choose the attention",
+            "remove --cp-comm-type",
+        )
+    elif kinds and "a2a+p2p" in kinds and command.sizes is None:
+        yield problem(
+            "--cp-comm-type",
+            "a2a+p2p without hierarchical sizes turns context parallelism off, in some versions "
+            "silently",
+            f"give {SIZES}, or {ALGORITHM} burst instead",
+        )
+
+
+def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
+    tp, cp, given = command.tp, command.cp, command.sizes
+    if given is not None and math.prod(given) != cp:
+        yield problem(
+            SIZES,
+            f"{given} multiply to {math.prod(given)}, which is not --context-parallel-size {cp}",
+            hierarchical_sizes(tp, cp, gpus_per_node).flags or f"remove {SIZES}",
+        )
+        return
+    try:
+        best = hierarchical_sizes(tp, cp, gpus_per_node)
+    except ValueError as error:
+        yield problem("nodes", str(error), "or give the doctor the right --gpus-per-node")
+        return
+    if cp > 1 and given not in (None, [best.intra, best.inter]):
+        yield note(
+            SIZES,
+            f"{given[0]} consecutive ranks are not what nodes of {gpus_per_node} GPUs hold at "
+            f"TP {tp}: {best.reason}",
+            best.flags or f"remove {SIZES}",
+        )
+    elif cp > 1 and given is None and not best.flat:
+        yield note(
+            SIZES, f"not given: ranks with one host name form a node; {best.reason}", best.flags
+        )
+    elif cp > 1:
+        yield ok(SIZES, best.reason)
+
+
+def _loss(command: MegatronCommand) -> Iterator[Finding]:
+    topic, fix = "loss mean", "--calculate-per-token-loss"
+    if command.calculate_per_token_loss:
+        yield ok(topic, "over the tokens of all ranks")
+        return
+    what = "each rank divides its loss by its own token count, so gradients depend on the layout"
+    uneven = command.given(*UNEVEN)
+    if uneven:
+        yield problem(topic, f"{what}; with {uneven[0]} the counts differ", fix)
+    else:
+        yield note(topic, f"{what} where loss masks leave out tokens", fix)
+
+
+def _mask(command: MegatronCommand) -> Iterator[Finding]:
+    topic, fix = "attention mask", "--no-create-attention-mask-in-dataloader"
+    if command.no_create_attention_mask_in_dataloader:
+        yield ok(topic, "none is made in the data loader")
+        return
+    each = (command.seq_length or 0) ** 2 * (command.micro_batch_size or 1)
+    size = f"one of {each / 2**30:.3g} GiB is made per micro-batch and data-loader worker"
+    if command.ours:
+        yield ok(topic, "none is made: BurstAttention computes what it would show")
+    elif each >= LARGE_MASK:
+        yield problem(topic, size, fix)
+    else:
+        yield note(topic, size, fix)
+
+
+def _connections(command: MegatronCommand, machine: dict[str, Any]) -> Iterator[Finding]:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    value = machine["variables"].get(name)
+    fsdp = command.use_megatron_fsdp or command.use_torch_fsdp2
+    if fsdp and value == "1":
+        yield problem(name, "is 1, and FSDP wants more", f"unset {name}")
+    elif not fsdp and (command.tp > 1 or command.cp > 1) and value != "1":
+        what = f"is {value or 'unset'}; before Blackwell Megatron wants 1 with TP or CP"
+        old = any("sm_" in gpu and int(gpu.split("sm_")[1]) < 100 for gpu in machine["gpus"])
+        yield (problem if old else note)(name, what, f"export {name}=1")
+    elif value is not None:
+        yield ok(name, value)
+
+
+def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
+    """A finding for each setting that ends a run at its start, or one that there is none.
+
+    No finding for a command without flags of ours. te: the version of Transformer Engine, or None.
+    """
+    unknown = [name for name in command.unknown if name.startswith("--burst-")]
+    given = command.given(*FLAGS)
+    if not unknown and not given:
+        return
+    for name in unknown:
+        near = difflib.get_close_matches(name, FLAGS, 1)
+        yield problem("flags", f"{name}: there is no such flag", *near or [f"remove {name}"])
+    config = _config(command)
+    args, mistyped = command.burst_arguments()
+    flags.settle(args)
+    burst, wrong = flags.choices(args)
+    refused = [Problem(line) for line in (*mistyped, *wrong)]
+    refused += _problems(config, burst, command.seq_length, te)
+    for one in refused:
+        yield problem(TOPIC, one.reason, _fix(one))
+    idle = [name for name in given if name not in flags.ALONE]
+    if burst.algorithm == flags.OFF and idle and not refused:
+        yield problem(
+            "flags", f"{', '.join(idle)}: no effect without {ALGORITHM}", f"{ALGORITHM} burst"
+        )
+    elif command.ours and not refused and not unknown:
+        if LINEAR in given and splits(config) and linear_layers(config) is None:
+            yield problem("flags", f"{LINEAR}: no layer carries a state", f"remove {LINEAR}")
+        yield ok("BurstAttention", "takes these settings")
+
+
+def _problems(
+    config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
+) -> Iterator[Problem]:
+    yield from command_line.yaml_problems(config)
+    yield from config_problems(config, burst, seq_length)
+    yield from lm_head_problems(config, burst)
+    yield from offload_problems(config, burst)
+    yield from backend_problems(config, burst)
+    if burst.algorithm != flags.OFF and splits(config):
+        yield from command_line.run_problems(config, burst, engine=te is not None)
+
+
+def _fix(refused: Problem) -> str:
+    """The flags to add and to remove; if there are none, those that the reason names."""
+    changes = (("add", refused.add), ("remove", refused.remove))
+    said = "; ".join(f"{word} {' '.join(names)}" for word, names in changes if names)
+    return said or f"change {' or '.join(_named(refused.reason)) or 'the model'}"
+
+
+def _named(text: str) -> list[str]:
+    """The flags in a text, each once."""
+    return list(dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", text)))
+
+
+def _config(command: MegatronCommand) -> SimpleNamespace:
+    """What the checks read of a TransformerConfig, from the flags."""
+    config = command_line.settings_of(command)
+    config.context_parallel_size = command.cp
+    config.hierarchical_context_parallel_sizes = command.fitting_sizes
+    config.recompute_modules = command.recompute_modules or ["core_attn"]
+    return config

@@ -1,0 +1,483 @@
+"""The state scan: a table of hops run on one rank, forward and backward, as an autograd function.
+
+A hop carries a state that was received, or that of an earlier piece carried on by known maps, of
+one piece or of a run of pieces; so algorithms are tables. A round is one exchange, so that what
+NCCL runs is one batch on every rank. An initial state is known only to the rank of the piece it
+enters, within the map of that piece. Final states go from the rank of a document's last piece to
+all ranks in one exchange, and their gradients come back by another and are added in the order of
+the ranks; a document without positions hands its initial state on, on every rank by itself.
+
+Backward is the same algorithm on the reversed chains, with transposed transitions and the gradients
+of the states that entered as increments.
+
+Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values); D
+documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+
+from ..comm import packing
+from ..comm.groups import Groups, InProcessGroups
+from ..comm.packing import CallTag, Envelope, Message
+from ..comm.rows import GRID
+from ..comm.transport import Receive, Send
+from ..kernels.autograd import first_order_only
+from ..schedule.scans.blocks import Blocks
+from ..schedule.scans.hops import MAP, WHOLE
+from .maps import Map, gradient, turned
+from .program import Parcel, Program, StateHop, States
+
+
+class KnownStates:
+    """States and maps of one rank, block by block.
+
+    begins: of every piece, is it the first of its document? The state that enters it is zero here:
+    the rank that holds it has an initial state in its map. own: piece -> its map.
+    """
+
+    def __init__(self, begins: list[bool], blocks: Blocks, own: Mapping[int, Map]):
+        self._begins, self._blocks = begins, blocks
+        self._states: dict[tuple[int, int], torch.Tensor] = {}  # (piece it enters, block)
+        # (block, piece after its last) -> first piece -> map of the run
+        self._runs: dict[tuple[int, int], dict[int, Map]] = {}
+        for piece, found in own.items():
+            for block in range(blocks.number):
+                part = found.part(blocks.slices(block)) if blocks.number > 1 else found
+                self._runs[block, piece + 1] = {piece: part}
+
+    def receive(self, hop: StateHop, arrived: list[torch.Tensor]) -> None:
+        """Take in what a hop brought."""
+        for block in self._each(hop.block):
+            parts = Map(arrived[0] if len(arrived) > 1 else None, arrived[-1])
+            if hop.block == WHOLE and self._blocks.number > 1:
+                parts = parts.part(self._blocks.slices(block))
+            if hop.kind == MAP:
+                self._runs.setdefault((block, hop.last + 1), {})[hop.first] = parts
+            else:
+                self._states[hop.first, block] = parts.increment
+
+    def content(self, hop: StateHop) -> list[torch.Tensor]:
+        """What a hop carries: a state, or the transition, if there is one, and increment of a
+        map."""
+        if hop.kind == MAP:
+            maps = [self.map(hop.first, hop.last, block) for block in self._each(hop.block)]
+            found = [each.increment for each in maps]
+            if maps[0].transition is not None:
+                transitions = [each.transition for each in maps if each.transition is not None]
+                return [self._whole_transition(transitions), self.whole(found)]
+            return [self.whole(found)]
+        states = [self.state(hop.first, block) for block in self._each(hop.block)]
+        assert all(state is not None for state in states), "a hop carries a state that is zero"
+        return [self.whole(states)]
+
+    def state(self, piece: int, block: int) -> torch.Tensor | None:
+        """The state that enters a piece; None for zero."""
+        found = self._states.get((piece, block))
+        if found is not None or self._begins[piece]:
+            return found
+        way = self._way(piece, block, lambda at: (at, block) in self._states or self._begins[at])
+        state = self._states.get((way[0][0], block))
+        for _, run in way:
+            state = run(state)
+        assert state is not None
+        self._states[piece, block] = state
+        return state
+
+    def map(self, first: int, last: int, block: int) -> Map:
+        """The map of a run of pieces."""
+        runs = self._runs.setdefault((block, last + 1), {})
+        if first not in runs:
+            way = self._way(last + 1, block, lambda at: at == first, first)
+            whole = way[0][1]
+            for _, run in way[1:]:
+                whole = run.after(whole)
+            runs[first] = whole
+        return runs[first]
+
+    def _way(self, end, block, arrived, least=0) -> list[tuple[int, Map]]:
+        """Known runs, each with its first piece, that lead to before piece `end` from a piece that
+        `arrived` says is one to begin at. Long runs are tried first."""
+        after: dict[int, int] = {end: end}  # piece -> that at which the run from it ends
+        open_ = [end]
+        while open_:
+            at = open_.pop()
+            if at != end and arrived(at):
+                break
+            if at != end and self._begins[at]:
+                continue
+            firsts = self._runs.get((block, at), {})
+            for first in sorted(firsts, reverse=True):
+                if first not in after and first >= least:
+                    after[first] = at
+                    open_.append(first)
+        else:
+            raise AssertionError(f"no known maps lead to piece {end}")
+        way = []
+        while at != end:
+            way.append((at, self._runs[block, after[at]][at]))
+            at = after[at]
+        return way
+
+    def _each(self, block: int) -> range:
+        """The blocks that a hop's block is."""
+        return range(self._blocks.number) if block == WHOLE else range(block, block + 1)
+
+    def whole(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """All blocks of a state [b, h, d, w], put together; of a single one itself."""
+        if len(parts) == 1:
+            assert parts[0] is not None
+            return parts[0]
+        some = next(part for part in parts if part is not None)
+        state = some.new_zeros((some.shape[0], *self._blocks.sizes))
+        for block, part in enumerate(parts):
+            if part is not None:
+                heads, rows, columns = self._blocks.slices(block)
+                state[:, heads, rows, columns] = part
+        return state
+
+    def _whole_transition(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        (heads, rows, _), some = self._blocks.sizes, parts[0]
+        shape = {2: (heads,), 3: (heads, rows), 4: (heads, rows, rows)}[some.dim()]
+        whole = some.new_empty((some.shape[0], *shape))
+        for block, part in enumerate(parts):
+            h, d, _ = self._blocks.slices(block)
+            whole[(slice(None), h, d) if some.dim() == 3 else (slice(None), h)] = part
+        return whole
+
+
+Initial = Mapping[int, torch.Tensor]  # document -> [b, h, d, w]; zero for others
+
+
+class Scanned(NamedTuple):
+    """entering [p, b, h, d, w]; leaving: document -> the state after its last piece, where that
+    is this rank's."""
+
+    entering: torch.Tensor
+    leaving: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DirectedScan:
+    """One direction of a scan, on one rank. name: of the direction, for messages of errors."""
+
+    groups: Groups
+    program: Program
+    states: States
+    device: torch.device
+    name: str
+
+    def run(self, call: CallTag, maps: Map, initial: Initial, leaving: bool) -> Scanned:
+        """Carry the states along. maps: of this rank's pieces, with p; leaving: are the states
+        after the last pieces wanted?"""
+        program = self.program
+        known = KnownStates(program.begins, program.blocks, self._own(maps, initial))
+        for number, sends, receives in program.rounds:
+            envelope = Envelope(call, crc32(f"{self.name} {number}".encode()))
+            self._exchange(known, sends, receives, envelope, f"round {number} of {self.name}")
+        entering, left = maps.increment.new_zeros(maps.increment.shape), {}
+        for index, piece in enumerate(program.own):
+            document, ends = program.document[index], leaving and program.ends[piece]
+            if program.begins[piece]:
+                state = None
+                if document in initial:
+                    entering[index] = initial[document]
+            else:
+                every = range(program.blocks.number)
+                state = known.whole([known.state(piece, block) for block in every])
+                entering[index] = state
+            if ends:
+                left[document] = self._own_map(maps, initial, index)(state)
+        return Scanned(entering, left)
+
+    def _own(self, maps: Map, initial: Initial) -> dict[int, Map]:
+        own = enumerate(self.program.own)
+        return {piece: self._own_map(maps, initial, index) for index, piece in own}
+
+    def _own_map(self, maps: Map, initial: Initial, index: int) -> Map:
+        """The map of a piece; where its document begins, from zero."""
+        program, transition = self.program, maps.transition
+        found = Map(None if transition is None else transition[index], maps.increment[index])
+        document = program.document[index]
+        if program.begins[program.own[index]] and document in initial:
+            found = found._replace(increment=found(initial[document]))
+        return found
+
+    def _exchange(
+        self,
+        known: KnownStates,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        envelope: Envelope,
+        label: str,
+    ) -> None:
+        contents = [[t for hop in parcel.hops for t in known.content(hop)] for parcel in sends]
+        shapes = [[s for hop in parcel.hops for s in self.program.shapes(hop, self.states)]
+                  for parcel in receives]  # fmt: skip
+        peers = [parcel.peer for parcel in sends], [parcel.peer for parcel in receives]
+        what = self.states.dtype, self.device
+        arrived = exchange(self.groups, peers, contents, shapes, what, envelope, label)
+        for parcel, tensors in zip(receives, arrived, strict=True):
+            rest = iter(tensors)
+            for hop in parcel.hops:
+                known.receive(hop, [next(rest) for _ in self.program.shapes(hop, self.states)])
+
+
+def exchange(
+    groups: Groups,
+    peers: tuple[Sequence[int], Sequence[int]],
+    contents: Sequence[Sequence[torch.Tensor]],
+    shapes: Sequence[Sequence[torch.Size]],
+    what: tuple[torch.dtype, torch.device],
+    envelope: Envelope,
+    label: str,
+) -> list[Sequence[torch.Tensor]]:
+    """What arrived: tensors of `shapes` from each of the second peers, while `contents` went to
+    each of the first; all of one dtype on one device."""
+    dtype, device = what
+    packed = device.type == "cpu"
+    sent, received = [], []
+    for peer, tensors in zip(peers[0], contents, strict=True):
+        own = tuple(t.contiguous() for t in tensors)
+        message = packing.pack(own, envelope) if packed else Message(None, own)
+        link = groups.topology.link(groups.rank, peer)
+        sent.append(Send(peer, link, message.tensors, message.flat))
+    for peer, wanted in zip(peers[1], shapes, strict=True):
+        if packed:
+            room = packing.empty([(s, dtype) for s in wanted], device, groups.grid.room)
+            received.append(Receive(peer, room.tensors, room, envelope))
+        else:
+            fresh = [torch.empty(s, dtype=dtype, device=device) for s in wanted]
+            received.append(Receive(peer, fresh, None, envelope))
+    if sent or received:
+        groups.grid.exchange(GRID, sent, received, label).wait()
+    return [receive.tensors for receive in received]
+
+
+@dataclass(frozen=True)
+class Finals:
+    """holders: document -> the rank of its last piece; None for one that is empty."""
+
+    groups: Groups
+    holders: tuple[int | None, ...]
+    states: States
+    device: torch.device
+
+    def held_by(self, rank: int) -> list[int]:
+        """The documents that end on a rank."""
+        return [document for document, holder in enumerate(self.holders) if holder == rank]
+
+    @property
+    def message(self) -> int:
+        """The bytes of the longest message."""
+        most = max(map(len, map(self.held_by, range(self.groups.size))))
+        return most * self.shape.numel() * self.states.dtype.itemsize
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a state."""
+        return torch.Size((self.states.batch, *self.states.sizes))
+
+    def spread(
+        self, call: CallTag, left: Mapping[int, torch.Tensor], initial: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[documents, b, h, d, w] on every rank. left: document -> the state after its last piece,
+        of this rank's; initial [documents, b, h, d, w] or None for zeros."""
+        me, size = self.groups.rank, self.groups.size
+        final = torch.zeros(
+            (len(self.holders), *self.shape), dtype=self.states.dtype, device=self.device
+        )
+        held = self.held_by(me)
+        others = [rank for rank in range(size) if rank != me]
+        peers = others if held else [], [rank for rank in others if self.held_by(rank)]
+        came = self._exchange(
+            call, "final states", peers, [[left[d] for d in held]] * len(peers[0]),
+            [len(self.held_by(rank)) for rank in peers[1]],
+        )  # fmt: skip
+        for document in held:
+            final[document] = left[document]
+        for rank, states in zip(peers[1], came, strict=True):
+            for document, state in zip(self.held_by(rank), states, strict=True):
+                final[document] = state
+        if initial is not None:
+            for document in self.empty:
+                final[document] = initial[document]
+        return final
+
+    @property
+    def empty(self) -> list[int]:
+        """Documents without positions."""
+        return [document for document, holder in enumerate(self.holders) if holder is None]
+
+    def collect(self, call: CallTag, gradient: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Document -> the sum over all ranks of the gradient of its final state, of those that end
+        here. gradient [documents, b, h, d, w]: this rank's."""
+        me, size = self.groups.rank, self.groups.size
+        gradient = gradient.to(self.states.dtype)
+        held = self.held_by(me)
+        others = [rank for rank in range(size) if rank != me]
+        peers = [rank for rank in others if self.held_by(rank)], others if held else []
+        contents = [[gradient[d] for d in self.held_by(rank)] for rank in peers[0]]
+        name = "gradients of final states"
+        came = self._exchange(call, name, peers, contents, [len(held)] * len(peers[1]))
+        given = dict(zip(peers[1], came, strict=True)) | {me: [gradient[d] for d in held]}
+        each = [given[rank] for rank in sorted(given)]
+        return {d: torch.stack([some[i] for some in each]).sum(0) for i, d in enumerate(held)}
+
+    def _exchange(
+        self,
+        call: CallTag,
+        name: str,
+        peers: tuple[Sequence[int], Sequence[int]],
+        contents: Sequence[Sequence[torch.Tensor]],
+        counts: Sequence[int],
+    ) -> list[Sequence[torch.Tensor]]:
+        """`counts` states from each of the second peers."""
+        what = self.states.dtype, self.device
+        envelope = Envelope(call, crc32(name.encode()))
+        shapes = [[self.shape] * count for count in counts]
+        return exchange(self.groups, peers, contents, shapes, what, envelope, name)
+
+
+@dataclass(frozen=True)
+class ScanJob:
+    """What one rank executes of a scan, in both directions."""
+
+    groups: Groups
+    forward: DirectedScan
+    backward: DirectedScan
+    finals: Finals
+
+
+class ScanTensors(NamedTuple):
+    """One rank's tensors: decay None or [p, b, h], [p, b, h, d] or [p, b, h, d, d]; increment
+    [p, b, h, d, w]; initial [D, b, h, d, w] or None."""
+
+    decay: torch.Tensor | None
+    increment: torch.Tensor
+    initial: torch.Tensor | None
+
+
+class ScanCall(NamedTuple):
+    """What every call of one rank needs beside tensors; leaving: are final states wanted?"""
+
+    job: ScanJob
+    call: CallTag
+    leaving: bool
+
+
+class StateScan(torch.autograd.Function):
+    """flat: decay, increment and initial state of every rank of this process; returns the entering
+    states of each, then, if they are wanted, the final states of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        asked: Sequence[ScanCall],
+        groups: Groups | InProcessGroups,
+        *flat: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        given = [ScanTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # pyright: ignore
+        results = _on_ranks(groups, _forward, asked, given)
+        entering, finals = zip(*results, strict=True)
+        ctx.asked, ctx.groups = asked, groups
+        ctx.kinds = [None if t is None else (t.dtype, t.shape) for t in flat]
+        saved = ((each.decay, state) for each, state in zip(given, entering, strict=True))
+        ctx.save_for_backward(*(t for pair in saved for t in pair))
+        return (*entering, *finals) if asked[0].leaving else entering
+
+    @staticmethod
+    @first_order_only("mb.state_scan")
+    def backward(ctx: Any, *arrived: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        asked, number = ctx.asked, len(ctx.asked)
+        for each in asked:
+            each.job.groups.check()
+            each.job.groups.calls.backward(each.call)
+        flat = ctx.saved_tensors  # asked for once: a checkpoint makes them anew
+        saved = [flat[i : i + 2] for i in range(0, 2 * number, 2)]
+        finals = arrived[number:] or [None] * number
+        needs = [ctx.needs_input_grad[i : i + 3] for i in range(2, 2 + 3 * number, 3)]
+        kinds = [ctx.kinds[i : i + 3] for i in range(0, 3 * number, 3)]
+        every = saved, arrived[:number], finals, needs, kinds
+        results = _on_ranks(ctx.groups, _backward, asked, *every)
+        return None, None, *(t for result in results for t in result)
+
+
+def _on_ranks(groups: Groups | InProcessGroups, function: Any, *of_each: Sequence[Any]) -> Any:
+    """The results of `function` on the ranks of this process; precision is ours, not autocast's."""
+    device = of_each[0][0].job.forward.device.type
+    with torch.autocast(device, enabled=False):
+        if isinstance(groups, InProcessGroups):
+            return groups.run(function, *of_each)
+        with groups.running():
+            return [function(*(each[0] for each in of_each))]
+
+
+def _forward(asked: ScanCall, given: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Entering states and final states, or None."""
+    job, call, leaving = asked
+    dtype = job.forward.states.dtype
+    decay, increment, start = (None if t is None else t.to(dtype) for t in given)
+    assert increment is not None
+    initial = {} if start is None else dict(enumerate(start))
+    found = job.forward.run(call, Map(decay, increment), initial, leaving)
+    final = job.finals.spread(call, found.leaving, start) if leaving else None
+    return found.entering, final
+
+
+def _backward(
+    asked: ScanCall,
+    saved: tuple[torch.Tensor | None, torch.Tensor],
+    entered: torch.Tensor,
+    final: torch.Tensor | None,
+    needs: Sequence[bool],
+    kinds: Sequence[tuple[torch.dtype, torch.Size] | None],
+) -> list[torch.Tensor | None]:
+    """Gradients of decay, increment and initial state. entered, final: the gradients that came."""
+    job, call, _ = asked
+    decay, entering = saved
+    dtype = job.backward.states.dtype
+    decay = None if decay is None else decay.to(dtype)
+    last = {} if final is None else job.finals.collect(call, final)
+    maps = Map(turned(decay, entering.dim()), entered.to(dtype))
+    found = job.backward.run(call, maps, last, kinds[2] is not None)
+    of_decay = of_initial = None
+    if decay is not None and needs[0]:
+        of_decay = gradient(decay, found.entering, entering)
+    if kinds[2] is not None and needs[2]:
+        of_initial = entering.new_zeros(kinds[2][1])
+        for document, state in found.leaving.items():
+            of_initial[document] = state
+        for document in job.finals.empty if final is not None else ():
+            assert final is not None
+            of_initial[document] = final[document]
+    results = of_decay, found.entering if needs[1] else None, of_initial
+    return [
+        None if t is None or kind is None else t.to(kind[0])
+        for t, kind in zip(results, kinds, strict=True)
+    ]
+
+
+def following(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The first tensor; the backward of what is made of it runs wherever one of them needs a
+    gradient, and before that of what made the others."""
+    return _Following.apply(first, *others)  # pyright: ignore[reportReturnType]
+
+
+class _Following(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(others)
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, *(None,) * ctx.others

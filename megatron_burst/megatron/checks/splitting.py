@@ -1,0 +1,310 @@
+"""Problems of how a run splits its sequences: groups per micro-batch, two layouts, and layers that
+carry a state along the sequence (gated delta nets and Mamba mixers).
+
+Attention, rotary embedding and data path take the group that holds a micro-batch from its
+`PackedSeqParams`, so hybrid context parallelism works in loops that hand it to the model. Where
+Megatron's own code does not work with it, the error says what is broken.
+
+Megatron has settings for the layouts of tokens and of softmax attention (`linear_cp_layout` and
+`attention_cp_layout` of main, `cp_partition_mode` of dev), which are read here where a
+configuration has them: what they ask for is what our flags say, or a problem. Fields as Megatron-LM
+declares them at commit 010994d536a31a389479f995577f7b05a01f7053.
+
+States run over context-parallel ranks by being passed on (`--burst-linear`), or by Megatron's own
+all-to-all of heads ("megatron"), which knows only zigzag and needs heads for every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ...config import OFF, BurstConfig
+from ..patching import core_version
+from .cuda_graphs import captured, graphs_asked
+from .problem import Problem
+
+HYBRID, DYNAMIC = "--hybrid-context-parallel", "--dynamic-context-parallel"
+_FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYNAMIC))
+
+
+def changing_groups(settings: Any) -> str | None:
+    """The flag that makes the group change with the micro-batch, if it was given."""
+    return next((flag for name, flag in _FIELDS if getattr(settings, name, False)), None)
+
+
+def splits(settings: Any) -> bool:
+    """Whether any micro-batch of such a run is split over ranks."""
+    return settings.context_parallel_size != 1 or changing_groups(settings) is not None
+
+
+def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:
+    """The problem of a flag that only BurstAttention over several ranks can honour."""
+    return Problem(
+        f"{flag} is for BurstAttention over context-parallel ranks: it needs "
+        f"--context-parallel-algo burst and --context-parallel-size above 1, got "
+        f"{burst.algorithm} and {config.context_parallel_size}",
+        remove=remove,
+    )
+
+
+def hybrid_problems(config: Any) -> Iterator[Problem]:
+    """Settings of a `TransformerConfig` that do not work with groups per micro-batch."""
+    flag = changing_groups(config)
+    if flag is None:
+        return
+    for name, given, why in (
+        ("multi_latent_attention", "--multi-latent-attention",
+         "Megatron's latent attention refuses micro-batches with a group of their own"),
+        ("mtp_num_layers", "--mtp-num-layers",
+         "Megatron shifts tokens for it in the group that the model was built with"),
+        ("is_hybrid_model", "Mamba layers", "these split the sequence over the group that the "
+         "model was built with"),
+        ("experimental_attention_variant", "--experimental-attention-variant",
+         "it splits the sequence over the group that the model was built with"),
+    ):  # fmt: skip
+        if getattr(config, name, None):
+            yield Problem(f"{flag} with {given}: {why}", remove=(flag,))
+    stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+    if stages > 1 and flag == HYBRID:
+        yield Problem(
+            f"{flag} with --pipeline-model-parallel-size {stages}: Megatron's schedule for it has "
+            "no pipeline",
+            remove=(flag,),
+        )
+    if not getattr(config, "calculate_per_token_loss", True):
+        yield Problem(
+            f"{flag}: micro-batches hold unequal numbers of tokens, and without "
+            "--calculate-per-token-loss all of them count alike",
+            add=("--calculate-per-token-loss",),
+        )
+
+
+def script_problems(settings: Any) -> Iterator[Problem]:
+    """What is broken in Megatron-LM's own training loop (checked up to 0.20.0)."""
+    if changing_groups(settings) == HYBRID:
+        yield Problem(
+            f"{HYBRID}: Megatron-LM itself cannot train with it: its rerun state machine refuses "
+            "the data iterator (not wrapped with RerunDataIterator), its scripts fail in "
+            "get_batch_on_this_tp_rank (the documents that its data loader deals out have one "
+            "dimension, and neither cu_seqlens nor max_seqlen), and validation gets batches that "
+            "nothing has scheduled; a loop of your own on Megatron-Core works with it",
+            remove=(HYBRID,),
+        )
+    elif changing_groups(settings) == DYNAMIC:
+        yield Problem(
+            f"{DYNAMIC}: the data path of Megatron-LM's branch dev cuts batches by Transformer "
+            "Engine, with which it was never run here; attention itself takes the groups that it "
+            "makes, in a loop of your own on Megatron-Core",
+            remove=(DYNAMIC,),
+        )
+
+
+LINEAR, ATTENTION, PARTITION = "linear_cp_layout", "attention_cp_layout", "cp_partition_mode"
+STREAMS = ("contiguous", "zigzag")  # of tokens whose attention may have another layout
+
+
+class Layouts(NamedTuple):
+    """The layout of the stream of tokens, and that of softmax attention."""
+
+    stream: str
+    attention: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that ask for them."""
+        apart = (f"--burst-attention-layout {self.attention}",) * (self.attention != self.stream)
+        return (f"--burst-layout {self.stream}", *apart)
+
+
+def layouts_of(burst: BurstConfig) -> Layouts:
+    """Those that our choices state."""
+    return Layouts(burst.layout, burst.attention_layout or burst.layout)
+
+
+def megatrons_layouts(config: Any) -> Layouts | None:
+    """Those that Megatron's own settings ask for; None if it has none or they have their default.
+
+    Megatron cuts batches as layers of linear attention want them.
+    """
+    found = Layouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
+    return None if found == ("zigzag", "zigzag") else found
+
+
+def adopted(burst: BurstConfig, config: Any) -> BurstConfig:
+    """Choices that name no layout, with those that Megatron's own settings ask for, if any."""
+    wanted = megatrons_layouts(config)
+    if wanted is None or burst.algorithm == OFF or not splits(config):
+        return burst
+    attention: Any = None if wanted.attention == wanted.stream else wanted.attention
+    stream: Any = wanted.stream
+    return dataclasses.replace(burst, layout=stream, attention_layout=attention)
+
+
+def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Settings of a `TransformerConfig` that exclude the layouts of a run, or contradict them."""
+    if not splits(config) or burst.algorithm == OFF:
+        if burst.attention_layout not in (None, burst.layout):
+            yield Problem(
+                f"--burst-attention-layout {burst.attention_layout} is of BurstAttention over "
+                f"context-parallel ranks: it needs --context-parallel-algo burst and "
+                f"--context-parallel-size above 1, got {burst.algorithm} and "
+                f"{config.context_parallel_size}",
+                remove=("--burst-attention-layout",),
+            )
+        return
+    if getattr(config, "burst", None) != burst:  # `configure` has not read them yet
+        yield from _contradictions(config, burst)
+    if burst.attention_layout not in (None, burst.layout):
+        yield from _apart_problems(config, burst)
+
+
+def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    mode = getattr(config, PARTITION, None)
+    if mode not in (None, "zigzag"):
+        yield Problem(
+            f"--cp-partition-mode {mode}: Megatron then exchanges rows around attention itself, "
+            "and BurstAttention would get those of others",
+            add=Layouts("contiguous", "zigzag").flags,
+            remove=("--cp-partition-mode",),
+        )
+    wanted, ours = megatrons_layouts(config), layouts_of(burst)
+    if wanted is not None and wanted != ours:
+        yield Problem(
+            f"--linear-cp-layout {wanted.stream} and --attention-cp-layout {wanted.attention} "
+            f"contradict {' '.join(ours.flags)}: take the same, or leave Megatron's settings out",
+            add=wanted.flags,
+        )
+
+
+def _apart_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """What was not tested with attention in a layout of its own."""
+    flag = f"--burst-attention-layout {burst.attention_layout}"
+    if burst.layout not in STREAMS:
+        yield Problem(
+            f"{flag} with --burst-layout {burst.layout}: tokens that attention exchanges lie "
+            f"{' or '.join(STREAMS)}",
+            add=("--burst-layout contiguous",),
+        )
+    if burst.sequence_chunks != 1:
+        yield Problem(
+            f"{flag} with --burst-sequence-chunks {burst.sequence_chunks}, which was not tested: "
+            "chunks of rows of the stream would be other rows of attention's",
+            remove=("--burst-sequence-chunks",),
+        )
+    if burst.offload:
+        yield Problem(
+            f"{flag} with --burst-offload {burst.offload}, which was not tested",
+            remove=("--burst-offload",),
+        )
+    if getattr(config, "mtp_num_layers", None):
+        yield Problem(
+            f"{flag} with --mtp-num-layers, which was not tested",
+            remove=("--burst-attention-layout",),
+        )
+    changing = changing_groups(config)
+    if changing is not None:
+        yield Problem(
+            f"{flag} with {changing}, whose groups change with the micro-batch: not tested",
+            remove=("--burst-attention-layout",),
+        )
+
+
+OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
+DELTA_NETS = ("gated_delta_net", "gdn")  # one layer, under its name until 0.19 and since
+FLAG = "--burst-linear"
+LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
+# Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
+_OTHERS = frozenset("*+D-E|/")
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
+_NOT_PASSED = ("gdn2",)  # further variants of the delta net
+_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+
+
+def linear_layers(config: Any) -> str | None:
+    """What of the settings asks for such layers; None if the model has none.
+
+    A `TransformerConfig` only knows that a model is hybrid, which then counts as one.
+    """
+    for name in PATTERNS:
+        pattern = getattr(config, name, None)
+        if pattern:
+            flag = f"--{name.replace('_', '-')} {pattern}"
+            return flag if set(pattern) - _OTHERS else None
+    if getattr(config, "is_hybrid_model", False):
+        return "a hybrid model"
+    variant = getattr(config, "experimental_attention_variant", None)
+    known = (*DELTA_NETS, *_NOT_PASSED)
+    return f"--experimental-attention-variant {variant}" if variant in known else None
+
+
+def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless these layers can run as `burst`, an algorithm of ours, asks for.
+
+    config: a `TransformerConfig` split over ranks, or any object with attributes of the same
+    names.
+    """
+    asked = linear_layers(config)
+    if asked is None or changing_groups(config):  # `hybrid_problems` names what changes groups
+        return
+    if burst.linear == "megatron":
+        yield from _heads_problems(config, burst, asked)
+        return
+    if core_version() < OLDEST:
+        found, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
+        yield Problem(
+            f"{asked} at --context-parallel-size {config.context_parallel_size}: passing the state "
+            f"of these layers from rank to rank needs Megatron-Core {oldest} or newer, and this is "
+            f"{found}, whose own all-to-all of heads can run instead",
+            add=(f"{FLAG} megatron",),
+        )
+        return
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant in _NOT_PASSED:  # also of a hybrid model
+        yield Problem(
+            f"--experimental-attention-variant {variant}: its state is not passed from rank to "
+            f"rank, only that of {DELTA_NETS[-1]} is",
+            add=(f"{FLAG} megatron",),
+        )
+    if burst.layout not in (*LAYOUTS, "auto"):
+        yield Problem(
+            f"{asked} with --burst-layout {burst.layout}: every row's predecessor is on another "
+            "rank, and a state would travel between any two rows",
+            add=("--burst-layout zigzag",),
+        )
+    flag, impl = graphs_asked(config)
+    if impl != "none" and "mamba" in captured(config):
+        yield Problem(
+            f"{flag} captures Mamba layers, whose state passes from rank to rank outside of graphs",
+            add=(f"{FLAG} megatron",),
+        )
+    tensor = getattr(config, "tensor_model_parallel_size", 1)
+    yield from _indivisible(config, tensor, f"--tensor-model-parallel-size {tensor}")
+
+
+def _heads_problems(config: Any, burst: BurstConfig, asked: str) -> Iterator[Problem]:
+    """Unless Megatron's own all-to-all of heads can run."""
+    if burst.layout not in ("zigzag", "auto"):
+        yield Problem(
+            f"{FLAG} megatron with --burst-layout {burst.layout}: Megatron's own all-to-all of "
+            f"heads takes the tokens for zigzag ones; {FLAG} auto takes contiguous ones too",
+            add=("--burst-layout zigzag",),
+        )
+    tensor, ranks = config.tensor_model_parallel_size, config.context_parallel_size
+    sizes = f"--tensor-model-parallel-size {tensor} x --context-parallel-size {ranks}"
+    more = () if core_version() < OLDEST else (f"{FLAG} auto",)
+    yield from _indivisible(config, tensor * ranks, f"{sizes}, with {FLAG} megatron", more)
+
+
+def _indivisible(
+    config: Any, ranks: int, sizes: str, add: tuple[str, ...] = ()
+) -> Iterator[Problem]:
+    """Unless the heads of gated delta nets divide by so many ranks."""
+    if getattr(config, "experimental_attention_variant", None) not in DELTA_NETS:
+        return
+    for name in _HEADS:
+        heads = getattr(config, name, None)
+        if heads and heads % ranks:
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem(f"{flag} {heads} is not divisible by {sizes}", add=add)

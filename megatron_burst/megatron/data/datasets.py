@@ -1,0 +1,145 @@
+"""Documents and masks of Megatron's data loader, in datasets that every pipeline stage can read.
+
+By default Megatron's data loader makes a dense s x s mask per sample. Here it makes none. A causal
+mask is redundant, because attention is causal. The mask of `--reset-attention-mask` hides
+everything before the last end-of-document token; its documents travel as `cu_seqlens`, as with
+`--dataloader-inter-document-masking`, but end where that mask would have ended them. Position ids
+restart with each document only under `--reset-position-ids`, as in Megatron.
+
+Where batches state the ends of documents, `pretrain_gpt.py` reads one on every stage and for every
+chunk of an interleaved pipeline, since each attention layer needs them. Megatron-LM 0.19 and 0.20
+build the dataset only where tokens or labels are used, and stages in the middle fail: here such a
+dataset is built on all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from .. import patching
+from ..checks.command_line import RESET
+from ..patching import log, require_parameters
+
+_DOCUMENTS = "documents of the data loader"
+
+
+def replace_masks(args: Any, patches: patching.PatchSet) -> None:
+    """Make the data loader create no mask, and log what attention does instead.
+
+    args: arguments completed by `flags.settle`; changed.
+    """
+    patches.notes[_DOCUMENTS] = False
+    if not getattr(args, "create_attention_mask_in_dataloader", False):
+        if getattr(args, "reset_attention_mask", False):
+            log(f"{RESET} does nothing with --no-create-attention-mask-in-dataloader")
+        return
+    args.create_attention_mask_in_dataloader = False
+    if getattr(args, "dataloader_inter_document_masking", False):
+        return  # Megatron makes no mask either
+    if not getattr(args, "reset_attention_mask", False):
+        users = getattr(args, "burst_mask", None)
+        kind = "causal" if users is None else f"that of --burst-mask {users}"
+        log(f"attention is {kind}; the data loader makes no s x s mask of it")
+        return
+    args.dataloader_inter_document_masking = True
+    patches.notes[_DOCUMENTS] = True
+    log(f"{RESET}: documents end after end-of-document tokens; the data loader makes no s x s mask")
+
+
+def documents_expected() -> bool:
+    """Whether every batch of this run has to state where its documents end."""
+    patches = patching.installed("burst")
+    return patches is not None and patches.notes.get(_DOCUMENTS, False)
+
+
+def patch_masks(patches: patching.PatchSet) -> None:
+    """Make Megatron's GPT dataset end documents where `--reset-attention-mask` would."""
+    # Late: only scripts of Megatron-LM need the dataset.
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    query = GPTDataset._query_document_sample_shuffle_indices
+    require_parameters(query, ["self", "idx"], "GPTDataset._query_document_sample_shuffle_indices")
+    patches.replace(
+        GPTDataset, "_query_document_sample_shuffle_indices", _ending_documents(query, patches)
+    )
+    item = GPTDataset.__getitem__
+    require_parameters(item, ["self", "idx"], "GPTDataset.__getitem__")
+    patches.replace(GPTDataset, "__getitem__", _with_positions(item, patches))
+
+
+def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
+    """Tokens of each document in `text` [n]; a document ends after each `eod`.
+
+    An `eod` as the last token does not count: that token is only predicted, and Megatron looks
+    for ends of documents in the others.
+    """
+    ends = (text[:-1] == eod).nonzero().flatten() + 1
+    bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(text))])
+    return bounds.diff().tolist()
+
+
+def _ending_documents(original: Callable, patches: patching.PatchSet) -> Callable:
+    @functools.wraps(original)
+    def query(self: Any, idx: int) -> tuple[Any, ...]:
+        text, *others = original(self, idx)
+        if not patches.notes.get(_DOCUMENTS):
+            return text, *others
+        config = self.config
+        tokens = torch.from_numpy(text)
+        if not config.add_extra_token_to_sequence:
+            tokens = torch.nn.functional.pad(tokens, (0, 1))
+        lengths = lengths_of_documents(tokens, config.tokenizer.eod)
+        if not config.add_extra_token_to_sequence:
+            lengths = [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
+        return text, others[0], lengths
+
+    return query
+
+
+def _with_positions(original: Callable, patches: patching.PatchSet) -> Callable:
+    """Position ids from 0 to the end of the sequence, unless `--reset-position-ids` was given."""
+
+    @functools.wraps(original)
+    def __getitem__(self: Any, idx: int | None) -> dict[str, Any]:
+        sample = original(self, idx)
+        if patches.notes.get(_DOCUMENTS) and not self.config.reset_position_ids:
+            sample["position_ids"] = torch.arange(len(sample["position_ids"]))
+        return sample
+
+    return __getitem__
+
+
+def patch_stages(patches: patching.PatchSet) -> None:
+    """Add to a set of patches what builds datasets with documents on every stage."""
+    # Late: only scripts of Megatron-LM need the datasets.
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    original = BlendedMegatronDatasetBuilder.__init__
+    names = ["is_built_on_rank", "config"]
+    require_parameters(original, names, "BlendedMegatronDatasetBuilder.__init__")
+    patches.replace(BlendedMegatronDatasetBuilder, "__init__", _on_every_stage(original))
+
+
+def _on_every_stage(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **named: Any) -> None:
+        bound = signature.bind(*args, **named)
+        asked = bound.arguments["is_built_on_rank"]
+        if getattr(bound.arguments["config"], "inter_document_masking", False):
+            # Other tensor-parallel ranks get their batches from the first.
+            bound.arguments["is_built_on_rank"] = lambda: (
+                asked() or parallel_state.get_tensor_model_parallel_rank() == 0
+            )
+        original(*bound.args, **bound.kwargs)
+
+    return __init__

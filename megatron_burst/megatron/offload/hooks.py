@@ -1,0 +1,173 @@
+"""Where the tier meets Megatron: layers, training steps, and weights that have to stay one object.
+
+Steps begin and end in Megatron's schedules, which all ranks enter: the host's memory is shared out
+at the first step's begin and the fraction is settled at its end. Both are collective, and elsewhere
+ranks of one pipeline wait for each other.
+
+torch rebuilds every tensor that was saved under saved-tensor hooks: the same memory, but another
+object, without the attributes of Megatron's parameters. With gradient accumulation fusion the
+backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`); on the
+rebuilt object they would be lost, and data parallelism would not see a gradient. So linear layers
+get their own weight back. Transformer Engine (2.9 and later) keeps a reference of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
+
+from ...recompute.checkpoint import current
+from ..patching import PatchSet, require_function, require_parameters
+from .demand import passes_in_flight
+from .tier import ASKED, tier_of
+
+
+def patch_layers(patches: PatchSet) -> None:
+    """Add to a set of patches what moves the saved tensors of layers.
+
+    A layer that a checkpoint runs is left alone: the first time it saves nothing, and what it saves
+    when it is run again is used at once.
+    """
+    original = TransformerLayer.forward
+    patches.replace(TransformerLayer, "forward", _moving(original, patches))
+
+
+def _moving(original: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
+        if tier is None:
+            return original(self, *args, **kwargs)
+        with tier.call((*args, *kwargs.values())):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+_COUNTS = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"]
+
+
+def patch_steps(patches: PatchSet) -> None:
+    """Add to a set of patches what tells the tier of steps and of passes in them.
+
+    Before that of packed batches, which changes the number of micro-batches: the last replacement
+    runs first.
+    """
+    require_function(schedules, "get_pp_rank_microbatches", _COUNTS)
+    for name, parameters, wrap in (
+        ("get_forward_backward_func", [], _stepping),
+        ("forward_step", ["input_tensor"], _passing),
+    ):
+        original = require_function(schedules, name, parameters)
+        patches.replace_function(schedules, name, wrap(original, patches))
+
+
+def _stepping(original: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
+        return _step(original(*args, **kwargs), patches)
+
+    return get_forward_backward_func
+
+
+def _step(run: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(run)
+    def forward_backward(**named: Any) -> Any:
+        tier = tier_of(patches)
+        if tier is None:
+            return run(**named)
+        if named.get("forward_only"):
+            with tier.evaluation():
+                return run(**named)
+        tier.begin(_passes(named["model"], named["num_microbatches"]))
+        try:
+            result = run(**named)
+        except BaseException:
+            tier.abandon()
+            raise
+        tier.end()
+        return result
+
+    return forward_backward
+
+
+def _passes(model: Any, micro_batches: int) -> int:
+    chunks = model if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    group = config.microbatch_group_size_per_vp_stage
+    total, _, warmup, _ = schedules.get_pp_rank_microbatches(micro_batches, len(chunks), group)
+    return passes_in_flight(warmup, total)
+
+
+def _passing(original: Callable, patches: PatchSet) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        tier = tier_of(patches) if torch.is_grad_enabled() else None
+        if tier is None:
+            return original(*args, **kwargs)
+        received = signature.bind(*args, **kwargs).arguments["input_tensor"]
+        with tier.forward_pass(received):
+            return original(*args, **kwargs)
+
+    return forward_step
+
+
+_LINEAR = "LinearWithGradAccumulationAndAsyncCommunication"
+_WEIGHT = "_burst_weight"
+
+
+def patch_weights(patches: PatchSet) -> None:
+    """Add to a set of patches what hands linear layers their own weight in backward."""
+    linear = getattr(layers, _LINEAR)
+    require_parameters(linear.forward, ["ctx", "input", "weight"], f"{_LINEAR}.forward")
+    require_parameters(linear.backward, ["ctx", "grad_output"], f"{_LINEAR}.backward")
+    patches.replace(linear, "forward", staticmethod(_noting(linear.forward, patches)))
+    patches.replace(linear, "backward", staticmethod(_restoring(linear.backward)))
+
+
+def _noting(original: Callable, patches: PatchSet) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(ctx: Any, *args: Any) -> Any:
+        if ASKED in patches.notes:
+            setattr(ctx, _WEIGHT, signature.bind(ctx, *args).arguments["weight"])
+        return original(ctx, *args)
+
+    return forward
+
+
+def _restoring(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        return original(_Restored(ctx) if hasattr(ctx, _WEIGHT) else ctx, grad_output)
+
+    return backward
+
+
+class _Restored:
+    """A context whose second saved tensor is the weight itself; all else is the context's own."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.__dict__["_ctx"] = ctx
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        first, _, *others = self._ctx.saved_tensors
+        return (first, getattr(self._ctx, _WEIGHT), *others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_ctx"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_ctx"], name, value)

@@ -1,1 +1,0 @@
-"""Replacing functions of Megatron at run time, and restoring them."""

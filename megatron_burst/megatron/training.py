@@ -1,0 +1,249 @@
+"""Our flags in Megatron-LM: from its command line to the configuration of every model.
+
+The functions of `megatron.training` that are wrapped here have had the same names and parameters
+from Megatron-Core 0.16 to 0.20. A function is replaced wherever a module imported it by name, so
+the order of imports does not matter if `install` runs before the script parses its arguments.
+
+Also validation of supervised fine-tuning. With `--sft` Megatron-LM averages each rank's mean loss
+per micro-batch over all ranks, so the weight of a token depends on how its sequence is split:
+uneven masks change the loss by up to 1e-3. Here each rank of a context-parallel group reports the
+sums of the group, whose mean is that of one rank with whole sequences. Training sums before it
+divides, so it needs no change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from .. import flags
+from ..comm.consensus import agree
+from . import patching, stream_layout
+from .attention.plan_book import splits_attention
+from .checks import command_line
+from .checks.problem import refuse
+from .checks.splitting import adopted
+from .data import datasets
+from .data.slicing import context_group
+from .patching import PatchSet, log, require_function, show_log
+
+_ASKED = "flags"  # note: the flags of this process, once they are parsed
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "hierarchical_context_parallel_sizes", "seq_length", "micro_batch_size",
+)  # fmt: skip
+Configure = Callable[..., Any]
+
+
+def load() -> None:
+    """Import the modules whose functions `patch` wraps."""
+    for name in ("arguments", "yaml_arguments", "checkpointing"):
+        importlib.import_module(f"megatron.training.{name}")
+
+
+def patch(patches: PatchSet, configure: Configure) -> None:
+    """Add to a set of patches what a Megatron-LM script needs; imports `megatron.training`.
+
+    configure: called as `configure(transformer_config, burst_config, seq_length=...)`.
+    """
+    for module, name, parameters, wrap in (
+        ("arguments", "add_megatron_arguments", ["parser"], _with_flags),
+        ("arguments", "validate_args", ["args", "defaults"], _validating),
+        ("yaml_arguments", "validate_yaml", ["args", "defaults"], _validating),
+        ("arguments", "core_transformer_config_from_args", ["args"], _configuring(configure)),
+        ("checkpointing", "check_checkpoint_args", ["checkpoint_args"], _comparing),
+    ):
+        home = importlib.import_module(f"megatron.training.{module}")
+        original = require_function(home, name, parameters)
+        patches.replace_function(home, name, wrap(original, patches))
+    datasets.patch_masks(patches)
+    datasets.patch_stages(patches)
+    patch_validation(patches)
+    name = "initialize_model_parallel"
+    original = require_function(parallel_state, name, ["context_parallel_size"])
+    patches.replace_function(parallel_state, name, _agreeing(original, patches))
+
+
+def _with_flags(original: Callable, patches: PatchSet) -> Callable:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = original(parser)
+        flags.add_flags(parser, algorithm=flags.OFF)
+        _mend_help(parser)
+        return parser
+
+    return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape bare percent signs in help texts, with which --help of Megatron-LM 0.19 fails."""
+    for action in parser._actions:
+        try:
+            str(action.help or "").__mod__({**vars(action), "prog": parser.prog})
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
+def _validating(original: Callable, patches: PatchSet) -> Callable:
+    """Check our flags before Megatron checks its own: few of its assertions name a flag."""
+
+    @functools.wraps(original)
+    def validate(args: Any, *others: Any, **named: Any) -> Any:
+        show_log(patches)
+        _settle(args)
+        check_flags(args, sys.argv[1:])
+        patches.notes[_ASKED] = _facts(args)
+        if command_line.takes_over(args):
+            datasets.replace_masks(args, patches)
+        return original(args, *others, **named)
+
+    return validate
+
+
+def _settle(args: Any) -> None:
+    """`flags.settle`, with layouts that Megatron's own settings ask for, or that bytes decide."""
+    open_ = not any(getattr(args, f"burst_{name}", None) for name in ("layout", "attention_layout"))
+    flags.settle(args)
+    settings = command_line.settings_of(args)
+    if open_:
+        found = adopted(flags.choices(args)[0], settings)
+        args.burst_layout, args.burst_attention_layout = found.layout, found.attention_layout
+    stream_layout.settle(args, settings)
+
+
+def check_flags(args: Any, argv: list[str]) -> None:
+    """Raise `ValueError` with all problems of arguments completed by `flags.settle`.
+
+    Rank 0 logs flags that have no effect.
+    """
+    refuse(command_line.problems(args, argv))
+    line = command_line.idle(args, argv)
+    if line is not None:
+        log(line)
+
+
+def _facts(args: Any) -> dict[str, Any]:
+    found = command_line.settings_of(args)
+    sizes = {f"--{name.replace('_', '-')}": getattr(found, name, None) for name in _SIZES}
+    return flags.stated(args) | sizes
+
+
+def _agreeing(original: Callable, patches: PatchSet) -> Callable:
+    """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **named: Any) -> Any:
+        if _ASKED in patches.notes:
+            agree(patches.notes[_ASKED], _gather)
+        return original(*args, **named)
+
+    return initialize_model_parallel
+
+
+def _gather(header: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [header] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, header)
+    return gathered
+
+
+def _configuring(configure: Configure) -> Callable[[Callable, PatchSet], Callable]:
+    def wrap(original: Callable, patches: PatchSet) -> Callable:
+        @functools.wraps(original)
+        def config_from(args: Any, *others: Any, **named: Any) -> Any:
+            config = original(args, *others, **named)
+            _settle(args)
+            length = getattr(args, "seq_length", None)
+            return configure(config, flags.burst_config(args), seq_length=length)
+
+        return config_from
+
+    return wrap
+
+
+def _comparing(original: Callable, patches: PatchSet) -> Callable:
+    """Log on rank 0 which of our flags, and sizes, differ from those of the checkpoint's run."""
+
+    @functools.wraps(original)
+    def check_checkpoint_args(checkpoint_args: Any, *others: Any, **named: Any) -> Any:
+        result = original(checkpoint_args, *others, **named)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        now = patches.notes.get(_ASKED)
+        if rank == 0 and now is not None:
+            for line in changes(checkpoint_args, now):
+                log(line)
+        return result
+
+    return check_checkpoint_args
+
+
+def changes(saved: Any, now: dict[str, Any]) -> list[str]:
+    """One line per flag whose value in the checkpoint's arguments differs from this run's."""
+    names = {flag.name: flag for flag in flags.FLAGS}
+    lines = []
+    for name, value in now.items():
+        missing = None
+        if name in names:
+            field = names[name].field
+            missing = {"algorithm": flags.OFF, "layout": "zigzag"}.get(field, flags.default(field))
+        before = getattr(saved, name.removeprefix("--").replace("-", "_"), missing)
+        if before != value:
+            lines.append(f"the checkpoint was made with {name} {before}, this run has {value}")
+    return lines
+
+
+def patch_validation(patches: patching.PatchSet) -> None:
+    """Add to a set of patches what `--sft` needs of `megatron.training`."""
+    home = importlib.import_module("megatron.training.training")
+    original = require_function(home, "evaluate", ["forward_step_func"])
+    patches.replace_function(home, "evaluate", _evaluating(original))
+
+
+def _evaluating(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def evaluate(*args: Any, **named: Any) -> Any:
+        group = context_group()
+        sft = getattr(importlib.import_module("megatron.training").get_args(), "sft", False)
+        if not sft or group.size() == 1 or not splits_attention(group):
+            return original(*args, **named)
+        bound = signature.bind(*args, **named)
+        bound.arguments["forward_step_func"] = _summing(bound.arguments["forward_step_func"], group)
+        return original(*bound.args, **bound.kwargs)
+
+    return evaluate
+
+
+def _summing(forward_step: Callable, group: Any) -> Callable:
+    """A forward step whose loss function reports [sum, count] of the whole group."""
+
+    @functools.wraps(forward_step)
+    def step(*args: Any, **named: Any) -> Any:
+        output, loss_function = forward_step(*args, **named)
+
+        def loss(*outputs: Any, **options: Any) -> Any:
+            found = loss_function(*outputs, **options)
+            if options or not isinstance(found, tuple):  # a call that is not for losses
+                return found
+            *first, reported = found
+            return *first, {name: _summed(value, group) for name, value in reported.items()}
+
+        return output, loss
+
+    return step
+
+
+def _summed(value: Any, group: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() != 2:
+        return value  # already a mean, which Megatron does not weigh
+    value = value.detach().clone()
+    torch.distributed.all_reduce(value, group=group)
+    return value

@@ -1,0 +1,58 @@
+"""Algorithm "auto": the rates of these groups, and the settings that are predicted to be fastest.
+
+Imported where a call asks for it: what simulates schedules and measures links is part of no other
+run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ..autotune import measure
+from ..autotune.candidates import Fixed, Workload
+from ..autotune.known import known
+from ..autotune.rates import Rates
+from ..autotune.select import Choice, best
+from ..comm.consensus import attempt
+from ..comm.groups import Groups
+from .validate import Request
+
+
+def resolve(
+    request: Request, groups: Groups, rates: Rates | None
+) -> tuple[Request, Choice] | ValueError:
+    """The request with the algorithm, side and head chunks that were chosen, in its facts too.
+
+    Collective: measures what `rates` does not state. The error is this rank's own.
+    """
+    with groups.running():
+        stated = _rates(request, groups, rates)
+    choice = attempt(partial(_choice, request, groups, stated))
+    if isinstance(choice, ValueError):
+        return choice
+    options, facts = replace(request.options, **choice.call), {"chosen": choice.call}
+    return replace(request, options=options, facts=request.facts | facts), choice
+
+
+def _rates(request: Request, groups: Groups, rates: Rates | None) -> Rates:
+    """All rates: those given, else those known of these groups, else measured now. Collective."""
+    rates = rates or known(groups.cache).rates or measure.links(groups, request.tensors[0].device)
+    if rates.compute is not None:
+        return rates
+    speed = measure.kernel_speed(groups, request.kernel, request.scoring, *request.tensors)
+    return replace(rates, compute=speed[0], launch=speed[1])
+
+
+def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
+    """What is predicted to be fastest on these groups; remembered."""
+    options = request.options
+    side = None if options.side == "auto" else options.side
+    fixed = Fixed(side=side, head_chunks=options.head_chunks)
+    workload = Workload(
+        request.sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
+        options.row_blocks,
+    )  # fmt: skip
+    return known(groups.cache).choice(
+        (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
+    )

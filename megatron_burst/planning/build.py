@@ -1,0 +1,230 @@
+"""From a schedule to what one rank executes: its steps, and where every row lies in every buffer.
+
+Decides how the pair of two chunks is computed when these came in parts: part by part. Everything
+that a plan can know is found out here, so that the loop in `ring` only looks it up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import starmap
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from ..comm.transport import Channel
+from ..execution.job import Call, Exchange, KeptChunk, Pass, Payload, RowPlace, Step, Target
+from ..kernels.base import Kernel
+from ..layout import Span
+from ..layout.sharding import to_device
+from ..masks import Mask
+from ..schedule.bundles import spans_of
+from ..schedule.program import held_bytes, parts_of
+from ..schedule.rings import Schedule
+from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
+
+Shards = Sequence[Sequence[Span]]
+OWN = "kv", "query"
+
+
+class Works:
+    """What a kernel plans for pairs of spans, once for each; shared by the passes of a plan."""
+
+    def __init__(self, kernel: Kernel, mask: Mask, q_shards: Shards, k_shards: Shards):
+        self.kernel, self.mask = kernel, mask
+        self.shards = {"query": q_shards, "kv": k_shards}
+        self._planned: dict[tuple[Any, ...], Any] = {}
+
+    def of(self, schedule: Schedule, queries: Chunk, keys: Chunk) -> Any:
+        """What the kernel planned for these chunks; None if nothing is visible."""
+        spans = self._spans(schedule, queries), self._spans(schedule, keys)
+        if spans not in self._planned:
+            visible = all(spans)
+            self._planned[spans] = self.kernel.work_for(self.mask, *spans) if visible else None
+        return self._planned[spans]
+
+    def _spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
+        shard = self.shards[chunk.family][chunk.owner]
+        if chunk.rows == ALL:
+            return tuple(shard)
+        ranges = schedule.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
+        return tuple(spans_of(ranges, shard))
+
+
+def make_pass(
+    name: str,
+    schedule: Schedule,
+    rank: int,
+    works: Works,
+    device: torch.device,
+    kept: Sequence[Chunk] = (),
+) -> Pass:
+    """What `rank` runs of a schedule. kept: what it leaves behind or finds."""
+    program = schedule.program(rank)
+    hops = [hop for boundary in program for hop in boundary.posts]
+    arriving = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
+    copies = [*(Chunk(family, rank) for family in OWN), *schedule.kept_chunks(rank), *arriving]
+    pairs = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
+    totals = _totals(schedule, rank, hops, [call for calls in pairs.values() for call in calls])
+    maps = RowMaps(schedule.tables)
+
+    def target(chunk: Chunk, rows: int) -> Target:
+        total = totals[chunk[:2]]
+        whole = maps.place(total, total.rows)
+        return Target(total, whole.count, rows, maps.place(total, chunk.rows))
+
+    def added(call: Call) -> Call:
+        """The call with what it adds to."""
+        (_, _, query_rows, key_rows), targets = call.pair, []
+        for family, part, rows in (("out", call.queries, query_rows),
+                                   ("dquery", call.queries, query_rows),
+                                   ("dkv", call.keys, key_rows)):  # fmt: skip
+            if (family, part.owner) in totals:
+                targets.append(target(part._replace(family=family), rows & part.rows))
+        return Call(call.pair, call.queries, call.keys, call.work, tuple(targets))
+
+    def payload(hop: Hop) -> Payload:
+        chunk, leaves = hop.chunk, hop.src == rank
+        of = source = None
+        if chunk.accumulated:
+            of = target(chunk, chunk.rows)
+        elif leaves and chunk not in arriving:
+            (held,) = parts_of(copies, *chunk)
+            source = held, maps.place(held, chunk.rows)
+        digest = crc32(f"{name} {chunk}".encode())
+        return Payload(hop, leaves, maps.place(chunk, chunk.rows).count, digest, of, source)
+
+    calls = {pair: tuple(map(added, each)) for pair, each in pairs.items()}
+    payloads = {hop: payload(hop) for hop in hops}
+    left = tuple(_kept(maps, copies, chunk) for chunk in kept)
+    longest: dict[str, int] = defaultdict(int)
+    for chunk in (*(hop.chunk for hop in hops), *totals.values(), *kept):
+        rows = maps.place(chunk, chunk.rows).count
+        longest[chunk.family] = max(longest[chunk.family], rows)
+    whole = {key: target(total, total.rows) for key, total in totals.items()}
+    maps.finish(device)
+
+    steps, deferred = (
+        tuple(_step(boundary, kept, payloads, calls) for boundary in boundaries)
+        for boundaries in (program, schedule.program(rank, own_last=True))
+    )
+    return Pass(
+        name, steps, deferred, whole, dict(longest),
+        Counter(hop.chunk for hop in hops if hop.src == rank), left,
+        held_bytes(schedule.tables, program, rank, schedule.row_bytes),
+    )  # fmt: skip
+
+
+def _calls(
+    schedule: Schedule, works: Works, copies: Sequence[Chunk], pair: Pair
+) -> tuple[Call, ...]:
+    """One call for every two parts of the chunks of a pair that see something."""
+    calls = []
+    for queries in parts_of(copies, "query", pair.query, pair.query_rows):
+        for keys in parts_of(copies, "kv", pair.key, pair.key_rows):
+            work = works.of(schedule, queries, keys)
+            if work is not None:
+                calls.append(Call(pair, queries, keys, work, ()))
+    return tuple(calls)
+
+
+def _totals(
+    schedule: Schedule, rank: int, hops: Sequence[Hop], calls: Sequence[Call]
+) -> dict[tuple[str, int], Chunk]:
+    """For every chunk of which this rank holds partial results: all rows that it ever holds."""
+    families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
+    rows: dict[tuple[str, int], int] = defaultdict(int)
+    for call in calls:
+        for family in families:
+            part = call.keys if family == "dkv" else call.queries
+            rows[family, part.owner] |= part.rows
+    for hop in hops:
+        if hop.chunk.accumulated:
+            rows[hop.chunk[:2]] |= hop.chunk.rows
+    for family in families:
+        rows[family, rank] = ALL
+    return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
+
+
+def _kept(maps: RowMaps, copies: Sequence[Chunk], chunk: Chunk) -> KeptChunk:
+    parts = []
+    for part in parts_of(copies, *chunk):
+        rows = part.rows & chunk.rows
+        parts.append((part, maps.place(part, rows), maps.place(chunk, rows)))
+    return KeptChunk(chunk, maps.place(chunk, chunk.rows).count, tuple(parts))
+
+
+def _step(
+    boundary: Boundary,
+    kept: Sequence[Chunk],
+    payloads: dict[Hop, Payload],
+    calls: dict[Pair, tuple[Call, ...]],
+) -> Step:
+    starting: dict[tuple[Channel, int], list[Payload]] = defaultdict(list)
+    for hop in boundary.posts:
+        starting[Channel(hop.ring, hop.chunk.accumulated), hop.land].append(payloads[hop])
+    exchanges = [
+        Exchange(channel, land, tuple(starting[channel, land]))
+        for channel, land in sorted(starting)
+    ]
+    release = [chunk for chunk in boundary.release if not parts_of(kept, *chunk)]
+    computed = [call for pair in boundary.pairs for call in calls[pair]]
+    return Step(boundary.index, tuple(release), tuple(exchanges), tuple(computed))
+
+
+class RowMaps:
+    """Where some rows of a chunk, or all, lie in a buffer of it, and how many they are.
+
+    The order of rows in a buffer is that of `schedule.bundles`. Ask for all places, then `finish`:
+    what is no slice of a buffer is an index, and all indices go to the device in one copy.
+    """
+
+    def __init__(self, tables: Tables):
+        self._tables = tables
+        self._places: dict[Any, RowPlace] = {}
+        self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+
+    def place(self, chunk: Chunk, rows: int) -> RowPlace:
+        """Where these rows lie in a buffer of the chunk."""
+        # Families of the same rows share their places.
+        key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
+        if key not in self._places:
+            if rows == chunk.rows:  # most
+                count = self._tables.bundles(chunk.family).count(chunk.owner, rows)
+                at = slice(0, count)
+            else:
+                at, count = self._among(chunk, rows, key[:3])
+            self._places[key] = RowPlace(count, at, rows == chunk.rows)
+        return self._places[key]
+
+    def finish(self, device: torch.device) -> None:
+        """Bring the indices of all places to the device."""
+        apart = [place for place in self._places.values() if not isinstance(place.at, slice)]
+        if apart:
+            together = to_device(np.concatenate([place.at for place in apart]), device)
+            parts = together.split([place.count for place in apart])
+            for place, index in zip(apart, parts, strict=True):
+                place.at = index
+
+    def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
+        """Where some of the rows of a chunk lie in its buffer, and how many they are; key: under
+        which its own order is remembered."""
+        at = want = self._row_numbers(chunk._replace(rows=rows))
+        if chunk.rows != ALL:
+            if key not in self._sorted:
+                have = self._row_numbers(chunk)
+                order = np.argsort(have, kind="stable")
+                self._sorted[key] = have[order], order
+            have, order = self._sorted[key]
+            at = order[np.searchsorted(have, want)]
+        first = int(at[0]) if len(at) else 0
+        consecutive = np.array_equal(at, np.arange(first, first + len(at)))
+        return (slice(first, first + len(at)) if consecutive else at), len(at)
+
+    def _row_numbers(self, chunk: Chunk) -> np.ndarray:
+        """The rows of a chunk in its owner's shard, in the order of its buffer."""
+        ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
+        return np.concatenate([np.arange(0), *starmap(np.arange, ranges)])

@@ -1,0 +1,1 @@
+"""Megatron on a CPU: stand-ins for the quickstart and the tests. Training needs none."""

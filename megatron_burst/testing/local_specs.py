@@ -1,0 +1,205 @@
+"""Layer specs of GPT models with gated delta nets, out of Megatron's local modules.
+
+Megatron builds such layers of Transformer Engine's modules only. Decides that a layer without it is
+Megatron's own local layer with its attention replaced, and under which names its parameters are in
+checkpoints: those of Transformer Engine's layers, so that these are interchangeable.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from ..megatron.checks.splitting import DELTA_NETS
+
+
+def local_block_spec(
+    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers that one pipeline stage has of a GPT with gated delta nets.
+
+    config: a `TransformerConfig` whose `experimental_attention_variant` is "gated_delta_net"
+    ("gdn" from 0.20 on) and whose `linear_attention_freq` says which layers have one. vp_stage,
+    pp_rank: as Megatron's own builders take them. Raises `ValueError` for another variant.
+    """
+    if config.experimental_attention_variant not in DELTA_NETS:
+        raise ValueError(
+            f"--experimental-attention-variant {config.experimental_attention_variant} without "
+            f"Transformer Engine: there are local layers for {DELTA_NETS[0]} only"
+        )
+    plain = copy.copy(config)  # without its __post_init__, which has run
+    plain.experimental_attention_variant = None
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        plain,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    linear, layers = get_linear_attention_pattern(config), list(block.layer_specs or ())
+    for place, layer in enumerate(_layers(config, len(layers), vp_stage, pp_rank)):
+        if linear[layer]:
+            layers[place] = with_delta_net(layers[place], config)
+    return dataclasses.replace(block, layer_specs=layers)
+
+
+def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
+    """A local transformer layer with a gated delta net as its attention."""
+    parts: Any = layer.submodules
+    names = parts.sharded_state_dict_keys_map | {
+        "input_layernorm.": "self_attention.in_proj.layer_norm_"
+    }
+    submodules = dataclasses.replace(
+        parts, self_attention=delta_net(config), sharded_state_dict_keys_map=names
+    )
+    return dataclasses.replace(layer, submodules=submodules)
+
+
+def delta_net(config: Any) -> ModuleSpec:
+    """A gated delta net of local modules, behind a norm of its own."""
+    rms = config.normalization == "RMSNorm"
+    norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear,
+            out_norm=norm,
+            out_proj=RowParallelLinear,
+        ),
+    )
+
+
+def _layers(config: Any, count: int, vp_stage: int | None, pp_rank: int | None) -> Any:
+    """The numbers, from 0, of the layers that a stage has."""
+    stages = config.pipeline_model_parallel_layout
+    if stages is not None:
+        return stages.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return range(first, first + count)
+
+
+# What fields of specs are annotated with differs between versions.
+_ADD: Any = get_bias_dropout_add
+_NORM: Any = WrappedTorchNorm
+_COLUMNS: Any = ColumnParallelLinear
+_ROWS: Any = RowParallelLinear
+
+
+def local_hybrid_stack_spec() -> ModuleSpec:
+    """All kinds of layers of a hybrid model but DSA ("D") and further heads, which need Transformer
+    Engine. Their norms are layer norms or RMS norms as the configuration says."""
+    # From 0.18 on; before, a stack has another home and other kinds of layers.
+    home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    # 8: any number but None; the configuration has how many.
+    experts: Any = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    return ModuleSpec(
+        module=home.HybridStack,
+        submodules=home.HybridStackSubmodules(
+            mamba_layer=_mamba(),
+            gdn_layer=_attention(
+                ModuleSpec(
+                    module=GatedDeltaNet,
+                    submodules=GatedDeltaNetSubmodules(
+                        in_proj=_COLUMNS,
+                        out_norm=_NORM,
+                        out_proj=_ROWS,
+                    ),
+                ),
+                "in_proj",
+            ),
+            attention_layer=_attention(_of_gpt(latent=False), "linear_qkv"),
+            mla_layer=_attention(_of_gpt(latent=True)),
+            mlp_layer=_mlp(),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=_NORM,
+                    mlp=experts,
+                    mlp_bda=_ADD,
+                ),
+            ),
+        ),
+    )
+
+
+def _mamba() -> ModuleSpec:
+    mixer = ModuleSpec(
+        module=MambaMixer,
+        submodules=MambaMixerSubmodules(in_proj=_COLUMNS, out_proj=_ROWS),
+    )
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=_NORM,
+            mixer=mixer,
+            mamba_bda=_ADD,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+        ),
+    )
+
+
+def _of_gpt(latent: bool) -> Any:
+    """The attention of Megatron's local GPT layers."""
+    layer: Any = get_gpt_layer_local_spec(multi_latent_attention=latent)
+    return layer.submodules.self_attention
+
+
+def _attention(attention: Any, projection: str | None = None) -> ModuleSpec:
+    """A layer of attention alone; projection: that into which Transformer Engine fuses the norm."""
+    names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=_NORM,
+            self_attention=attention,
+            self_attn_bda=_ADD,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _mlp() -> ModuleSpec:
+    mlp: Any = partial(
+        getattr(MLP, "as_mlp_submodule"),  # noqa: B009  from 0.18 on
+        submodules=MLPSubmodules(linear_fc1=_COLUMNS, linear_fc2=_ROWS),
+    )
+    return ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=_NORM,
+            mlp=mlp,
+            mlp_bda=_ADD,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        ),
+    )

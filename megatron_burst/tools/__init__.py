@@ -1,0 +1,1 @@
+"""What people ask before and after a run: advice, memory, pictures, traces, calibration."""

@@ -1,0 +1,283 @@
+"""What fits: the longest sequence of a run, and what would make a run fit that does not.
+
+Cheap changes are tried, and only those that help are named. A change is tried alone; if none is
+enough, all that cost little time are taken together, and more GPUs beside them. All this holds as
+far as the account does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ....autotune.clusters import Cluster
+from ....schedule.topology import divisors
+from ..settings import Settings, flag_of
+from ..shapes.models import Model
+from .memory import Account, MemoryLeft, account, fit, states_of
+
+CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
+GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
+MOST = 3  # changes that are named
+TIMES = 64  # at most so many times the GPUs that there are
+# The flag of a Megatron command for a field, and what follows it where that is not the value.
+MEGATRON: dict[str, str] = {
+    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "offload": "--burst-offload", "lm_head_loss": "--burst-lm-head-loss",
+    "sequence_chunks": "--burst-sequence-chunks", "mlp_tiles": "--burst-mlp-tiles",
+    "store": "--burst-attention-store", "recompute": "--recompute-granularity",
+    "optimizer_offload": "--optimizer-cpu-offload --optimizer-offload-fraction",
+    "distributed_optimizer": "--use-distributed-optimizer",
+}  # fmt: skip
+
+
+class Remedy(NamedTuple):
+    """Fields of `Settings` with the values that they would need, and GPUs if more are needed."""
+
+    fields: dict[str, Any]
+    gpus: int | None = None
+
+    def said(self, flag: Callable[[str], str]) -> str:
+        """In words: flags to add, and how many GPUs in all."""
+        words = [
+            flag(name) if value is True else f"{flag(name)} {value:g}"
+            if isinstance(value, float) else f"{flag(name)} {value}"
+            for name, value in self.fields.items()
+        ]  # fmt: skip
+        flags = " ".join(words)
+        if not self.gpus:
+            return flags
+        return f"with {self.gpus} GPUs and {flags}" if flags else f"with {self.gpus} GPUs"
+
+
+def megatron_flag(name: str) -> str:
+    """The flag of a Megatron command that sets a field of `Settings`."""
+    return MEGATRON[name]
+
+
+def what_would_fit(
+    model: Model, cluster: Cluster, run: Settings, flag: Callable[[str], str] = megatron_flag
+) -> list[str]:
+    """Changes of a run that does not fit, each of which makes it fit, the cheapest first: flags to
+    add, in the words of `flag`, or how many GPUs. Empty where nothing that is tried does."""
+    return [change.said(flag) for change in changes(model, cluster, run)]
+
+
+def changes(model: Model, cluster: Cluster, run: Settings) -> list[Remedy]:
+    """The same as fields."""
+    found = [one for one in _alone(model, cluster, run) if _fits(model, cluster, run, one)]
+    if len(found) < MOST:
+        if not found:  # no single one is enough
+            several = map(Remedy, _together(model, cluster, run))
+            found += [one for one in several if _fits(model, cluster, run, one)][:1]
+        more = _more_gpus(model, cluster, run, alone=bool(found))
+        found += [more] if more is not None else []
+    return found[:MOST]
+
+
+def does_not_fit(
+    found: Account, cluster: Cluster, flag: Callable[[str], str] = megatron_flag
+) -> str:
+    """An error's words: how much a run takes, how much there is, and what would make it fit."""
+    left, run = fit(found, cluster), found.run
+    if left.device < 0:
+        taken = f"{found.peak.bytes / 1e9:.0f} GB at TP {run.tp}"
+        if run.pp > 1:
+            taken += f" x PP {run.pp}"
+        states = sum(found.states.values()) / 1e9
+        what = f"{taken}, {states:.0f} of it states, where {cluster.room / 1e9:.0f} are there"
+    else:
+        what = (
+            f"{found.host_bytes / 1e9:.0f} GB of host memory per GPU, where "
+            f"{cluster.host_per_rank / 1e9:.0f} are there"
+        )
+    helps = what_would_fit(found.model, cluster, run, flag)
+    if helps:
+        helps[0] = ("it fits " if helps[0].startswith("with ") else "add ") + helps[0]
+    elif sum(found.states.values()) > cluster.room:
+        helps = [f"states are shared out by more GPUs only: more than {TIMES} times as many"]
+    else:
+        helps = ["take a shorter sequence, or many more GPUs"]
+    return f"does not fit: {what}; {', or '.join(helps)}"
+
+
+def _alone(model: Model, cluster: Cluster, run: Settings) -> Iterator[Remedy]:
+    """Changes that cost no GPU and little time, the cheapest first."""
+    if run.lm_head_loss == "off":
+        yield Remedy({"lm_head_loss": "single_pass"})
+    if not run.distributed_optimizer:
+        yield Remedy({"distributed_optimizer": True})
+    if run.recompute == "none":
+        yield Remedy({"recompute": "full"})
+    elif run.offload < 1:
+        yield Remedy({"offload": 1.0})
+    if run.recompute == "full" and not run.chunked and run.cp > 1:
+        yield Remedy(CHUNKS)
+    if run.store:
+        yield Remedy({"store": 0.0})
+    if run.optimizer_offload < 1:
+        yield Remedy({"optimizer_offload": 1.0})
+    tp = 2 * run.tp
+    while tp <= cluster.ranks_per_node and model.heads % tp == 0 and run.cp % (tp // run.tp) == 0:
+        yield Remedy({"tp": tp})
+        tp *= 2
+
+
+def _together(model: Model, cluster: Cluster, run: Settings) -> Iterator[dict[str, Any]]:
+    """More and more of them together; first, where states are too many, wider groups."""
+    fields: dict[str, Any] = {}
+    if sum(states_of(model, run, 0)[0].values()) > cluster.room / 2:
+        fields |= _wider(model, cluster, run)
+    fields |= {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {}
+    tp = fields.get("tp", run.tp)
+    chunks = CHUNKS if run.cp * run.tp > tp else {"mlp_tiles": 64}
+    steps = ({"recompute": "full"}, {"offload": 1.0}, chunks, {"optimizer_offload": 1.0})
+    for step in steps:
+        fields |= {name: x for name, x in step.items() if getattr(run, name) != x}
+        yield dict(fields)
+
+
+def _wider(model: Model, cluster: Cluster, run: Settings) -> dict[str, int]:
+    """The most tensor- and expert-parallel ranks that a node, the heads and the experts allow."""
+    ranks = run.tp * run.cp
+    tp = max(
+        (n for n in range(run.tp, cluster.ranks_per_node + 1)
+         if ranks % n == 0 and model.heads % n == 0 and model.kv_heads % n == 0),
+        default=run.tp,
+    )  # fmt: skip
+    fields = {} if tp == run.tp else {"tp": tp}
+    if model.experts:
+        others = ranks // tp * run.dp
+        ep = max(n for n in range(1, others + 1) if others % n == 0 and model.experts % n == 0)
+        fields |= {"ep": ep} if ep > run.ep else {}
+    return fields
+
+
+def _more_gpus(model: Model, cluster: Cluster, run: Settings, *, alone: bool) -> Remedy | None:
+    """The fewest GPUs of up to 64 times as many; unless `alone`, with what costs little beside."""
+    beside = () if alone else tuple(_together(model, cluster, run))
+    for gpus, groups in _groups(model, cluster, run):
+        for fields in (groups, *(each | groups for each in beside)):
+            change = Remedy(fields, gpus)
+            if _fits(model, cluster, run, change):
+                return change
+    return None
+
+
+def _groups(model: Model, cluster: Cluster, run: Settings) -> list[tuple[int, dict[str, int]]]:
+    """Numbers of GPUs above those there are, the fewest first, with groups of whole nodes: more
+    stages, wider tensor- and expert-parallel groups, and ranks besides in powers of two."""
+    found = []
+    least, most = cluster.gpus, TIMES * cluster.gpus
+    for pp in (n for n in divisors(model.layers) if n >= run.pp):
+        for tp in (n for n in divisors(math.gcd(model.heads, model.kv_heads)) if n >= run.tp):
+            if tp > max(run.tp, cluster.per_node):
+                continue
+            ranks = tp * pp
+            while ranks <= most:
+                if ranks > least and ranks % min(cluster.per_node, ranks) == 0:
+                    groups = {"tp": tp, "pp": pp}
+                    if model.experts:
+                        groups["ep"] = max(run.ep, math.gcd(model.experts, ranks // (tp * pp)))
+                    changed = {k: n for k, n in groups.items() if n != getattr(run, k)}
+                    found.append((ranks, changed))
+                ranks *= 2
+    return sorted(found, key=lambda each: (each[0], len(each[1]), each[1].get("pp", 0)))
+
+
+def _fits(model: Model, cluster: Cluster, run: Settings, change: Remedy) -> bool:
+    """Whether the run fits after a change."""
+    try:
+        after, cluster = _after(cluster, run, change)
+        if sum(states_of(model, after, 0)[0].values()) > cluster.room:
+            return False
+        return fit(account(model, after, every=False), cluster).fits
+    except ValueError:  # sizes that do not divide each other, or a cluster of no whole nodes
+        return False
+
+
+def _after(cluster: Cluster, run: Settings, change: Remedy) -> tuple[Settings, Cluster]:
+    """The run and its cluster after a change. Ranks that are neither tensor-parallel nor stages are
+    context-parallel as far as the sequence can be cut, else data-parallel. ValueError where they
+    come out uneven."""
+    after = replace(run, **change.fields)
+    larger = replace(cluster, gpus=change.gpus or cluster.gpus)
+    ranks, dp = run.tp * run.cp * run.pp, run.dp
+    if ranks * larger.gpus % (cluster.gpus * after.tp * after.pp):  # copies are shared out anew
+        ranks, dp = ranks * dp, 1
+    ranks = ranks * larger.gpus // cluster.gpus
+    cp, rest = divmod(ranks, after.tp * after.pp)
+    if rest or not cp:
+        raise ValueError(f"{ranks} ranks are not shared out by TP {after.tp} and PP {after.pp}")
+    cut = max((n for n in divisors(cp) if run.seq % (2 * n) == 0), default=cp)
+    intra = max(1, larger.ranks_per_node // after.tp) if "tp" in change.fields else run.intra
+    return replace(after, cp=cut, dp=dp * cp // cut, intra=intra), larger
+
+
+# --- the longest sequence ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence of a run on a cluster: the run at that length, its memory, what is left,
+    and what the next longer one lacks."""
+
+    run: Settings
+    account: Account
+    left: MemoryLeft
+    binds: str
+
+
+def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
+    """The longest sequence of `run`, whose own length does not count.
+
+    ValueError, with what would help, if not even a granule of tokens fits.
+    """
+    unit = 2 * run.cp * -(-GRANULE // (2 * run.cp))
+
+    def tried(units: int) -> tuple[Account, MemoryLeft]:
+        found = account(model, replace(run, seq=units * unit), every=False)
+        return found, fit(found, cluster)
+
+    low, high = 0, 1
+    while tried(high)[1].fits:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 500):
+        middle = (low + high) // 2
+        low, high = (middle, high) if tried(middle)[1].fits else (low, middle)
+    if not low:
+        raise ValueError(does_not_fit(tried(1)[0], cluster, flag_of))
+    found, left = tried(low)
+    _, beyond = tried(high)
+    binds = beyond.binds if beyond.device < 0 else "host memory"
+    return Longest(found.run, found, left, binds)
+
+
+def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
+    """The one of these runs with the longest sequence; runs that do not fit are passed over."""
+    found: list[Longest] = []
+    errors: list[str] = []
+    for run in runs:
+        try:
+            found.append(longest(model, cluster, run))
+        except ValueError as error:
+            errors.append(str(error))
+    if not found:
+        raise ValueError(errors[-1] if errors else "no run to try")
+    return max(found, key=lambda one: one.run.seq)
+
+
+def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settings]:
+    """The run with every tensor-parallel size that fits a node and the heads; the others are its
+    context-parallel ranks, more than one if rows are cut into chunks."""
+    tp = 1
+    while tp <= cluster.ranks_per_node:
+        fits = model.heads % tp == 0 and model.kv_heads % tp == 0 and model.carried(tp)
+        if cluster.gpus % (tp * run.pp) == 0 and fits:
+            intra, cp = max(1, cluster.ranks_per_node // tp), cluster.gpus // tp // run.pp
+            if cp > 1 or run.sequence_chunks == 1:
+                yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
+        tp *= 2

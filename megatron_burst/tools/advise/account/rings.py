@@ -1,0 +1,330 @@
+"""Bytes of ring buffers of a run's core attention, from the schedules that it would run.
+
+A rank's boundaries are replayed without tensors: what arrives and what is summed lies in buffers of
+one kind per family, each as long as the longest message of the kind, which are used again and given
+back at the end of the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ....layout import make
+from ....masks import Causal
+from ....options import ring_algorithm
+from ....schedule import cost
+from ....schedule.demand import wanted
+from ....schedule.program import parts_of
+from ....schedule.rings import Schedule
+from ....schedule.sizes import Sizes as RowSizes
+from ....schedule.tables import ALL, Boundary, Chunk, Grid, Hop, Pair
+from ....schedule.topology import Topology
+from ..settings import BYTES, Settings
+from .operators import Core, LayerSizes
+
+ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
+
+
+class Rooms(NamedTuple):
+    """made: rooms of each kind at the end of a pass, the rank's own sums of gradients among them;
+    rows: of the longest message of each kind."""
+
+    made: dict[str, int]
+    rows: dict[str, int]
+
+
+def rooms(schedule: Schedule, rank: int, *, wire: bool = False, packed: bool = False) -> Rooms:
+    """What `rank` takes during a pass.
+
+    wire: sums travel in another dtype than they are added in, so they have kinds of their own,
+    "dkv wire". packed: every message is one buffer (the CPU), so own chunks are copied to be sent.
+    """
+    replay = _Replay(schedule, rank, wire, packed)
+    replay.run()
+    return Rooms(dict(replay.made), replay.longest)
+
+
+class _Replay:
+    """The state of a `Ring` and its partial results, as names and counts."""
+
+    def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
+        self.schedule, self.me, self.wire, self.packs = schedule, rank, wire, packed
+        self.program = schedule.program(rank)
+        self.made: Counter[str] = Counter()
+        self.free: Counter[str] = Counter()
+        hops = [hop for boundary in self.program for hop in boundary.posts]
+        own = [Chunk(family, rank) for family in ("kv", "query")]
+        self.kept = schedule.kept_chunks(rank)
+        arrive = [h.chunk for h in hops if h.dst == rank and not h.chunk.accumulated]
+        self.copies = [*own, *self.kept, *arrive]
+        self.held = {*own, *self.kept}
+        self.partials = self._partials(hops)
+        self.longest: dict[str, int] = defaultdict(int)
+        for chunk in (*(hop.chunk for hop in hops), *self.partials.values(), *self.kept):
+            self.longest[chunk.family] = max(self.longest[chunk.family], self._rows(chunk))
+        self.sums: dict[Chunk, int] = {}  # partial results that are there, and their filled rows
+        self.packed: set[Chunk] = set()
+        self.sends = Counter(hop.chunk for hop in hops if hop.src == rank)
+        self.flights: list[tuple[int, Hop]] = []
+
+    def run(self) -> None:
+        for at in range(len(self.program) + 1):
+            if at:
+                self._land(at - 1)
+                for pair in self.program[at - 1].pairs:
+                    self._compute(pair)
+            if at < len(self.program):
+                self._post(self.program[at])
+        for family in self._families():
+            self._whole(family, self.me)
+
+    def _post(self, boundary: Boundary) -> None:
+        self._land(boundary.index)
+        for chunk in boundary.release:
+            if not parts_of(self.kept, *chunk):
+                self.held.discard(chunk)
+                self._give(chunk.family)
+        for hop in boundary.posts:
+            if hop.dst == self.me:
+                self._take(self._kind(hop.chunk))
+            elif hop.chunk.accumulated:
+                self._send(hop.chunk)
+            elif self._must_pack(hop.chunk) and hop.chunk not in self.packed:
+                self._take(hop.chunk.family)
+                self.packed.add(hop.chunk)
+            self.flights.append((hop.land, hop))
+
+    def _must_pack(self, chunk: Chunk) -> bool:
+        """Whether what is sent is a copy: own rows, or some of those that came."""
+        came = chunk in self.held and chunk.owner != self.me
+        return self.packs and not came
+
+    def _land(self, index: int) -> None:
+        landing = [hop for land, hop in self.flights if land == index]
+        self.flights = [each for each in self.flights if each[0] != index]
+        for hop in (hop for hop in landing if hop.src == self.me):
+            self.sends[hop.chunk] -= 1
+            if hop.chunk.accumulated:
+                self._give(self._kind(hop.chunk))
+            elif hop.chunk in self.packed and not self.sends[hop.chunk]:
+                self.packed.remove(hop.chunk)
+                self._give(hop.chunk.family)
+        for hop in (hop for hop in landing if hop.dst == self.me):
+            if hop.chunk.accumulated:
+                self._receive(hop.chunk)
+            else:
+                self.held.add(hop.chunk)
+
+    def _compute(self, pair: Pair) -> None:
+        for queries, keys in self._calls(pair):
+            for family in self._families():
+                part, rows = (
+                    (keys, pair.key_rows) if family == "dkv" else (queries, pair.query_rows)
+                )
+                self.sums[self._whole(family, part.owner)] |= rows & part.rows
+
+    def _receive(self, chunk: Chunk) -> None:
+        whole, kind = self.partials[chunk[:2]], self._kind(chunk)
+        if whole == chunk and whole not in self.sums and kind == chunk.family:
+            self.sums[whole] = chunk.rows
+            return
+        self.sums[self._whole(*chunk[:2])] |= chunk.rows
+        self._give(kind)
+
+    def _send(self, chunk: Chunk) -> None:
+        whole, kind = self._whole(*chunk[:2]), self._kind(chunk)
+        self.sums[whole] &= ~chunk.rows
+        if whole == chunk and kind == chunk.family:
+            del self.sums[whole]  # what was summed is the message
+            return
+        self._take(kind)
+        if not self.sums[whole]:
+            del self.sums[whole]
+            self._give(chunk.family)
+
+    def _whole(self, family: str, owner: int) -> Chunk:
+        """The partial results of a chunk, made when first asked for. A rank's own outputs have
+        tensors of their own."""
+        chunk = self.partials[family, owner]
+        if chunk not in self.sums:
+            self.sums[chunk] = 0
+            if family != "out" or chunk.rows != ALL:
+                self._take(family)
+        return chunk
+
+    def _take(self, kind: str) -> None:
+        if self.free[kind]:
+            self.free[kind] -= 1
+        else:
+            self.made[kind] += 1
+
+    def _give(self, kind: str) -> None:
+        self.free[kind] += 1
+
+    def _kind(self, chunk: Chunk) -> str:
+        return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family
+
+    def _families(self) -> tuple[str, ...]:
+        return ("out",) if self.schedule.row_bytes.out else ("dquery", "dkv")
+
+    def _rows(self, chunk: Chunk) -> int:
+        return self.schedule.tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
+
+    def _calls(self, pair: Pair) -> list[tuple[Chunk, Chunk]]:
+        queries = parts_of(self.copies, "query", pair.query, pair.query_rows)
+        keys = parts_of(self.copies, "kv", pair.key, pair.key_rows)
+        return [(q, k) for q in queries for k in keys]
+
+    def _partials(self, hops: Sequence[Hop]) -> dict[tuple[str, int], Chunk]:
+        """For every chunk of which this rank holds partial results: all rows that it ever holds."""
+        rows: dict[tuple[str, int], int] = defaultdict(int)
+        for pair in (pair for boundary in self.program for pair in boundary.pairs):
+            for queries, keys in self._calls(pair):
+                for family in self._families():
+                    part = keys if family == "dkv" else queries
+                    rows[family, part.owner] |= part.rows
+        for hop in hops:
+            if hop.chunk.accumulated:
+                rows[hop.chunk[:2]] |= hop.chunk.rows
+        for family in self._families():
+            rows[family, self.me] = ALL
+        return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
+
+
+ALL_GRADIENTS = (True, True, True)
+RoomsOf = Callable[..., tuple[Rooms, Rooms]]  # called as `ring_rooms`
+SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
+
+
+def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
+    """What the core attention of one layer holds beside its tensors, for causal sequences.
+
+    rooms_of: `ring_rooms`, or one that remembers, such as `Remembered.of`.
+    """
+    shared, x = run.ulysses, on_ring(x, run)
+    rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
+    whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
+    each = room_bytes(x, run)
+    own_query, own_keys = each("dquery", chunk), each("dkv", rows)
+    if run.cp == 1:
+        own_query, own_keys = chunk * x.query * 4, rows * x.kv * 4
+    rest = Core(0, 0, own_query + own_keys * whole, run.rows, run.store, shared, run.head_chunks,
+                BYTES[run.wire], each("kv", 0))  # fmt: skip
+    if run.cp == shared:
+        return rest
+    side = side_of(x, run)
+    forward, backward = (rooms_of or ring_rooms)(
+        run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
+        run.path == "cpu",
+    )  # fmt: skip
+    rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
+
+    def total(found: Rooms) -> float:
+        return sum(
+            count
+            * each(kind, round(rows_of[kind.split()[0]] * found.rows[kind.split()[0]] / SHORT))
+            for kind, count in found.made.items()
+        )
+
+    others = total(backward) - own_query - own_keys
+    return replace(rest, forward=total(forward), backward=others)
+
+
+def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
+    """What a rank has of a row on its ring: its share of the heads, copies where these are few."""
+    heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
+    return replace(x, heads=heads, kv_heads=kv_heads)
+
+
+def intra_of(run: Settings) -> int:
+    """Ranks of an inner ring: `run.inner`, or those of a ring that are on one node."""
+    size = run.cp // run.ulysses
+    if run.inner is not None:
+        return run.inner if size % run.inner == 0 else size
+    node = run.intra if run.intra and run.cp % run.intra == 0 else run.cp
+    return Topology(run.cp, node, run.ulysses, run.placement).intra_size
+
+
+def side_of(x: LayerSizes, run: Settings) -> str:
+    """What travels in backward. x: sizes on the ring."""
+    return side_by_bytes(run, _row_sizes(x, run))
+
+
+def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
+    """The side of a run; where it is "auto", that with fewer bytes: keys go round once per row
+    chunk of queries. sizes: of one rank on the ring."""
+    if run.side != "auto":
+        return run.side
+    sent = sizes.backward
+    keys = run.sequence_chunks * (sent.kv + sent.dkv)
+    return "kv" if keys <= sent.query + sent.dquery else "query"
+
+
+def room_bytes(x: LayerSizes, run: Settings) -> Callable[[str, int], float]:
+    """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
+    message. x: sizes on the ring."""
+    of, least = _row_sizes(x, run), 0.0
+    wire = {"dkv wire": x.kv * BYTES[run.wire], "dquery wire": x.query * BYTES[run.wire]}
+    per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * 4,
+               "dquery": x.query * 4, "out": of.forward.out, **wire}  # fmt: skip
+    if run.path == "cpu":
+        travels = ("kv", side_of(x, run), "d" + side_of(x, run))
+        chunks = run.sequence_chunks
+        longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
+        exchanged = max(of.scattered_bytes(run.ulysses, again=True)) * (run.ulysses > 1)
+        travelled = max(longest) * (run.cp > run.ulysses)  # without a ring nothing goes round
+        least = max(travelled, exchanged) + 4 * ALIGNMENT + ENVELOPE
+
+    def size(kind: str, rows: int) -> float:
+        return max(rows * per_row[kind], least)
+
+    return size
+
+
+def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
+    return RowSizes(run.rows * run.ulysses, 1, x.heads, x.kv_heads, x.width, x.value_width, 2, 4,
+                    BYTES[run.wire], ALL_GRADIENTS)  # fmt: skip
+
+
+def ring_rooms(
+    algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool
+) -> tuple[Rooms, Rooms]:
+    """The most that any rank takes in forward and in backward, of shards of `SHORT` rows."""
+    intra = intra if cp % intra == 0 else cp
+    grid = Grid(cp // intra, intra)
+    shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
+    seen = wanted(Causal(), shards, shards)
+    sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
+    name = ring_algorithm(algorithm)
+    forward = cost.forward_schedule(name, grid, seen, sizes)
+    backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
+    ranks = sorted({0, cp // 2, cp - 1})
+    return _most([rooms(forward, r, wire=wire, packed=packed) for r in ranks]), _most(
+        [rooms(backward, r, wire=wire, packed=packed) for r in ranks]
+    )
+
+
+class RememberedRooms:
+    """`ring_rooms`, made once: they are the same for all runs with the same rings."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], tuple[Rooms, Rooms]] = {}
+
+    def of(self, *ring: Any) -> tuple[Rooms, Rooms]:
+        """`ring_rooms` of these arguments."""
+        if ring not in self._made:
+            self._made[ring] = ring_rooms(*ring)
+        return self._made[ring]
+
+
+def _most(found: list[Rooms]) -> Rooms:
+    """That with most rooms, by their rows."""
+
+    def size(one: Rooms) -> int:
+        rows: Mapping[str, int] = one.rows
+        return sum(count * rows[kind.split()[0]] for kind, count in one.made.items())
+
+    return max(found, key=size)

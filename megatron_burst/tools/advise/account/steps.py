@@ -1,0 +1,383 @@
+"""One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
+
+`LayerWalk` goes through a layer in three ways: nothing recomputed (all that modules save stays),
+recomputed from its input, and that with row chunks and tiles. With a pipeline the step is the
+backward of the oldest micro-batch, beside what the others in flight have left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..settings import BYTES, Settings
+from ..shapes.layer_kinds import FULL, MIXER, WINDOW, LayerPart
+from ..shapes.models import Model
+from .operators import ATTENTION, B, F, LayerSizes, attention_half, head_bytes, mixer_half, mlp_half
+from .rings import RoomsOf, core_of, on_ring
+from .tape import Half, Tape
+
+INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a layer"
+
+
+class LayerWalk:
+    """Sizes of a run's layers, and ways through them. hidden, store: bytes of a layer's input and
+    of its kept attention results; on_host: of a layer's chunks that wait on the host."""
+
+    def __init__(self, model: Model, run: Settings, tape: Tape, rooms_of: RoomsOf | None = None):
+        self.model, self.run, self.tape = model, run, tape
+        self.sparse = LayerSizes.of(model, run)
+        self.dense = LayerSizes.of(model, run, sparse=False)
+        again = core_of(self.dense, run, rooms_of)  # of a recompute
+        self.cores = {"first": replace(again, store=0.0), "again": again}
+        rows, x = run.rows, self.dense
+        self.hidden = rows / run.tp * model.hidden * B
+        self.out = rows * (x.out * B + x.heads * F)
+        self.store = run.store * self.out
+        self.keys = rows * run.ulysses * on_ring(x, run).kv  # elements, where chunks attend
+        held = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
+        self.held = min(1.0, held)  # the fraction of chunks that is on the device
+        self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.held)
+
+    # --- from saved tensors ------------------------------------------------------------------
+
+    def forward_saving(self, part: LayerPart, prefix: str, made: str) -> None:
+        """Forward; all that backward needs stays."""
+        halves = self._halves(part, "first", prefix)
+        for half in halves:
+            half.forward(self.tape, grad=True)
+        self.tape.move(halves[-1].named("y"), made, INPUTS)
+
+    def backward_saved(self, part: LayerPart, prefix: str) -> None:
+        """Backward of the same: the gradient "dy" of its output becomes that of its input."""
+        tape, halves = self.tape, self._halves(part, "first", prefix)
+        for half, before in zip(reversed(halves), [*halves[-2::-1], None], strict=True):
+            half.backward(tape)
+            if before:
+                tape.drop(before.named("y"))
+            tape.drop("dy")
+            tape.move(half.gradient("x"), "dy", BETWEEN)
+
+    def saved(self, part: LayerPart) -> float:
+        """Bytes that a layer leaves for backward if nothing is recomputed."""
+        tape = Tape()
+        for half in self._halves(part, "first"):
+            half.forward(tape, grad=True)
+        return sum(tape.moments[-1].items.values())
+
+    # --- forward that leaves its input -------------------------------------------------------
+
+    def attend(self, part: LayerPart, made: str) -> None:
+        """Forward of the attention half: "y1", or `made` where no MLP half follows."""
+        name, item = ("y1", ATTENTION) if part.mlp else (made, INPUTS)
+        if part.attention is None:
+            return
+        if self._in_chunks(part):
+            self._chunks_forward(name, item, "first")
+        else:
+            half = self._attention(part, "first")
+            half.forward(self.tape, grad=False)
+            self.tape.move(half.named("y"), name, item)
+
+    def transform(self, part: LayerPart, made: str) -> None:
+        """Forward of the MLP half."""
+        if part.mlp and self.run.mlp_tiles > 1:
+            self._tiles_forward(part, made, INPUTS)
+        elif part.mlp:
+            mlp = self._mlp(part, self.run.rows)
+            mlp.forward(self.tape, grad=False)
+            self.tape.move(mlp.named("y"), made, INPUTS)
+        self.tape.drop("y1")
+
+    # --- recompute and backward --------------------------------------------------------------
+
+    def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
+        """Recompute and backward; what it had left, its input and store, goes at the end."""
+        tape, run, mlp = self.tape, self.run, self._mlp(part, self.run.rows)
+        attention = self._attention(part, "again")
+        y = ("y1", ATTENTION) if part.mlp else ("y", BETWEEN)
+        if self._in_chunks(part):
+            self._chunks_forward(*y, "again")
+            tape.make("results", ATTENTION, self.out * (run.store < 1) * self.held)
+        elif part.attention:
+            attention.forward(tape, grad=True)
+            tape.move(attention.named("y"), *y)
+        if part.mlp and run.mlp_tiles > 1:
+            self._tiles_forward(part, "y", BETWEEN)
+        elif part.mlp:
+            mlp.forward(tape, grad=True)
+            tape.move(mlp.named("y"), "y", BETWEEN)
+        if self.dense.cpu and run.mlp_tiles == 1:
+            tape.drop("y1")  # the norm has saved it in fp32
+        if part.mlp:
+            tape.begin(f"backward of {name}: MLP half")
+            self._mlp_backward(part, mlp, "dy1" if part.attention else "dx")
+        tape.drop("y1")
+        if part.attention:
+            tape.begin(f"backward of {name}: attention half")
+            self._attention_backward(part, attention)
+        tape.drop("results", "dy1", "dy", "y", *left)
+        tape.move("dx", "dy", BETWEEN)
+
+    def _mlp_backward(self, part: LayerPart, mlp: Half, made: str) -> None:
+        if self.run.mlp_tiles > 1:
+            self._tiles_backward(part, made)
+        else:
+            mlp.backward(self.tape)
+            self.tape.move(mlp.gradient("x"), made, BETWEEN)
+
+    def _attention_backward(self, part: LayerPart, attention: Half) -> None:
+        if self._in_chunks(part):
+            self._chunks_backward()
+        else:
+            attention.backward(self.tape)
+            self.tape.move(attention.gradient("x"), "dx", BETWEEN)
+
+    # --- in chunks and tiles -----------------------------------------------------------------
+
+    def _in_chunks(self, part: LayerPart) -> bool:
+        return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
+
+    def _chunks_forward(self, made: str, item: str, time: str) -> None:
+        """Keys and values of all rows first, then chunk by chunk; results of all chunks stay."""
+        tape, run = self.tape, self.run
+        tape.make("keys", ATTENTION, self.keys * B * self.held)
+        results = self.out * (self.cores[time].store < 1) * self.held
+        tape.make("chunk results", ATTENTION, results)
+        tape.make(made, item, self.hidden)
+        half = self._chunk(time)
+        with tape.while_there({ATTENTION: self.hidden / run.sequence_chunks}):
+            half.forward(tape, grad=False)
+        tape.drop(half.named("y"), "keys", "chunk results")
+
+    def _chunks_backward(self) -> None:
+        """Each chunk again for its queries, then again for its keys and values."""
+        tape, run = self.tape, self.run
+        tape.make("dx", BETWEEN, self.hidden)
+        tape.make("keys", ATTENTION, self.keys * B * self.held)
+        tape.make("dkv", ATTENTION, self.keys * F * self.held)
+        tape.make("sums", SUMS, self._summed(self.model.attention_parameters))
+        half, part = self._chunk("again"), self.hidden / run.sequence_chunks
+        with tape.while_there({ATTENTION: 2 * part}):  # rows of the input and of the gradient
+            half.forward(tape, grad=True)
+            half.backward(tape)
+        tape.drop(half.named("y"), half.gradient("x"), "keys", "dkv", "sums")
+
+    def _tiles_forward(self, part: LayerPart, made: str, item: str) -> None:
+        self.tape.make(made, item, self.hidden)
+        half = self._tile(part)
+        half.forward(self.tape, grad=False)
+        self.tape.drop(half.named("y"))
+
+    def _tiles_backward(self, part: LayerPart, made: str) -> None:
+        tape, model = self.tape, self.model
+        tape.make(made, BETWEEN, self.hidden)
+        tape.make("sums", SUMS, self._summed(model.mlp_parameters(part, self.run.ep)))
+        half = self._tile(part)
+        half.forward(tape, grad=True)
+        half.backward(tape)
+        tape.drop(half.named("y"), half.gradient("x"), "sums")
+
+    def _summed(self, parameters: float) -> float:
+        """fp32 sums of a half's weight gradients over its pieces, and one piece's; Transformer
+        Engine adds to Megatron's own gradients in place."""
+        return parameters / self.run.tp * (F + B) if self.dense.cpu else 0.0
+
+    # --- halves ------------------------------------------------------------------------------
+
+    def _halves(self, part: LayerPart, time: str, prefix: str = "") -> list[Half]:
+        halves = []
+        if part.attention is not None:
+            halves.append(self._attention(part, time, prefix))
+        if part.mlp:
+            halves.append(self._mlp(part, self.run.rows, prefix))
+        return halves
+
+    def _attention(self, part: LayerPart, time: str, prefix: str = "") -> Half:
+        if part.attention == MIXER:
+            return mixer_half(self.dense, self.run.rows, prefix)
+        return attention_half(self.dense, self.run.rows, self.cores[time], prefix)
+
+    def _mlp(self, part: LayerPart, rows: int, prefix: str = "") -> Half:
+        return mlp_half(self.sparse if part.sparse else self.dense, rows, prefix)
+
+    def _chunk(self, time: str) -> Half:
+        rows = self.run.rows // self.run.sequence_chunks
+        return attention_half(self.dense, rows, self.cores[time], "chunk ")
+
+    def _tile(self, part: LayerPart) -> Half:
+        return self._mlp(part, -(-self.run.rows // self.run.mlp_tiles), "tile ")
+
+
+STORE, HEAD, ROPE = "attention store", "LM head and loss", "rope tables"
+BATCH, IN_FLIGHT, SAVED = "batch", "other micro-batches", "saved activations"
+GATHERED = "gathered weights"
+
+
+class TrainingStep:
+    """What a stage of a run does in one step; `host` counts bytes that wait there."""
+
+    def __init__(self, model: Model, run: Settings, stage: int, rooms_of: RoomsOf | None = None):
+        self.model, self.run, self.stage = model, run, stage
+        self.tape = Tape()
+        self.walk = LayerWalk(model, run, self.tape, rooms_of)
+        self.parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
+        self.layers = len(self.parts)
+        self.hidden = self.walk.hidden
+        self.host = 0
+        self._saved: dict[LayerPart, float] = {}
+
+    def run_all(self, every: bool = True) -> None:
+        """The step; unless `every`, layers between the first and the last two only leave what they
+        leave: they are like these, and the peak is never theirs alone."""
+        tape, run = self.tape, self.run
+        shown = set(range(self.layers)) if every else self._different()
+        tape.begin("batch and embedding")
+        tape.make("batch", BATCH, run.rows * (3 * 8 + 4))
+        tape.make("rope", ROPE, self._rope_bytes())
+        self._others()
+        tape.make("whole", GATHERED, self._gathered())
+        tape.make("input 0", INPUTS, self.hidden)
+        for layer in range(self.layers):
+            tape.begin(f"forward of layer {layer}")
+            self._forward(layer, layer in shown)
+        last = f"input {self.layers}"
+        if self.stage == run.pp - 1:
+            self._head(last)
+        else:
+            tape.drop(last)
+            tape.make("dy", BETWEEN, self.hidden)
+        for layer in reversed(range(self.layers)):
+            if layer in shown:
+                self._backward(layer)
+            else:
+                tape.drop(f"input {layer}", f"store {layer}", f"saved {layer}")
+        if run.chunks_on_host:
+            self.host += round(self.walk.on_host)
+        tape.begin("end")
+        tape.drop("dy", "rope", "batch", "whole")
+
+    def _different(self) -> set[int]:
+        """The layers that a search must see: the first and last two, and the last of each kind."""
+        last = {part: layer for layer, part in enumerate(self.parts)}
+        return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
+
+    def _gathered(self) -> float:
+        """With `fsdp`, parameters of some layers and the gradients of one, before they are shared
+        out; of the largest layer."""
+        run, of = self.run, self.model.by_layer
+        if not run.fsdp:
+            return 0
+        sizes = (of[layer] for layer in layers_of(self.model, run, self.stage))
+        largest = max((shared + experts / run.ep) / run.tp for shared, _, experts in sizes)
+        return largest * (run.gathered * B + BYTES[run.gradients])
+
+    def _rope_bytes(self) -> int:
+        low = self.model.latent
+        rows = self.run.rows if self.run.rope_local else self.run.seq
+        return rows * (low.rope if low else self.model.head_dim) * F
+
+    def _stored(self, layer: int) -> float:
+        """Bytes of attention results that a layer keeps."""
+        return self.walk.store * (self.parts[layer].attention in (FULL, WINDOW))
+
+    def _others(self) -> None:
+        """Micro-batches in flight beside this one: 1F1B, interleaved if stages are several."""
+        run = self.run
+        first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
+        chunks = first if run.vpp > 1 else run.pp - self.stage
+        layers = min(chunks, run.micro_batches * run.vpp) * self.layers / run.vpp - self.layers
+        if layers <= 0:
+            return
+        if run.recompute == "full":
+            store = sum(map(self._stored, range(self.layers))) / self.layers
+            left = (self.hidden + store) * (1 - run.offload)
+            self.host += round(layers * (self.hidden + store) * run.offload)
+        else:
+            left = sum(map(self.walk.saved, self.parts)) / self.layers
+        self.tape.make("others", IN_FLIGHT, layers * left)
+
+    def _head(self, hidden: str) -> None:
+        """Final norm, LM head, loss; its backward. What comes out is the last layer's gradient."""
+        tape, found = self.tape, head_bytes(self.model, self.run)
+        tape.begin("LM head and loss")
+        tape.drop("whole")
+        table = self.model.vocabulary * self.model.hidden / self.run.tp
+        tape.make("whole", GATHERED, table * B * self.run.fsdp)
+        cpu = 2 * self.hidden / B * F * (self.run.path == "cpu" and self.run.mlp_tiles == 1)
+        tape.make("normed", HEAD, self.hidden + cpu)
+        with tape.while_there({HEAD: found["while"]}):
+            pass
+        tape.make("kept", HEAD, found["kept"])
+        tape.begin("backward of the LM head")
+        with tape.while_there({HEAD: found.get("back", 0)}):
+            pass
+        tape.make("dy", BETWEEN, self.hidden)
+        tape.drop("kept", "normed", hidden, "whole")
+        tape.make("whole", GATHERED, self._gathered())
+
+    # --- a layer, and what it leaves ---------------------------------------------------------
+
+    def _forward(self, layer: int, shown: bool) -> None:
+        tape, made, part = self.tape, f"input {layer + 1}", self.parts[layer]
+        if self.run.recompute == "none":
+            if shown:
+                self.walk.forward_saving(part, f"{layer} ", made)
+                return
+            if part not in self._saved:
+                self._saved[part] = self.walk.saved(part)
+            tape.make(made, INPUTS, self.hidden)
+            tape.make(f"saved {layer}", SAVED, self._saved[part] - self.hidden)
+            return
+        store = self._stored(layer)
+        if shown:
+            self.walk.attend(part, made)
+        else:
+            tape.make(made, INPUTS, self.hidden)
+        if store:
+            tape.make(f"store {layer}", STORE, store)
+        if shown:
+            self.walk.transform(part, made)
+        self._move_out(layer)
+
+    def _backward(self, layer: int) -> None:
+        part = self.parts[layer]
+        if self.run.recompute == "none":
+            self.tape.begin(f"backward of layer {layer}")
+            self.walk.backward_saved(part, f"{layer} ")
+            self.tape.drop(f"input {layer}")
+            return
+        self.tape.begin(f"recompute of layer {layer}")
+        for fetched in (layer, layer - 1):  # the next one is fetched meanwhile
+            self._fetch(fetched)
+        self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
+
+    def _move_out(self, layer: int) -> None:
+        """What a layer left goes to the host: its input when it ends, its store beside the next."""
+        offload, tape = self.run.offload, self.tape
+        if offload:
+            self.host += round(offload * (self.hidden + self._stored(layer)))
+            tape.drop(f"input {layer}")
+            tape.make(f"input {layer}", INPUTS, (1 - offload) * self.hidden)
+            self._shrink_store(layer - 1)
+
+    def _shrink_store(self, layer: int) -> None:
+        if layer >= 0 and (store := self._stored(layer)):
+            self.tape.drop(f"store {layer}")
+            self.tape.make(f"store {layer}", STORE, (1 - self.run.offload) * store)
+
+    def _fetch(self, layer: int) -> None:
+        """A layer's input and store come back, whole."""
+        if layer < 0:
+            return
+        sizes = (("input", INPUTS, self.hidden), ("store", STORE, self._stored(layer)))
+        for name, item, size in sizes:
+            if size:
+                self.tape.drop(f"{name} {layer}")
+                self.tape.make(f"{name} {layer}", item, size)
+
+
+def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
+    """The layers of a stage: of each of its virtual stages, equally many in a row."""
+    each = model.layers // (run.pp * run.vpp)
+    starts = [(chunk * run.pp + stage) * each for chunk in range(run.vpp)]
+    return [layer for start in starts for layer in range(start, start + each)]

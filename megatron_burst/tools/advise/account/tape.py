@@ -1,0 +1,198 @@
+"""Memory over time: tensors come and go in the order in which the code makes and drops them.
+
+`Tape` adds up what is there and remembers, for every phase, the most. `Half` is a small symbolic
+autograd: a list of operators that says what each makes, saves for backward and needs meanwhile;
+the lifetimes of its tensors in forward and backward follow. Bytes only, no numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Moment(NamedTuple):
+    """A state of the memory: its phase, and the bytes of every item."""
+
+    phase: str
+    items: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.items.values())
+
+
+def peaks(moments: Iterable[Moment]) -> list[Moment]:
+    """The moment with most bytes of every phase, in order."""
+    most: dict[str, Moment] = {}
+    for moment in moments:
+        if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
+            most[moment.phase] = moment
+    return list(most.values())
+
+
+class Tape:
+    """What is in memory, by item, and every change of it."""
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+        self._tensors: dict[str, tuple[str, int]] = {}  # name -> item, bytes
+        self._items: Counter[str] = Counter()
+        self._phase = "start"
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self._phase = phase
+        self._note()
+
+    def make(self, name: str, item: str, size: float) -> None:
+        """A tensor comes into being. A name is free once the tensor has gone."""
+        assert name not in self._tensors, name
+        self._tensors[name] = item, round(size)
+        self._items[item] += round(size)
+        self._note()
+
+    def move(self, old: str, new: str, item: str) -> None:
+        """A tensor gets another name, and counts as another item."""
+        before, size = self._tensors.pop(old)
+        self._items[before] -= size
+        self._tensors[new] = item, size
+        self._items[item] += size
+
+    def drop(self, *names: str) -> None:
+        """Tensors go; those that never came are none."""
+        for name in names:
+            item, size = self._tensors.pop(name, ("", 0))
+            self._items[item] -= size
+        self._note()
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is there."""
+        return name in self._tensors
+
+    @contextmanager
+    def while_there(self, sizes: Mapping[str, float]) -> Iterator[None]:
+        """Tensors that are there within the context only: item -> bytes."""
+        if not sizes:
+            yield
+            return
+        self._items.update({item: round(size) for item, size in sizes.items()})
+        self._note()
+        yield
+        self._items.subtract({item: round(size) for item, size in sizes.items()})
+
+    def _note(self) -> None:
+        now = {item: size for item, size in self._items.items() if size}
+        self.moments.append(Moment(self._phase, now))
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator: what it reads, makes and keeps.
+
+    reads: tensors it takes a gradient for; makes: name -> bytes. saves: names that backward needs,
+    of what it reads or makes; keeps: name -> bytes of what else it saves. before: item -> bytes of
+    what is there only until its results are made, during: while they are; back_before, back: the
+    same of its backward, whose results are the gradients of what it reads. adds: it is a sum, so
+    the gradient that arrives is that of what it reads, and none is made. elsewhere: results that
+    others hold, made with 0 bytes here, and the bytes of their gradients.
+    """
+
+    name: str
+    reads: Sequence[str]
+    makes: Mapping[str, float]
+    saves: Sequence[str] = ()
+    keeps: Mapping[str, float] = field(default_factory=dict)
+    before: Mapping[str, float] = field(default_factory=dict)
+    during: Mapping[str, float] = field(default_factory=dict)
+    back_before: Mapping[str, float] = field(default_factory=dict)
+    back: Mapping[str, float] = field(default_factory=dict)
+    adds: bool = False
+    elsewhere: Mapping[str, float] = field(default_factory=dict)
+
+
+class Half:
+    """Operators one behind the other, from given tensors to a result.
+
+    given: name -> bytes of what comes from outside, which others hold. held: name -> the operator
+    to whose end a Python variable holds it, beyond its last reader. item: what all of it counts as.
+    """
+
+    def __init__(
+        self,
+        item: str,
+        ops: Sequence[Op],
+        given: Mapping[str, float],
+        held: Mapping[str, str] | None = None,
+        prefix: str = "",
+    ):
+        self.item, self.ops, self.given, self.held = item, ops, given, held or {}
+        self.prefix = prefix
+        self.sizes: dict[str, float] = dict(given)
+        for op in ops:
+            self.sizes |= {**op.makes, **op.keeps}
+        self._gradients = {name: size for op in ops for name, size in op.elsewhere.items()}
+        self.result = next(iter(ops[-1].makes))
+        self._saved = Counter(name for op in ops for name in (*op.saves, *op.keeps))
+
+    def forward(self, tape: Tape, grad: bool) -> None:
+        """Run it; what is saved stays if `grad`, and the result in either case."""
+        last = {name: i for i, op in enumerate(self.ops) for name in (*op.makes, *op.reads)}
+        places = {op.name: i for i, op in enumerate(self.ops)}
+        last |= {name: max(last[name], places[op]) for name, op in self.held.items()}
+        for i, op in enumerate(self.ops):
+            with tape.while_there(op.before):
+                pass
+            with tape.while_there(op.during):
+                self._make(tape, op.makes)
+                self._make(tape, op.keeps)
+                if not grad:
+                    self._drop(tape, op.keeps)
+            gone = [name for name, at in last.items() if at == i and name != self.result]
+            self._drop(tape, (n for n in gone if not (grad and self._saved[n])))
+
+    def backward(self, tape: Tape) -> None:
+        """Run it backwards: the gradient of the result, made elsewhere, is there; those of what was
+        given stay, as `gradient(name)`, and what was saved goes."""
+        left = Counter(self._saved)
+        arrived: set[str] = set()
+        for op in reversed(self.ops):
+            with tape.while_there(op.back_before):
+                pass
+            with tape.while_there(op.back):
+                for name in op.reads:
+                    if not op.adds:
+                        self._gradient(tape, name, name in arrived)
+                arrived |= set(op.reads)
+            for name in (*op.saves, *op.keeps):
+                left[name] -= 1
+                if not left[name]:
+                    self._drop(tape, [name])
+            self._drop(tape, (f"d {n}" for n in op.makes if n != self.result))
+
+    def named(self, name: str) -> str:
+        """The name of a tensor on the tape."""
+        return f"{self.prefix}{self.item}: {name}"
+
+    def gradient(self, name: str) -> str:
+        """The name of the gradient of what was given."""
+        return self.named(f"d {name}")
+
+    def _gradient(self, tape: Tape, name: str, more: bool) -> None:
+        """A gradient is made; if `more`, it is then added to what has arrived before."""
+        size = self._gradients.get(name, self.sizes[name])
+        if not tape.holds(self.gradient(name)):
+            tape.make(self.gradient(name), self.item, size)
+        if more:
+            with tape.while_there({self.item: size}):
+                pass
+
+    def _make(self, tape: Tape, sizes: Mapping[str, float]) -> None:
+        for name, size in sizes.items():
+            tape.make(self.named(name), self.item, size)
+
+    def _drop(self, tape: Tape, names: Iterable[str]) -> None:
+        tape.drop(*(self.named(name) for name in names if name not in self.given))

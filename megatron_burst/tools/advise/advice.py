@@ -1,0 +1,185 @@
+"""`mb.advise`: which settings to train with, how fast and how large, and why.
+
+Joins the search, what would make its best run faster, and the flags to paste. Decides what is
+refused: models, lengths and clusters with which nothing could run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...autotune import cluster_file
+from ...autotune.clusters import Cluster
+from ...units import tokens_of
+from .account.fitting import does_not_fit
+from .account.memory import account
+from .forecast.step_time import model_operations
+from .search import pasted, what_if
+from .search.attention_choice import AttentionForecast
+from .search.packed import PackedForecast, lengths_of, packed_pins
+from .search.search import Configuration, Progress, Search
+from .search.search_space import TrainingGoal, check_wanted
+from .settings import flag_of
+from .shapes import models
+from .shapes.model import Model
+
+STEP = 4 * 2**20  # tokens of a step, where nobody says
+
+
+class DoesNotFit(ValueError):
+    """No way to run this model on this cluster fits its memory."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `mb.advise` found.
+
+    model, cluster, want: what was asked for; search: with what. ranked: runs that fit, the one to
+    take first, then by time; of each way to share the GPUs out
+    (TP, PP, CP, DP) the best. ways: how many ways there are; tried: those that were not passed
+    over by a bound of their time. lengths: of the documents of a pack, if there are any.
+    """
+
+    model: Model
+    cluster: Cluster
+    want: TrainingGoal
+    ranked: tuple[Configuration, ...]
+    ways: int
+    tried: int
+    lengths: tuple[int, ...] = field(default=(), repr=False)
+    search: Search | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def best(self) -> Configuration:
+        """The run to take: the fastest, or the simplest of those that tie with it."""
+        return self.ranked[0]
+
+    @cached_property
+    def changes(self) -> list[what_if.WhatIf]:
+        """What would have to change for the best run to be at least 1 % faster: each one timed."""
+        assert self.search is not None
+        return what_if.changes(self.model, self.cluster, self.want, self.best, self.search)
+
+    def flags(self, index: int = 0) -> list[str]:
+        """Flags for `megatron-burst pretrain pretrain_gpt.py`, one with its values per entry.
+
+        index: of `ranked`.
+        """
+        return pasted.flags_of(self.model, self.ranked[index].run, bool(self.lengths))
+
+    def recipe(self, index: int = 0) -> str:
+        """A script for Megatron-Bridge. index: of `ranked`."""
+        return pasted.recipe_of(self.model, self.ranked[index].run)
+
+    @property
+    def why(self) -> str:
+        """What the best run spends its time on, most first, and what would make it faster."""
+        time = self.best.time
+        parts = sorted(time.parts.items(), key=lambda part: -part[1])
+        spent = ", ".join(f"{name} {taken / time.seconds:.0%}" for name, taken in parts[:4])
+        faster = "; ".join(change.said for change in self.changes)
+        return f"{spent}; {faster or 'nothing that was tried makes it 1 % faster'}"
+
+
+def advise(
+    model: str | Model,
+    cluster: str | Path | Cluster,
+    *,
+    seq: int | str,
+    gpus: int | None = None,
+    per_node: int = 8,
+    tokens_per_step: int | str | None = None,
+    packed: str | Sequence[int] | None = None,
+    top: int = 10,
+    progress: Progress | None = None,
+    **fixed: Any,
+) -> Advice:
+    """Search for the fastest settings that fit.
+
+    model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: the name of a
+    GPU (with gpus and per_node), the path of a cluster file, or `mb.Cluster`. seq: tokens of a
+    sequence, 2**20 or "1M". tokens_per_step: over all ranks (4M, or one sequence if that is more).
+    packed: lengths of documents that fill packs of `seq` tokens: a list, a file of them, or a name
+    of `packed.NAMED`. fixed: fields of `mb.Settings` that are not searched: `tp=8, store=0.5`.
+    top: how many runs to rank. progress: called with how many ways are done, and of how many::
+
+        advice = mb.advise("llama3-8b", "h100", gpus=64, seq="1M")
+        print(advice.best.run, advice.why, *advice.flags(), sep="\\n")
+
+    Raises ValueError naming what cannot be, and with what would; `advice.DoesNotFit` where nothing
+    fits, with what would make it fit.
+    """
+    model = models.named(model) if isinstance(model, str) else model
+    cluster = cluster_of(cluster, gpus, per_node)
+    hybrid = bool(set(model.pattern) & set("M*-"))
+    want = wanted_of(seq, tokens_per_step, fixed)
+    want = replace(want, carries=bool(model.mixers), hybrid=hybrid)
+    check_wanted(model, cluster, want)
+    if type(top) is not int or top < 1:
+        raise ValueError(f"--top must be an integer from 1 on, got {top!r}")
+    attention, lengths = AttentionForecast(model, cluster, want.pinned), ()
+    if packed is not None:
+        lengths = lengths_of(packed, want.seq)
+        want = replace(want, pinned=packed_pins(want.pinned))
+        attention = PackedForecast(model, cluster, want.pinned, lengths)
+    search = Search(model, cluster, want, attention)
+    found = search.run(top, progress)
+    if not found.ranked:
+        if found.closest is None:
+            raise search.refused or ValueError(_together(want))
+        raise DoesNotFit(does_not_fit(found.closest.account, cluster, flag_of))
+    ranked = tuple(_shown(model, each, attention) for each in found.ranked)
+    return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
+
+
+def _together(want: TrainingGoal) -> str:
+    """Why no way was tried: of what is fixed only a store does not go with all of them."""
+    said = " ".join(f"{flag_of(name)} {value}" for name, value in want.pinned.items())
+    return (
+        f"{said}: no run has all of these; --store is of attention over several context-parallel "
+        "ranks, so it needs --cp above 1, and --recompute full"
+    )
+
+
+def _shown(model: Model, found: Configuration, attention: AttentionForecast) -> Configuration:
+    """With all moments of the account; and the MFU of documents, where there are some."""
+    time = found.time
+    if isinstance(attention, PackedForecast):
+        share = model_operations(model, round(attention.effective)) / model_operations(
+            model, found.run.seq
+        )
+        time = replace(time, mfu=time.mfu * share)
+    return replace(found, time=time, account=account(model, found.run))
+
+
+def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -> Cluster:
+    """A cluster by the name of its GPU, from a file, or as it is."""
+    if isinstance(cluster, Cluster):
+        return cluster if gpus is None else replace(cluster, gpus=gpus)
+    if str(cluster).endswith(".toml"):
+        read = cluster_file.read(cluster)
+        return read if gpus is None else replace(read, gpus=gpus)
+    if gpus is None:
+        raise ValueError(f"gpus: how many {cluster}? Give gpus=64, or a cluster file")
+    return Cluster(str(cluster), gpus, per_node)  # pyright: ignore[reportArgumentType]
+
+
+def wanted_of(
+    seq: int | str, tokens_per_step: int | str | None, fixed: dict[str, Any]
+) -> TrainingGoal:
+    """What is to be trained. ValueError unless sequences fill a step."""
+    length = tokens_of(seq, "--seq")
+    step = max(STEP, length) if tokens_per_step is None else None
+    step = tokens_of(tokens_per_step, "--tokens-per-step") if step is None else step
+    if tokens_per_step is None:
+        step -= step % length
+    if step % length:
+        near = max(1, round(step / length)) * length
+        raise ValueError(
+            f"--tokens-per-step {step:,} is no multiple of --seq {length:,}: take {near}, say"
+        )
+    return TrainingGoal(length, step // length, fixed)

@@ -1,0 +1,233 @@
+"""How long the core attention of one layer takes, forward and backward, on a run's ranks.
+
+The schedules that the run would execute are timed by `autotune.simulator` with the links of the
+cluster: which ranks share a NIC follows from where they are. `RingKey` is what tells one ring from
+another, so that a search or a fit makes each schedule once. `Settings` say which algorithm, side
+and groups there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from ....autotune import simulator
+from ....autotune.candidates import sharing
+from ....autotune.clusters import Cluster
+from ....autotune.exchanges import Wires
+from ....autotune.pair_counts import pairs_seen
+from ....autotune.places import Nodes, places
+from ....autotune.prepared import Prepared
+from ....autotune.recording import Recording
+from ....layout import make
+from ....masks import Causal
+from ....options import ring_algorithm
+from ....schedule.cost import backward_schedule, forward_schedule, ring_spans
+from ....schedule.demand import wanted
+from ....schedule.row_cut import row_cuts
+from ....schedule.sizes import Sizes
+from ....schedule.tables import Grid
+from ....schedule.topology import Topology
+from ..account.rings import side_by_bytes
+from ..settings import BYTES, Settings
+from ..shapes.models import Model
+from .faults import UNDISTURBED, DisturbedRing, Faults, Group, draws
+
+KEPT = 128  # rings whose schedules are remembered
+LARGEST = 256  # ranks of a ring whose schedules are: of a larger one they take too much memory
+
+
+class RingKey(NamedTuple):
+    """What decides the schedules of a run's rings, and where their ranks are.
+
+    inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
+    same proportion, as other numbers of heads have the same schedules.
+    """
+
+    algorithm: str
+    side: str
+    route: str
+    layout: str
+    topology: Topology
+    inner: int
+    seq: int
+    nodes: Nodes
+    chunks: int
+    sizes: Sizes
+
+
+class RingPasses(NamedTuple):
+    """Visible pairs [G, G] of the queries of each rank and the keys of each, and the schedules.
+
+    Of row chunks, which all have equally many pairs, the schedules are those of the last one.
+    """
+
+    pairs: np.ndarray
+    forward: Prepared
+    backward: Prepared
+
+
+class Rings:
+    """The schedules of the last rings that were asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[RingKey, RingPasses] = {}
+
+    def of(self, ring: RingKey) -> RingPasses:
+        """Those of one ring, made when it is first asked for."""
+        if ring.topology.ring_size > LARGEST:
+            return made(ring)
+        found = self._made.pop(ring) if ring in self._made else made(ring)
+        if len(self._made) >= KEPT:
+            del self._made[next(iter(self._made))]
+        self._made[ring] = found
+        return found
+
+
+def sizes_of(model: Model, run: Settings) -> Sizes:
+    """What one rank brings to a call."""
+    heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
+    return Sizes(run.seq // run.cp, run.micro_batch, heads, kv_heads, model.head_dim,
+                 model.value_dim, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
+
+
+def nodes_of(cluster: Cluster, run: Settings) -> Nodes:
+    """What the ranks of a run share on each node."""
+    return Nodes(cluster.ranks_per_node, min(cluster.nics, cluster.ranks_per_node), run.tp)
+
+
+def topology_of(cluster: Cluster, run: Settings) -> Topology:
+    """Where context-parallel ranks are. ValueError where nodes or groups do not divide them."""
+    return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
+
+
+def ring_of(model: Model, cluster: Cluster, run: Settings) -> RingKey:
+    """The ring of a run. ValueError where inner rings do not divide it."""
+    topology, sizes = topology_of(cluster, run), sizes_of(model, run).shared(run.ulysses)
+    inner = min(run.inner or topology.intra_size, topology.ring_size)
+    if inner < 1 or topology.ring_size % inner:
+        raise ValueError(
+            f"inner: rings of {topology.ring_size} ranks cannot be cut into inner rings of "
+            f"{run.inner}: take a divisor of {topology.ring_size}"
+        )
+    side = side_by_bytes(run, sizes)
+    least = gcd(sizes.heads, sizes.kv_heads)
+    sizes = replace(sizes, batch=1, heads=sizes.heads // least, kv_heads=sizes.kv_heads // least)
+    return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
+                run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes)  # fmt: skip
+
+
+def made(ring: RingKey) -> RingPasses:
+    """The schedules of a ring, anew."""
+    topology, mask, layout = ring.topology, Causal(), make(ring.layout, cp_size=ring.topology.size)
+    queries = spans = ring_spans(layout, topology, ring.seq)
+    if ring.chunks > 1:
+        *_, (_, queries) = row_cuts(layout, topology, ring.seq, ring.chunks)
+    grid = Grid(topology.ring_size // ring.inner, ring.inner)
+    want = wanted(mask, queries, spans)
+    wires = Wires(places=places(topology, ring.nodes))
+    name, sizes, route = ring.algorithm, ring.sizes, ring.route
+    forward = forward_schedule(name, grid, want, sizes, route=route)
+    backward = backward_schedule(name, grid, want, sizes, side=ring.side, route=route)
+    return RingPasses(pairs_seen(mask, spans), Prepared(forward, wires), Prepared(backward, wires))
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Seconds of one attention call: all sequences of a micro-batch, one layer, one rank.
+
+    forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
+    busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
+    are in use. spread: standard deviation of the seconds over the draws of jitter.
+    """
+
+    forward: float
+    backward: float
+    exchange: tuple[float, float]
+    busy: Mapping[str, float]
+    spread: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one forward and one backward."""
+        return self.forward + self.backward
+
+    @property
+    def bottleneck(self) -> str:
+        """What is busy for the longest time: "compute", "intra" or "inter"."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+def attention_time(
+    model: Model,
+    cluster: Cluster,
+    run: Settings,
+    faults: Faults | None = None,
+    group: Group | None = None,
+    rings: Rings | None = None,
+    recordings: tuple[Recording | None, Recording | None] = (None, None),
+) -> AttentionTime:
+    """The time of one attention call of a run, with causal sequences.
+
+    faults: what is slower; then of the slowest of all rings, or of those of one group. rings: where
+    schedules are remembered. recordings: told what the ring of each pass does when.
+
+    Raises ValueError for groups that the ranks of a node do not allow.
+    """
+    rates = cluster.rank_rates()
+    sizes = sizes_of(model, run).shared(run.ulysses)
+    ring = ring_of(model, cluster, run)
+    passes = made(ring) if rings is None else rings.of(ring)
+    assert rates.compute is not None
+    flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
+    chunks = run.sequence_chunks
+    seconds = passes.pairs * (flops / rates.compute / chunks)
+    both_passes = (
+        (passes.forward, 1.0, recordings[0]), (passes.backward, rates.backward, recordings[1])
+    )  # fmt: skip
+    topology = topology_of(cluster, run)
+    exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
+
+    def timed(how: DisturbedRing) -> AttentionTime:
+        forward, backward = (
+            chunks
+            * simulator.pass_time(
+                each,
+                sizes,
+                scale * seconds,
+                rates,
+                run.head_chunks,
+                disturbed=disturbed,
+                recording=recording,
+            )
+            for (each, scale, recording), disturbed in zip(both_passes, how.passes, strict=True)
+        )
+        shared = [f * each.seconds for f, each in zip(how.exchange, exchange, strict=True)]
+        both = forward + backward + exchange[0] + exchange[1]
+        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        return AttentionTime(
+            forward.seconds + shared[0], backward.seconds + shared[1], (shared[0], shared[1]), busy
+        )
+
+    if faults is None:
+        return timed(UNDISTURBED)
+    found = draws(faults, cluster, run, topology, group)
+    return _mean([[timed(each) for each in some] for some in found])
+
+
+def _mean(drawn: Sequence[Sequence[AttentionTime]]) -> AttentionTime:
+    """Over draws, each of several rings: of forward and of backward the slowest counts, as ranks
+    wait for one another after either."""
+    forward = np.array([max(ring.forward for ring in rings) for rings in drawn])
+    backward = np.array([max(ring.backward for ring in rings) for rings in drawn])
+    slowest = max(drawn[0], key=lambda ring: ring.seconds)
+    return replace(
+        slowest,
+        forward=float(forward.mean()),
+        backward=float(backward.mean()),
+        spread=float((forward + backward).std()),
+    )

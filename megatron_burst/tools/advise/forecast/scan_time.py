@@ -1,0 +1,101 @@
+"""How long the ranks of one layer of linear attention exchange: states, or heads as Megatron does.
+
+Decides which links a scan has; its tables, and what "auto" takes of them, are those that run
+(`schedule.scans`). Nothing of an exchange is taken to hide behind computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ....autotune.clusters import Cluster
+from ....layout import make
+from ....layout.chains import Chains, chains
+from ....schedule.scans import SCANS, timing
+from ....schedule.scans.choice import blocks_for, choose
+from ....schedule.scans.hops import Task
+from ....schedule.scans.sizes import Form, ScanSizes
+from ....schedule.topology import Topology
+from ..account.operators import B, F, LayerScan, LayerSizes
+from ..settings import Settings
+from .links import all_to_all_seconds, inter_rate, intra_rate
+
+States = Callable[[Cluster, Settings, LayerSizes], float]  # called as `scan_seconds`
+ACCESSES = 3  # of memory, to fold in what came: a state and a map are read, a state is written
+
+
+class Scans:
+    """Seconds of scans, each found once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, cluster: Cluster, run: Settings, x: LayerSizes) -> float:
+        """Seconds of one pass of a layer, forward or backward: both send the same.
+
+        A scan of states passes them from piece to piece, gradients the other way, and the
+        convolution takes its rows from the rank before. Megatron's exchange brings the mixed
+        projection to where its heads are, and results back.
+        """
+        if run.cp == 1 or x.scan is None:
+            return 0.0
+        if run.linear == "megatron":
+            sent = (run.rows * each * B for each in x.mixer)
+            return sum(all_to_all_seconds(cluster, run.cp, run.tp, each) for each in sent)
+        topology, sizes, links = topology_of(cluster, run), sizes_of(x.scan), links_of(cluster)
+        key = (run.linear, run.layout, topology, sizes, links)
+        if key not in self._found:
+            self._found[key] = scan_time(run.linear, chain_of(run), topology, sizes, links)
+        return self._found[key] + rows_before(topology, run, x.scan, links)
+
+
+def scan_seconds(cluster: Cluster, run: Settings, x: LayerSizes) -> float:
+    """`Scans.seconds`, found anew."""
+    return Scans().seconds(cluster, run, x)
+
+
+def scan_time(
+    algorithm: str, chain: Chains, topology: Topology, sizes: ScanSizes, links: timing.Links
+) -> float:
+    """Seconds of a scan of states, until the last rank is done."""
+    if algorithm == "auto":
+        return choose(chain, topology, sizes, links).seconds
+    blocks = blocks_for(algorithm, chain, topology, sizes, links)
+    hops = SCANS[algorithm](Task(chain, topology, blocks))
+    return float(timing.scan_seconds(hops, topology, sizes, blocks, links).max())
+
+
+def chain_of(run: Settings) -> Chains:
+    """The chain of one sequence; how long its pieces are changes nothing."""
+    return chains(make(run.layout, cp_size=run.cp), 2 * run.cp)
+
+
+def topology_of(cluster: Cluster, run: Settings) -> Topology:
+    """The topology of context-parallel ranks. ValueError where nodes do not divide them."""
+    return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp))
+
+
+def sizes_of(scan: LayerScan) -> ScanSizes:
+    """States of one rank's heads, fp32."""
+    form: Form = "matrix" if scan.delta else scan.decay
+    return ScanSizes(scan.batch, scan.heads, scan.width, scan.value_width, form, F)
+
+
+def links_of(cluster: Cluster) -> timing.Links:
+    """Those of a rank while all ranks of its node send."""
+    rates = cluster.rank_rates()
+    return timing.Links(
+        intra_rate(cluster), inter_rate(cluster), rates.latency, rates.latency,
+        cluster.gpu.memory_rate / ACCESSES, rates.posting,
+    )  # fmt: skip
+
+
+def rows_before(topology: Topology, run: Settings, scan: LayerScan, links: timing.Links) -> float:
+    """Seconds of the rows before each piece, which the short convolution starts with."""
+    if scan.taps < 2:
+        return 0.0
+    pieces = 2 if run.layout == "zigzag" else 1
+    size = scan.batch * (scan.taps - 1) * (scan.keys + scan.values) * B * pieces
+    if topology.per_node < topology.size:
+        return links.inter_latency + size / links.inter
+    return links.intra_latency + size / links.intra

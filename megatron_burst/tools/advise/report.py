@@ -1,0 +1,226 @@
+"""Advice as tables: the ranking, the best run's time and memory by item, flags; and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...cli.console import wrapped
+from ...units import byte_size, duration
+from .advice import Advice
+from .search.pasted import choices, left_to_the_user, run_flags
+from .search.search import Configuration
+from .search.what_if import options_said
+from .settings import Settings
+
+COLUMNS = (
+    "TP", "PP", "EP", "CP", "DP", "batches", "attention", "memory saved by", "step",
+    "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
+)  # fmt: skip
+
+
+def show(found: Advice, command: Sequence[str] = ()) -> None:
+    """Print the advice. command: the words of a Megatron command that described the model."""
+    console = wrapped()
+    console.print(Text(headline(found)))
+    console.print(Text(f"rates: {found.cluster.described}"))
+    console.print(ranking(found))
+    console.print(Text("\nThe first is the one to take: the simplest of those within 1.5 % of the "
+                       f"fastest. {found.tried} of {found.ways} ways to share the GPUs out were "
+                       "tried; the others cannot be among the fastest."))  # fmt: skip
+    _show_time(console, found)
+    _show_memory(console, found)
+    console.print(Text("\nWhat would make it faster", style="bold"))
+    for change in found.changes:
+        console.print(Text(f"  {change.said}"))
+    if not found.changes:
+        console.print(Text("  nothing that was tried gains 1 %"))
+    _show_flags(console, found, command)
+    pinned, run = found.want.pinned, found.best.run
+    if run.cp == 1:
+        idle = [n for n in ("algorithm", "side", "layout", "ulysses", "wire") if n in pinned]
+    else:
+        idle = []
+    if "linear" in pinned and (run.cp == 1 or not found.model.mixers):
+        idle.append("linear")
+    if "placement" in pinned and not 1 < run.ulysses < run.cp:
+        idle.append("placement")
+    if idle:
+        said = ", ".join(f"--{name}" for name in idle)
+        console.print(Text(f"without meaning in the first: {said}", style="yellow"))
+    for part in found.model.uncounted:
+        console.print(Text(f"not counted: {part}", style="yellow"))
+    console.print(Text("A forecast from sizes and rates, not a measurement."))
+
+
+def headline(found: Advice) -> str:
+    """What was asked."""
+    want, cluster = found.want, found.cluster
+    packs = "packs of " if found.lengths else "sequences of "
+    return (
+        f"{found.model.name}, {packs}{want.seq:,} tokens, {want.seq * want.sequences:,} a step, on "
+        f"{cluster.gpus} x {cluster.gpu.name}, {cluster.ranks_per_node} a node"
+    )
+
+
+def ranking(found: Advice) -> Table:
+    """A row for each configuration."""
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in COLUMNS[8:12] else "left")
+    for index, one in enumerate(found.ranked):
+        run, time = one.run, one.time
+        table.add_row(
+            str(run.tp), f"{run.pp} x {run.vpp}" if run.vpp > 1 else str(run.pp), str(run.ep),
+            grid_said(run), str(run.dp), batches_said(run),
+            attention_said(run, bool(found.lengths)),
+            options_said(run), duration(time.seconds), f"{time.tokens_per_gpu(run.gpus):,.0f}",
+            f"{time.mfu:.1%}", byte_size(one.account.peak.bytes), time.bottleneck,
+            style="bold" if index == 0 else "",
+        )  # fmt: skip
+    return table
+
+
+def grid_said(run: Settings) -> str:
+    """ "16 = 4 x 4": nodes x ranks of each, where there are several nodes; heads shared apart."""
+    intra = run.intra or run.cp
+    said = f"{run.cp} = {run.cp // intra} x {intra}" if 1 < intra < run.cp else str(run.cp)
+    if run.ulysses > 1:
+        said += f" ({run.ulysses} share heads, rings of {run.cp // run.ulysses})"
+    return said
+
+
+def batches_said(run: Settings) -> str:
+    """Micro-batches of a rank, and sequences of each."""
+    return (
+        f"{run.micro_batches} x {run.micro_batch}"
+        if run.micro_batch > 1
+        else str(run.micro_batches)
+    )
+
+
+def attention_said(run: Settings, packed: bool = False) -> str:
+    """Algorithm, side, layout, head chunks, placement."""
+    if run.cp == 1:
+        return "on one rank"
+    said = [run.algorithm, run.side, "balanced" if packed else run.layout]
+    if run.head_chunks > 1:
+        said.append(f"{run.head_chunks} head chunks")
+    if 1 < run.ulysses < run.cp:
+        said.append(run.placement.replace("_", " "))
+    return ", ".join(said)
+
+
+def _show_time(console: Console, found: Advice) -> None:
+    time = found.best.time
+    table = Table(box=None, pad_edge=False)
+    table.add_column("a step of the first")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for name, taken in sorted(time.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, duration(taken), f"{taken / time.seconds:.1%}")
+    console.print(Text(""), table)
+
+
+def _show_memory(console: Console, found: Advice) -> None:
+    account, left = found.best.account, found.best.fit
+    peak = account.peak
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"memory of the first, peak: {peak.phase}")
+    table.add_column("bytes per GPU", justify="right")
+    for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
+        if size:
+            table.add_row(Text(item), byte_size(size))
+    table.add_row(Text("all", style="bold"), byte_size(peak.bytes))
+    table.add_row(f"left, besides {byte_size(found.cluster.reserve)} for others",
+                  byte_size(left.device))  # fmt: skip
+    for item, size in account.host.items():
+        table.add_row(Text(f"host: {item}"), byte_size(size))
+    console.print(Text(""), table)
+
+
+def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None:
+    lines, after = _flags(found, command), left_to_the_user(found.model)
+    if command:
+        head, after = "Flags, to put in place of those of your command", _vocabulary(found, command)
+    else:
+        head = "Flags: megatron-burst pretrain pretrain_gpt.py ..."
+    console.print(Text(f"\n{head}", style="bold"))
+    if lines is None:
+        try:
+            found.flags()
+        except ValueError as error:
+            console.print(Text(str(error), style="yellow"))
+        ours = choices(found.best.run, carries=bool(found.model.mixers))
+        lines = [f"--burst: {name} {value}" for name, value in ours.items()]
+        after = ""
+    for index, line in enumerate(lines):
+        console.print(Text(f"  {line} \\" if index < len(lines) - 1 else f"  {line}"))
+    if after:
+        console.print(Text(after))
+    if found.lengths:
+        console.print(Text("  and a data loader that says where documents end: --sft or "
+                           "--dataloader-inter-document-masking"))  # fmt: skip
+
+
+def _vocabulary(found: Advice, command: Sequence[str]) -> str:
+    """Which vocabulary was counted with, where the command has none."""
+    if any(word.split("=")[0] == "--vocab-size" for word in command):
+        return ""
+    return (
+        f"your command has no --vocab-size: a vocabulary of {found.model.vocabulary:,} was assumed"
+    )
+
+
+def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
+    """The same as plain data: bytes, seconds."""
+    cluster = found.cluster
+    return {
+        "model": found.model.name,
+        "seq": found.want.seq,
+        "tokens_per_step": found.want.seq * found.want.sequences,
+        "cluster": {"gpu": cluster.gpu.name, "gpus": cluster.gpus,
+                    "per_node": cluster.ranks_per_node, "rates": cluster.described},
+        "ways": found.ways,
+        "tried": found.tried,
+        "ranked": [one_of(each) for each in found.ranked],
+        "changes": [{"change": c.words, "then": c.then, "gain": c.gain} for c in found.changes],
+        "flags": _flags(found, command),
+        "uncounted": list(found.model.uncounted),
+    }  # fmt: skip
+
+
+def _flags(found: Advice, command: Sequence[str]) -> list[str] | None:
+    """Flags to paste: of the run alone beside a command, and of models that flags describe."""
+    if command:
+        return run_flags(found.best.run, bool(found.lengths), bool(found.model.mixers))
+    try:
+        return found.flags()
+    except ValueError:
+        return None
+
+
+def one_of(each: Configuration) -> dict[str, Any]:
+    """One configuration as plain data."""
+    run, time, peak = each.run, each.time, each.account.peak
+    names = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
+    return {
+        "groups": {name: getattr(run, name) for name in names},
+        "attention": {name: getattr(run, name) for name in (
+            "algorithm", "side", "layout", "linear", "ulysses", "placement", "head_chunks",
+            "intra")},
+        "options": {name: getattr(run, name) for name in (
+            "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
+            "lm_head_loss", "gradients")},
+        "seconds": time.seconds,
+        "tokens_per_second_per_gpu": time.tokens_per_gpu(run.gpus),
+        "mfu": time.mfu,
+        "bottleneck": time.bottleneck,
+        "parts": dict(time.parts),
+        "memory": {"bytes": peak.bytes, "phase": peak.phase, "items": dict(peak.items),
+                   "left": round(each.fit.device), "host": dict(each.account.host)},
+    }  # fmt: skip

@@ -1,0 +1,164 @@
+"""Which attention settings a run takes, and how long its attention takes, remembered for a search.
+
+Decides nothing of its own: `autotune.select.best` chooses, as it does for `--context-parallel-algo
+auto` in a run, so that a run and the advice agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ....autotune import select
+from ....autotune.candidates import Candidate, Fixed, Workload, grids
+from ....autotune.clusters import Cluster
+from ....layout import Layout, make
+from ....masks import Causal, Mask
+from ....options import ring_algorithm
+from ....schedule.head_shares import Share
+from ....schedule.sizes import Sizes
+from ....schedule.tables import SIDES
+from ....schedule.topology import Topology, alternatives
+from ..forecast.attention_time import AttentionTime, Rings, attention_time, nodes_of, sizes_of
+from ..forecast.scan_time import Scans
+from ..settings import Settings
+from ..shapes.models import Model
+
+# What the time of an attention call depends on.
+OWN = (
+    "seq", "tp", "cp", "micro_batch", "sequence_chunks", "algorithm", "layout", "side", "wire",
+    "intra", "ulysses", "placement", "inner", "head_chunks",
+)  # fmt: skip
+CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
+
+
+class AttentionForecast:
+    """The attention of one model on one cluster.
+
+    pinned: fields of `Settings` that the user has fixed; algorithm "hybrid" or "ulysses" fixes that
+    ranks share heads.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
+        self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
+        self._times: dict[Any, AttentionTime] = {}
+        self.rings, self.scans = Rings(), Scans()
+        self._choices: dict[Any, Settings] = {}
+
+    def on(self, cluster: Cluster) -> AttentionForecast:
+        """The attention of the same model on another cluster."""
+        return AttentionForecast(self.model, cluster, self.pinned)
+
+    def settled(self, run: Settings) -> Settings:
+        """The run with the attention settings that are predicted to be fastest."""
+        if run.cp == 1:
+            return run
+        whole = self._key(replace(run, sequence_chunks=1))
+        if whole not in self._choices:
+            self._choices[whole] = self._chosen(run)
+        chosen = self._choices[whole]
+        settled = replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+        return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
+
+    def _in_chunks(self, run: Settings) -> Settings:
+        """The same with the side that suits chunks of rows: keys go round once for each."""
+        key = self._key(run)
+        if key not in self._choices:
+            sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
+            tried = [replace(run, side=side) for side in sides]
+            self._choices[key] = min(
+                tried, key=lambda one: self.time(self.model, self.cluster, one).seconds
+            )
+        return replace(run, side=self._choices[key].side)
+
+    def time(
+        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+    ) -> AttentionTime:
+        """`attention_time`, remembered."""
+        key = (self._key(run), tuple(sorted(others.items())))
+        if faults is not None:
+            return attention_time(model, cluster, run, faults, **others)
+        if key not in self._times:
+            self._times[key] = self.timed(run, **others)
+        return self._times[key]
+
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+        """The time of a run that is not remembered yet."""
+        return attention_time(self.model, self.cluster, run, rings=self.rings, **others)
+
+    def at_least(
+        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+    ) -> AttentionTime:
+        """A bound of `time`: nothing travels, and all ranks compute equally much."""
+        alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
+                        intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
+        whole = self.time(model, cluster, alone, faults, **others)
+        computing = {"compute": whole.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
+        return replace(
+            whole, forward=whole.forward / run.cp, backward=whole.backward / run.cp,
+            exchange=(0.0, 0.0), busy=computing,
+        )  # fmt: skip
+
+    def _key(self, run: Settings) -> tuple[Any, ...]:
+        return tuple(getattr(run, name) for name in OWN)
+
+    def _chosen(self, run: Settings) -> Settings:
+        taken = self.candidate(run)
+        return replace(
+            run, algorithm=taken.algorithm, side=taken.side, head_chunks=taken.head_chunks,
+            ulysses=taken.ulysses, placement=taken.placement,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+    def candidate(self, run: Settings) -> Candidate:
+        """What `select.best` takes for this run's rows, heads and nodes."""
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
+        return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
+                           self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
+
+    def mask(self, run: Settings) -> Mask:
+        """Who sees whom."""
+        return Causal()
+
+    def layout(self, run: Settings) -> Layout:
+        """Which positions each rank holds."""
+        return make(run.layout, cp_size=run.cp)
+
+    def _fixed(self) -> Fixed:
+        pinned = self.pinned
+        algorithm = pinned.get("algorithm", "auto")
+        side = pinned.get("side", "auto")
+        return Fixed(
+            None if algorithm == "auto" else ring_algorithm(algorithm),
+            None if side == "auto" else side,
+            pinned.get("head_chunks"),
+        )
+
+    def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
+        """Grids with the groups that are fixed; rings of moderate size where there are some."""
+        found = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
+        size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
+        size = self.pinned.get("ulysses", size)
+        placement, chunks = self.pinned.get("placement"), self.pinned.get("head_chunks") or 1
+        kept = [
+            grid
+            for grid in found
+            if size in (None, grid.ulysses)
+            and (size is not None or Share(sizes.kv_heads, grid.ulysses).each % chunks == 0)
+            and (grid.ulysses == 1 or placement in (None, grid.placement))
+        ]
+        if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
+            kept = [grid for grid in kept if grid.ulysses < max(2, run.cp)]  # a ring is left
+        if self.pinned.get("algorithm") == "hybrid" and size is None:
+            kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
+        parts = self.pinned.get("head_chunks", 1)
+        whole = [grid for grid in kept if sizes.shared(grid.ulysses).kv_heads % parts == 0]
+        kept = whole or kept
+        if not kept:
+            raise ValueError(
+                f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
+                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take "
+                f"{alternatives(sorted({grid.ulysses for grid in found}))}"
+            )
+        return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept

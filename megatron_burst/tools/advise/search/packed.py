@@ -1,0 +1,170 @@
+"""Packed documents for the advice: their lengths, and the time of attention to them.
+
+A pack holds as many tokens as a sequence. All packs of a step are taken to be like the one that is
+timed: `--burst-pack documents` makes them alike, as far as the documents allow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....autotune.candidates import sharing
+from ....autotune.clusters import Cluster
+from ....layout import Layout, make
+from ....masks import Causal, Documents, Mask
+from ....schedule.topology import Topology
+from ....units import tokens_of
+from ..forecast.attention_time import AttentionTime, nodes_of, sizes_of
+from ..settings import Settings
+from ..shapes.model import Model
+from .attention_choice import AttentionForecast
+
+TITLE = "--packed"
+SHORTEST = 16  # tokens of a document that is drawn
+
+
+class LogNormalLengths(NamedTuple):
+    """Log-normal lengths of documents up to `most` tokens."""
+
+    median: int
+    sigma: float
+    most: int
+
+
+# Those of the project's forecast of packed documents (docs/concepts/packing.md).
+NAMED: Mapping[str, LogNormalLengths] = {
+    "1k-to-32k": LogNormalLengths(1 << 10, 1.0, 1 << 15),
+    "2k-to-512k": LogNormalLengths(1 << 11, 1.8, 1 << 19),
+    "8k-to-1m": LogNormalLengths(1 << 13, 1.75, 1 << 20),
+    "64k": LogNormalLengths(1 << 16, 0.3, 1 << 18),
+}
+
+
+def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
+    """Lengths of the documents of one pack of `seq` tokens, the last one cut off.
+
+    stated: a name of `NAMED`; lengths such as "8K,32K,128K", or a file of them: one after another
+    until the pack is full, in that order again and again. ValueError with what would do.
+    """
+    if isinstance(stated, str) and stated in NAMED:
+        kind, random = NAMED[stated], np.random.default_rng(0)
+        count = 1 + seq // SHORTEST
+        drawn = kind.median * np.exp(kind.sigma * random.standard_normal(min(count, 1 << 20)))
+        lengths: list[int] = np.clip(drawn, SHORTEST, min(kind.most, seq)).astype(int).tolist()
+    elif isinstance(stated, str):
+        lengths = [tokens_of(word, TITLE) for word in _words(stated)]
+    else:
+        lengths = [tokens_of(length, TITLE) for length in stated]
+    longest = max(lengths, default=0)
+    if not lengths or longest > seq:
+        raise ValueError(
+            f"{TITLE}: a document of {longest:,} tokens and packs of --seq {seq:,}: give lengths "
+            "of at most --seq, or longer packs"
+        )
+    found, have = [], 0
+    while have < seq:
+        length = min(lengths[len(found) % len(lengths)], seq - have)
+        found.append(length)
+        have += length
+    return tuple(found)
+
+
+def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
+    """What is fixed for packs: one a micro-batch, cut by layout "balanced", attention in one piece.
+    ValueError for what packs cannot have."""
+    if pinned.get("layout", "balanced") != "balanced":
+        raise ValueError(
+            f"--layout {pinned['layout']}: packs are cut by balanced: leave --layout or {TITLE} out"
+        )
+    if pinned.get("sequence_chunks", 1) != 1:
+        raise ValueError(
+            f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
+            f"is not timed: leave --sequence-chunks or {TITLE} out"
+        )
+    left = {name: value for name, value in pinned.items() if name != "layout"}
+    return {"micro_batch": 1, "sequence_chunks": 1, **left}
+
+
+def _words(stated: str) -> list[str]:
+    path = Path(stated)
+    listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
+    if not listed and not path.is_file():
+        raise ValueError(
+            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one "
+            f"of {', '.join(NAMED)}"
+        )
+    return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
+
+
+class PackedForecast(AttentionForecast):
+    """The attention of packs of documents, in layout "balanced" over several ranks."""
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        pinned: Mapping[str, Any] | None = None,
+        lengths: Sequence[int] = (),
+    ):
+        super().__init__(model, cluster, pinned)
+        self.lengths = tuple(lengths)
+        self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
+        self._layouts: dict[tuple[int, int], Layout] = {}
+
+    def on(self, cluster: Cluster) -> AttentionForecast:
+        """The attention of the same packs on another cluster."""
+        return PackedForecast(self.model, cluster, self.pinned, self.lengths)
+
+    def at_least(
+        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+    ) -> AttentionTime:
+        """A bound of `time`; what is fixed for several ranks does not bind the one rank of it."""
+        if not self.pinned:
+            return super().at_least(model, cluster, run, faults, **others)
+        return self._free.at_least(model, cluster, run, faults, **others)
+
+    @cached_property
+    def _free(self) -> PackedForecast:
+        """The same with nothing fixed."""
+        return PackedForecast(self.model, self.cluster, None, self.lengths)
+
+    @property
+    def effective(self) -> float:
+        """Tokens of a sequence of which a token sees as many as of these documents, on average."""
+        lengths = np.array(self.lengths, dtype=float)
+        return float((lengths**2).sum() / lengths.sum())
+
+    def mask(self, run: Settings) -> Mask:
+        """Causal within documents."""
+        return Documents(self.bounds) & Causal()
+
+    def layout(self, run: Settings) -> Layout:
+        """Balanced over the ranks and nodes of the run."""
+        if run.cp == 1:
+            return make("contiguous", cp_size=1)
+        key = run.cp, self.cluster.cp_per_node(run.tp, run.cp)
+        if key not in self._layouts:
+            self._layouts[key] = make(
+                "balanced", cp_size=run.cp, cu_seqlens=self.bounds, per_node=key[1]
+            )
+        return self._layouts[key]
+
+    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+        """The time of the candidate that is taken for these packs."""
+        taken = self.candidate(run)
+        forward, backward = taken.forward, taken.backward
+        here = self.cluster.cp_per_node(run.tp, run.cp)
+        topology = Topology(run.cp, here, taken.ulysses, taken.placement)
+        sizes = sizes_of(self.model, run).shared(taken.ulysses)
+        shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
+                         nodes_of(self.cluster, run).per_nic)  # fmt: skip
+        both = forward + backward
+        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        exchange = shared[0].seconds, shared[1].seconds
+        return AttentionTime(forward.seconds, backward.seconds, exchange, busy)

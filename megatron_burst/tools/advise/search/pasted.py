@@ -1,0 +1,222 @@
+"""A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
+
+Decides which flags say what a `Model` and `Settings` are. They are read back by
+`tools.model_arguments`, and tests compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ....config import BurstConfig, flag_of
+from ..settings import Settings
+from ..shapes.model import Model
+
+# Recipes of Megatron-Bridge for models of `models.NAMED`: family, name.
+BRIDGE = {
+    "llama2-7b": ("llama", "llama2_7b_pretrain_config"),
+    "llama3-8b": ("llama", "llama3_8b_128k_pretrain_config"),
+    "llama3-70b": ("llama", "llama3_70b_pretrain_config"),
+    "qwen3-8b": ("qwen", "qwen3_8b_pretrain_config"),
+    "qwen3-32b": ("qwen", "qwen3_32b_pretrain_config"),
+    "qwen3-30b-a3b": ("qwen", "qwen3_30b_a3b_pretrain_config"),
+}
+# What a family's command needs besides the sizes of `Model`: name's beginning, flags.
+FAMILIES = {
+    "llama3": "--rotary-base 500000",
+    "qwen2.5": "--rotary-base 1000000 --add-qkv-bias",
+    "qwen3": "--rotary-base 1000000 --qk-layernorm",
+}
+
+
+def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
+    """Flags of `pretrain_gpt.py` under `megatron-burst pretrain`, one with its values per entry.
+
+    ValueError for models whose command needs more than their shape: latent attention, hybrids.
+    """
+    if model.latent or model.mixers or model.windows or set(model.pattern) - {"F"}:
+        raise ValueError(
+            f"model {model.name}: its flags are not written here (latent attention, windows or "
+            "layers of other kinds); give your own Megatron command after --, and take the groups "
+            "and our flags from the table"
+        )
+    return [*model_flags(model), *run_flags(run, packed, bool(model.mixers))]
+
+
+def run_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
+    """The same without the model: lengths, groups, batches, memory, and our flags. carries: the
+    model has layers of linear attention, which carry a state."""
+    return [*group_flags(run), *training_flags(run), *burst_flags(run, packed, carries)]
+
+
+def model_flags(model: Model) -> Iterator[str]:
+    """The shape."""
+    yield f"--num-layers {model.layers}"
+    yield f"--hidden-size {model.hidden}"
+    experts = bool(model.experts)
+    yield f"--ffn-hidden-size {(model.dense_ffn or model.ffn) if experts else model.ffn}"
+    yield f"--num-attention-heads {model.heads}"
+    if model.kv_heads != model.heads:
+        yield f"--group-query-attention --num-query-groups {model.kv_heads}"
+    yield f"--kv-channels {model.head_dim}"
+    if model.gated:
+        yield "--swiglu"
+    if not model.tied:
+        yield "--untie-embeddings-and-output-weights"
+    yield f"--vocab-size {model.vocabulary} --make-vocab-size-divisible-by 1"
+    if experts:
+        yield f"--num-experts {model.experts} --moe-router-topk {model.top_k}"
+        yield f"--moe-ffn-hidden-size {model.ffn}"
+        if model.shared:
+            yield f"--moe-shared-expert-intermediate-size {model.shared}"
+        if model.moe_layers < model.layers:
+            dense = model.layers - model.moe_layers
+            yield f"--moe-layer-freq ([0]*{dense}+[1]*{model.moe_layers})"
+        yield "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+    yield "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    if said := family_flags(model):
+        yield said
+
+
+def family_flags(model: Model) -> str:
+    """Flags of a model that is known by name; empty for others, where they are the user's."""
+    return next((f for name, f in FAMILIES.items() if model.name.startswith(name)), "")
+
+
+def left_to_the_user(model: Model) -> str:
+    """Which flags of the model itself are not said, in words."""
+    known = family_flags(model)
+    names = [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
+    names += ["rope scaling, if it is to start from published weights"]
+    return f"not said above, as they do not change time or memory: {', '.join(names)}"
+
+
+def group_flags(run: Settings) -> Iterator[str]:
+    """Lengths, groups, batches."""
+    yield f"--seq-length {run.seq} --max-position-embeddings {run.seq}"
+    sequence = " --sequence-parallel" if run.tp > 1 else ""
+    yield f"--tensor-model-parallel-size {run.tp}{sequence}"
+    yield f"--pipeline-model-parallel-size {run.pp}"
+    if run.vpp > 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {run.vpp}"
+    yield f"--context-parallel-size {run.cp}"
+    if run.ep > 1:
+        yield f"--expert-model-parallel-size {run.ep}"
+    yield f"--micro-batch-size {run.micro_batch}"
+    yield f"--global-batch-size {run.micro_batch * run.micro_batches * run.dp}"
+    intra = math.gcd(run.intra or run.cp, run.cp)
+    if 1 < intra < run.cp:
+        yield f"--hierarchical-context-parallel-sizes {intra} {run.cp // intra}"
+
+
+def training_flags(run: Settings) -> Iterator[str]:
+    """What Megatron itself recomputes, shards and offloads."""
+    yield "--bf16 --attention-dropout 0 --hidden-dropout 0"
+    yield "--no-create-attention-mask-in-dataloader"
+    if run.path == "cpu":
+        yield "--transformer-impl local"
+    if run.gradients == "bf16":
+        yield "--grad-reduce-in-bf16"
+    if run.distributed_optimizer:
+        several = run.dp * run.cp > 1
+        overlap = " --overlap-grad-reduce --overlap-param-gather" if several else ""
+        yield f"--use-distributed-optimizer{overlap}"
+    if run.recompute == "full":
+        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if run.optimizer_offload:
+        yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
+        yield "--overlap-cpu-optimizer-d2h-h2d"
+        yield f"--optimizer-offload-fraction {run.optimizer_offload:g}"
+
+
+def burst_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
+    """Our own flags."""
+    return [f"{flag_of(name)} {value}" for name, value in choices(run, packed, carries).items()]
+
+
+def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[str, Any]:
+    """Fields of `BurstConfig` that are not their defaults, and what is said in any case: the
+    algorithm, head chunks, and how states are carried where the model has some."""
+    ours = run.cp > 1
+    wanted: dict[str, Any] = {
+        "algorithm": run.algorithm if ours else "megatron",
+        "layout": run.layout if ours and not packed else BurstConfig.layout,
+        "side": run.side if ours else "auto",
+        "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,
+        "placement": run.placement if ours and 1 < run.ulysses < run.cp else "head_first",
+        "wire_dtype": "bf16" if ours and run.wire == "bf16" else None,
+        "store": run.store if ours and run.store else None,
+        "lm_head_loss": run.lm_head_loss,
+        "offload": run.offload,
+        "sequence_chunks": run.sequence_chunks,
+        "mlp_tiles": run.mlp_tiles,
+    }
+    if packed:
+        wanted["pack"] = "documents"
+    if ours and carries:
+        wanted["linear"] = run.linear
+    if ours and run.head_chunks > 1:
+        wanted["head_chunks"] = run.head_chunks
+    said = {
+        name: value
+        for name, value in wanted.items()
+        if name in ("algorithm", "head_chunks", "linear") or value != getattr(BurstConfig, name)
+    }
+    return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
+
+
+def recipe_of(model: Model, run: Settings) -> str:
+    """A script for Megatron-Bridge with `apply_burst`."""
+    family, name = BRIDGE.get(model.name, ("", ""))
+    found = choices(run, carries=bool(model.mixers))
+    chosen = {k: float(v) if k in ("store", "offload") else v for k, v in found.items()}
+    given = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+    intra = math.gcd(run.intra or run.cp, run.cp)
+    if 1 < intra < run.cp:
+        given += f", intra={intra}"
+    sizes = {
+        "tensor_model_parallel_size": run.tp,
+        "sequence_parallel": run.tp > 1,
+        "pipeline_model_parallel_size": run.pp,
+        "virtual_pipeline_model_parallel_size": run.vpp if run.vpp > 1 else None,
+        "context_parallel_size": run.cp,
+        "expert_model_parallel_size": run.ep,
+        **(
+            {"recompute_granularity": "full", "recompute_method": "uniform",
+             "recompute_num_layers": 1}
+            if run.recompute == "full" else {"recompute_granularity": None}
+        ),
+    }  # fmt: skip
+    start = (
+        [f"from megatron.bridge.recipes.{family} import {name}"] if name
+        else [f"# a recipe of Megatron-Bridge for {model.name}:",
+              "from your_recipes import pretrain_config"]
+    )  # fmt: skip
+    lines = [
+        *start,
+        "from megatron.bridge.training.gpt_step import forward_step",
+        "from megatron.bridge.training.pretrain import pretrain",
+        "from megatron_burst.recipes import apply_burst",
+        "",
+        f"cfg = {name or 'pretrain_config'}()",
+        f"cfg = apply_burst(cfg, {given})",
+        f"cfg.model.seq_length = cfg.dataset.seq_length = {run.seq}",
+        *(f"cfg.model.{key} = {value}" if not isinstance(value, str)
+          else f'cfg.model.{key} = "{value}"' for key, value in sizes.items()),
+        f"cfg.train.micro_batch_size = {run.micro_batch}",
+        f"cfg.train.global_batch_size = {run.micro_batch * run.micro_batches * run.dp}",
+        *_optimizer_lines(run),
+        "pretrain(cfg, forward_step)",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _optimizer_lines(run: Settings) -> Iterator[str]:
+    yield f"cfg.ddp.use_distributed_optimizer = {run.distributed_optimizer}"
+    yield f"cfg.ddp.grad_reduce_in_fp32 = {run.gradients == 'fp32'}"
+    if run.optimizer_offload:
+        yield "cfg.optimizer.optimizer_cpu_offload = True"
+        yield "cfg.optimizer.use_precision_aware_optimizer = True"
+        yield f"cfg.optimizer.optimizer_offload_fraction = {run.optimizer_offload:g}"

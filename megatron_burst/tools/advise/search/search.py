@@ -1,0 +1,316 @@
+"""The fastest runs that fit a cluster: what `mb.advise` ranks.
+
+For each way to share the GPUs out, the options are tried in the order of their times until one fits
+into memory. Ways that cannot be among the fastest are passed over: their time with attention that
+sends nothing is more than that of those found so far. Times are `step_time`'s, bytes `account`'s,
+attention settings `select.best`'s. Runs within TIE of the fastest are a tie, of which the simplest
+is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ....autotune.clusters import Cluster
+from ....autotune.select import TIE
+from ..account.memory import Account, MemoryLeft, account, fit, states_of
+from ..account.rings import RememberedRooms
+from ..forecast.step_time import StepTime, step_time
+from ..settings import Settings
+from ..shapes.models import Model
+from .attention_choice import AttentionForecast
+from .search_space import TrainingGoal, groups_of, options_of
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One run with its predicted time, its memory, and what that leaves of the cluster's."""
+
+    run: Settings
+    time: StepTime
+    account: Account
+    fit: MemoryLeft
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of one step."""
+        return self.time.seconds
+
+
+def least_bytes(model: Model, run: Settings) -> float:
+    """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
+    states = max(sum(states_of(model, run, stage)[0].values()) for stage in {0, run.pp - 1})
+    plain = model.attentions == model.mlps == model.layers
+    rows, hidden = run.rows, run.rows / run.tp * model.hidden
+    out = rows * (model.heads // run.tp) * model.value_dim
+    if not plain:
+        left = hidden * (1 - run.offload)
+    elif run.recompute == "full":
+        left = (hidden + run.store * out) * (1 - run.offload)
+    else:  # inputs of both norms, queries, results, and what goes into the last product
+        ffn = model.top_k * model.ffn if model.experts else model.ffn
+        ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
+        left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
+        left += rows * ffn / run.tp
+    return states + 2 * left * (model.layers // run.pp)
+
+
+def needs_more(run: Settings, other: Settings) -> bool:
+    """Does a run with the same groups need at least the GPU memory of another one?"""
+    if run.layout != other.layout or run.recompute != other.recompute:
+        return False
+    return (
+        run.store >= other.store
+        and run.offload <= other.offload
+        and run.optimizer_offload <= other.optimizer_offload
+        and run.sequence_chunks <= other.sequence_chunks
+        and run.mlp_tiles <= other.mlp_tiles
+    )
+
+
+def lacks(each: Configuration) -> float:
+    """Bytes that a run that does not fit lacks, on the GPU and the host together."""
+    return -min(0.0, each.fit.device) - min(0.0, each.fit.host)
+
+
+def simplicity(run: Settings) -> tuple[float, ...]:
+    """What decides between runs that tie: the least of these, and of equals the fastest: what lies
+    on the host, pieces, stages, a part of the store, recompute, ranks that share heads."""
+    return (
+        run.optimizer_offload,
+        run.offload,
+        run.sequence_chunks,
+        run.mlp_tiles,
+        run.vpp,
+        run.pp > 1,
+        run.store not in (0.0, 1.0),
+        run.recompute == "full",
+        run.ulysses > 1,
+    )
+
+
+def optimistic(groups: Settings) -> tuple[float, ...]:
+    """`simplicity` of the simplest run with these groups."""
+    return simplicity(replace(groups, recompute="none", store=0.0, offload=0.0, mlp_tiles=1,
+                              optimizer_offload=0.0, sequence_chunks=1, ulysses=1))  # fmt: skip
+
+
+def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:
+    """By time, but the simplest of those that tie with the fastest first."""
+    if not found:
+        return ()
+    limit = min(each.seconds for each in found) * (1 + TIE)
+    tied = [each for each in found if each.seconds <= limit]
+    taken = min(tied, key=lambda each: (simplicity(each.run), each.seconds))
+    others = sorted((each for each in found if each is not taken), key=lambda each: each.seconds)
+    return (taken, *others)
+
+
+Progress = Callable[[int, int], None]  # ways done, of how many
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """ranked: the runs that fit, one for each way to share the GPUs out, the one taken first, the
+    others by time. ways: how many there are; tried: how many were not passed over. closest: of runs
+    that do not fit, where none does, the one that lacks least."""
+
+    ranked: tuple[Configuration, ...]
+    ways: int
+    tried: int
+    closest: Configuration | None
+
+
+class Way(NamedTuple):
+    """What may be tried: a bound of its seconds, and of how simple the best of it can be."""
+
+    bound: float
+    simplest: tuple[float, ...]
+    what: Any
+
+
+class Search:
+    """The search for one model, cluster and wish."""
+
+    def __init__(
+        self, model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast
+    ):
+        self.model, self.cluster, self.want = model, cluster, want
+        self.attention, self.rooms = attention, RememberedRooms()
+        self.closest: Configuration | None = None
+        self.refused: ValueError | None = None
+        self._held: dict[Settings, Account] = {}  # of one way
+        self._too_large: list[Settings] = []
+        self.least: tuple[float, Settings] | None = None  # of runs that were not looked at
+        self.prune = True
+
+    def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> SearchResult:
+        """The `top` fastest. prune: False tries all, which takes long and finds the same."""
+        self.prune = prune
+        variants: dict[tuple[int, ...], list[Way]] = {}
+        for run in groups_of(self.model, self.cluster, self.want):
+            way = variants.setdefault((run.tp, run.pp, run.cp, run.dp), [])
+            way.append(Way(self.at_least(run), optimistic(run), run))
+        ways = [
+            Way(min(each.bound for each in way), min(each.simplest for each in way), way)
+            for way in variants.values()
+        ]
+        found, tried = self._explore(ways, top, self._best_variant, progress)
+        if not found and self.closest is None and self.least is not None:
+            self._closest_of_all(self.least[1])
+        closer = [
+            self.best_of(each.run, thorough=True) or each for each in simplest_first(found)[:top]
+        ]
+        return SearchResult(simplest_first(closer), len(ways), tried, self.closest)
+
+    def _closest_of_all(self, run: Settings) -> None:
+        """`closest`, where no run was worth an account."""
+        ((time, settled),) = self.timed([run])
+        found = self._account(settled)
+        self.closest = Configuration(settled, time, found, fit(found, self.cluster))
+
+    def _best_variant(self, variants: list[Way]) -> Configuration | None:
+        """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
+        found, _ = self._explore(variants, 1, self.best_of)
+        return simplest_first(found)[0] if found else None
+
+    def _explore(
+        self,
+        ways: Sequence[Way],
+        top: int,
+        best: Callable[[Any], Configuration | None],
+        progress: Progress | None = None,
+    ) -> tuple[list[Configuration], int]:
+        """The best of every way that may be among the `top` fastest, or that may tie with the
+        fastest and be simpler than it, by time; and how many were tried."""
+        found: list[Configuration] = []
+        left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
+
+        def take(way: Way) -> None:
+            if (one := best(way.what)) is not None:
+                insort(found, one, key=lambda each: each.seconds)
+            if progress is not None:
+                progress(len(ways) - len(left), len(ways))
+
+        while left and not self._passed_over(left[0], found, top):
+            take(left.popleft())
+        tried = len(ways) - len(left)
+        if found and left:
+            limit = found[0].seconds * (1 + TIE)
+            for way in sorted(left, key=lambda way: way.simplest):
+                taken = simplest_first(found)[0]
+                if way.simplest > simplicity(taken.run):
+                    break
+                if way.bound <= min(limit, taken.seconds) or (
+                    way.bound <= limit and (way.simplest < simplicity(taken.run))
+                ):
+                    take(way)
+                    tried += 1
+        if progress is not None:
+            progress(len(ways), len(ways))
+        return found, tried
+
+    def _passed_over(self, way: Way, found: Sequence[Configuration], top: int) -> bool:
+        return self.prune and len(found) >= top and way.bound > found[top - 1].seconds
+
+    def at_least(self, groups: Settings) -> float:
+        """A bound of the time of all runs with these groups."""
+        run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
+                      mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
+                      head_chunks=1)  # fmt: skip
+        return step_time(
+            self.model, self.cluster, run, self.attention.at_least, self.attention.scans.seconds
+        ).seconds
+
+    def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
+        """The fastest run with these groups that fits, the simplest of a tie; None if none does.
+
+        Where none fits, or with `thorough` where memory bars the fastest of them, a part of the
+        store is tried too, which has a layout of its own, and halves of layers in chunks of rows.
+        """
+        self._held, self._too_large = {}, []
+        try:
+            whole, chunked = (list(options_of(groups, self.want, c)) for c in (False, True))
+            if not self._possible([*whole, *chunked]):
+                return None
+            usual = [run for run in whole if run.store in (0.0, 1.0)]
+            timed = self.timed(usual or whole)
+            best = self._taken(timed)
+            barred = best is None or timed[0][0].seconds * (1 + TIE) < best.seconds
+            if best is None or (barred and thorough):
+                done = {run for _, run in timed}
+                others = [*(run for run in whole if run not in usual), *chunked]
+                full = [time.seconds for time, run in timed if run.store == 1]
+                if best is not None and full and best.seconds <= min(full) * (1 + TIE):
+                    # Less of a store recomputes more.
+                    others = [run for run in others if run.store in (0.0, 1.0)]
+                others = self._possible(others)
+                timed += [each for each in self.timed(others) if each[1] not in done]
+                best = self._taken(timed)
+            return best
+        except ValueError as error:  # what is fixed does not go with these groups
+            self.refused = error
+            return None
+
+    def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
+        """The fastest of these that fits, or the simplest of those that tie with it."""
+        ordered = sorted(timed, key=lambda each: (each[0].seconds, simplicity(each[1])))
+        first = next(self._fitting(ordered), None)
+        if first is None:
+            return None
+        limit = first.seconds * (1 + TIE)
+        tied = [each for each in ordered if first.seconds <= each[0].seconds <= limit]
+        tied.sort(key=lambda each: (simplicity(each[1]), each[0].seconds))
+        return next(self._fitting(tied), first)
+
+    def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
+        """Runs without those whose states and what layers leave are too large already."""
+        kept = []
+        for run in runs:
+            need = least_bytes(self.model, run)
+            if need <= self.cluster.room:
+                kept.append(run)
+            elif self.least is None or need < self.least[0]:
+                self.least = need, run
+        return kept
+
+    def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
+        """Runs with their times, the fastest first."""
+        found = []
+        for run in runs:
+            settled = self.attention.settled(run)
+            attention = self.attention
+            time = step_time(
+                self.model, self.cluster, settled, attention.time, attention.scans.seconds
+            )
+            found.append((time, settled))
+        return sorted(found, key=lambda each: (each[0].seconds, simplicity(each[1])))
+
+    def _account(self, run: Settings) -> Account:
+        if run not in self._held:
+            self._held[run] = account(self.model, run, every=False, rooms_of=self.rooms.of)
+        return self._held[run]
+
+    def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
+        """Those that fit, in order. Runs that need at least what one did that did not fit are
+        passed over."""
+        possible = set(self._possible(run for _, run in timed))
+        for time, run in timed:
+            if run not in possible:
+                continue
+            if run not in self._held and any(needs_more(run, o) for o in self._too_large):
+                continue
+            found = self._account(run)
+            left = fit(found, self.cluster)
+            each = Configuration(run, time, found, left)
+            if left.fits:
+                yield each
+                continue
+            if left.device < 0:
+                self._too_large.append(run)
+            if self.closest is None or lacks(each) < lacks(self.closest):
+                self.closest = each

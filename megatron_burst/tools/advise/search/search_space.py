@@ -1,0 +1,284 @@
+"""The runs that a search tries: sizes of groups, then what each of them recomputes and moves.
+
+Decides what is tried, not what is good, and what is refused before: what no way to share the GPUs
+out could have. Groups: tensor-parallel ranks within a node, stages that divide the layers,
+context-parallel ranks that divide the rows, the rest data-parallel. Options: recompute, store,
+offload, row chunks and tiles, from short lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Any, get_args
+
+from ....autotune.clusters import Cluster
+from ....options import algorithms
+from ....schedule.topology import alternatives, divisors
+from ..settings import Linear, Settings, flag_of
+from ..shapes.model import Model
+
+STAGES = 16  # of a pipeline at most
+VIRTUAL = (1, 2, 4)  # chunks of layers on each rank of a pipeline
+FEW_ROWS = 4096  # a rank with fewer rows may take several sequences at a time
+SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
+STORES = (1.0, 0.5, 0.0)
+OFFLOADS = (0.0, 1.0)
+TILES = (1, 8)  # of the MLP half, beside a whole attention half
+CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
+# What `Settings` says of groups; the rest are options.
+GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
+# What a user may fix.
+SEARCHED = (
+    *GROUPS, "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
+    "lm_head_loss", "gradients", "optimizer_bytes", "distributed_optimizer", "algorithm", "layout",
+    "side", "linear", "wire", "head_chunks", "ulysses", "placement", "path",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingGoal:
+    """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
+    of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
+    the striped layout does not allow; hybrid: it is Megatron's HybridModel, which does not take
+    `--burst-offload`."""
+
+    seq: int
+    sequences: int
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    carries: bool = False
+    hybrid: bool = False
+
+    def values(self, name: str, tried: Any) -> list[Any]:
+        """The values of a field to try: the one that is fixed, or `tried`."""
+        return [self.pinned[name]] if name in self.pinned else list(tried)
+
+
+def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
+    """Every way to share the GPUs out, without options."""
+    options = {k: v for k, v in want.pinned.items() if k not in (*GROUPS, "micro_batches")}
+    for tp, pp in product(_tensor(model, cluster, want), _stages(model, cluster, want)):
+        left = cluster.gpus // (tp * pp)
+        if cluster.gpus % (tp * pp):
+            continue
+        for cp in want.values("cp", divisors(left)):
+            if left % cp or not _rows_fit(cluster, want, tp, cp):
+                continue
+            if want.pinned.get("linear") == "megatron" and not model.carried(tp, cp):
+                continue
+            dp = left // cp
+            if dp not in want.values("dp", [dp]):
+                continue
+            base = replace(Settings(want.seq), **options)
+            intra = cluster.cp_per_node(tp, cp)
+            base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra)
+            yield from _micro_batches(model, want, base)
+
+
+def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
+    """Tensor-parallel sizes that Megatron-Core takes: they divide a node and the heads, and divide
+    the key/value heads or are a multiple of them (it copies heads then)."""
+    return [
+        tp
+        for tp in divisors(cluster.ranks_per_node)
+        if model.heads % tp == 0
+        and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+        and model.hidden % tp == 0
+        and model.ffn % tp == 0
+        and model.carried(tp)
+    ]
+
+
+def _tensor(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
+    return want.values("tp", tensor_sizes(model, cluster))
+
+
+def _stages(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
+    tried = [pp for pp in divisors(model.layers) if pp <= min(STAGES, cluster.gpus)]
+    return want.values("pp", tried)
+
+
+def _rows_fit(cluster: Cluster, want: TrainingGoal, tp: int, cp: int) -> bool:
+    """Do ranks get equal rows, of zigzag and of sequence parallelism, and nodes equal ranks?"""
+    if want.seq % (2 * cp) or want.seq % (cp * tp):
+        return False
+    return cp % cluster.cp_per_node(tp, cp) == 0
+
+
+def _micro_batches(model: Model, want: TrainingGoal, base: Settings) -> Iterator[Settings]:
+    """With every number of sequences at a time, virtual stages and expert-parallel ranks."""
+    few = want.seq // base.cp < FEW_ROWS
+    for size in want.values("micro_batch", SEQUENCES if few else SEQUENCES[:1]):
+        count, rest = divmod(want.sequences, base.dp * size)
+        if rest or not count:
+            continue
+        for vpp in want.values("vpp", VIRTUAL if base.pp > 1 else (1,)):
+            # Megatron interleaves micro-batches in rounds of as many as there are stages.
+            if model.layers % (base.pp * vpp) or (vpp > 1 and count % base.pp):
+                continue
+            for ep in _experts(model, want, base):
+                yield replace(base, micro_batch=size, micro_batches=count, vpp=vpp, ep=ep)
+
+
+def _experts(model: Model, want: TrainingGoal, base: Settings) -> list[int]:
+    """Expert-parallel ranks: among data- and context-parallel ones."""
+    if not model.experts:
+        return want.values("ep", [1])
+    tried = want.values("ep", divisors(model.experts))
+    return [ep for ep in tried if (base.dp * base.cp) % ep == 0 and model.experts % ep == 0]
+
+
+def options_of(run: Settings, want: TrainingGoal, chunked: bool) -> Iterator[Settings]:
+    """What a run with these groups may recompute, store and move. chunked: with the attention half
+    in chunks of rows, which only runs over several context-parallel ranks can."""
+    moved = want.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
+    for optimizer in moved:
+        moving = replace(run, optimizer_offload=optimizer)
+        if not chunked and "none" in want.values("recompute", ["none"]) and _plain(want):
+            plain = replace(moving, store=0.0, offload=0.0, sequence_chunks=1, mlp_tiles=1)
+            yield replace(plain, recompute="none", layout=layout_of(want, 1.0))
+        if "full" not in want.values("recompute", ["full"]):
+            continue
+        stores = want.values("store", STORES)
+        if run.cp == 1:  # the store is of BurstAttention, which runs over several ranks
+            stores = [store for store in stores if not store]
+        offloads = want.values("offload", OFFLOADS[:1] if want.hybrid else OFFLOADS)
+        for store, offload in product(stores, offloads):
+            for chunks, tiles in _pieces(run, want, chunked):
+                yield replace(
+                    moving, recompute="full", store=store, offload=offload, sequence_chunks=chunks,
+                    mlp_tiles=tiles, layout=layout_of(want, store),
+                )  # fmt: skip
+
+
+def layout_of(want: TrainingGoal, store: float) -> str:
+    """The layout that `flags` takes where none is named: striped balances a partial store."""
+    striped = 0 < store < 1 and not want.carries
+    return want.pinned.get("layout") or ("striped" if striped else "zigzag")
+
+
+def _plain(want: TrainingGoal) -> bool:
+    """Is nothing fixed that only recomputed layers have?"""
+    pinned = want.pinned
+    moved = any(pinned.get(name) for name in ("store", "offload"))
+    return not moved and all(pinned.get(n, 1) == 1 for n in ("sequence_chunks", "mlp_tiles"))
+
+
+def _pieces(run: Settings, want: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
+    """Pairs (sequence chunks, MLP tiles) to try."""
+    pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
+    pinned = want.pinned
+    found = [
+        (pinned.get("sequence_chunks", chunks), pinned.get("mlp_tiles", tiles))
+        for chunks, tiles in pairs
+    ]
+    rows = run.rows // run.tp
+    return [
+        pair
+        for pair in dict.fromkeys(found)
+        if not (pair[0] > 1 and run.cp == 1) and rows % pair[0] == 0 and pair[1] <= rows
+    ]
+
+
+LINEAR = get_args(Linear)
+STEP = 4 * 2**20  # tokens of a step that a suggestion is near
+
+
+def check_wanted(model: Model, cluster: Cluster, want: TrainingGoal) -> None:
+    """Raise ValueError, with what would do, unless there is a way to share the GPUs out."""
+    names = [each.name for each in fields(Settings)]
+    for name in want.pinned:
+        if name not in names or name not in SEARCHED:
+            raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
+    for reason in _reasons(model, cluster, want):
+        raise ValueError(reason)
+    if next(groups_of(model, cluster, want), None) is None:
+        raise ValueError(_no_way(model, cluster, want))
+
+
+def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str]:
+    pinned = want.pinned
+    for name in ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch", "ulysses", "head_chunks"):
+        value = pinned.get(name, 1)
+        if type(value) is not int or value < 1:
+            yield f"{flag_of(name)} must be an integer from 1 on, got {value!r}"
+    known = algorithms()
+    if pinned.get("algorithm", "auto") not in known:
+        yield f"--algorithm {pinned['algorithm']}: no such algorithm: take {alternatives(known)}"
+    sizes = tensor_sizes(model, cluster)
+    if "tp" in pinned and pinned["tp"] not in sizes:
+        yield (
+            f"--tp {pinned['tp']} does not divide {model.name}'s {model.heads} heads, "
+            f"{model.kv_heads} key/value heads and widths and the {cluster.ranks_per_node} GPUs of "
+            f"a node: take {alternatives(sizes)}"
+        )
+    if model.layers % (pinned.get("pp", 1) * pinned.get("vpp", 1)):
+        good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
+        yield (
+            f"--pp {pinned.get('pp', 1)} x --vpp {pinned.get('vpp', 1)} do not divide the "
+            f"{model.layers} layers of {model.name}: take --pp {alternatives(good)}"
+        )
+    if pinned.get("ep", 1) > 1 and not model.experts:
+        yield f"--ep {pinned['ep']}: {model.name} has no experts: leave it out"
+    if "ep" in pinned and (model.experts or 1) % pinned["ep"]:
+        yield (
+            f"--ep {pinned['ep']} does not divide the {model.experts} experts of {model.name}: "
+            f"take {alternatives(divisors(model.experts or 1))}"
+        )
+    yield from _reasons_of_states(model, cluster, want)
+    yield from _reasons_of_ranks(cluster, pinned)
+
+
+def _reasons_of_states(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str]:
+    """Why layers that carry a state from row to row cannot run so."""
+    pinned = want.pinned
+    if want.carries and "striped" in str(pinned.get("layout")):
+        yield (
+            f"--layout {pinned['layout']}: {model.name} has layers that carry a state from row to "
+            "row, and every row's predecessor is on another rank: take zigzag, or leave it out"
+        )
+    if "linear" in pinned and pinned["linear"] not in LINEAR:
+        yield f"--linear {pinned['linear']}: take {alternatives(LINEAR)}"
+    if want.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
+        good = [cp for cp in divisors(cluster.gpus) if model.carried(pinned.get("tp", 1), cp)]
+        if pinned["cp"] not in good:
+            yield (
+                f"--linear megatron shares the heads of {model.name}'s layers of linear attention "
+                f"over --cp {pinned['cp']} ranks, which do not divide them: take --cp "
+                f"{alternatives(good)}, or --linear auto, which takes any"
+            )
+
+
+def _reasons_of_ranks(cluster: Cluster, pinned: Mapping[str, Any]) -> Iterator[str]:
+    """Why groups that are fixed together cannot be."""
+    stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
+    product = 1
+    for name in stated:
+        product *= pinned[name]
+    if cluster.gpus % product:
+        said = " x ".join(f"--{name} {pinned[name]}" for name in stated)
+        yield (
+            f"{said} are {product} ranks, which do not divide --gpus {cluster.gpus}: take "
+            f"{-(-cluster.gpus // product) * product} GPUs, or smaller groups"
+        )
+
+
+def _no_way(model: Model, cluster: Cluster, want: TrainingGoal) -> str:
+    """Why there is none, though nothing that is fixed is wrong by itself."""
+    tokens = want.seq * want.sequences
+    odd = cluster.gpus // (cluster.gpus & -cluster.gpus)  # what lengths of powers of two lack
+    step = max(1, round(STEP / (odd * want.seq))) * odd * want.seq
+    if odd > 1 and not want.pinned and step != tokens:
+        nearer = replace(want, sequences=step // want.seq)
+        if next(groups_of(model, cluster, nearer), None) is not None:
+            return (
+                f"--gpus {cluster.gpus}: {want.sequences} sequences of {want.seq:,} tokens are not "
+                f"shared out evenly: take --tokens-per-step {step}"
+            )
+    return (
+        f"--gpus {cluster.gpus}: no TP x PP x CP x DP shares {want.sequences} sequences of "
+        f"{want.seq:,} tokens out evenly: sequences must be a multiple of DP, and --seq of 2 x CP "
+        f"and TP x CP. Give --seq a power of two, such as {1 << (want.seq - 1).bit_length()}, or "
+        f"--tokens-per-step a multiple of it other than {tokens:,}"
+    )

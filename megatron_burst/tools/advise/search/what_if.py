@@ -1,0 +1,126 @@
+"""What would have to change for a run to be faster: each change is timed, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from ....autotune.clusters import Cluster
+from ..account.memory import account, fit
+from ..forecast.step_time import step_time
+from ..settings import Settings
+from ..shapes.model import Model
+from .search import Configuration, Search
+from .search_space import TrainingGoal, options_of
+
+LEAST = 0.01  # of the time: smaller gains are not mentioned
+GB = 10**9
+
+
+class WhatIf(NamedTuple):
+    """A change in words; gain: fraction of the time per token that it saves; with: the settings
+    that then are best, in words, if they are others."""
+
+    words: str
+    gain: float
+    then: str = ""
+
+    @property
+    def said(self) -> str:
+        """ "links between nodes 2x as fast: -8 %"."""
+        return f"{self.words}: {self.then + ', ' if self.then else ''}{-self.gain:.0%}"
+
+
+def changes(
+    model: Model, cluster: Cluster, want: TrainingGoal, best: Configuration, search: Search
+) -> list[WhatIf]:
+    """Those that make the best run at least 1 % faster, the largest gain first."""
+    found = [*_faster(model, cluster, best, search), *_larger(model, cluster, want, best, search)]
+    found += list(_longer(model, cluster, best, search))
+    return sorted((one for one in found if one.gain >= LEAST), key=lambda one: -one.gain)
+
+
+def _faster(
+    model: Model, cluster: Cluster, best: Configuration, search: Search
+) -> Iterator[WhatIf]:
+    """Faster parts of the cluster, the run with the attention that is best then."""
+    for words, other in faster_parts(cluster):
+        attention = search.attention.on(other)
+        runs = [best.run, attention.settled(best.run)]
+        times = [
+            step_time(model, other, run, attention.time, attention.scans.seconds).seconds
+            for run in runs
+        ]
+        then = ""
+        if times[1] < times[0] and runs[1] != runs[0]:
+            then = f"{runs[1].algorithm}, side {runs[1].side}"
+            if runs[1].ulysses > 1:
+                then += f", {runs[1].ulysses} ranks sharing heads"
+        yield WhatIf(words, 1 - min(times) / best.seconds, then)
+
+
+def faster_parts(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """The cluster with one kind of part faster, in words."""
+    gpu, rates = cluster.gpu, cluster.rates
+    kernels = replace(gpu, attention=min(1.0, 1.1 * gpu.attention))
+    faster = rates and replace(rates, compute=1.1 * rates.compute if rates.compute else None)
+    yield "attention kernels 10 % faster", replace(cluster, gpu=kernels, rates=faster)
+    if cluster.gpus > cluster.per_node:
+        shared = rates and (rates.nic and 2 * rates.nic)
+        faster = rates and replace(rates, inter=2 * rates.inter, nic=shared)
+        yield (
+            "links between nodes 2x as fast",
+            replace(cluster, nic_rate=2 * cluster.nic_rate, rates=faster),
+        )
+    faster = rates and replace(rates, intra=2 * rates.intra)
+    yield (
+        "links within nodes 2x as fast",
+        replace(cluster, gpu=replace(gpu, nvlink=2 * gpu.nvlink), rates=faster),
+    )
+    yield "links to the host 2x as fast", replace(cluster, host_rate=2 * cluster.link)
+    memory = replace(gpu, memory_rate=2 * gpu.memory_rate)
+    yield "GPU memory 2x as fast", replace(cluster, gpu=memory)
+
+
+def _larger(
+    model: Model, cluster: Cluster, want: TrainingGoal, best: Configuration, search: Search
+) -> Iterator[WhatIf]:
+    """More GPU memory, at most as much again: the settings of these groups that are faster and
+    lack least, and the fastest of them."""
+    lacking: list[tuple[float, float, Settings]] = []
+    for time, run in search.timed(options_of(best.run, want, chunked=False)):
+        gain = 1 - time.seconds / best.seconds
+        if gain >= LEAST:
+            left = fit(account(model, run, every=False), cluster)
+            if -cluster.room <= left.device < 0 <= left.host:
+                lacking.append((-left.device, gain, run))
+    if not lacking:
+        return
+    taken = {min(lacking, key=lambda one: one[0]), max(lacking, key=lambda one: one[1])}
+    for bytes_, gain, run in sorted(taken, key=lambda one: one[0]):
+        yield WhatIf(f"{-(-bytes_ // GB):.0f} GB more memory per GPU", gain, options_said(run))
+
+
+def options_said(run: Settings) -> str:
+    """What a run recomputes and moves, in words."""
+    said = ["no recompute"] if run.recompute == "none" else [f"store {run.store:g}"]
+    if run.offload:
+        said.append(f"offload {run.offload:g}")
+    if run.sequence_chunks > 1:
+        said.append(f"{run.sequence_chunks} sequence chunks")
+    if run.mlp_tiles > 1:
+        said.append(f"{run.mlp_tiles} MLP tiles")
+    if run.optimizer_offload:
+        said.append(f"optimizer offload {run.optimizer_offload:g}")
+    return ", ".join(said)
+
+
+def _longer(
+    model: Model, cluster: Cluster, best: Configuration, search: Search
+) -> Iterator[WhatIf]:
+    """Twice the sequences in a step: bubbles, reductions and updates are shared by more tokens."""
+    run = replace(best.run, micro_batches=2 * best.run.micro_batches)
+    time = step_time(model, cluster, run, search.attention.time, search.attention.scans.seconds)
+    each = time.seconds / time.tokens
+    yield WhatIf("2x the tokens per step", 1 - each / (best.seconds / best.time.tokens))

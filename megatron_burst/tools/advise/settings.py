@@ -1,0 +1,232 @@
+"""What a run's memory and time depend on: sizes of groups, and flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from ...schedule.head_shares import shareable
+from ...schedule.topology import Placement
+from .shapes.models import Model
+
+# Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
+# SwiGLU), or Transformer Engine's on a GPU.
+Path = Literal["gpu", "cpu"]
+Recompute = Literal["none", "full"]
+Loss = Literal["off", "single_pass", "recompute"]
+Dtype = Literal["fp32", "bf16"]
+Route = Literal["auto", "ring", "direct"]
+# How layers that carry a state run over context-parallel ranks: by a scan of states, or by
+# Megatron's exchange of heads.
+Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Fields bear the names of the flags; all sizes from 1.
+
+    seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
+    pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
+    data-parallel ranks besides context parallelism.
+    micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
+    every layer in backward from its input. store: fraction of attention results that this keeps.
+    offload: fraction of inputs and store that waits on the host.
+    sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
+    head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
+    which they are summed.
+    optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
+    over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
+    rope_local: tables of this rank's rows only, not of the whole sequence.
+    linear: what carries the states of linear attention over context-parallel ranks.
+    algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
+    cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
+    an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
+    them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
+    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
+    keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
+    that). path: whose modules compute.
+    """
+
+    seq: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "full"
+    store: float = 0.0
+    offload: float = 0.0
+    sequence_chunks: int = 1
+    mlp_tiles: int = 1
+    lm_head_loss: Loss = "single_pass"
+    logits_bytes: int = 10
+    gradients: Dtype = "fp32"
+    distributed_optimizer: bool = True
+    optimizer_bytes: int = 12
+    optimizer_offload: float = 0.0
+    algorithm: str = "burst"
+    layout: str = "zigzag"
+    side: str = "auto"
+    linear: Linear = "auto"
+    wire: Dtype = "fp32"
+    rope_local: bool = True
+    intra: int | None = None
+    ulysses: int = 1
+    placement: Placement = "head_first"
+    inner: int | None = None
+    route: Route = "auto"
+    head_chunks: int = 1
+    fsdp: bool = False
+    gathered: int = 2
+    chunks_on_host: bool = False
+    path: Path = "gpu"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all groups together."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def rows(self) -> int:
+        """Rows of a context-parallel rank, of all sequences of a micro-batch."""
+        return self.seq // self.cp * self.micro_batch
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the attention half runs chunk by chunk, or the MLP half tile by tile."""
+        return self.sequence_chunks > 1 or self.mlp_tiles > 1
+
+
+def check(model: Model, run: Settings) -> None:
+    """Raise ValueError, with what would do, for settings that no run could have."""
+    _check_numbers(run)
+    if model.heads % run.tp:
+        good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
+        raise ValueError(
+            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}: take one of "
+            f"{', '.join(map(str, good))}"
+        )
+    if run.seq % (2 * run.cp):
+        near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
+        raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
+    for name in ("sequence_chunks", "mlp_tiles"):
+        if getattr(run, name) > run.rows:
+            raise ValueError(
+                f"{flag_of(name)} {getattr(run, name)}: a rank has {run.rows} rows, which cannot "
+                f"be cut into more parts: take at most {run.rows}"
+            )
+    if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
+        raise ValueError(
+            f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
+            "ranks: it needs --cp above 1"
+        )
+    if model.layers % (run.pp * run.vpp):
+        good = [n for n in range(1, model.layers + 1) if model.layers % n == 0]
+        raise ValueError(
+            f"--pp {run.pp} x --vpp {run.vpp} do not divide the {model.layers} layers of "
+            f"{model.name}: take stages that are together one of {', '.join(map(str, good))} "
+            "(stages with unequal numbers of layers are not counted)"
+        )
+    if run.vpp > 1 and run.pp == 1:
+        raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
+    if model.experts and model.experts % run.ep:
+        raise ValueError(f"--ep {run.ep} does not divide {model.experts} experts of {model.name}")
+    if run.ep > 1 and not model.experts:
+        raise ValueError(f"--ep {run.ep}: {model.name} has no experts")
+    _check_heads(model, run)
+    _check_mixer(model, run)
+    if run.recompute == "none" and (run.store or run.offload or run.chunked):
+        raise ValueError(
+            "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
+            "layers only: add --recompute full"
+        )
+
+
+def _check_numbers(run: Settings) -> None:
+    """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
+    ValueError with all that are not."""
+    wrong = [
+        said for name, kind in _KINDS.items() if (said := _unfit(name, kind, getattr(run, name)))
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+_KINDS = get_type_hints(Settings)
+
+
+def _unfit(name: str, kind: Any, value: object) -> str | None:
+    """What is wrong with the value of a field of this type; None where nothing is."""
+    if words := [word for word in get_args(kind) if isinstance(word, str)]:
+        fits = value in words if isinstance(value, str) else False
+        return None if fits else f"{flag_of(name)} {value}: one of {', '.join(words)}"
+    if kind in (bool, str):
+        said = {bool: "true or false", str: "a name"}[kind]
+        return None if type(value) is kind else f"{flag_of(name)} must be {said}, got {value!r}"
+    if value is None and get_args(kind) == (int, type(None)):
+        return None
+    if kind is float:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+        return None if fits else f"{flag_of(name)} must be from 0 to 1, got {value!r}"
+    least = 0 if name.endswith("_bytes") else 1
+    if isinstance(value, int) and not isinstance(value, bool):
+        return None if value >= least else f"{flag_of(name)} must be at least {least}, got {value}"
+    return f"{flag_of(name)} must be a whole number from {least}, got {value!r}"
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field, of `advise` and of `memory`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_heads(model: Model, run: Settings) -> None:
+    """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
+    heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
+    fit = [n for n in range(1, run.cp + 1) if run.cp % n == 0 and shareable(heads, kv_heads, n)]
+    if run.ulysses not in fit:
+        raise ValueError(
+            f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
+            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take one of "
+            f"{', '.join(map(str, fit))}"
+        )
+    if run.algorithm == "ulysses" and run.ulysses != run.cp:
+        raise ValueError(
+            f"--algorithm ulysses shares heads over all --cp {run.cp} ranks, --ulysses "
+            f"{run.ulysses}: take --ulysses {run.cp}, or --algorithm hybrid"
+        )
+    if run.algorithm == "hybrid" and run.ulysses == 1 < run.cp:
+        raise ValueError("--algorithm hybrid needs ranks that share heads: --ulysses 2, say")
+    here = max(1, kv_heads // run.ulysses)
+    if here % run.head_chunks:
+        raise ValueError(
+            f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
+            "rank computes"
+        )
+
+
+def _check_mixer(model: Model, run: Settings) -> None:
+    """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
+    a scan of states takes any number of context-parallel ranks."""
+    if model.mixers and run.cp > 1 and "striped" in run.layout:
+        raise ValueError(
+            f"--layout {run.layout}: {model.name} has layers that carry a state from row to row, "
+            "and every row's predecessor is on another rank: take zigzag or contiguous"
+        )
+    mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
+    if mixer is None or model.carried(run.tp, run.cp if shared else 1):
+        return
+    keys = f" and {mixer.key_heads} of keys" if mixer.key_heads else ""
+    said = f"the {mixer.heads} heads{keys} of {model.name}'s {mixer.name} layers"
+    if shared and mixer.shares(run.tp):
+        raise ValueError(
+            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks do not divide {said}: take "
+            "--linear auto, which passes states on and takes any --cp"
+        )
+    good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
+    raise ValueError(
+        f"--tp {run.tp} does not divide {said}: take one of {', '.join(map(str, good))}"
+    )

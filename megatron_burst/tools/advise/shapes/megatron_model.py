@@ -1,0 +1,165 @@
+"""The shape of a model from Megatron's own names: arguments of a command, or a TransformerConfig.
+
+Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...), so the caller that
+parsed them hands in a function that gives a value by its name, None where there is none.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from .layer_kinds import Latent, Mixer, gated_delta_net, mamba2
+from .model import Model
+
+Get = Callable[[str], Any]
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+# Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is
+# Mamba-2, G a gated delta net; E has experts.
+LETTERS = {"M": "M", "G": "M", "*": "*", "-": "-", "E": "-"}
+
+
+def model_from(
+    get: Get, name: str, *, gated: bool, tied: bool, flag: Callable[[str], str]
+) -> Model:
+    """The model. gated: three matrices in an MLP; tied: the LM head is the embedding. flag: what a
+    name is called where the user wrote it, for ValueErrors."""
+    for field in NEEDED:
+        if get(field) is None and not (field == "num_layers" and _hybrid(get)):
+            raise ValueError(f"{name}: {flag(field)} is missing; add it")
+    layers, hidden, heads = (get(field) for field in NEEDED)
+    layers = layers or len(_hybrid(get))
+    pattern, window = _pattern(get, layers, name, flag)
+    also = ("the head that predicts several tokens",) if get("mtp_num_layers") else ()
+    fields: dict[str, Any] = {
+        "name": name,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": get("num_query_groups") or heads,
+        "vocabulary": get("vocab_size") or 128 * 1024,
+        "head_dim": get("kv_channels") or hidden // heads,
+        "gated": gated,
+        "tied": tied,
+        "output_gate": bool(get("attention_output_gate")),
+        "sinks": get("softmax_type") == "learnable",
+        "pattern": pattern,
+        "window": window,
+        "mixer": _mixer(get, pattern),
+        "also": also,
+    }
+    return Model(**(fields | _latent(get, heads) | _mlp(get, pattern or "F" * layers, gated)))
+
+
+def _latent(get: Get, heads: int) -> dict[str, Any]:
+    if not get("multi_latent_attention"):
+        return {}
+    rope, value = get("qk_pos_emb_head_dim") or 64, get("v_head_dim") or 128
+    return {
+        "kv_heads": heads,
+        "head_dim": (get("qk_head_dim") or 128) + rope,
+        "value_dim": value,
+        "latent": Latent(get("kv_lora_rank") or 512, rope, get("q_lora_rank") or 0),
+    }
+
+
+def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
+    """Megatron's default width: 4 hidden, two thirds of it in multiples of 64 where gated."""
+    hidden, experts = get("hidden_size"), get("num_moe_experts") or get("num_experts") or 0
+    ffn = get("ffn_hidden_size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
+    if not experts:
+        return {"ffn": ffn}
+    with_mlp = sum(letter in "FWL-" for letter in pattern)
+    frequency = get("moe_layer_freq") or 1
+    hybrid = _hybrid(get)
+    sparse = hybrid.count("E") if hybrid else sum(_layers(frequency, with_mlp, every_is=True))
+    return {
+        "ffn": get("moe_ffn_hidden_size") or ffn,
+        "experts": experts,
+        "top_k": get("moe_router_topk") or 2,
+        "shared": get("moe_shared_expert_intermediate_size") or 0,
+        "moe_layers": sparse,
+        "dense_ffn": ffn,
+    }
+
+
+def _pattern(get: Get, layers: int, name: str, flag: Callable[[str], str]) -> tuple[str, int]:
+    """A letter for each layer ("" for full attention and an MLP in all), and the window."""
+    if hybrid := _hybrid(get):
+        odd = sorted(set(hybrid) - set(LETTERS))
+        if odd or len(hybrid) != layers:
+            raise ValueError(
+                f"{name}: {flag('hybrid_override_pattern')} {hybrid!r} needs one of "
+                f"{', '.join(LETTERS)} for each of the {layers} layers"
+            )
+        if {"M", "G"} <= set(hybrid):
+            raise ValueError(
+                f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G; of mixers "
+                "one kind in a model is counted: give a pattern with one of them"
+            )
+        return "".join(LETTERS[letter] for letter in hybrid), 0
+    if get("linear_attention_freq"):  # every Nth layer has softmax attention
+        full = _layers(get("linear_attention_freq"), layers, every_is=False)
+        return "".join("FL"[linear] for linear in full), 0
+    window = get("window_size")
+    if not window:
+        return "", 0
+    left = (ast.literal_eval(window) if isinstance(window, str) else window)[0]
+    skip = get("window_attn_skip_freq")
+    windows = _layers(skip, layers, every_is=False) if skip else [True] * layers
+    return ("", 0) if left < 0 else ("".join("FW"[w] for w in windows), left + 1)
+
+
+def _hybrid(get: Get) -> str:
+    """The pattern of a hybrid stack without the marks of pipeline stages and of what predicts
+    several tokens."""
+    text = get("hybrid_override_pattern") or get("hybrid_layer_pattern") or ""
+    return text.split("/")[0].replace("|", "")
+
+
+def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
+    """Megatron's frequencies: N says that one layer in N is, or is not; a list, or Python that
+    makes one, says it of each."""
+    if isinstance(frequency, str):
+        frequency = int(frequency) if frequency.isdigit() else _list_of(frequency)
+    if isinstance(frequency, int):
+        # Experts are in the first layer of N, full attention is in the last.
+        at = 0 if every_is else frequency - 1
+        return [(layer % frequency == at) is every_is for layer in range(layers)]
+    if len(frequency) != layers:
+        raise ValueError(f"a pattern of {len(frequency)} layers for {layers}: {frequency}")
+    return [bool(value) for value in frequency]
+
+
+def _list_of(text: str) -> list[int]:
+    """ "([0]*3+[1]*58)": lists, their sums and multiples, as Megatron evaluates them."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.List(elts=items):
+                return [value(item) for item in items]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)
+        raise ValueError(f"a list such as ([0]*3+[1]*58), or a number, got {text!r}")
+
+    return value(ast.parse(text, mode="eval").body)
+
+
+def _mixer(get: Get, pattern: str) -> Mixer | None:
+    """Mamba-2 with Megatron's defaults, or a gated delta net."""
+    if "L" in pattern or "G" in _hybrid(get):
+        return gated_delta_net(
+            get("linear_num_value_heads") or 32, get("linear_num_key_heads") or 16,
+            get("linear_key_head_dim") or 128, get("linear_value_head_dim") or 128,
+            get("linear_conv_kernel_dim") or 4,
+        )  # fmt: skip
+    if "M" not in pattern:
+        return None
+    width = get("mamba_head_dim") or 64
+    heads = get("mamba_num_heads") or 2 * get("hidden_size") // width
+    return mamba2(heads, get("mamba_num_groups") or 8, get("mamba_state_dim") or 128, width, 4)

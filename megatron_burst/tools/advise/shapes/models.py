@@ -1,0 +1,133 @@
+"""Shapes of models by name, from the config.json files that their makers publish on Hugging Face.
+
+Decoders only: vision towers and heads that predict several tokens are named as not counted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from .layer_kinds import Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
+from .model import Model, padded
+from .model_config import from_config
+
+
+def _moe(layers: int, **fields: Any) -> dict[str, Any]:
+    return {"layers": layers, "moe_layers": layers} | fields
+
+
+def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, dim: int) -> Model:
+    """Five layers of a window of 1,024 tokens, then one that sees all (Gemma 3 report)."""
+    pattern = ("WWWWWF" * layers)[:layers]
+    return Model(name, layers, hidden, heads, kv, ffn, 262208, dim, tied=True, pattern=pattern,
+                 window=1024, also=("the vision tower",))  # fmt: skip
+
+
+def _gpt_oss(name: str, layers: int, experts: int) -> Model:
+    """A window of 128 tokens in every other layer, and sinks (gpt-oss model card)."""
+    return Model(name, hidden=2880, heads=64, kv_heads=8, ffn=2880, vocabulary=201088, head_dim=64,
+                 pattern="WF" * (layers // 2), window=128, sinks=True,
+                 **_moe(layers, experts=experts, top_k=4))  # fmt: skip
+
+
+_LLAMA = (
+    Model("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
+    Model("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
+    Model("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
+    *(Model(f"llama{v}-8b", 32, 4096, 32, 8, 14336, 128256) for v in ("3", "3.1")),
+    *(Model(f"llama{v}-70b", 80, 8192, 64, 8, 28672, 128256) for v in ("3", "3.1", "3.3")),
+    *(Model(f"llama{v}-405b", 126, 16384, 128, 8, 53248, 128256) for v in ("3", "3.1")),
+    Model("llama3.2-1b", 16, 2048, 32, 8, 8192, 128256, tied=True),
+    Model("llama3.2-3b", 28, 3072, 24, 8, 8192, 128256, tied=True),
+    Model("mistral-7b", 32, 4096, 32, 8, 14336, 32000),
+    Model("mixtral-8x7b", hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=32000,
+          **_moe(32, experts=8, top_k=2)),
+    Model("mixtral-8x22b", hidden=6144, heads=48, kv_heads=8, ffn=16384, vocabulary=32768,
+          **_moe(56, experts=8, top_k=2)),
+)  # fmt: skip
+_QWEN = (
+    Model("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064),
+    Model("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064),
+    Model("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064),
+    Model("qwen2.5-72b", 80, 8192, 64, 8, 29568, 152064),
+    Model("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, 128, tied=True),
+    Model("qwen3-1.7b", 28, 2048, 16, 8, 6144, 151936, 128, tied=True),
+    Model("qwen3-4b", 36, 2560, 32, 8, 9728, 151936, 128, tied=True),
+    Model("qwen3-8b", 36, 4096, 32, 8, 12288, 151936, 128),
+    Model("qwen3-14b", 40, 5120, 40, 8, 17408, 151936, 128),
+    Model("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, 128),
+    Model("qwen3-30b-a3b", hidden=2048, heads=32, kv_heads=4, ffn=768, vocabulary=151936,
+          head_dim=128, **_moe(48, experts=128, top_k=8)),
+    Model("qwen3-235b-a22b", hidden=4096, heads=64, kv_heads=4, ffn=1536, vocabulary=151936,
+          head_dim=128, **_moe(94, experts=128, top_k=8)),
+    Model("qwen3-next-80b-a3b", hidden=2048, heads=16, kv_heads=2, ffn=512, vocabulary=151936,
+          head_dim=256, output_gate=True, pattern="LLLF" * 12,
+          mixer=gated_delta_net(32, 16, 128, 128, 4),
+          also=("the head that predicts several tokens",),
+          **_moe(48, experts=512, top_k=10, shared=512)),
+)  # fmt: skip
+_OTHERS = (
+    Model("deepseek-v2-lite", 27, 2048, 16, 16, 1408, 102400, head_dim=192, value_dim=128,
+          latent=Latent(512, 64), experts=64, top_k=6, shared=2 * 1408, moe_layers=26,
+          dense_ffn=10944),
+    Model("deepseek-v2", 60, 5120, 128, 128, 1536, 102400, head_dim=192, value_dim=128,
+          latent=Latent(512, 64, 1536), experts=160, top_k=6, shared=2 * 1536, moe_layers=59,
+          dense_ffn=12288),
+    Model("deepseek-v3", 61, 7168, 128, 128, 2048, 129280, head_dim=192, value_dim=128,
+          latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
+          dense_ffn=18432, also=("the head that predicts several tokens",)),
+    _gpt_oss("gpt-oss-20b", 24, 32),
+    _gpt_oss("gpt-oss-120b", 36, 128),
+    _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240, 256),
+    _gemma3("gemma-3-12b", 48, 3840, 16, 8, 15360, 256),
+    _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, 128),
+    Model("nemotron-h-8b", 52, 4096, 32, 8, 21504, 131072, head_dim=128, gated=False,
+          pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+          mixer=mamba2(128, 8, 128, 64, 4)),
+    Model("kimi-linear-48b-a3b", 27, 2304, 32, 32, 1024, 163840, head_dim=192, value_dim=128,
+          latent=Latent(512, 64), pattern="LLLF" * 6 + "LLF", mixer=kimi_delta(32, 128, 4),
+          experts=256, top_k=8, shared=1024, moe_layers=26, dense_ffn=9216),
+    Model("minimax-text-01", hidden=6144, heads=64, kv_heads=8, ffn=9216, vocabulary=200064,
+          head_dim=128, pattern="LLLLLLLF" * 10, mixer=lightning(64, 128),
+          **_moe(80, experts=32, top_k=2)),
+)  # fmt: skip
+NAMED: dict[str, Model] = {model.name: model for model in (*_LLAMA, *_QWEN, *_OTHERS)}
+
+
+def named(name: str, vocabulary_multiple: int = 1) -> Model:
+    """A model by its name, or from the path of a `config.json` or of the folder that has one.
+
+    vocabulary_multiple: the vocabulary is padded to a multiple of it, as Megatron does. ValueError
+    with the names that there are for any other.
+    """
+    if name.lower() in NAMED:
+        return padded(NAMED[name.lower()], vocabulary_multiple)
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix != ".json" or not path.is_file():
+        near = [other for other in NAMED if name.lower() in other]
+        near = near if len(near) == 1 else difflib.get_close_matches(name.lower(), NAMED, 1)
+        names = f"did you mean {near[0]}? Names" if near else "names"
+        raise ValueError(
+            f"--model {name}: no such name and no config.json there; {names}: {', '.join(NAMED)}"
+        )
+    return padded(from_config(_read(path), str(path)), vocabulary_multiple)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a config.json has. ValueError naming the file where it cannot be read as one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--model {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model {path}: not a JSON file: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--model {path}: a config.json has an object {{...}}, not {found!r:.40}")
+    return found
+
+
+__all__ = ["NAMED", "Latent", "Mixer", "Model", "from_config", "named", "padded"]

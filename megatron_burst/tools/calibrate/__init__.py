@@ -1,0 +1,51 @@
+"""`megatron-burst calibrate`: measure a cluster, and write the file that `advise --cluster` reads.
+
+    torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_burst calibrate --out cluster.toml
+    megatron-burst calibrate                              # one GPU, which says what is missing
+
+All ranks measure together; the first one writes. It is written for GPUs, but so far it has been run
+only on CPU ranks. Exit status: 0 written, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EPILOG = """\
+On all ranks of the cluster, for instance on each of two nodes:
+  torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST -m megatron_burst \\
+      calibrate --out cluster.toml
+Then: megatron-burst advise --cluster cluster.toml ...
+What was not measured, such as links between nodes on a single node, is the published rate of the
+GPU; the file says so beside each figure.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `calibrate`."""
+    from ...autotune.gpus import GPUS
+    from ..advise.shapes.models import NAMED
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE",
+        help="written by the first rank (cluster.toml)")  # fmt: skip
+    add("--minutes", type=float, default=3.0, metavar="N", help="it may take, roughly (3)")
+    add("--gpu", metavar="NAME", help=f"whose published figures stand in for what is not measured: "
+        f"{', '.join(GPUS)} (by the device's name)")  # fmt: skip
+    add("--model", default="llama3-8b", metavar="NAME",
+        help=f"whose sizes are measured: {', '.join(NAMED)}, ... (llama3-8b)")  # fmt: skip
+    add("--per-node", type=int, metavar="N",
+        help="ranks of a node (those that share a host name)")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and write. Raises the same ValueError on all ranks."""
+    from .figures import calibrate
+
+    return calibrate(arguments)
+
+
+__all__ = ["add_arguments", "run"]

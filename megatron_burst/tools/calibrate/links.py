@@ -1,0 +1,227 @@
+"""What links carry: hops of each link class, alone and all at once, all-to-all, NICs, and how much
+slower a device computes beside them.
+
+Messages go through the endpoints of the rings. Every rank that takes part sends as much as it
+receives. Where all ranks of a node together get less per rank than one rank alone, they share NICs,
+and their number follows from the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...autotune.measure import (
+    FIRST,
+    FLAT,
+    SMALL,
+    Peers,
+    exchange_seconds,
+    peers,
+    seconds,
+    settle,
+    starter,
+)  # fmt: skip
+from ..advise.shapes.models import Model
+from .kernels import CHUNKS, tile
+from .ranks import Measured, Ranks, repeated
+
+LARGEST = {"cuda": 2**28, "cpu": 2**22}  # bytes of a message
+LONG = 0.05  # seconds that a message should take
+CHAIN = 8  # small messages in a row, of which latency is the mean
+SHARED = 1.4  # a hop that takes so many times as long beside another shares its NIC
+PAIRS = 7  # of ranks of a node that are tried
+LONGER = 2.0  # times as long as computing a message beside it is to take
+
+Pairs = Sequence[tuple[int, int]]  # ranks to send to and to receive from; empty where a rank rests
+
+
+@dataclass
+class LinkFigures:
+    """Figures of `Rates` by name, those that were measured; nics: of a node; alone: bytes per
+    second of one rank's NIC; words: about what else was seen. busiest: this rank's pairs with all
+    ranks sending, and their rate."""
+
+    figures: dict[str, Measured] = field(default_factory=dict)
+    nics: Measured | None = None
+    alone: Measured | None = None
+    words: dict[str, str] = field(default_factory=dict)
+    busiest: tuple[Pairs, float] = ((), 1.0)
+
+
+def links(ranks: Ranks) -> LinkFigures:
+    """All of it; collective. A link class that these ranks do not have is left out."""
+    seen = LinkFigures()
+    if ranks.size < 2:
+        return seen
+    ranks.groups.connect([FLAT], ranks.device)
+    latencies = []
+    if ranks.nodes > 1:
+        ranks.say("hops between nodes, alone and all at once")
+        latencies.append(_between(ranks, seen))
+    if ranks.per_node > 1:
+        ranks.say("hops within nodes, alone and all at once")
+        latencies.append(_within(ranks, seen))
+    slow = max(latencies, key=lambda each: each.value)
+    how = f"{CHAIN} messages of {SMALL} bytes in a row, the slower link class"
+    seen.figures["latency"] = slow._replace(how=how + slow.how)
+    if not ranks.cuda:
+        pairs = seen.busiest[0]
+        posting = repeated(ranks.rounds(lambda: _exchange(ranks, pairs, FIRST)[0]), "")
+        seen.figures["posting"] = posting._replace(how=f"{FIRST} bytes{posting.how}")
+    return seen
+
+
+def _within(ranks: Ranks, seen: LinkFigures) -> Measured:
+    """Adds what links within nodes carry; returns their latency."""
+    ring = around(ranks, "intra")
+    latency, size = _sized(ranks, ring)
+    other = 1 - ranks.groups.rank
+    first_two = [(other, other)] if ranks.groups.rank < 2 else []
+    one = _rate(ranks, "", first_two, size, latency)
+    seen.figures["intra"] = every = _rate(ranks, "all ranks at once", ring, size, latency)
+    seen.words["intra"] = f"two ranks alone {one.value:.3g}"
+    seen.busiest = ring, every.value
+    first = ranks.node * ranks.per_node
+    others = [first + index for index in range(ranks.per_node) if index != ranks.local]
+    pairs = [(rank, rank) for rank in others]
+    shared = _all_to_all(ranks, "the ranks of a node", pairs, every.value, latency)
+    seen.figures["exchange"], seen.figures["exchange_start"] = shared
+    return latency
+
+
+def _between(ranks: Ranks, seen: LinkFigures) -> Measured:
+    """Adds what links between nodes carry; returns their latency."""
+    ring = around(ranks, "inter")
+    latency, size = _sized(ranks, ring)
+    alone = _rate(ranks, "one rank of each node", around(ranks, "inter", [0]), size, latency)
+    every = _rate(ranks, "all ranks at once", ring, size, latency)
+    seen.nics = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
+    seen.alone = seen.figures["inter"] = alone
+    if seen.nics.value < ranks.per_node:
+        together = every.value * ranks.per_node / seen.nics.value
+        seen.figures["nic_shared"] = every._replace(value=together)
+    seen.busiest = ring, every.value
+    rank, size_ = ranks.groups.rank, ranks.size
+    steps = range(ranks.per_node, size_, ranks.per_node)
+    pairs = [((rank + step) % size_, (rank - step) % size_) for step in steps]
+    shared = _all_to_all(ranks, "one rank of each node", pairs, every.value, latency)
+    if ranks.per_node == 1:
+        seen.figures["exchange"], seen.figures["exchange_start"] = shared
+    seen.words["inter"] = (
+        f"all ranks at once {every.value:.3g} each, in an all-to-all {shared[0].value:.2f} of it"
+    )
+    return latency
+
+
+def _nics(ranks: Ranks, share: float, size: int, alone: float, latency: Measured) -> Measured:
+    """NICs of a node: so many that all ranks together get what was measured."""
+    count = max(1, round(share * ranks.per_node))
+    with_first = []
+    for other in range(1, min(ranks.per_node, 1 + PAIRS)):
+        two = _rate(ranks, "", around(ranks, "inter", [0, other]), size, latency)
+        if alone / two.value > SHARED:
+            with_first.append(other)
+    shares = f"local rank 0 shares its NIC with {', '.join(map(str, with_first)) or 'none'}"
+    tried = min(ranks.per_node - 1, PAIRS)
+    how = (
+        f"all ranks of a node get {share:.2f} of what one gets alone; {shares} of {tried} tried in "
+        "pairs"
+    )
+    return Measured(count, None, how)
+
+
+def _all_to_all(
+    ranks: Ranks, who: str, pairs: Pairs, rate: float, latency: Measured
+) -> tuple[Measured, Measured]:
+    """(the fraction of a link's rate that an all-to-all gets, its seconds without bytes)."""
+    many = len(pairs)
+    if many == 1:
+        return (
+            Measured(1.0, None, "two ranks: as a hop"),
+            Measured(0.0, None, "two ranks: as a hop"),
+        )
+    empty = repeated(_rounds(ranks, pairs, SMALL), f"all-to-all of {who}, {SMALL} bytes to each")
+    begin = max(0.0, empty.value - many * latency.value)
+    size = max(SMALL, min(LARGEST[ranks.device.type], round(rate * LONG / many)))
+    took = repeated(_rounds(ranks, pairs, size), f"all-to-all of {who}, {size} bytes to each")
+    carrying = max(took.value - many * latency.value - begin, took.value / 2)
+    return took._replace(value=many * size / rate / carrying), empty._replace(value=begin)
+
+
+def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measured, int]:
+    """(seconds of a message without bytes, bytes of one that takes long enough)."""
+    _rounds(ranks, pairs, SMALL)  # makes the connections
+    small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
+    latency = small._replace(value=small.value / CHAIN)
+    size, most = FIRST, LARGEST[ranks.device.type]
+    while size < most:
+        took = max(ranks.each(_exchange(ranks, pairs, size)[1]))
+        if took > LONG / 2:
+            break
+        size = min(most, max(2 * size, round(size * LONG / took)))
+    return latency, size
+
+
+def _rate(ranks: Ranks, what: str, pairs: Pairs, size: int, latency: Measured) -> Measured:
+    """Bytes per second that each rank which takes part sends, and receives."""
+    took = repeated(_rounds(ranks, pairs, size), f"{what}, {size} bytes a message")
+    return took._replace(value=size / max(took.value - latency.value, took.value / 2))
+
+
+def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
+    """Seconds of exchanges that all ranks begin together, `times` in a row."""
+    _exchange(ranks, pairs, size)
+    return ranks.rounds(lambda: _exchange(ranks, pairs, size, times)[1])
+
+
+def _exchange(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> tuple[float, float]:
+    """Seconds of this rank until exchanges are started, and until they are done; 0 where it
+    rests."""
+    if not pairs:
+        return 0.0, 0.0
+    route = Peers(ranks.groups.ring, FLAT, tuple(pairs))
+    return exchange_seconds(starter(route, size, ranks.device), ranks.device, times)
+
+
+def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pairs:
+    """This rank's next and last rank over a link class; none if it is not among the local ranks
+    `members` (default: all of a node)."""
+    if members is not None and ranks.local not in members:
+        return []
+    route = peers(ranks.groups, link)
+    return [] if route is None else route.pairs
+
+
+def slowdown(ranks: Ranks, model: Model, carried: LinkFigures) -> Measured:
+    """The fraction of `Rates`: local attention beside an exchange that outlasts it, over the same
+    alone, less 1. The exchange is within nodes where there are such links. Collective."""
+    pairs, rate = carried.busiest
+    rows = CHUNKS[ranks.device.type][-2]
+    calls = tile(ranks, model, rows)
+    once = max(ranks.each(seconds(calls.forward, ranks.device)))
+    most = LARGEST[ranks.device.type]
+    # Long enough that clocks and the start do not show, short enough for one message.
+    times = max(1, min(100, round(most / rate / LONGER / once)))
+    size = int(max(2**16, min(most, LONGER * times * once * rate)))
+
+    def compute() -> None:
+        for _ in range(times):
+            calls.forward()
+
+    start = starter(Peers(ranks.groups.ring, FLAT, tuple(pairs)), size, ranks.device)
+
+    def beside() -> float:
+        pending = []
+        took = seconds(compute, ranks.device, before=lambda: pending.append(start()))
+        pending[0].wait()
+        settle(ranks.device)
+        return took
+
+    with_traffic = repeated(ranks.rounds(beside), "")
+    alone = repeated(ranks.rounds(lambda: seconds(compute, ranks.device)), "")
+    how = (
+        f"{times} forwards of {rows} rows beside a message of {size} bytes, over the same alone; "
+        f"either varies by {max(with_traffic.spread or 0, alone.spread or 0):.1%}"
+    )
+    return Measured(max(0.0, with_traffic.value / alone.value - 1), None, how)

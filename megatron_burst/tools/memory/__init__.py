@@ -1,0 +1,241 @@
+"""`megatron-burst memory`: what one rank of a run holds, by item, over one training step.
+
+    megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
+    megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest --offload 1
+    megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
+    megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
+
+An account from the sizes of tensors, not a measurement; `tools.advise.account.memory` says what is
+counted.
+Exit status: 0 it fits, 1 it does not, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ...autotune import clusters
+from ...cli.console import wrapped
+from ...units import byte_size, duration, size_of, tokens_of
+from .. import model_arguments
+from ..advise import flags, settings
+from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
+from ..advise.account.memory import Account, MemoryLeft, account, fit
+from ..advise.forecast.step_time import StepTime, step_time
+from ..advise.shapes import models
+
+EPILOG = """\
+K and M after a number of tokens are 1,024 and 1,048,576. Without --tp the size is chosen that takes
+least memory; ranks that are left are context-parallel. A Megatron command is read after --:
+  megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 --seq-length ...
+
+exit status: 0 it fits, 1 it does not, 2 bad input
+"""
+# Fields of `Settings` that a flag of the same name sets.
+FIELDS = (
+    "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches", "store", "offload",
+    "sequence_chunks", "mlp_tiles", "ulysses", "head_chunks", "optimizer_offload",
+    "optimizer_bytes", "recompute", "lm_head_loss", "gradients", "wire", "linear", "placement",
+    "path", "algorithm", "layout", "side",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `memory`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    flags.add_run(parser)
+    add = parser.add_argument
+    add("--reserve", default="4GiB", metavar="SIZE", help="of a GPU, not for tensors (4GiB)")
+    flags.add_fields(parser, FIELDS)
+    add("--no-distributed-optimizer", action="store_true", help="states on every rank")
+    add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
+    add("--longest", action="store_true", help="the longest sequence that fits")
+    add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
+    add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND", help="a Megatron command")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the account. Returns the exit status."""
+    if arguments.longest and arguments.seq is not None:
+        raise ValueError("--longest looks for --seq: give one of them")
+    cluster, model, base, chosen = _read(arguments)
+    runs = [base] if chosen else list(layouts_of(model, cluster, base))
+    if not runs:
+        raise ValueError(
+            f"--gpus {cluster.gpus}: no --tp that divides {model.kv_heads} key/value heads and "
+            f"--pp {base.pp} fits; give --tp and --cp"
+        )
+    if arguments.longest:
+        found = best(model, cluster, runs)
+        shown = account(model, found.run)
+    else:
+        accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
+        shown, found = min(accounts, key=lambda one: one.peak.bytes), None
+    left = fit(shown, cluster)
+    time = _time(model, cluster, shown.run)
+    if arguments.png is not None:
+        from . import picture
+
+        picture.draw(shown, cluster, arguments.png)
+    if arguments.json:
+        print(json.dumps(facts(shown, cluster, left, time, _binds(found)), indent=1))
+    else:
+        show(shown, cluster, left, time, _binds(found))
+    return 0 if left.fits else 1
+
+
+def _time(model: models.Model, cluster: clusters.Cluster, run: settings.Settings) -> StepTime | str:
+    """The time of a step; or why none is predicted: rings need equally many ranks on each node."""
+    try:
+        return step_time(model, cluster, run)
+    except ValueError as error:
+        return str(error)
+
+
+def _binds(found: Longest | None) -> str | None:
+    return None if found is None else found.binds
+
+
+def _read(
+    arguments: argparse.Namespace,
+) -> tuple[clusters.Cluster, models.Model, settings.Settings, bool]:
+    """The cluster, the model, the run, and whether its groups are given."""
+    model, given = model_arguments.find(arguments.model, arguments.megatron)
+    given |= flags.given_fields(arguments, FIELDS)
+    if arguments.no_distributed_optimizer:
+        given["distributed_optimizer"] = False
+    if arguments.fsdp:
+        given["fsdp"] = True
+    if arguments.seq is not None:
+        given["seq"] = tokens_of(arguments.seq, "--seq")
+    if "seq" not in given and not arguments.longest:
+        raise ValueError("--seq is needed, such as --seq 1M, or --longest")
+    if arguments.gpus is None:
+        raise ValueError("--gpus is needed, such as --gpus 8")
+    cluster = flags.cluster_of(arguments)
+    cluster = replace(cluster, reserve=size_of(arguments.reserve, "--reserve"))
+    base = settings.Settings(**{"seq": 1, **given})
+    base = replace(base, intra=max(1, cluster.ranks_per_node // base.tp))
+    return cluster, model, *_groups(base, given, cluster)
+
+
+def _groups(
+    base: settings.Settings, given: dict[str, Any], cluster: clusters.Cluster
+) -> tuple[settings.Settings, bool]:
+    """The run with all GPUs in its groups; False where the tensor-parallel size is left open."""
+    if "tp" not in given and "cp" not in given:
+        return base, False
+    others = base.tp * base.pp * (base.cp if "cp" in given else base.dp)
+    if cluster.gpus % others:
+        raise ValueError(
+            f"--gpus {cluster.gpus} is no multiple of the {others} ranks of --tp {base.tp} x --pp "
+            f"{base.pp} x {'--cp ' + str(base.cp) if 'cp' in given else '--dp ' + str(base.dp)}"
+        )
+    rest = cluster.gpus // others
+    if "cp" in given and "dp" in given and rest != base.dp:
+        raise ValueError(
+            f"--gpus {cluster.gpus} are not --tp x --pp x --cp x --dp, {others * base.dp}: leave "
+            "--dp out"
+        )
+    return replace(base, **({"dp": rest} if "cp" in given else {"cp": rest})), True
+
+
+# --- what is printed ---------------------------------------------------------------------------
+
+
+def show(
+    found: Account,
+    cluster: clusters.Cluster,
+    left: MemoryLeft,
+    time: StepTime | str,
+    binds: str | None,
+) -> None:
+    """Print the peak by item, what is left, and the time of a step."""
+    console, run, peak = wrapped(), found.run, found.peak
+    console.print(Text(_headline(found, cluster)))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("item")
+    table.add_column("bytes per GPU", justify="right")
+    table.add_column("share", justify="right")
+    for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
+        table.add_row(Text(item), byte_size(size), f"{size / peak.bytes:.0%}")
+    table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
+    table.add_row(f"there is, less {byte_size(cluster.reserve)} for others",
+                  byte_size(cluster.room), "")  # fmt: skip
+    for item, size in found.host.items():
+        table.add_row(Text(f"host: {item}"), byte_size(size), "")
+    if found.host_bytes:
+        table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
+    console.print(table)
+    if binds is not None:
+        console.print(Text(f"longest sequence: {run.seq:,} tokens; what binds: {binds}"))
+    elif left.fits:
+        console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
+    else:
+        console.print(Text(does_not_fit(found, cluster, settings.flag_of), style="bold red"))
+    console.print(Text(_step(time, cluster)))
+    console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
+
+
+def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
+    if isinstance(time, str):
+        return f"a step: no time predicted: {time}"
+    taken = duration(time.seconds) if time.seconds < 120 else f"{time.seconds / 60:,.0f} min"
+    share = time.parts[time.bottleneck] / time.seconds
+    return (
+        f"a step: {taken} predicted, MFU {time.mfu:.0%}, {share:.0%} of it {time.bottleneck}; "
+        f"{cluster.described}"
+    )
+
+
+def facts(
+    found: Account,
+    cluster: clusters.Cluster,
+    left: MemoryLeft,
+    time: StepTime | str,
+    binds: str | None,
+) -> dict[str, Any]:
+    """The same as plain data: bytes, seconds."""
+    run = found.run
+    groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
+    return {
+        "model": found.model.name,
+        "seq": run.seq,
+        "groups": groups,
+        "peak": {"bytes": found.peak.bytes, "phase": found.peak.phase,
+                 "items": dict(found.peak.items)},
+        "phases": [{"phase": p.phase, "bytes": p.bytes} for p in found.peaks],
+        "host": dict(found.host),
+        "room": cluster.room,
+        "host_room": round(cluster.host_per_rank),
+        "fits": left.fits,
+        "not_counted": list(found.model.uncounted),
+        "binds": binds,
+        "seconds": None if isinstance(time, str) else time.seconds,
+        "mfu": None if isinstance(time, str) else time.mfu,
+    }  # fmt: skip
+
+
+def _headline(found: Account, cluster: clusters.Cluster) -> str:
+    run = found.run
+    sizes = {"TP": run.tp, "CP": run.cp, "PP": run.pp, "EP": run.ep, "DP": run.dp}
+    groups = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
+           f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
+           f"gradients {run.gradients}"]  # fmt: skip
+    if run.ulysses > 1:
+        how.append(f"{run.ulysses} ranks share heads")
+    if run.fsdp:
+        how.append("FSDP")
+    return (
+        f"{found.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
+        + ", ".join(how)
+    )

@@ -1,0 +1,301 @@
+"""The content of a picture of a schedule, read from its tables: what every rank computes and sends.
+
+Decides what counts as left out, what a rank holds, and which choices of a schedule go together; the
+schedule comes from `cost`, as that of a plan does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ...masks import Cover
+from ...schedule import cost
+from ...schedule.algorithms import ALGORITHMS
+from ...schedule.bundles import spans_of
+from ...schedule.demand import everything
+from ...schedule.rings import Schedule
+from ...schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
+from .scene import Shards
+
+KINDS = {"kv": "", "query": "", "dkv": "gradient", "dquery": "gradient", "out": "partial output"}
+COUNTED = 99  # rows of a chunk up to which a share is told in rows
+Kind = tuple[str, str]  # link class, and what a hop carries in the words of `KINDS`
+
+
+class Cell(NamedTuple):
+    """One of the pairs that a rank computes at a step."""
+
+    pair: Pair
+    cover: Cover  # of its rows, by the visible position pairs
+    share: float  # of the position pairs of the busiest (rank, step)
+    kept: bool  # its travelling chunk was kept from forward
+
+
+class Total(NamedTuple):
+    """Hops of one kind over all ranks: those made, and those if every rank saw everything."""
+
+    hops: int
+    bytes: int
+    hops_of_all: int
+    bytes_of_all: int
+
+
+@dataclass(frozen=True)
+class ScheduleScene:
+    """One pass, from boundary to boundary."""
+
+    shards: Shards
+    plan: Schedule
+    sizes: cost.Sizes
+    backward: bool
+
+    @property
+    def size(self) -> int:
+        return self.plan.grid.size
+
+    @cached_property
+    def steps(self) -> int:
+        """How many there are before the draining."""
+        return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
+
+    @cached_property
+    def end(self) -> int:
+        """The boundary by which the last hop has landed and the last pair is computed."""
+        return max([self.steps, *(hop.land for hop in self.hops)])
+
+    # --- what is computed ------------------------------------------------------------------
+
+    def owner(self, rank: int, pair: Pair) -> int:
+        """Whose chunk `rank` had to be sent for this pair; of two, the keys'."""
+        return pair.key if pair.key != rank else pair.query
+
+    def cells(self, rank: int, step: int) -> list[Cell]:
+        """What `rank` computes at `step`; nothing if it waits."""
+        return self._cells.get((rank, step), [])
+
+    def most(self, rank: int) -> int:
+        """How many pairs `rank` computes at one step, at most."""
+        return max((len(self.cells(rank, step)) for step in range(self.steps)), default=0)
+
+    @cached_property
+    def _counts(self) -> list[tuple[int, int, Pair, int]]:
+        """Rank, step, pair, and how many visible position pairs it has."""
+        columns = (column.tolist() for column in self.plan.tables.pairs)
+        rows = [(rank, step, Pair(*pair)) for rank, step, *pair in zip(*columns, strict=True)]
+        return [(rank, step, pair, self._visible(pair)) for rank, step, pair in rows]
+
+    @cached_property
+    def _cells(self) -> dict[tuple[int, int], list[Cell]]:
+        most, kept = max(int(self._work.max()), 1), defaultdict(list)
+        for rank in range(self.size):
+            for chunk in self.plan.kept_chunks(rank):
+                kept[rank, chunk.owner].append(chunk.rows)
+        cells: dict[tuple[int, int], list[Cell]] = defaultdict(list)
+        for rank, step, pair, count in self._counts:
+            stays = any(rows & pair.key_rows for rows in kept[rank, pair.key])
+            cells[rank, step].append(Cell(pair, self._cover(pair, count), count / most, stays))
+        return dict(cells)
+
+    def _visible(self, pair: Pair) -> int:
+        """The number of visible position pairs of its rows."""
+        query, key, *rows = pair
+        if rows == [ALL, ALL]:
+            return int(self.shards.pairs[query, key])
+        tables, spans = self.plan.tables, self.shards.spans
+        queries = spans_of(tables.queries.ranges(query, rows[0]), spans[query])
+        keys = spans_of(tables.keys.ranges(key, rows[1]), spans[key])
+        return cost.visible_pairs(self.shards.mask, queries, keys)
+
+    def _cover(self, pair: Pair, count: int) -> Cover:
+        rows = self.rows(Chunk("query", *pair[::2]))[0] * self.rows(Chunk("kv", *pair[1::2]))[0]
+        return Cover.EMPTY if not count else Cover.FULL if count == rows else Cover.PARTIAL
+
+    # --- what travels ----------------------------------------------------------------------
+
+    def rows(self, chunk: Chunk) -> tuple[int, int]:
+        """How many rows of how many of its owner's."""
+        bundles, owner = self.plan.tables.bundles(chunk.family), np.array([chunk.owner] * 2)
+        rows, of = bundles.rows_of(owner, np.array([chunk.rows, ALL])).tolist()
+        return rows, of
+
+    def parts(self, pair: Pair) -> list[str]:
+        """The shares of its chunks that take part; nothing for whole ones."""
+        chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
+        return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
+
+    def partial(self, chunk: Chunk) -> bool:
+        """Are there rows of its owner's that it lacks?"""
+        rows, of = self.rows(chunk)
+        return rows < of
+
+    def ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Its rows as (first, stop) in its owner's shard, in their order there."""
+        return sorted(self.plan.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows))
+
+    def bytes(self, chunk: Chunk) -> int:
+        """Bytes of one message."""
+        return self.rows(chunk)[0] * getattr(self.plan.row_bytes, chunk.family)
+
+    @cached_property
+    def hops(self) -> list[Hop]:
+        return list(self.plan.tables.transfers.hops(self.plan.grid))
+
+    @cached_property
+    def families(self) -> list[str]:
+        """Those that travel, also where everything is visible."""
+        travelling = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
+        return [family for family in FAMILIES if family in travelling]
+
+    @cached_property
+    def _full(self) -> ScheduleScene:
+        """The same pass where every rank sees everything and keeps nothing."""
+        rows = everything(self.size, self.shards.lengths[0])
+        return replace(self, plan=replace(self.plan, wanted=rows, kept=0))
+
+    @cached_property
+    def left_out(self) -> list[Hop]:
+        """The hops that the schedule would also make if every pair of shards were visible.
+
+        None where the rows that are seen let the algorithm take other ways: no hop is then the same
+        hop with fewer rows.
+        """
+        made = {_way(hop) for hop in self.hops}
+        missing = [hop for hop in self._full.hops if _way(hop) not in made]
+        return missing if len(missing) + len(made) == len(self._full.hops) else []
+
+    @property
+    def totals(self) -> dict[Kind, Total]:
+        """The hops and bytes by link class and by what they carry."""
+        sent, full = self._sent(), self._full._sent()
+        kinds = sorted(sent | full, key=lambda kind: (kind[1], kind[0] != "intra"))
+        return {kind: Total(*sent.get(kind, (0, 0)), *full.get(kind, (0, 0))) for kind in kinds}
+
+    def _sent(self) -> dict[Kind, tuple[int, int]]:
+        hops, sent = Counter[Kind](), Counter[Kind]()
+        for hop in self.hops:
+            hops[kind_of(hop)] += 1
+            sent[kind_of(hop)] += self.bytes(hop.chunk)
+        return {kind: (hops[kind], sent[kind]) for kind in hops}
+
+    @property
+    def once_per_node(self) -> int:
+        """Bytes between nodes if each row, and each row of its gradient, crosses once for every
+        other node whose ranks want it."""
+        bundles, grid = self.plan.travelling, self.plan.grid
+        nodes = np.logical_or.reduce(bundles.wanted.reshape(-1, *grid), axis=2)
+        nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
+        side, each = self.plan.side, self.plan.row_bytes
+        row = getattr(each, side) * (self.plan.kept == 0) + getattr(each, "d" + side)
+        return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
+
+    def released(self, rank: int) -> dict[int, list[Chunk]]:
+        """Boundary: chunks of others that `rank` has no more use for."""
+        return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes of copies of others' chunks, on their way or there, that a rank has at most."""
+        return max((self._held(rank) for rank in range(self.size)), default=0)
+
+    def _held(self, rank: int) -> int:
+        # A buffer is taken where its message starts.
+        now = sum(self.bytes(chunk) for chunk in self.plan.kept_chunks(rank))
+        most = now
+        for boundary in self.plan.program(rank):
+            now -= sum(self.bytes(chunk) for chunk in boundary.release)
+            arriving = (h.chunk for h in boundary.posts if h.dst == rank)
+            now += sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
+            most = max(most, now)
+        return most
+
+    # --- work ------------------------------------------------------------------------------
+
+    @property
+    def computed(self) -> int:
+        """The number of the G x G pairs of shards with a visible position pair."""
+        return int((self.shards.pairs > 0).sum())
+
+    @cached_property
+    def _work(self) -> np.ndarray:
+        """int64 [steps, G]: visible position pairs."""
+        work = np.zeros((self.steps, self.size), dtype=np.int64)
+        for rank, step, _, count in self._counts:
+            work[step, rank] += count
+        return work
+
+    @property
+    def work(self) -> list[int]:
+        """Visible pairs that each rank computes."""
+        return self._work.sum(axis=0).tolist()
+
+    @property
+    def imbalance(self) -> float:
+        """As `cost.imbalance`, over the steps of this schedule."""
+        total = int(self._work.sum())
+        return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
+
+
+def share(rows: int, of: int) -> str:
+    """Which part of a chunk so many rows are; nothing for all of it."""
+    if rows == of:
+        return ""
+    return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
+
+
+def kind_of(hop: Hop) -> Kind:
+    """Its link class and what it carries."""
+    return hop.link, KINDS[hop.chunk.family]
+
+
+def _way(hop: Hop) -> tuple[str, int, int, int, int]:
+    return *hop.chunk[:2], hop.src, hop.dst, hop.post
+
+
+# --- the flags of a schedule ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScheduleChoices:
+    """The choices of a schedule; "auto" is resolved by bytes, as for a plan."""
+
+    algorithm: str = "burst"
+    backward: bool = False
+    side: str = "auto"
+    route: str = "auto"
+    kv_cache: float = 0.0
+
+
+def schedule_scene(
+    shards: Shards, grid: Grid, sizes: cost.Sizes, choices: ScheduleChoices
+) -> ScheduleScene:
+    """The scene of one pass. Raises ValueError for choices that do not go together."""
+    if not choices.backward and (choices.side != "auto" or choices.kv_cache):
+        raise ValueError("--side and --kv-cache apply to backward; add --backward")
+    if not 0 <= choices.kv_cache <= 1:
+        raise ValueError(f"--kv-cache must be in 0..1, got {choices.kv_cache}")
+    if choices.kv_cache and choices.side == "query":
+        raise ValueError("--kv-cache: with side query no keys travel; use --side kv")
+    keep_none = [name for name, algorithm in ALGORITHMS.items() if not algorithm.keeps]
+    if choices.kv_cache and choices.algorithm in keep_none:
+        raise ValueError(
+            f"--kv-cache: {choices.algorithm} computes elsewhere in backward than in forward and "
+            "keeps no keys; leave out --kv-cache or take another --algorithm than "
+            f"{', '.join(keep_none)}"
+        )
+    kept = round(choices.kv_cache * (grid.size - 1))
+
+    if choices.backward:
+        plan = cost.backward_schedule(
+            choices.algorithm, grid, shards.wanted, sizes,
+            side=choices.side, route=choices.route, kept=kept,
+        )  # fmt: skip
+    else:
+        plan = cost.forward_schedule(
+            choices.algorithm, grid, shards.wanted, sizes, route=choices.route
+        )
+    return ScheduleScene(shards, plan, sizes, choices.backward)

@@ -1,0 +1,322 @@
+"""Scenes as PNG: the score matrix, layouts, packed documents, scans; `timeline` has schedules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .. import lanes
+from ..lanes import box
+from . import timeline, words
+from .colours import GREY, INK, PAPER, RULE, WARN, channels, mixed, of_document, of_rank
+from .packs import PADDING, Holding, PackScene
+from .passes import ScheduleScene
+from .scans import ScanScene
+from .scene import LayoutScene, MaskScene
+
+
+def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
+    """Write the PNG of a scene; of a schedule, with `rank`, only that rank's part."""
+    with lanes.styled():
+        if isinstance(scene, ScheduleScene):
+            figure = timeline.draw(scene, rank)
+        else:
+            figure = DRAWERS[type(scene)](scene)
+        lanes.save(figure, path)
+
+
+def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
+    """A figure with the scene's words."""
+    caption = words.caption(scene) if numbers else []
+    return lanes.headed(width, height, words.title(scene), words.subtitle(scene), caption)
+
+
+# --- the score matrix ----------------------------------------------------------------------
+
+SIDE = 3.9  # inches of a matrix
+
+
+def _mask(scene: MaskScene) -> Figure:
+    shards = scene.shards
+    figure = _headed(11.1, 5.8, scene)
+    bottom = 0.8
+    whole = box(figure, 0.62, bottom, SIDE, SIDE)
+    sharded = box(figure, 5.15, bottom, SIDE, SIDE)
+    _matrix(whole, scene.computers, shards.size)
+    whole.set_title("global order", loc="left", fontsize=10, color=INK)
+    whole.set_ylabel("query position", labelpad=2)
+    whole.set_xlabel("key position", labelpad=2)
+    ends = [0, shards.seq_len - 1]
+    for axis in (whole.xaxis, whole.yaxis):
+        axis.set_ticks(ends, [str(end) for end in ends])
+    _matrix(sharded, scene.computers[np.ix_(shards.order, shards.order)], shards.size)
+    sharded.set_title("shard order, and the step of each pair of shards", loc="left", fontsize=10)
+    _blocks(sharded, scene)
+    _work_of_mask(box(figure, 9.2, bottom, 1.45, SIDE), scene)
+    return figure
+
+
+def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
+    colours = np.array(
+        [channels(of_rank(rank, ranks)) for rank in range(ranks)] + [channels(PAPER)]
+    )
+    picture = colours[computers].astype(np.uint8)  # -1, not visible, is the last one
+    size = len(computers)
+    axes.imshow(picture, interpolation="nearest", extent=(0, size, size, 0))
+    if size <= 64:  # in a larger matrix the lines between positions would cover them
+        ticks = np.arange(1, size)
+        axes.hlines(ticks, 0, size, colors="white", linewidth=0.35)
+        axes.vlines(ticks, 0, size, colors="white", linewidth=0.35)
+    axes.tick_params(length=0, pad=3)
+
+
+def _blocks(axes: Axes, scene: MaskScene) -> None:
+    """Rules between ranks, and the step of every pair of shards that is computed."""
+    shards = scene.shards
+    edges = np.cumsum([0, *shards.lengths])
+    middles = (edges[:-1] + edges[1:]) / 2
+    axes.hlines(edges, 0, shards.seq_len, colors=INK, linewidth=0.7, clip_on=False)
+    axes.vlines(edges, 0, shards.seq_len, colors=INK, linewidth=0.7, clip_on=False)
+    for i, j in np.ndindex(scene.steps.shape):
+        if scene.steps[i, j] >= 0 and shards.size <= 16:
+            _step(axes, scene, (i, j), edges)
+    names = [str(rank) for rank in range(shards.size)]
+    axes.set_xticks(middles, names, fontsize=min(9, 100 / shards.size))
+    axes.set_yticks(middles, names, fontsize=min(9, 100 / shards.size))
+    axes.set_xlabel("rank that holds the keys", labelpad=2)
+    axes.set_ylabel("rank that holds the queries", labelpad=2)
+
+
+def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int], edges: np.ndarray) -> None:
+    """The number of the step, in the quarter of the pair where it covers the fewest positions."""
+    order = scene.shards.order
+    rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
+    seen = scene.computers[np.ix_(rows, columns)] >= 0
+    halves = [(slice(None, len(rows) // 2), 0.25), (slice(len(rows) // 2, None), 0.75)]
+    quarters = [(seen[r, c].sum(), y, x) for r, y in halves for c, x in reversed(halves)]
+    hidden, y, x = min(quarters, key=lambda quarter: quarter[0])
+    frame = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": "none"}
+    axes.text(
+        edges[pair[1]] + x * len(columns), edges[pair[0]] + y * len(rows),
+        str(scene.steps[pair]), ha="center", va="center_baseline",
+        fontsize=min(9.0, 60 / scene.shards.size), bbox=frame | {"alpha": 0.85} if hidden else None,
+    )  # fmt: skip
+
+
+def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
+    """The work of each rank beside its rows of the matrix."""
+    shards, work = scene.shards, scene.shards.work
+    edges = np.cumsum([0, *shards.lengths])
+    middles, mean = ((edges[:-1] + edges[1:]) / 2).tolist(), sum(work) / len(work)
+    axes.set_title("work", loc="left", fontsize=10)
+    colours = [of_rank(rank, shards.size) for rank in range(shards.size)]
+    lanes.work_bars(axes, middles, work, colours, 0.62 * float(edges[1]), max(work))
+    axes.set_ylim(shards.seq_len, 0)
+    axes.set_xticks([mean], [f"mean {mean:,.0f}"])
+    axes.set_yticks([])
+    axes.tick_params(length=0, pad=3)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+# --- layouts -------------------------------------------------------------------------------
+
+STRIP, PITCH = 0.42, 0.86  # inches of a strip, and from one to the next
+
+
+def _layouts(scene: LayoutScene) -> Figure:
+    with_work = bool(scene.rows[0].mask_text)
+    wide, most = 8.2, max(max(shards.work) for shards in scene.rows)
+    height = 0.95 + PITCH * len(scene.rows)
+    figure = _headed(wide + (2.7 if with_work else 0.6), height, scene, numbers=False)
+    for row, shards in enumerate(scene.rows):
+        bottom = height - 0.8 - PITCH * (row + 1) + 0.18
+        axes = box(figure, 0.3, bottom, wide, STRIP)
+        axes.set_title(shards.layout_text, loc="left", fontsize=10, pad=4)
+        _strip(axes, shards.holders, shards.size)
+        if with_work:
+            axes = box(figure, wide + 0.65, bottom, 1.75, STRIP)
+            best = " (least)" if shards.layout_text == scene.best else ""
+            title = f"imbalance {shards.imbalance:.2f}{best}"
+            axes.set_title(title, loc="left", fontsize=10, pad=4)
+            _columns(axes, shards.work, most)
+    return figure
+
+
+def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
+    """One bar for each run of positions of a rank, with the rank's number if there is room."""
+    count = len(holders)
+    edges = [0, *(np.flatnonzero(np.diff(holders)) + 1).tolist(), count]
+    runs = list(itertools.pairwise(edges))
+    owners = [int(holders[start]) for start, _ in runs]
+    lanes.bars(axes, 0, 1, runs, [of_rank(rank, ranks) for rank in owners], list(map(str, owners)),
+               least=count / 80, width=0.6 if len(edges) <= 257 else 0)  # fmt: skip
+    axes.set_xlim(0, count)
+    axes.set_ylim(0, 1)
+    axes.set_axis_off()
+
+
+def _columns(axes: Axes, work: list[int], most: int) -> None:
+    """The work of each rank as columns, and the mean as a dashed line."""
+    ranks = len(work)
+    axes.bar(range(ranks), work, width=0.78, color=[of_rank(rank, ranks) for rank in range(ranks)])
+    axes.axhline(sum(work) / ranks, **(lanes.MEAN | {"linewidth": 0.8}))
+    axes.axhline(0, color=mixed(GREY, "#ffffff", 0.4), linewidth=0.8)
+    axes.set_ylim(0, max(most, 1) * 1.03)
+    axes.set_axis_off()
+
+
+# --- packed documents ----------------------------------------------------------------------
+
+WIDE, WORK = 7.6, 2.0  # inches of the rows and of the bars of work
+TALLEST, ALL = 0.3, 2.6  # inches of a row, and of all rows of a layout where these are many
+PLATE = 0.62  # inches above the rows of a layout
+NODE_GAP = 0.4  # between nodes, in rows
+NUMBERED = 0.03  # of the width: the narrowest run with a number in it
+
+
+def _packs(scene: PackScene) -> Figure:
+    """All layouts of the documents, one below the other, on one scale."""
+    grid = scene.grid
+    tall = min(TALLEST, ALL / grid.size) * (grid.size + NODE_GAP * (grid.inter - 1))
+    height = 0.85 + (PLATE + tall) * len(scene.held)
+    figure = _headed(0.85 + WIDE + WORK, height, scene, numbers=False)
+    most = max(1, *(pairs for held in scene.held for pairs in held.work))
+    longest = max(len(rows) for held in scene.held for rows in held.rows)
+    tops = [rank + NODE_GAP * (rank // grid.intra) for rank in range(grid.size)]
+    for i, held in enumerate(scene.held):
+        bottom = height - 0.7 - (PLATE + tall) * (i + 1)
+        left, top = 0.5 / figure.get_figwidth(), bottom + tall
+        figure.text(left, (top + 0.25) / height, held.name, fontsize=10, fontweight="bold")
+        numbers = words.held_so(held)
+        figure.text(left, (top + 0.08) / height, numbers, fontsize=8.5, color=GREY)
+        rows = box(figure, 0.5, bottom, WIDE, tall)
+        _rows(rows, held, tops, longest, min(7.5, 50 * tall / grid.size))
+        work = box(figure, 0.6 + WIDE, bottom, WORK, tall)
+        lanes.work_bars(work, [top + 0.43 for top in tops], held.work, GREY, 0.62, most)
+        work.set_ylim(tops[-1] + 1, 0)
+        work.set_axis_off()
+    return figure
+
+
+def _rows(axes: Axes, held: Holding, tops: list[float], longest: int, size: float) -> None:
+    """A row of runs for every rank, the documents in their colours, with numbers of this size."""
+    pack = held.pack
+    for rank, top in enumerate(tops):
+        runs = held.runs(rank)
+        colours = [
+            PAPER if of == PADDING else of_document(pack.places[of], len(pack.real))
+            for _, _, of in runs
+        ]
+        numbers = ["" if of == PADDING or size < 4 else str(of) for _, _, of in runs]
+        lanes.bars(axes, top, 0.86, [run[:2] for run in runs], colours, numbers, size=size,
+                   least=NUMBERED * longest, width=0.6 if len(runs) < 60 else 0)  # fmt: skip
+    names = [str(rank) for rank in range(len(tops))]
+    axes.set_yticks([top + 0.43 for top in tops], names, fontsize=max(4.0, size))
+    axes.set_xlim(0, longest)
+    axes.set_ylim(tops[-1] + 1, 0)
+    axes.set_xticks([])
+    axes.tick_params(length=0, pad=3)
+    axes.spines[:].set_visible(False)
+
+
+# --- scans of states -----------------------------------------------------------------------
+
+ROW, GAP = 0.34, 0.5  # inches of a rank; the gap between nodes, in rows
+LEFT, NARROW, BROAD = 0.75, 1.15, 1.9  # inches: of the names of ranks; of a round
+CHAIN = 0.5  # inches of the chain
+LABELS = 8  # hops of a round that are named, at most
+MOST = 9.5  # inches that rounds are given, at most, unless they would be narrower than readable
+
+
+def _scan(scene: ScanScene) -> Figure:
+    """The chain as a strip, and below it the rounds: a round is a column with every rank on its
+    left, sending, and on its right, receiving."""
+    rounds, ranks = max(1, scene.rounds), scene.grid.size
+    busiest = max([int((scene.hops.round == n).sum()) for n in range(rounds)], default=0)
+    each = min(BROAD if busiest > 6 else NARROW, max(0.55, MOST / rounds))
+    tall = ROW * (_middle(scene, ranks - 1) + 1)
+    width = max(6.4, LEFT + rounds * each + 0.3)
+    height = 0.85 + CHAIN + 0.55 + tall + 0.3 + 0.19 * (len(scene.counts()) + 1)
+    figure = _headed(width, height, scene)
+    top = height - 0.85 - CHAIN
+    _chain(box(figure, LEFT, top, width - LEFT - 0.3, CHAIN), scene)
+    axes = box(figure, LEFT, top - 0.5 - tall, rounds * each, tall)
+    _ranks(axes, scene, rounds, each)
+    for hop in range(len(scene.hops)):
+        _hop(axes, scene, hop, each)
+    for number in range(scene.rounds):
+        name = f"round {number}" if each > 0.8 else str(number)
+        axes.text(number + 0.5, -0.75, name, ha="center", fontsize=8.5, color=GREY)
+    if each <= 0.8:
+        axes.text(-0.1 / each, -0.75, "round", ha="right", fontsize=8.5, color=GREY)
+    return figure
+
+
+def _middle(scene: ScanScene, rank: int) -> float:
+    """The middle of a rank's row, in rows from the first."""
+    return rank + GAP * (rank // scene.grid.intra)
+
+
+def _chain(axes: Axes, scene: ScanScene) -> None:
+    """The pieces in the order of positions, each as wide as its rows."""
+    chain = scene.chains
+    edges = np.cumsum([0, *(int(chain.table[i, 2]) for i in scene.pieces)]).tolist()
+    colours = [of_rank(int(chain.rank[i]), chain.ranks) for i in scene.pieces]
+    runs, total = list(itertools.pairwise(edges)), edges[-1]
+    lanes.bars(axes, 0, 1, runs, colours, [str(i) for i in scene.pieces], size=8, width=1.0,
+               least=np.nextafter(total / 40, total))  # fmt: skip
+    for i, (start, _) in zip(scene.pieces, runs, strict=True):
+        if start and (chain.ends[i] if scene.backward else chain.begins[i]):
+            axes.plot([start, start], [-0.25, 1.25], color=INK, linewidth=1.4, clip_on=False)
+    axes.text(-0.01, 0.5, "pieces", transform=axes.transAxes, ha="right", va="center",
+              fontsize=8.5, color=GREY)  # fmt: skip
+    axes.set_xlim(0, total)
+    axes.set_ylim(0, 1)
+    axes.set_axis_off()
+
+
+def _ranks(axes: Axes, scene: ScanScene, rounds: int, each: float) -> None:
+    """A line for each rank, with a dot between rounds."""
+    for rank in range(scene.grid.size):
+        colour, y = of_rank(rank, scene.grid.size), _middle(scene, rank)
+        axes.plot([0, rounds], [y, y], color=RULE, linewidth=0.7, zorder=0)
+        dots = range(rounds + 1)
+        axes.plot(dots, [y for _ in dots], "o", color=colour, ms=5, clip_on=False)
+        axes.text(-0.1 / each, y, f"rank {rank}", ha="right", va="center", fontsize=8.5, color=INK)
+    axes.set_xlim(0, rounds)
+    axes.set_ylim(_middle(scene, scene.grid.size - 1) + 0.5, -0.5)
+    axes.set_axis_off()
+
+
+def _hop(axes: Axes, scene: ScanScene, hop: int, each: float) -> None:
+    """An arrow from its sender to its receiver, red between nodes; named where there is room."""
+    hops = scene.hops
+    number, source = int(hops.round[hop]), int(hops.source[hop])
+    begin, end = _middle(scene, source), _middle(scene, int(hops.destination[hop]))
+    colour = WARN if scene.between[hop] else of_rank(source, scene.grid.size)
+    axes.annotate(
+        "", xy=(number + 1 - 0.06 / each, end), xytext=(number + 0.06 / each, begin),
+        arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.1,
+                    "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8},
+    )  # fmt: skip
+    if int((hops.round == number).sum()) <= LABELS:
+        share = 0.36
+        axes.text(
+            number + share, begin + share * (end - begin), scene.name(hop), fontsize=7,
+            ha="center", va="center", color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )  # fmt: skip
+
+
+DRAWERS: dict[type, Callable[[Any], Figure]] = {
+    MaskScene: _mask,
+    LayoutScene: _layouts,
+    PackScene: _packs,
+    ScanScene: _scan,
+}

@@ -1,0 +1,269 @@
+"""Scenes as text, with rich: the marks can be read without their colours."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+
+import numpy as np
+from rich import box
+from rich.bar import Bar
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...cli.console import unwrapped
+from ...masks import Cover
+from ...schedule.tables import Chunk, Hop
+from ...units import byte_size
+from . import words
+from .colours import of_document, of_rank
+from .packs import PADDING, Holding, PackScene
+from .passes import Cell, ScheduleScene, share
+from .scans import ScanScene
+from .scene import LayoutScene, MaskScene
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+HIDDEN = "·"
+COVERS = {Cover.FULL: "■", Cover.PARTIAL: "◪", Cover.EMPTY: HIDDEN}
+ARROWS = {"intra": "→", "inter": "⇒"}
+LETTERS = string.ascii_letters  # of documents
+STRIP = 64  # characters of a rank's tokens, at most
+BAR = 24  # characters; the length of the busiest rank's bar
+
+
+def show(scene: words.Scene, rank: int | None = None) -> None:
+    """Print a scene; of a schedule, with `rank`, only that rank's part."""
+    console = unwrapped()  # a terminal wraps a matrix better than rich does
+    console.print(Text(words.title(scene), style="bold"))
+    console.print(Text(words.subtitle(scene) + "\n", style="dim"))
+    if isinstance(scene, MaskScene):
+        parts = _mask(scene)
+    elif isinstance(scene, LayoutScene):
+        parts = _layouts(scene)
+    elif isinstance(scene, PackScene):
+        parts = _packs(scene)
+    elif isinstance(scene, ScanScene):
+        parts = _scan(scene)
+    else:
+        parts = _schedule(scene, rank)
+    for part in parts:
+        console.print(part)
+    for line in words.caption(scene):
+        console.print(Text(line))
+
+
+def _mask(scene: MaskScene) -> Iterator[RenderableType]:
+    shards, order = scene.shards, scene.shards.order
+    edges = set(np.cumsum(shards.lengths)[:-1].tolist())
+    yield Text("global order", style="bold")
+    yield _matrix(scene.computers, shards.size, set())
+    yield Text("shard order: rank after rank", style="bold")
+    yield _matrix(scene.computers[np.ix_(order, order)], shards.size, edges)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("rank", "visible pairs", ""):
+        table.add_column(heading, justify="left" if not heading else "right")
+    most = max([*shards.work, 1])
+    for rank, pairs in enumerate(shards.work):
+        bar = Bar(most, 0, pairs, width=BAR, color=of_rank(rank, shards.size))
+        table.add_row(str(rank), f"{pairs:,}", bar)
+    yield table
+
+
+def _matrix(computers: np.ndarray, ranks: int, edges: set[int]) -> Text:
+    """A digit for each visible pair, and rules before the rows and columns in `edges`."""
+    text = Text(no_wrap=True)
+    rule = "".join("┼─" if i in edges else "─" for i in range(len(computers)))
+    for i, row in enumerate(computers.tolist()):
+        if i in edges:
+            text.append(rule + "\n", style="dim")
+        for j, rank in enumerate(row):
+            if j in edges:
+                text.append("│", style="dim")
+            _append_digit(text, rank, ranks)
+        text.append("\n")
+    return text
+
+
+def _append_digit(text: Text, rank: int, ranks: int) -> None:
+    if rank < 0:
+        text.append(HIDDEN, style="dim")
+    else:
+        text.append(DIGITS[rank % len(DIGITS)], style=of_rank(rank, ranks))
+
+
+def _layouts(scene: LayoutScene) -> Iterator[RenderableType]:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for shards in scene.rows:
+        strip = Text(no_wrap=True)
+        for rank in shards.holders.tolist():
+            _append_digit(strip, rank, shards.size)
+        table.add_row(shards.layout_text, strip)
+    yield table
+    yield Text()
+
+
+def _packs(scene: PackScene) -> Iterator[RenderableType]:
+    most = max(1, *(pairs for held in scene.held for pairs in held.work))
+    each = max(len(rows) for held in scene.held for rows in held.rows)
+    scale = -(-each // STRIP)
+    if scale > 1:
+        yield Text(f"a letter stands for {scale} tokens\n", style="dim")
+    for held in scene.held:
+        yield Text(held.name, style="bold")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for rank, pairs in enumerate(held.work):
+            bar = Bar(most, 0, pairs, width=BAR, color=of_rank(rank, scene.grid.size))
+            last_of_node = (rank + 1) % scene.grid.intra == 0 and rank + 1 < scene.grid.size
+            table.add_row(
+                str(rank), _documents(held, rank, scale), f"{pairs:,}", bar,
+                end_section=last_of_node,
+            )  # fmt: skip
+        yield table
+        yield Text()
+
+
+def _documents(held: Holding, rank: int, scale: int) -> Text:
+    """A letter for every so many tokens: the document of the one in their middle."""
+    strip = Text(no_wrap=True)
+    for start, stop, document in held.runs(rank):
+        # Middles of the letters' tokens, scale // 2, scale // 2 + scale, ..., within the run.
+        count = len(range(start + (scale // 2 - start) % scale, stop, scale))
+        if document == PADDING:
+            strip.append(HIDDEN * count, style="dim")
+        else:
+            letter = LETTERS[document % len(LETTERS)]
+            strip.append(
+                letter * count, style=of_document(held.pack.places[document], len(held.pack.real))
+            )
+    return strip
+
+
+# --- scans of states -----------------------------------------------------------------------
+
+
+def _scan(scene: ScanScene) -> Iterator[RenderableType]:
+    """The chain, then who sends what to whom, round by round."""
+    yield _chain(scene)
+    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+    table.add_column("rank", justify="right")
+    for number in range(scene.rounds):
+        table.add_column(f"round {number}")
+    for rank in range(scene.grid.size):
+        if rank and rank % scene.grid.intra == 0:
+            table.add_section()
+        style = of_rank(rank, scene.grid.size)
+        cells = [_hops(scene, rank, number) for number in range(scene.rounds)]
+        table.add_row(Text(str(rank), style=style), *cells)
+    yield Text("")
+    yield table
+    yield Text("")
+
+
+def _chain(scene: ScanScene) -> Text:
+    """A column for each piece: its number, who holds it, and how many rows it has."""
+    chain = scene.chains
+    columns = [(str(i), str(chain.rank[i]), str(chain.table[i, 2])) for i in scene.pieces]
+    text = Text(no_wrap=True)
+    for row, name in enumerate(("piece", "rank", "rows")):
+        text.append(f"{name:6}")
+        for i, column in zip(scene.pieces, columns, strict=True):
+            wide = max(map(len, column)) + 1
+            first = chain.begins[i] if not scene.backward else chain.ends[i]
+            text.append("|" if first and i != scene.pieces[0] else " ", style="dim")
+            text.append(column[row].rjust(wide), style=of_rank(int(chain.rank[i]), chain.ranks))
+        if row < 2:
+            text.append("\n")
+    return text
+
+
+def _hops(scene: ScanScene, rank: int, number: int) -> Text:
+    hops, named = scene.hops, []
+    for hop in ((hops.round == number) & (hops.source == rank)).nonzero()[0]:
+        arrow = ARROWS["inter" if scene.between[hop] else "intra"]
+        named.append(f"{scene.name(hop)}{arrow}{hops.destination[hop]}")
+    return Text(" ".join(named) or "·")
+
+
+# --- schedules -----------------------------------------------------------------------------
+
+
+def _schedule(scene: ScheduleScene, only: int | None) -> Iterator[RenderableType]:
+    table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 1))
+    table.add_column("")
+    released = {} if only is None else scene.released(only)
+    last = max([scene.steps - 1, *(hop.post for hop in scene.hops), *released])
+    for boundary in range(last + 1):
+        table.add_column(f"step {boundary}" if boundary < scene.steps else f"after {boundary}")
+    width = scene.plan.grid.intra
+    ranks = range(scene.size) if only is None else [only]
+    for rank in ranks:
+        cells = [_cell(scene, rank, at, released.get(at, [])) for at in range(last + 1)]
+        last_of_node = only is None and rank % width == width - 1 and rank < scene.size - 1
+        table.add_row(f"rank {rank}", *cells, end_section=last_of_node)
+    yield table
+    yield Text()
+    for line in _legend(scene, released=only is not None):
+        yield Text("   ".join(line), style="dim")
+    yield Text()
+
+
+def _legend(scene: ScheduleScene, released: bool) -> Iterator[list[str]]:
+    yield [
+        f"{COVERS[Cover.FULL]} all visible",
+        f"{COVERS[Cover.PARTIAL]} partly visible",
+        f"{HIDDEN} nothing to compute",
+    ]
+    letter = words.LETTERS[next(iter(scene.families), scene.plan.side)]
+    hops = [f"{letter}0{ARROWS['intra']}1 chunk of rank 0 sent to rank 1, within a node"]
+    hops += [f"{ARROWS['inter']} between nodes"]
+    hops += ["@n lands at boundary n instead of the next"]
+    if any(scene.partial(hop.chunk) for hop in scene.hops):
+        hops.append("n/m only n of its m rows")
+    yield hops
+    marks = [
+        f"{words.LETTERS[family]} {words.FAMILIES[family]}, a whole chunk: "
+        + byte_size(scene.bytes(Chunk(family, 0)))
+        for family in scene.families
+    ]
+    if scene.plan.kept:
+        marks.append("* kept from forward")
+    if released:
+        marks.append("-k0 released")
+    yield marks
+
+
+def _cell(scene: ScheduleScene, rank: int, boundary: int, released: list[Chunk]) -> Text:
+    """The pairs computed after the boundary, then what is released and posted at it."""
+    text = Text(no_wrap=True)
+    cells = scene.cells(rank, boundary)
+    for i, cell in enumerate(cells):
+        if i:
+            text.append("\n")
+        _append_pair(text, scene, rank, cell)
+    if not cells and boundary < scene.steps:
+        text.append(HIDDEN, style="dim")
+    if released:
+        text.append("\n" + " ".join(f"-{words.name_of(chunk)}" for chunk in released), style="dim")
+    sends = (hop for hop in scene.hops if hop.src == rank and hop.post == boundary)
+    for hop in sorted(
+        sends, key=lambda hop: (hop.chunk.accumulated, hop.link != "intra", hop.land)
+    ):
+        text.append("\n")
+        text.append(_hop(scene, hop), style="bold" if hop.link == "inter" else "")
+    return text
+
+
+def _append_pair(text: Text, scene: ScheduleScene, rank: int, cell: Cell) -> None:
+    kept = "*" if cell.kept else ""
+    label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}{kept}"
+    label = " ".join([label, *scene.parts(cell.pair)])
+    style = of_rank(scene.owner(rank, cell.pair), scene.size)
+    text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)
+
+
+def _hop(scene: ScheduleScene, hop: Hop) -> str:
+    late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
+    part = share(*scene.rows(hop.chunk))
+    some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
+    return f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"

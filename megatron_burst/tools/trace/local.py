@@ -1,0 +1,146 @@
+"""The trace of one attention call on ranks of this machine: gloo on its CPU, or NCCL on its GPUs.
+
+It shows the real order of events. On a CPU their durations are those of the loopback device, which
+is no network.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ...attention import attention
+from ...comm.groups import Groups
+from ...options import SideName
+from ...planning.prepare import prepare
+from .record import PASS, Trace, TraceEvent, events_of
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call of attention: causal, fp32, batch 1, zigzag."""
+
+    nodes: int
+    per_node: int
+    algorithm: str
+    side: SideName
+    tokens: int  # per rank
+    heads: int
+    kv_heads: int
+    width: int
+    head_chunks: int
+    device: str  # "cpu" or "cuda"
+
+    @property
+    def title(self) -> str:
+        chunks = f", {self.head_chunks} head chunks" if self.head_chunks > 1 else ""
+        return (
+            f"{self.algorithm}, {self.nodes} nodes x {self.per_node} ranks, {self.tokens} tokens "
+            f"per rank, {self.heads} heads ({self.kv_heads} for keys) of {self.width}{chunks}"
+        )
+
+
+@contextmanager
+def profiled(events: list[TraceEvent]) -> Iterator[None]:
+    """A context whose attention calls are profiled; their events are added at its end."""
+    kinds = [ProfilerActivity.CPU]
+    kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with profile(activities=kinds) as recorded:
+        yield
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        path = Path(folder) / "profile.json"
+        recorded.export_chrome_trace(str(path))
+        events += events_of(json.loads(path.read_text()))
+
+
+def run(call: TracedCall, limit: float = 120.0) -> Trace:
+    """Start the ranks, run the call twice and trace the second run.
+
+    Raises ValueError if a rank raises an error, or does not end within `limit` seconds.
+    """
+    ranks = call.nodes * call.per_node
+    if call.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ValueError(
+            f"--device cuda: {ranks} ranks need as many GPUs, and torch sees "
+            f"{torch.cuda.device_count()}"
+        )
+    multiprocessing.set_forkserver_preload(["torch"])  # so torch is imported once
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+        processes = start_processes(
+            _rank, (call, Path(folder)), ranks, join=False, start_method="forkserver"
+        )
+        assert processes is not None  # with join=False
+        ends = time.monotonic() + limit
+        try:
+            while not processes.join(max(0.0, ends - time.monotonic())):
+                if time.monotonic() >= ends:
+                    raise ValueError(f"the ranks did not end within {limit:.0f} s")
+        except ProcessRaisedException as error:
+            raise ValueError(str(error).strip().splitlines()[-1]) from error
+        finally:
+            for process in filter(None, processes.processes):
+                process.kill()
+                process.join()
+        lists = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    return Trace.of_ranks(call.title, (TraceEvent(*event) for each in lists for event in each))
+
+
+def _rank(rank: int, call: TracedCall, folder: Path) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if call.device == "cuda" else torch.device("cpu")
+    if call.device == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if call.device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder / 'store'}", rank=rank,
+        world_size=call.nodes * call.per_node, timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    events = _trace(call, device)
+    (folder / f"{rank:04}.json").write_text(json.dumps(events))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _trace(call: TracedCall, device: torch.device) -> list[TraceEvent]:
+    world = dist.group.WORLD
+    assert world is not None
+    groups = Groups.from_topology(world, intra=call.per_node)
+    torch.manual_seed(groups.rank)
+    q, k, v = (
+        torch.randn(call.tokens, 1, heads, call.width, device=device, requires_grad=True)
+        for heads in (call.heads, call.kv_heads, call.kv_heads)
+    )
+    plan = prepare(
+        q, k, v, groups=groups, algorithm=call.algorithm, side=call.side,
+        head_chunks=call.head_chunks,
+    )  # fmt: skip
+    attention(q, k, v, plan=plan).sum().backward()  # the first exchange also makes the connections
+    events: list[TraceEvent] = []
+    with profiled(events):
+        dist.barrier()
+        with _passing("forward", device):
+            out = attention(q, k, v, plan=plan)
+        dist.barrier()
+        with _passing("backward", device):
+            out.backward(torch.ones_like(out))
+    return [event._replace(rank=groups.rank) for event in events]
+
+
+@contextmanager
+def _passing(name: str, device: torch.device) -> Iterator[None]:
+    with record_function(f"{PASS}{name}"):
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

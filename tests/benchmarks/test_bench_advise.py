@@ -1,0 +1,126 @@
+"""`make bench-advise`: tables are whole, figures are what they were, and the page says them."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.advise import __main__ as bench
+from benchmarks.advise import contradictions, emulated
+from benchmarks.advise.plots import draw
+from benchmarks.advise.published_tables import NAMES, table
+from benchmarks.advise.section import Figure, Point, Section, spread
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "advise.md"
+ROWS = {
+    "burstengine_attention_tflops": 4,
+    "burstengine_table2_ablation": 6,
+    "burstengine_table3_sparse": 3,
+    "burstengine_table5_intra_node": 4,
+    "fpdt_table1_max_context": 5,
+    "loongtrain_table2_end_to_end": 64,
+    "loongtrain_table4_attention_ms": 96,
+}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """All cells of the emulated cluster with their predictions."""
+    return emulated.predicted(emulated.Host(), emulated.measured())
+
+
+def test_published_tables_are_whole():
+    assert set(NAMES) == set(ROWS)
+    for name, count in ROWS.items():
+        found = table(name)
+        assert len(found) == count, name
+        assert all(value for row in found for value in row.values()), name
+
+
+def test_errors_by_hand():
+    points = [Point("a", 100.0, 110.0), Point("b", 10.0, 9.5), Point("c", 1.0, 1.0)]
+    found = spread(points)
+    assert [round(p.error, 9) for p in points] == [0.1, -0.05, 0.0]
+    assert (round(found.median, 9), round(found.worst, 9)) == (0.05, 0.1)
+    assert round(found.p90, 9) == 0.09  # nine tenths of the way: 0.05 + 0.8 x 0.05
+
+
+def test_emulated_cells_are_predicted_as_well_as_the_page_says(rows):
+    assert len(rows) == 308
+    assert rows[-1].place + 1 == 35
+    off = spread([row.point for row in rows])
+    assert off.median < 0.015
+    assert off.p90 < 0.06
+    found = emulated.ranking(rows)
+    assert found.pairs == 1206
+    assert len(found.wrong) <= 18
+
+
+def test_links_alone_give_the_flat_rings_time():
+    """2 x 4 ranks, 8 MiB per hop at 25 MB/s between nodes: 7 hops of the slowest link."""
+    still = emulated.Host(1.0, 1.0, 1e-12, 1e-12, 1e-20, 1e-20, 1e-12, 1e-20, 1e-12, 1e15)
+    row = emulated.measured()[0]
+    assert (row.rival, row.cell.regime) == ("ring", "communication")
+    forward, backward = emulated.predict(still, row.cell, emulated.WAYS["ring"], 0.0)
+    hop = 1024 * 16 * 64 * 2 * 4 / 25e6
+    assert math.isclose(forward, 7 * hop, rel_tol=1e-6)
+    assert math.isclose(backward, 14 * hop, rel_tol=1e-6)
+
+
+def test_rankings_by_hand():
+    one = emulated.measured()[0]
+    cells = [
+        one._replace(rival="a", seconds=1.00, predicted=(1.0, 0.0)),
+        one._replace(rival="b", seconds=1.02, predicted=(0.9, 0.0)),  # too near to a
+        one._replace(rival="c", seconds=1.10, predicted=(0.5, 0.45)),  # wrong beside a
+    ]
+    found = emulated.ranking(cells)
+    assert found.pairs == 2
+    assert [(name, other) for _, name, other, _, _ in found.wrong] == [("a", "c")]
+
+
+def test_contradictions_are_found():
+    text = contradictions.run().markdown()
+    for words in (
+        "hp4_cp8, mha, 512K", "hp8_cp4, mha, 512K", "4 GQA rows of ds_ulysses", "K = 1000",
+        "8.0e9 parameters", "table 3 is table 5's row", "half of them 4.5 GB",
+    ):  # fmt: skip
+        assert words in text
+    assert "hp8_cp4, gqa8" not in text  # agrees with itself
+
+
+def test_the_page_has_every_section_and_its_figures(rows):
+    text = PAGE.read_text(encoding="utf-8")
+    for name in bench.SECTIONS:
+        held = re.search(rf"<!-- begin {name}: generated -->(.*)<!-- end {name} -->", text, re.S)
+        written = held[1].strip() if held else ""
+        assert len(written) > 200, f"{name}: run `make bench-advise`"
+    for section in (contradictions.run(), emulated.section(emulated.Host(), rows)):
+        for figure in section.figures:
+            assert str(figure) in text, f"{section.name}: run `make bench-advise`"
+        for row in section.rows:
+            assert row[0] in text
+            assert row[1] in text
+
+
+def test_every_section_has_a_module():
+    for name in (*bench.SECTIONS, bench.SPEED):
+        assert callable(bench.runner(name))
+
+
+def test_a_page_and_a_picture_are_written(tmp_path, monkeypatch):
+    section = Section(
+        "one", "One", ["Words."], ["row"], [["first"], ["second"]],
+        [Figure("error", "2 %", "3 %", True)], [Point("p", 2.0, 2.1)], shown=1,
+    )  # fmt: skip
+    monkeypatch.setattr(bench, "SECTIONS", ("one", "two"))
+    bench.write([section], tmp_path)
+    text = (tmp_path / "advise.md").read_text()
+    assert "first" in text
+    assert "second" not in text
+    assert "**error**: 2 % (target: 3 %: met)" in text
+    assert "second" in section.markdown(everything=True)
+    draw([section], tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
+    assert bench.summary([section]).startswith("1 of 1 targets are met.")

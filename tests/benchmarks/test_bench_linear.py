@@ -1,0 +1,218 @@
+"""benchmarks/linear: formulas by hand, what is right, a tiny run on four ranks, tables and page."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.linear import bench, exchange, maps, measure, page, summary
+from benchmarks.linear.settings import (
+    ALGORITHMS,
+    ALL_TO_ALL,
+    CONVOLUTION,
+    FORMS,
+    GATHER,
+    LAYOUTS,
+    Setting,
+    Stack,
+    refusal,
+    settings,
+)
+
+ROOT = Path(__file__).parents[2]
+TINY = {"heads": 4, "width": 8, "tokens": 16}
+
+
+def test_the_all_to_all_sends_what_megatrons_layers_exchange():
+    """GatedDeltaNet: q, k, v and z of 16 heads x 128, alpha and beta of each head; then the output.
+    Mamba-2: z and x, B and C of 8 groups, dt of each head."""
+    assert Setting("matrix", "zigzag").exchanged(8) == (
+        (4 * 2048 + 32) * 2 * 4096 // 8, 2048 * 2 * 4096 // 8,
+    )  # fmt: skip
+    assert Setting("scalar", "zigzag").exchanged(8)[0] == (2 * 2048 + 2 * 1024 + 16) * 1024
+    assert [Setting(form, "zigzag").convolved for form in FORMS] == [2048 + 2048, 0, 3 * 2048]
+    assert Setting("vector", "zigzag").state_bytes == 1 << 20
+    assert Setting("matrix", "zigzag").transition_bytes == 1 << 20
+
+
+def test_few_heads_are_not_shared():
+    small = Setting("matrix", "zigzag", 4, 64)
+    assert refusal(small, ALL_TO_ALL, 8) == "8 ranks cannot share 4 heads"
+    assert refusal(small, GATHER, 8) is None
+    assert refusal(Setting("vector", "zigzag"), CONVOLUTION, 8) == "the layer has none"
+    assert {s.layout for s in settings(quick=False)} == set(LAYOUTS)
+
+
+def test_linear_flops_by_hand():
+    """Two heads of width 4, chunks of 64: within a chunk 2 C (3 d + 2 w) a token, 6 d w outside."""
+    stack = Stack(tokens=10, state_heads=2, state_width=4)
+    assert stack.linear_flops == 10 * 2 * (2 * 64 * 20 + 6 * 16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_truth_is_that_of_autograd(form, layout):
+    """The states of all ranks in the order of the chain are one recurrence; so are gradients."""
+    setting, size = Setting(form, layout, heads=2, width=3, tokens=8), 3
+    chain = maps.chains_of(setting, size)
+    shares = [maps.share(setting, size, rank) for rank in range(size)]
+    order = np.argsort(np.concatenate([chain.of(rank) for rank in range(size)]))
+
+    def whole(parts):
+        return torch.cat(list(parts))[torch.from_numpy(order)].double()
+
+    a, b, upstream = (whole(share[i] for share in shares) for i in range(3))
+    a.requires_grad_(), b.requires_grad_()
+    state, entering = torch.zeros_like(b[0]), []
+    for i in range(len(chain)):
+        entering.append(state)
+        state = maps.apply(a[i], state) + b[i]
+    out = torch.stack(entering)
+    grads = torch.autograd.grad(out, (a, b), upstream)
+    for x, i in zip((out, *grads), range(3), strict=True):
+        torch.testing.assert_close(whole(share.truth[i] for share in shares), x)
+
+
+class Quiet:
+    """A network that counts nothing."""
+
+    per_node = 2
+
+    def sent_from_here(self, rank):
+        return {"intra": 0, "inter": 0}
+
+
+def all_rivals(settings):
+    """On a rank: what every rival of some settings costs and gives."""
+    state = {"rank": torch.distributed.get_rank(), "network": Quiet(), "module": None}
+    found = []
+    for setting in settings:
+        measure.load(state, setting)
+        names = bench.rivals(setting, 4)
+        works = {n: measure.prepare(state, n, None) for n in names}
+        found.append({n: (work, measure.timed(state, n)) for n, work in works.items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def tiny(ranks):
+    todo = [Setting(form, layout, **TINY) for form in FORMS for layout in LAYOUTS]
+    return todo, ranks(4).run(all_rivals, todo, timeout=120)
+
+
+def test_every_rival_is_right_and_sends_what_the_formula_says(tiny):
+    todo, found = tiny
+    for index, setting in enumerate(todo):
+        assert set(found[0][index]) >= {ALL_TO_ALL, GATHER, *ALGORITHMS}
+        for name in found[0][index]:
+            for rank in range(4):
+                work, run = found[rank][index][name]
+                assert run.error <= measure.TOLERANCE, (setting, name, run.error)
+                if name in (*ALGORITHMS, CONVOLUTION):
+                    both = [sum(work.sent[p][to] for p in work.sent) for to in range(4)]
+                    node = rank // 2
+                    inside = sum(both[2 * node : 2 * node + 2])
+                    assert run.counted == {"intra": inside, "inter": sum(both) - inside}
+        assert found[0][index][ALL_TO_ALL][0].says == exchange.TORCH
+
+
+def test_the_ring_sends_a_state_from_rank_to_rank(tiny):
+    """Contiguous: each rank one state to the next, there, and back to the one before."""
+    todo, found = tiny
+    setting = Setting("matrix", "contiguous", **TINY)
+    sent = [each[todo.index(setting)]["ring"][0].sent for each in found]
+    one = setting.state_bytes
+    assert [s["forward"] for s in sent] == [[0, one, 0, 0], [0, 0, one, 0], [0, 0, 0, one], [0] * 4]
+    assert [s["backward"] for s in sent] == [
+        [0] * 4,
+        [one, 0, 0, 0],
+        [0, one, 0, 0],
+        [0, 0, one, 0],
+    ]
+
+
+def record(form="matrix", heads=16, names=(ALL_TO_ALL, GATHER, *ALGORITHMS)):
+    seconds = dict(zip((ALL_TO_ALL, GATHER, *ALGORITHMS), (8, 4, 3, 2, 1, 5, 1.5), strict=True))
+    zero = {"intra": 0, "inter": 0}
+    return {
+        "setting": Setting(form, "contiguous", heads)._asdict(), "grid": [2, 4],
+        "rates": "200M/800M", "measured": {}, "load": [1.0, 2.0], "cores": 2,
+        "plain": {"intra": [8e6], "inter": [8e6]},
+        "rivals": [
+            {"name": name, "says": "x", "error": 0.0, "busy": 0.001,
+             "seconds": [{"forward": s / 2, "backward": s / 2}, {"forward": s, "backward": s}],
+             "busiest": {"forward": {"intra": 3 * 10**6, "inter": 10**6}, "backward": zero},
+             "bytes": {"intra": {"formula": 8 << 20, "kernel": 9 << 20}, "inter": {
+                 "formula": 0, "kernel": 5}}}
+            for name, s in seconds.items() if name in names
+        ],
+    }  # fmt: skip
+
+
+def test_ratios_are_of_the_same_round_and_the_limit_is_that_of_the_slower_link():
+    rows = {row.name: row for row in summary.rows(record())}
+    assert rows["auto"].to_all == (1.5 / 8,) * 3
+    assert rows["scan"].to_gather == (0.25,) * 3
+    assert rows["scan"].limit == 3.0  # 3 MB at 8 Mbit/s
+    assert rows["ring"].bytes == {"intra": 1.0, "inter": 0.0}
+    assert rows["ring"].extra == {"intra": pytest.approx(12.5)}
+    assert summary.fastest(record()) == "scan"
+    assert summary.auto_over_best(record()).middle == 1.5
+
+
+def test_a_number_that_is_none_is_an_error():
+    nan = torch.tensor([float("nan")])
+    assert not measure.worst_error((nan, nan + 1), (torch.ones(1), torch.ones(1))) <= 1.0
+    assert not measure.worst_error((torch.ones(1), nan), (torch.ones(1),) * 2) <= 1.0
+    assert measure.worst_error((torch.full((1,), 0.5),), (torch.zeros(1),)) == 0.5
+
+
+def test_other_bytes_than_the_formulas_end_the_benchmark():
+    run = measure.Run({}, {"intra": 10**6, "inter": 0}, {"intra": 10**6, "inter": 0}, 0.0)
+    right = {"intra": 2 * 10**6, "inter": 0}
+    bench.check("ring", right, [run, run])
+    for odd, words in (
+        (run._replace(counted={"intra": 5, "inter": 0}), "ranks sent 1000005 intra bytes"),
+        (run._replace(kernel={"intra": 2 * 10**6, "inter": 0}), "the kernel counted 3000000 intra"),
+        (run._replace(error=float("nan")), "rank 1 is off by nan"),
+    ):
+        with pytest.raises(bench.RankError, match=words):
+            bench.check("ring", right, [run, odd])
+
+
+def test_tables_of_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(page.simulated, "section", lambda: "forecast")
+    small = record("scalar", 4, (GATHER, *ALGORITHMS))
+    run = {"command": "bench", "machine": "a machine", "cells": [record(), small]}
+    stack = {
+        "command": "bench", "machine": "a machine",
+        "cells": [{"regime": "balanced", "load": [1.0], "attentions": [
+            {"name": name, "says": "", "compute": 1.0, "seconds": [{"forward": s, "backward": s}],
+             "busiest": {"forward": {"intra": 1 << 20, "inter": 0}}}
+            for name, s in (("all_gather (LASP-2H)", 4.0), ("burst", 2.0))]}],
+    }  # fmt: skip
+    page.write({"cluster": run, "hybrid": stack}, tmp_path)
+    text = (tmp_path / page.PAGE).read_text()
+    assert "| 0.188 (0.188 to 0.188)" in text  # auto over the all-to-all
+    assert "`auto` over the fastest of our algorithms: 1.500 to 1.500." in text
+    assert "forecast" in text
+    assert "| 2.00 (2.00 to 2.00)" in text  # burst's gain
+    assert (tmp_path / page.PICTURE).exists()
+
+
+@pytest.mark.slow
+def test_quick_mode_measures_on_the_emulated_cluster(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = ["--quick", "--parts", "cluster", "--repeats", "1", "--out", str(tmp_path)]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.linear", *words], cwd=ROOT, env=environment,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    if run.returncode == 2:
+        pytest.skip(run.stderr.strip())
+    assert run.returncode == 0, run.stderr
+    assert "matrix, contiguous" in (tmp_path / page.PAGE).read_text()

@@ -1,0 +1,410 @@
+"""Comparisons on the emulated cluster: their problems, bytes and statistics, by hand; and one run.
+
+What needs namespaces is in test_cluster.py but for one slow run, which is skipped where the machine
+refuses them.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster import (
+    cells,
+    compare,
+    comparison,
+    cuts,
+    mail,
+    measure,
+    problems,
+    record,
+    suites,
+    whole,
+)  # fmt: skip
+from benchmarks.cluster.network import Network, Rates
+from benchmarks.cluster.ranks import RankError
+from megatron_burst.layout import make
+from megatron_burst.schedule.algorithms import ALGORITHMS, burst
+from megatron_burst.schedule.cost import Sizes
+from megatron_burst.schedule.demand import BACKWARD, Demand, wanted
+from megatron_burst.schedule.rings import forward
+from megatron_burst.schedule.tables import Grid
+
+ROOT = Path(__file__).parents[2]
+RATES = Rates(10**6, 4 * 10**6)
+
+
+# --- problems ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["500", "1K"])
+def test_documents_fill_the_sequence_and_a_seed_says_which(name):
+    found = problems.bounds(name, 3, 32768)
+    assert found == problems.bounds(name, 3, 32768) != problems.bounds(name, 4, 32768)
+    assert (found[0], found[-1]) == (0, 32768)
+    lengths = np.diff(np.concatenate([problems.bounds(name, s, 1 << 20) for s in range(4)]))
+    lengths = lengths[lengths > 0]
+    median, _, cap = problems.DOCUMENTS[name]
+    assert 0.8 < np.median(lengths) / median < 1.25
+    assert lengths.max() <= cap
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "full", "window 24", "blocks 16", "documents 500 seed 1"]
+)
+def test_the_truth_is_that_of_a_dense_mask(name, monkeypatch):
+    monkeypatch.setattr(problems, "ROWS", 20)
+    monkeypatch.setitem(problems.DOCUMENTS, "500", problems.Lengths(10, 1.0, 40))
+    length = 96
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(length, 1, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, length, 1, 2, 8, generator=generator, dtype=torch.float64)
+    i, j = np.ogrid[:length, :length]
+    if name.startswith("documents"):
+        which = np.searchsorted(problems.bounds("500", 1, length), np.arange(length), "right")
+        assert len(set(which)) > 3
+        seen = (which[:, None] == which[None, :]) & (j <= i)
+    elif name.startswith("blocks"):
+        table = np.random.default_rng(0).random((6, 6)) < problems.SHOWN
+        seen = (table | np.eye(6, dtype=bool)).repeat(16, 0).repeat(16, 1) & (j <= i)
+    else:
+        near = i - j < (24 if name.startswith("window") else length)
+        seen = np.ones((length, length), dtype=bool) if name == "full" else (j <= i) & near
+    k2, v2 = (x.repeat_interleave(2, 2)[:, 0].permute(1, 0, 2) for x in (k, v))
+    scores = q[:, 0].permute(1, 0, 2) @ k2.transpose(1, 2) * 8**-0.5
+    right = scores.masked_fill(~torch.from_numpy(np.array(seen)), -torch.inf).softmax(-1) @ v2
+    found = problems.attend(q, k, v, name)
+    assert (found[:, 0].permute(1, 0, 2) - right).abs().max() < 1e-10
+
+
+def test_a_mask_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"--masks: there is causal, .* got 'documents 500'"):
+        problems.mask_of("documents 500", 64)
+
+
+# --- layouts -------------------------------------------------------------------------------
+
+
+def documents(monkeypatch, median=20):
+    """Small ones under the usual name."""
+    monkeypatch.setitem(problems.DOCUMENTS, "500", problems.Lengths(median, 1.0, 4 * median))
+    return "documents 500 seed 1", problems.bounds("500", 1, 128)
+
+
+@pytest.mark.parametrize("layout", cuts.LAYOUTS)
+def test_every_layout_holds_every_token_once_and_documents_see_themselves_alone(
+    layout, monkeypatch
+):
+    name, bounds = documents(monkeypatch)
+    found = cuts.cut(layout, name, 128, 2, 2)
+    rows = len(found.tokens)
+    held = np.concatenate([found.layout.positions(rank, rows) for rank in range(4)])
+    assert sorted(held) == list(range(rows))
+    real = np.flatnonzero(found.tokens >= 0)
+    assert found.tokens[real].tolist() == list(range(128))
+    of = np.searchsorted(bounds, found.tokens[real], "right")
+    seen = (of[:, None] == of) & (found.tokens[real][:, None] >= found.tokens[real])
+    assert (found.mask.visible(real[:, None], real[None, :]) == seen).all()
+    padding = np.flatnonzero(found.tokens < 0)
+    assert not found.mask.visible(real[:, None], padding[None, :]).any()
+    wanted = sum(-(-n // 8) * 8 for n in np.diff(bounds)) if layout == "documents" else 128
+    assert rows == wanted
+
+
+def test_a_cut_tensor_has_its_tokens_and_its_padding(monkeypatch):
+    name, _ = documents(monkeypatch)
+    found = cuts.cut("documents", name, 128, 2, 2)
+    x = torch.arange(128.0)[:, None]
+    for padding, there in ((-1.0, [-1.0]), (-1 - x, (-1 - x[:8, 0]).tolist())):
+        shards = [found.shard(x, rank, padding)[:, 0] for rank in range(4)]
+        whole = torch.cat(shards)
+        assert sorted(whole[whole >= 0].tolist()) == x[:, 0].tolist()
+        assert whole[whole < 0].unique().flip(0).tolist()[: len(there)] == there
+
+
+def test_layouts_without_documents_are_refused():
+    with pytest.raises(ValueError, match=r"layout balanced needs packed documents, got .*'causal'"):
+        cuts.cut("balanced", "causal", 128, 2, 2)
+    with pytest.raises(ValueError, match=r"layout: there is zigzag, documents, balanced, got 'x'"):
+        cuts.cut("x", "causal", 128, 2, 2)
+
+
+def test_what_is_not_known_of_a_truth_is_not_judged_and_all_else_is():
+    truth = torch.tensor([2.0, cuts.UNKNOWN, -4.0])
+    assert measure.worst_error([torch.tensor([2.0, 9.0, -4.0])], [truth]) == 0.0
+    assert measure.worst_error([torch.tensor([3.0, 9.0, -4.0])], [truth]) == 0.25
+    wrong = measure.worst_error([torch.tensor([np.nan, 9.0, -4.0])], [truth])
+    assert not wrong <= 1e-5
+
+
+def test_shares_of_all_layouts_are_one_problem(monkeypatch, tmp_path):
+    """Tokens of the whole sequence: the same inputs and truth in every layout."""
+    name, _ = documents(monkeypatch)
+    problem = cells.Problem(32, 2, 2, 8, name)
+    measure.write_problem(problem, Network(2, 2, RATES), tmp_path, list(cuts.LAYOUTS))
+    shares = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    joined = {}
+    for layout in cuts.LAYOUTS:
+        found = shares[0][layout].cut
+        rows = np.concatenate([found.layout.positions(r, len(found.tokens)) for r in range(4)])
+        order = np.argsort(rows)[found.tokens >= 0]
+        tensors = zip(*((*s[layout].inputs, *s[layout].truth) for s in shares), strict=True)
+        whole = [torch.cat(parts) for parts in tensors]
+        joined[layout] = [x[order] for x in whole]
+        empty = [x[np.argsort(rows)[found.tokens < 0]] for x in whole]
+        assert not any(x.any() for x in (empty[3], *empty[5:]))
+        assert empty[4].isnan().all()
+    for layout in cuts.LAYOUTS:
+        for x, y in zip(joined[layout], joined["zigzag"], strict=True):
+            assert torch.equal(x, y)
+
+
+# --- what links carry ----------------------------------------------------------------------
+
+
+def test_a_nic_is_as_busy_as_its_busier_direction_and_a_direct_link_alone():
+    """Rank 3 receives from all: 2 of the other node, 1 of its own."""
+    sent = np.zeros((4, 4), dtype=int)
+    sent[:3, 3] = 10
+    sent[0, 1] = 7
+    loads = {w: Network(2, 2, RATES, w).loads for w in ("nic", "node", "mesh")}
+    assert max(loads["nic"](sent, "inter")) == 20  # of ranks 0 and 1 into one NIC
+    assert sorted(loads["nic"](sent, "intra"))[-4:] == [7, 7, 10, 10]  # sent and received
+    assert max(loads["node"](sent, "inter")) == 20
+    assert max(loads["mesh"](sent, "inter")) == 10
+    assert sorted(x for x in loads["mesh"](sent, "intra") if x) == [7, 10]
+
+
+def demand(name, grid, tokens):
+    layout = make("zigzag", cp_size=grid.size)
+    spans = [layout.spans(rank, tokens * grid.size) for rank in range(grid.size)]
+    return wanted(problems.mask_of(name, tokens * grid.size), spans, spans)
+
+
+def test_whole_chunks_travel_to_whoever_sees_a_row_of_them():
+    grid = Grid(2, 2)
+    each = Demand(grid, "kv", demand("window 16", grid, 64), BACKWARD)
+    found, rows = whole.tables(each), burst.tables(each)
+    carried = {
+        name: t.keys.rows_of(t.transfers.owner, t.transfers.rows)
+        for name, t in (("whole", found), ("rows", rows))
+    }
+    assert set(carried["whole"].tolist()) == {64}
+    assert carried["rows"].max() < 64
+
+
+def test_whole_chunks_go_the_way_that_crosses_nodes_less_often():
+    """Rank 0 of four nodes is wanted by the last node alone: round the ring it crosses thrice, if
+    rings went that way, and directly once."""
+    grid = Grid(4, 1)
+    seen = demand("causal", grid, 8)
+    only = seen.visible & False
+    only[3, 0] = only[2, 3] = only[1, 2] = True  # 3 wants 0, 2 wants 3, 1 wants 2: all the one way
+    only[0, 2] = True
+    whole_chunks = seen.keys.whole()
+    keys = type(whole_chunks)(
+        whole_chunks.owner, whole_chunks.number, only.T[whole_chunks.owner], whole_chunks.runs
+    )
+    each = Demand(grid, "kv", type(seen)(only, keys, keys), BACKWARD)
+    sent = whole.tables(each).transfers
+    copies = sent.where(~sent.accumulated)
+    assert len(copies.owner) == only.sum()
+
+
+def test_whole_chunks_are_an_algorithm_only_where_they_are_registered():
+    before = dict(ALGORITHMS)
+    try:
+        whole.register()
+        assert set(ALGORITHMS) - set(before) <= {whole.NAME}
+        assert ALGORITHMS[whole.NAME].tables is whole.tables
+    finally:
+        ALGORITHMS.clear()
+        ALGORITHMS.update(before)
+
+
+def test_the_least_bytes_between_nodes_count_a_row_once_per_node():
+    """2 x 2 causal zigzag of 4 rows per rank: the rank with rows r, 7 - r in pieces of 2. Every key
+    row that a later query of the other node sees crosses once: of ranks 0 and 1 all but none, of
+    ranks 2 and 3 the first pieces."""
+    grid, tokens = Grid(2, 2), 4
+    sizes = Sizes(tokens, 1, 1, 1, 1, 1, 4, 4, 4, (True, True, True))
+    schedule = forward("burst", grid, wanted=demand("causal", grid, tokens),
+                       row_bytes=sizes.forward)  # fmt: skip
+    layout = make("zigzag", cp_size=4)
+    positions = [layout.positions(rank, 16) for rank in range(4)]
+    rows = sum(
+        any(q >= key for peer in peers for q in positions[peer])
+        for owner, peers in ((0, (2, 3)), (1, (2, 3)), (2, (0, 1)), (3, (0, 1)))
+        for key in positions[owner]
+    )
+    assert mail.least_between(schedule, sizes) == rows * 8
+
+
+# --- what is written down ------------------------------------------------------------------
+
+
+def work(sizes, messages):
+    counts = {p: {"intra": messages, "inter": 0} for p in mail.PASSES}
+    sent = {p: [0, sizes] for p in mail.PASSES}
+    each = {p: {"intra": sizes, "inter": 0} for p in mail.PASSES}
+    return measure.Work(each, dict.fromkeys(mail.PASSES, 1.0), "", mail.Mail(sent, counts, {}))
+
+
+def test_kernel_bytes_of_small_messages_are_told_and_not_judged():
+    """A message of 64 KiB is held to 3 %, one of half that is not."""
+    rival = cells.Rival("burst", "burst")
+    size = 100 << 20
+    sent = {"intra": int(2 * size * 1.05), "inter": 0}
+    run = measure.Run({}, sent, {"intra": 2 * size, "inter": 0}, 0.0)
+    record.check(rival, [work(size, size >> 15)], [run])
+    with pytest.raises(RankError, match="the kernel counted"):
+        record.check(rival, [work(size, size >> 16)], [run])
+
+
+def test_of_one_algorithm_the_clearly_slower_rivals_are_dropped():
+    def runs(seconds):
+        clock = {"forward": (0.0, seconds), "backward": (0.0, 0.0)}
+        return [[measure.Run(clock, {}, {}, 0.0)]]
+
+    one, two, other = (cells.Rival(*x) for x in (("a", "a"), ("a2", "a"), ("b", "b")))
+    found = record.slower({one: runs(1.2), two: runs(1.0), other: runs(5.0)}, 1.1)
+    assert found == {one: (1.2, two)}
+    assert record.slower({one: runs(1.09), two: runs(1.0)}, 1.1) == {}
+
+
+def test_layouts_of_one_algorithm_do_not_drop_each_other():
+    clock = {"forward": (0.0, 9.0), "backward": (0.0, 0.0)}
+    slow = [[measure.Run(clock, {}, {}, 0.0)]]
+    fast = [[measure.Run(dict.fromkeys(clock, (0.0, 1.0)), {}, {}, 0.0)]]
+    one, other = cells.Rival("a", "a"), cells.Rival("b", "a", layout="balanced")
+    assert record.slower({one: slow, other: fast}, 1.1) == {}
+
+
+def test_imbalance_is_that_of_both_passes_together():
+    works = [work(1, 1)._replace(flops={"forward": f, "backward": 2 * f}) for f in (1.0, 2.0, 3.0)]
+    assert record._imbalance(works) == 1.5
+
+
+def rival(name, seconds, inter, **more):
+    mean = {p: {"intra": 0, "inter": inter} for p in mail.PASSES}
+    return {
+        "name": name,
+        "seconds": [{"forward": s, "backward": s} for s in seconds],
+        "busiest": mean, "sender": mean, "mean": mean,
+        "messages": {p: {"intra": 0, "inter": 2} for p in mail.PASSES},
+        "least": dict.fromkeys(mail.PASSES, 1 << 20),
+        "flops": dict.fromkeys(mail.PASSES, 0.0),
+        "bytes": {"intra": {"formula": 0, "kernel": 0},
+                  "inter": {"formula": 4 << 20, "kernel": 4 << 20}},
+        "predicted": None, "chosen": "", "error": 0.0,
+    } | more  # fmt: skip
+
+
+def recorded(seed=0, whole_seconds=(4.0, 5.0, 6.0)):
+    cell = cells.Cell(2, 2, RATES, "MHA 1", "communication", 64, mask=f"documents 500 seed {seed}")
+    return {
+        "cell": cell._asdict() | {"rates": str(cell.rates)},
+        "speed": 0.0,
+        "plain": {"intra": [4e6], "inter": [1e6]},
+        "left out": [],
+        "rivals": [
+            rival(suites.WHOLE, whole_seconds, 500_000),
+            rival("burst", (2.0, 2.0, 2.0), 125_000),
+        ],
+    }
+
+
+def test_a_comparison_by_hand():
+    """The base's busiest link carries 4 Mbit per pass at 1 Mbit/s: 8 s, though it took 10, so the
+    link is as fast as stated; ours 1 s per pass."""
+    found = comparison.compared("documents", recorded(), (suites.WHOLE,))
+    base, ours = found.entries
+    assert (found.base, base.ratio) == (suites.WHOLE, (1.0, 1.0, 1.0))
+    assert ours.ratio == (2.5, 2.0, 3.0)
+    assert (ours.limit, ours.over_limit, ours.permitted) == (2.0, 2.0, 4.0)
+    assert ours.between == (round(250_000 / 2**20, 3),) * 2
+    assert ours.least == 0.5  # MiB: 2 of both passes over 4 ranks
+    assert ours.messages == {"inter": 1024.0}
+
+
+def test_the_base_is_the_fastest_of_those_named():
+    found = comparison.compared("documents", recorded(), (suites.WHOLE, "burst"))
+    assert found.base == "burst"
+    assert found.entries[0].ratio.middle == 0.4
+
+
+def several():
+    cells = tuple(
+        comparison.compared("documents", recorded(seed, (first,) * 3), (suites.WHOLE,))
+        for seed, first in enumerate((4.0, 8.0, 6.0))
+    )
+    return comparison.Comparisons((comparison.Run("compare", "here"),), cells)
+
+
+def test_batches_are_summed_up_by_their_medians():
+    found = several()
+    summary = comparison.summarized(found.cells, "burst")
+    assert summary == {"gain": (3.0, 2.0, 4.0), "permitted": (4.0, 4.0, 4.0), "over": (2.0, 2.0)}
+    assert comparison.summarized(found.cells, "multicast") is None
+    text = comparison.summary(found)
+    assert "| 2 x 2, documents 500, communication, 3 batches | burst, whole chunks (" in text
+    assert "| 3.00 (2.00 to 4.00), permitted 4.00, over the limit 2.00 |" in text
+
+
+def test_comparisons_are_kept(tmp_path):
+    found = several()
+    comparison.save(found, tmp_path / "x.json")
+    assert comparison.load(tmp_path / "x.json") == found
+
+
+def test_a_suite_that_there_is_not_is_refused():
+    parsed = command._parser().parse_args(["compare", "tile"])
+    with pytest.raises(ValueError, match="there is documents, balanced, multicast, tiles, two"):
+        parsed.run(parsed)
+
+
+def test_a_suite_runs_every_batch_on_every_grid():
+    def settings(*words):
+        parsed = command._parser().parse_args(["compare", *words])
+        return compare._job(suites.SUITES[words[0]], parsed)
+
+    _, found = settings("documents")
+    assert len(found) == len(set(found)) == 2 * 2 * 12
+    assert {cell.tokens for cell in found} == {4096}
+    suite, found = settings("documents", "--seeds", "3", "--masks", "1K", "--rivals", "burst")
+    assert [cell.mask for cell in found] == ["documents 1K seed 3"] * 2
+    assert [r.name for r in suite.rivals] == [suites.WHOLE, "burst"]
+    suite, found = settings("balanced")
+    assert len(found) == 2 * 2 * 12 * 2
+    assert {r.layout for r in suite.rivals} == set(cuts.LAYOUTS)
+    suite, found = settings("balanced", "--regimes", "compute", "--rivals", "balanced")
+    assert {c.regime for c in found} == {"compute"}
+    assert {r.layout for r in suite.rivals} == {"balanced"}
+    _, found = settings("tiles")
+    assert {(c.grid, c.mask, c.wire) for c in found} == {
+        (g, m, w) for g in ("4x2", "4x4") for m in ("full", "causal") for w in ("fp32", "bf16")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["documents", "balanced"])
+def test_a_small_comparison_runs(tmp_path, suite):
+    """Results and bytes are checked by the run itself."""
+    out = tmp_path / "x.json"
+    words = ["compare", suite, "--grids", "2x2", "--tokens", "256", "--seeds", "1-2",
+             "--repeats", "2", "--masks", "500", "--out", str(out)]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    regimes = len(suites.SUITES[suite].regimes)
+    assert len(json.loads(out.read_text())["cells"]) == 2 * regimes
+    assert ", 2 batches" in done.stdout

@@ -1,0 +1,125 @@
+"""`megatron-burst`: what a user gets wrong is one line on stderr and exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_burst.cli.main import COMMANDS, main
+
+BAD = {
+    "": "required: COMMAND",
+    "--nonsense": "required: COMMAND",
+    "pertain": "invalid choice: 'pertain'",
+    # memory
+    "memory": "--model is needed: one of",
+    "memory --gpus 8": "--model is needed: one of",
+    "memory --gpus 8 --model llama3-8b": "--seq is needed",
+    # doctor
+    "doctor --nonsense": "--nonsense",
+    "doctor --gpus-per-node": "--gpus-per-node: expected one argument",
+    "doctor --gpus-per-node two": "invalid int value: 'two'",
+    "doctor --quick --gpus-per-node 0": "--gpus-per-node must be at least 1, got 0",
+    "doctor --quick --gpus-per-node -8": "--gpus-per-node must be at least 1, got -8",
+    "doctor --quick --context-parallel-size 0": "--context-parallel-size must be at least 1",
+    "doctor --quick --tensor-model-parallel-size -1": "--tensor-model-parallel-size must be at",
+    "doctor --quick -- --context-parallel-size two": "invalid int value: 'two'",
+    "doctor --quick -- --context-parallel-size": "-parallel-size: expected one argument",
+    "doctor --quick -- --hierarchical-context-parallel-sizes a b": "invalid int value: 'a'",
+    "doctor --quick -- --context-parallel-size 2 --seq-length long": "invalid int value: 'long'",
+    "doctor --quick -- --context-parallel-algo burst --window-size x": "expected two integers",
+    "doctor --quick -- --context-parallel-algo burst --num-attention-heads": "expected one arg",
+    "doctor --quick -- --context-parallel-algo burst --attention-dropout x": "invalid float value",
+    # show
+    "show": "required: PICTURE",
+    "show masks": "invalid choice: 'masks'",
+    "show mask --mask nonsense": "nonsense",
+    "show mask --mask causal&": "--mask",
+    "show mask --layout zagzig": "zagzig",
+    "show mask --ranks 0": "--ranks must be at least 1",
+    "show mask --ranks x": "invalid int value: 'x'",
+    "show mask --nodes 2": "--nodes and --ranks-per-node go together",
+    "show mask --seq-len 0": "--seq-len must be at least 1",
+    "show mask --seq-len 33": "33",
+    "show mask --png picture.jpg": "must end in .png",
+    "show mask --png no/such/folder/x.png": "no/such/folder",
+    "show schedule --rank 9": "--rank must be in 0..3, got 9",
+    "show schedule --side left": "invalid choice: 'left'",
+    "show schedule --kv-cache 2": "kv",
+    "show schedule --kv-cache nan": "kv",
+    "show schedule --heads 3 --kv-heads 2": "--kv-heads must divide --heads",
+    "show layout --layout block_striped(x)": "at character 15 (x)",
+    # trace
+    "trace": "say what to write",
+    "trace --png x.png --nodes 0": "--nodes must be at least 1",
+    "trace --png x.png --nodes 40": "at most 16 processes",
+    "trace --png x.png --events nowhere.json": "nowhere.json",
+    "trace --png x.png --algorithm ulysses": "invalid choice: 'ulysses'",
+    "trace --png x.png --head-chunks 0": "--head-chunks must be at least 1",
+    # patch
+    "patch": "--check",
+    "patch --check": "--check: expected one argument",
+    "patch --check no/such/folder": "no megatron/core/package_info.py in there",
+    "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
+    # advise
+    "advise --gpus 8 --seq 128K": "--model is needed",
+    "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; one of a100-40g",
+    "advise --model llama3-8b --gpus 8 --seq 128K --recipe --json": "give one of them",
+    "advise --model llama3-8b --seq 128K": "--gpus is needed",
+    "advise --model gpt9 --gpus 8 --seq 64K": "--model gpt9",
+    "advise --model llama3-8b --cluster nowhere.toml --seq 64K": "nowhere.toml",
+    # calibrate
+    "calibrate --minutes 0": "--minutes must be above 0, got 0.0",
+    "calibrate --gpu h99": "--gpu h99: unknown; one of a100-40g",
+    "calibrate --model gpt9": "--model gpt9",
+    "calibrate --out no/such/folder/x.toml": "its folder does not exist",
+    "calibrate --per-node 3": "--per-node 3 does not divide the 1 ranks",
+    # recipe
+    "recipe": "NAME is missing",
+    "recipe --nonsense": "--nonsense",
+    "recipe no_such_recipe burst.store": "write burst.store=value",
+    "recipe no_such_recipe --cpu": "options come before NAME",
+    "recipe no_such_recipe +model.x=1": "write setting=value",
+    # pretrain
+    "pretrain no/such/script.py": "no/such/script.py",
+}
+
+
+@pytest.mark.parametrize(("words", "says"), BAD.items(), ids=lambda text: text.replace(" ", "_"))
+def test_what_a_user_gets_wrong_is_one_line(words, says, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        code = main(words.split())
+    except SystemExit as ended:  # the parser's own way out
+        code = ended.code
+    told = capsys.readouterr()
+    assert code == 2, told
+    (line,) = told.err.splitlines()
+    assert line.startswith("megatron-burst")
+    assert ": error: " in line
+    assert says in line
+    assert told.out == ""
+
+
+def test_every_command_is_among_them():
+    assert {words.split()[0] for words in BAD if words} > {command.name for command in COMMANDS}
+
+
+HELP = """
+import sys
+from megatron_burst.cli.main import COMMANDS, main
+for words in (["--help"], *([command.name, "--help"] for command in COMMANDS)):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert not ended.code, words
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_help_does_not_wait_for_torch():
+    """Nor do errors of arguments, which the same parser finds."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") > len(COMMANDS)

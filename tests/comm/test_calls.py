@@ -1,0 +1,134 @@
+"""What a call leaves behind: no memory, no half-counted calls, groups that take the next one."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst.autotune import measure
+
+
+def shards(size, rows=8):
+    torch.manual_seed(0)
+    return [[torch.randn(rows, 1, 2, 8, requires_grad=True) for _ in range(size)] for _ in range(3)]
+
+
+@pytest.mark.parametrize("head_chunks", [1, 2])
+def test_a_call_leaves_no_tensor_to_the_garbage_collector(head_chunks):
+    """Buffers in a reference cycle stay until it comes, which training may have switched off."""
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    qkv = shards(4)
+    plan = mb.prepare(*qkv, groups=groups, head_chunks=head_chunks)
+
+    def call():
+        sum(out.sum() for out in mb.attention(*qkv, plan=plan)).backward()
+
+    call()
+    while gc.collect():
+        pass  # what tests before this one left may take more than one turn
+    gc.disable()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        call()
+        gc.collect()
+        left = [x for x in gc.garbage if isinstance(x, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left
+
+
+def refused_then_right(how):
+    """On every rank: what was said of a bad call, and whether the next good one works."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    q, k, v = (x[0] for x in shards(1))
+    stored = mb.prepare(q, k, v, groups=groups, store=1.0)
+    plain = mb.prepare(q, k, v, groups=groups)
+
+    def spoilt():
+        def layer(q):
+            out = mb.attention(q, k, v, plan=stored)
+            return out.mul_(2)  # what was kept is changed
+
+        mb.checkpoint(layer, q, keep=1.0).sum().backward()
+
+    bad = {
+        "changed in place": spoilt,
+        "another store": lambda: mb.checkpoint(
+            lambda q: mb.attention(q, k, v, plan=plain), q, keep=0.25
+        ),
+        "lists": lambda: mb.attention([q], [k], [v], plan=plain),
+        "another shape": lambda: mb.attention(q[:4], k[:4], v[:4], plan=plain),
+    }[how]
+    said = ""
+    if how == "changed in place" or groups.rank == 0:
+        try:
+            bad()
+        except (ValueError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+    if how != "changed in place":
+        groups.compare_calls()
+        mb.prepare(q, k, v, groups=groups)
+    else:
+        groups.check()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("changed in place", "RuntimeError: checkpoint: the result of attention was changed"),
+        ("another store", "ValueError: plan: made with store=None"),
+        ("lists", "ValueError: q must be one tensor, the shard of this rank, got a list of 1"),
+        ("another shape", "ValueError: plan: made for"),
+    ],
+)
+def test_a_call_that_is_refused_leaves_groups_as_they_were(ranks, how, words):
+    first, _ = ranks(2).run(refused_then_right, how)
+    assert first.startswith(words)
+
+
+def test_in_one_process_no_rank_counts_a_call_that_another_refuses():
+    groups = mb.Groups.in_process(intra=2)
+    qkv = shards(2)
+    plan = mb.prepare(*qkv, groups=groups)
+    odd = [[x[0], x[1][:4]] for x in qkv]
+    with pytest.raises(ValueError, match="plan: made for"):
+        mb.attention(*odd, plan=plan)
+    groups.compare_calls()
+    mb.prepare(*qkv, groups=groups)
+
+
+def test_one_rank_in_process_takes_and_gives_a_tensor():
+    q, k, v = (x[0] for x in shards(1))
+    groups = mb.Groups.in_process(intra=1)
+    assert isinstance(mb.attention(q, k, v, groups=groups), torch.Tensor)
+    assert isinstance(mb.attention([q], [k], [v], groups=groups), list)
+
+
+def test_plans_of_one_process_can_be_copied_without_end():
+    groups = mb.Groups.in_process(intra=2)
+    plan = mb.prepare(*shards(2), groups=groups)
+    assert copy.copy(plan).side == plan.side
+    with pytest.raises(AttributeError):
+        _ = plan.no_such_thing
+
+
+def test_schedules_serve_calls_that_differ_in_their_scale():
+    groups = mb.Groups.in_process(intra=2)
+    qkv = shards(2)
+    first, second = (mb.prepare(*qkv, groups=groups, softmax_scale=s) for s in (0.1, 0.2))
+    assert first.job.forward.steps is second.job.forward.steps
+    assert first.job.scoring != second.job.scoring
+
+
+def test_ranks_of_one_process_measure_their_kernel_once(monkeypatch):
+    measured = []
+    monkeypatch.setattr(measure, "_speed", lambda *_: measured.append(1) or (1e9, 1e-6))
+    plan = mb.prepare(*shards(4), groups=mb.Groups.in_process(intra=4), algorithm="auto")
+    assert len(measured) == 1
+    assert {one.choice.rates.compute for one in plan.ranks} == {1e9}

@@ -1,0 +1,117 @@
+"""The public op on real processes: gloo ranks against the dense oracle and the byte table.
+
+Every algorithm x layout x side with a few of its 32 cases, different ones each time; where a world
+is small, the whole product is the long tail (in one process, test_attention.py runs it each time).
+"""
+
+from itertools import count, product
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+ALL, SOME, FEW = 1, 16, 32  # every n-th case
+GRIDS = {(1, 2): SOME, (1, 3): SOME, (2, 2): SOME, (2, 3): FEW, (2, 4): FEW, (4, 2): FEW}
+COMBINATIONS = [
+    pytest.param(*grid, *choice, start, every, marks=[pytest.mark.slow] * (every == ALL))
+    for grid, every in [*GRIDS.items(), *((grid, ALL) for grid in GRIDS if GRIDS[grid] == SOME)]
+    for start, choice in zip(
+        count(), product(cases.ALGORITHMS, cases.LAYOUTS, cases.SIDES), strict=False
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "algorithm", "layout", "side", "start", "every"), COMBINATIONS
+)
+def test_equals_the_dense_oracle_and_the_byte_table(
+    ranks, nodes, per_node, algorithm, layout, side, start, every
+):
+    todo = cases.grid(nodes, per_node, algorithm, layout, side)[start % every :: every]
+    assert todo
+    cases.assert_none(ranks(nodes * per_node).run(cases.faults_on_rank, todo))
+
+
+def same_bits(case):
+    """On every rank: does this rank's shard equal, bit by bit, that of a second run, and that
+    of the same grid in one process?"""
+    first, _ = cases.run_on_rank(case)
+    second, _ = cases.run_on_rank(case)
+    alone = cases.run_in_process(case)[0][dist.get_rank()]
+    three = zip(first, second, alone, strict=True)
+    return [torch.equal(x, y) and torch.equal(x, z) for x, y, z in three]
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize("algorithm", cases.ALGORITHMS)
+@pytest.mark.parametrize("kernel", ["reference", "aten"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_every_time_and_on_every_transport(ranks, dtype, kernel, algorithm, side):
+    problem = cases.Problem("causal", (4, 2), 1, (8, 8), 32, dtype)
+    case = cases.Case(2, 2, algorithm, "zigzag", side, kernel, problem)
+    assert ranks(4).run(same_bits, case) == [[True] * 4] * 4
+
+
+def grouped(case):
+    """What is wrong on this rank when the heads go round in two and in four groups."""
+    faults = []
+    for number in (2, 4):
+        got, counters = cases.run_on_rank(case, head_chunks=number)
+        faults += cases.judge(case, dist.get_rank(), got, counters)
+    return faults
+
+
+@pytest.mark.parametrize("side", cases.SIDES)
+@pytest.mark.parametrize("algorithm", cases.ALGORITHMS)
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_groups_of_heads_are_exact_and_send_no_more(ranks, mask, algorithm, side):
+    """Rows that see nothing in a step, chunks that are not sent: programs differ by rank."""
+    problem = cases.Problem(mask, (8, 4), 2, (5, 3), 24)
+    case = cases.Case(2, 2, algorithm, "contiguous", side, "aten", problem)
+    cases.assert_none(ranks(4).run(grouped, case))
+
+
+def pipeline(order):
+    """Three micro-batches forward, then backward in `order`, on one plan; and each on its own."""
+    groups = cases.groups_on_rank(2, 2)
+    torch.manual_seed(dist.get_rank())
+    batches = [[torch.randn(4, 1, 2, 8, requires_grad=True) for _ in "qkv"] for _ in range(3)]
+    plan = mb.prepare(*batches[0], groups=groups)
+    outs = [mb.attention(*batch, plan=plan) for batch in batches]
+    grads = {i: torch.autograd.grad(outs[i].square().sum(), batches[i]) for i in order}
+    same = []
+    for i, batch in enumerate(batches):
+        alone = torch.autograd.grad(mb.attention(*batch, plan=plan).square().sum(), batch)
+        same += [torch.equal(x, y) for x, y in zip(grads[i], alone, strict=True)]
+    return same
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_micro_batches_in_flight_do_not_mix(ranks, order):
+    assert ranks(4).run(pipeline, order) == [[True] * 9] * 4
+
+
+def strided(kind):
+    """The gradients of this rank's q, k, v where `kind` of tensors is not contiguous."""
+    groups = cases.groups_on_rank(2, 2)
+    torch.manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(4, 2, 2, 8) for _ in "qkv")
+    dout = torch.ones(()).expand(4, 2, 2, 8)
+    if kind == "q, k, v":
+        q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = mb.attention(*leaves, groups=groups, side="query")
+    return torch.autograd.grad(out, leaves, dout if kind == "dout" else dout.contiguous())
+
+
+def strides_matter(kind):
+    return [torch.equal(x, y) for x, y in zip(strided(kind), strided("none"), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["q, k, v", "dout"])
+def test_gloo_is_never_handed_what_is_not_contiguous(ranks, kind):
+    """It would raise, and a receive already posted would swallow the next message."""
+    assert ranks(4).run(strides_matter, kind) == [[True] * 3] * 4

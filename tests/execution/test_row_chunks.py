@@ -1,0 +1,171 @@
+"""Row chunks: exact against the dense oracle, bytes as the plan says, one chunk at a time."""
+
+import random
+from functools import cache
+
+import numpy as np
+import oracle
+import pytest
+import row_chunk_cases as rows
+import torch
+from row_chunk_cases import MASKS, Case
+
+import megatron_burst as mb
+from megatron_burst import masks
+from megatron_burst.layout import make
+from megatron_burst.layout.row_chunks import row_chunks
+from megatron_burst.schedule.algorithms import ALGORITHMS
+
+GRIDS = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 2, 2), (1, 4, 4), (2, 4, 1), (2, 4, 2)]
+
+
+@cache
+def drawn(algorithm, part, count):
+    """`count` cases of an algorithm: every grid in turn, the rest at random."""
+    rng = random.Random(f"{algorithm} {part}")
+    found = []
+    for number in range(count):
+        grid = GRIDS[(number + part * 3) % len(GRIDS)]
+        size, shared = grid[0] * grid[1], grid[2] > 1
+        rows_each = rng.choice([6, 12]) if size < 5 else 6
+        found.append(Case(
+            grid=grid, algorithm=algorithm, chunks=rng.choice([2, 3, 4, 5, rows_each + 1]),
+            side=rng.choice(["kv", "query", "auto"]), mask=rng.choice(list(MASKS)),
+            layout=rng.choice(["zigzag", "striped", "contiguous", "balanced", "documents"]),
+            blocks=rng.choice([1, 1, 2, 3]), rows=rows_each, batch=rng.choice([1, 2]),
+            heads=rng.choice([(4, 4), (4, 2), (8, 4)] if shared else [(4, 4), (4, 2), (3, 1)]),
+            widths=rng.choice([(8, 4), (5, 6)]), sink=rng.random() < 0.5,
+            head_chunks=1 if shared else rng.choice([1, 1, 0]),
+            kernel=rng.choice(["aten", "reference"]),
+        ))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "hybrid", "ulysses"])
+def test_equals_the_oracle_and_sends_what_the_plan_says(algorithm, part):
+    for case in drawn(algorithm, part, 4 if part == 0 else 60):
+        if algorithm in ("hybrid", "ulysses"):
+            case = case._replace(grid={"hybrid": (2, 2, 2), "ulysses": (1, 4, 4)}[algorithm],
+                                 heads=(8, 4), head_chunks=1)  # fmt: skip
+        plan, got, sent = rows.whole(case)
+        assert rows.error(case, got) < 1e-10, case
+        for one, counters in zip(plan.ranks, sent, strict=True):
+            there, back = one.traffic()
+            assert (there + back).intra == counters[0], case
+            assert (there + back).inter == counters[1], case
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_chunks_one_by_one(number):
+    """`plan.chunked`, backward in another order and of an object of its own."""
+    case = drawn([*ALGORITHMS][number], 2, 8)[number + 1]
+    results = rows.one_by_one(case, again=number % 2 == 1)
+    assert rows.error(case, results) < 1e-10, case
+
+
+def on_ranks(cases):
+    return [rows.error_on_rank(case) for case in cases]
+
+
+def test_on_real_ranks(ranks):
+    """Every message sealed: with its chunk's pass, and the call."""
+    cases = [
+        Case(grid=(1, 2, 1), algorithm="burst", chunks=3, side="query", sink=True),
+        Case(grid=(1, 2, 1), algorithm="ring", chunks=2, side="kv", layout="striped", blocks=2),
+        Case(grid=(1, 2, 2), algorithm="ulysses", chunks=4, side="auto", sink=True),
+    ]
+    for errors in ranks(2).run(on_ranks, cases):
+        assert max(errors) < 1e-10
+
+
+# --- which rows ---------------------------------------------------------------------------------
+
+
+def test_zigzag_takes_a_piece_of_each_half():
+    found = row_chunks(make("zigzag", cp_size=2), 12, 3)
+    assert [x.tolist() for x in found] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+
+
+def test_blocks_give_equally_many_rows():
+    found = row_chunks(make("zigzag", cp_size=2), 12, 2, 3)  # blocks 0-3, 4-7 (both halves), 8-11
+    assert [x.tolist() for x in found] == [[0, 1, 4, 7, 10, 11], [2, 3, 5, 6, 8, 9]]
+    found = row_chunks(make("striped", cp_size=2), 12, 2, 2)
+    assert [x.tolist() for x in found] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+
+
+def test_documents_are_mirrored_one_by_one():
+    layout = make("zigzag", cp_size=2, cu_seqlens=[0, 8, 24])  # 2 + 2 rows, then 4 + 4
+    found = row_chunks(layout, 12, 3)
+    assert [x.tolist() for x in found] == [[0, 1, 2, 3], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(7, 1), (12, 3), (12, 4)])
+@pytest.mark.parametrize("count", [1, 2, 5, 13])
+def test_a_partition_of_nearly_equal_chunks(size, blocks, count):
+    for name in ("contiguous", "striped", *(["zigzag"] * (size % 2 == 0))):
+        found = row_chunks(make(name, cp_size=2), size, count, blocks)
+        assert sorted(np.concatenate(found).tolist()) == list(range(size))
+        each = size // blocks
+        shares = {tuple(int(((x // each) == b).sum()) for b in range(blocks)) for x in found}
+        assert all(len(set(share)) == 1 for share in shares)
+        assert max(s[0] for s in shares) - min(s[0] for s in shares) <= 1
+
+
+def test_chunks_of_zigzag_are_balanced():
+    """Over ranks, and one chunk beside the other: visible pairs under a causal mask, by hand."""
+    size, length, count = 4, 256, 4
+    pairs = []
+    for positions in oracle.permutation("zigzag", size, length):
+        found = row_chunks(make("zigzag", cp_size=size), length // size, count)
+        pairs.append([sum(positions[i] + 1 for i in chunk) for chunk in found])
+    assert len({value for each in pairs for value in each}) == 1
+
+
+# --- bytes and memory --------------------------------------------------------------------------
+
+
+def tensors(size, each, heads=(8, 8), width=16, dtype=torch.float32):
+    shapes = [(each, 1, n, width) for n in (heads[0], heads[1], heads[1])]
+    return [[torch.zeros(shape, dtype=dtype) for _ in range(size)] for shape in shapes]
+
+
+def prepared(chunks, heads=(8, 8), each=32, **choices):
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    choices = {"mask": masks.Full(), "needs_grad": (True,) * 3} | choices
+    return mb.prepare(*tensors(4, each, heads), groups=groups, sequence_chunks=chunks, **choices)
+
+
+def test_bytes_by_formula():
+    """All see all: the keys go round once per chunk, the queries once."""
+    for side, factor in (("kv", 4), ("query", 1)):
+        one, four = (prepared(n, side=side).traffic() for n in (1, 4))
+        assert four[0].total == 4 * one[0].total
+        # Gradients of the keys travel as often as the keys.
+        assert four[1].total == factor * one[1].total
+
+
+def test_side_auto_counts_every_round_of_the_keys():
+    """Eight query heads to a key head: in one pass the keys are fewer bytes, in 32 they are not."""
+    chosen = {n: prepared(n, heads=(8, 1)).side for n in (1, 2, 32)}
+    assert chosen == {1: "kv", 2: "kv", 32: "query"}
+    for chunks in (2, 32):
+        plan = prepared(chunks, heads=(8, 1)).ranks[0]
+        other = {"kv": "query", "query": "kv"}[plan.side]
+        assert plan.traffic()[1].total < plan.traffic(other)[1].total
+
+
+def test_what_a_rank_holds_shrinks_with_the_chunks():
+    held = [prepared(n, side="query").held_bytes for n in (1, 2, 4)]
+    backward = [prepared(n, side="query").job.backward.held_bytes for n in (1, 2, 4)]
+    assert held[0] >= held[1] >= held[2]
+    assert backward == [backward[0], backward[0] // 2, backward[0] // 4]
+
+
+def test_the_plan_says_what_runs():
+    plan = prepared(4, side="query")
+    text = plan.describe()
+    assert "| 4 chunks of rows |" in text
+    assert "chunks of rows" not in prepared(1).describe()
+    assert [len(x) for x in plan.row_chunks] == [8] * 4
+    assert plan.identity != prepared(2, side="query").identity

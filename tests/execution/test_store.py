@@ -1,0 +1,335 @@
+"""Kept attention: exact gradients, bytes and rows by formula, frames that belong to their call."""
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from itertools import product
+
+import cases
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst import masks
+from megatron_burst.layout import Span
+from megatron_burst.recompute import selection
+from megatron_burst.recompute.selection import Interval
+
+GRIDS = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 4)]
+MASKS = {
+    "causal": masks.Causal(),
+    "full": masks.Full(),
+    "window": masks.Window(9, 0),
+    "documents": masks.Documents([0, 7, 20, 48]) & masks.Causal(),
+    "dilated": masks.Causal() & masks.Dilated(3),
+}
+CHOICES = [("burst", "query"), ("ring", "kv"), ("double_ring", "kv"), ("all_gather", "kv")]
+KEEPS = (0.25, 0.5, 0.6, 1.0)
+LENGTH = 48
+
+
+def layers(groups, sink, choices):
+    """Two attention layers with something between them, and the tensors they start from."""
+    torch.manual_seed(0)
+    rows = LENGTH // groups.size
+    shards = len(getattr(groups, "ranks", [groups]))
+
+    def leaves(heads, width):
+        return [
+            torch.randn(rows, 2, heads, width, dtype=torch.float64, requires_grad=True)
+            for _ in range(shards)
+        ]
+
+    inputs = [*leaves(4, 8), *leaves(2, 8), *leaves(2, 4)]
+
+    def run(*tensors):
+        q, k, v = (list(tensors[i * shards : (i + 1) * shards]) for i in range(3))
+        out = mb.attention([1.5 * x for x in q], k, v, groups=groups, sink=sink, **choices)
+        again = [torch.cat([x, x], dim=-1).sin() for x in out]
+        return torch.stack(mb.attention(again, k, v, groups=groups, sink=sink, **choices))
+
+    return run, inputs
+
+
+def results(run, inputs, sink, keep):
+    """Output and all gradients, with a checkpoint that keeps `keep`, or without one."""
+    out = run(*inputs) if keep is None else mb.checkpoint(run, *inputs, keep=keep)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    wanted = [*inputs] if sink is None else [*inputs, sink]
+    grads = torch.autograd.grad((out * weights).sum(), wanted, retain_graph=True)
+    twice = torch.autograd.grad((out * weights).sum(), wanted)
+    assert all(torch.equal(x, y) for x, y in zip(grads, twice, strict=True))  # a second backward
+    return out, *grads
+
+
+def worst(run, inputs, sink, keep):
+    pairs = zip(results(run, inputs, sink, keep), results(run, inputs, sink, None), strict=True)
+    return max((x - y).abs().max().item() for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_gradients_are_those_without_a_checkpoint(layout, name):
+    """Every grid, algorithm and fraction in turn: each triple of them occurs with some mask."""
+    combinations = list(product(GRIDS, CHOICES, KEEPS))
+    start = [*MASKS].index(name) * 3 + ["zigzag", "striped", "contiguous"].index(layout)
+    for (inter, intra), (algorithm, side), keep in combinations[start::15]:
+        groups = mb.Groups.in_process(inter=inter, intra=intra)
+        sink = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+        choices = {"layout": layout, "mask": MASKS[name], "algorithm": algorithm, "side": side}
+        run, inputs = layers(groups, sink, choices)
+        assert worst(run, inputs, sink, keep) < 1e-10
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(
+    ("algorithm", "ulysses", "placement"),
+    [
+        ("hybrid", 2, "head_first"),
+        ("hybrid", 2, "context_first"),
+        ("ulysses", 4, "head_first"),
+        ("double_ring", 2, "head_first"),
+    ],
+)
+def test_ranks_that_share_heads(algorithm, ulysses, placement, keep):
+    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=ulysses, placement=placement)
+    run, inputs = layers(groups, None, {"layout": "striped", "algorithm": algorithm})
+    assert worst(run, inputs, None, keep) < 1e-10
+
+
+def test_groups_of_heads():
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    run, inputs = layers(groups, None, {"layout": "zigzag", "head_chunks": 2})
+    assert worst(run, inputs, None, 0.5) < 1e-10
+
+
+def test_all_kept_is_the_same_bits():
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    run, inputs = layers(groups, None, {})
+    pairs = zip(results(run, inputs, None, 1.0), results(run, inputs, None, None), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+
+
+def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat16):
+    """Bytes that rank 0 sends when one call with side kv runs again, and the frame's bytes."""
+    rows = LENGTH // groups.size
+    heads = {"q": (2, 8), "k": (1, 8), "v": (1, 8)}
+    q, k, v = (
+        [torch.randn(rows, 1, *shape, dtype=dtype, requires_grad=True) for _ in range(groups.size)]
+        for shape in heads.values()
+    )
+    plan = mb.prepare(
+        q, k, v, groups=groups, layout=layout, mask=mask, algorithm=algorithm, store=keep
+    )
+
+    def sent():
+        return groups.counters.intra + groups.counters.inter
+
+    run = _checkpoint().framed(lambda: mb.attention(q, k, v, plan=plan), keep)
+    run()
+    before = sent()
+    run()
+    return sent() - before, run.frame.bytes, plan
+
+
+def _checkpoint():
+    """The module: its name in the package is that of its public function."""
+    return sys.modules["megatron_burst.recompute.checkpoint"]
+
+
+@pytest.mark.parametrize("keep", [0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("algorithm", ["ring", "burst", "all_gather"])
+def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
+    """Striped: each rank recomputes the queries, and sends the keys, of the first (1 - f) S."""
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    sent, held, plan = sent_again(groups, "striped", keep, masks.Causal(), algorithm)
+    rows, first = LENGTH // 4, round((1 - keep) * LENGTH)
+    # Striped: rank r has the positions r, r + 4, ...; later ranks see all of them that are there.
+    users = [
+        Counter(
+            frozenset(r for r in range(4) if any(q >= key for q in range(r, first, 4)))
+            for key in range(owner, first, 4)
+        )
+        for owner in range(4)
+    ]
+    name = "direct" if algorithm == "all_gather" else algorithm
+    assert sent == sum(cases.cheapest(name, (2, 2), users, ((8 + 8) * 2, 0))[0].values())
+    kept = round(keep * rows)
+    assert plan.store_bytes == kept * 2 * (2 * 8 + 4)  # out in bf16, lse in fp32, two heads
+    assert held == 4 * plan.store_bytes  # all four ranks are in this process
+    assert sum(len(one.recompute.run.kept) for one in plan.ranks) == keep * LENGTH
+    pairs = sum(
+        tile.tile.visible
+        for one in plan.ranks
+        for step in one.recompute.run.run.steps
+        for call in step.calls
+        for tile in call.work
+    )
+    first = round((1 - keep) * LENGTH)
+    assert pairs == first * (first + 1) // 2
+
+
+def test_zigzag_is_unbalanced_and_says_so():
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    _, _, zigzag = sent_again(groups, "zigzag", 0.5, masks.Causal())
+    # Rank r recomputes its first piece: 6 queries from 6 r on, of 24; rank 3 the most.
+    by_hand = [sum(range(6 * r + 1, 6 * r + 7)) for r in range(4)]
+    assert zigzag.recompute.imbalance() == max(by_hand) * 4 / sum(by_hand)
+    assert f"busiest rank {max(by_hand) * 4 / sum(by_hand):.2f} x the mean" in zigzag.describe()
+    _, _, striped = sent_again(groups, "striped", 0.5, masks.Causal())
+    assert striped.recompute.imbalance() < 1.15
+    assert "store 0.5" in striped.describe()
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "window"])
+def test_which_positions_are_kept(name):
+    kept, rest = selection.split(MASKS[name], LENGTH, 0.5, 4)
+    assert kept == [Interval(24, 48)]
+    assert rest == [Interval(0, 24)]
+
+
+def test_in_documents_the_costliest_rows_are_kept():
+    mask, found = MASKS["documents"], selection.split(MASKS["documents"], LENGTH, 0.25, 4)
+    seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
+    kept, rest = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)
+    dear = sorted(range(LENGTH), key=lambda p: (seen[p].sum(), p))[-LENGTH // 4 :]
+    assert kept == sorted(dear)
+    assert sorted(kept + rest) == list(range(LENGTH))
+
+
+def test_rows_of_a_shard():
+    some = [Span(1, 2, 5), Span(20, 1, 4)]
+    rows, spans = selection.part(some, [Interval(4, 8), Interval(22, 30)])
+    assert rows.tolist() == [2, 3, 7, 8]  # of 1 3 5 7 9 20 21 22 23
+    assert spans == (Span(5, 2, 2), Span(22, 1, 2))
+    assert not len(selection.part([Span(0, 1, 4)], []).rows)
+
+
+def test_calls_in_flight_keep_their_own():
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    run, inputs = layers(groups, None, {})
+    batches = [[(x * scale).detach().requires_grad_() for x in inputs] for scale in (1, 2, 3)]
+    alone = [torch.autograd.grad(run(*batch).square().sum(), batch) for batch in batches]
+    outs = [mb.checkpoint(run, *batch, keep=0.5) for batch in batches]
+    for i in (1, 0, 2):
+        grads = torch.autograd.grad(outs[i].square().sum(), batches[i])
+        pairs = zip(grads, alone[i], strict=True)
+        assert max((x - y).abs().max().item() for x, y in pairs) < 1e-10
+
+
+@pytest.mark.parametrize("end", ["dropped", "no_grad", "exception"])
+def test_a_frame_goes_with_its_call(end):
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    run, inputs = layers(groups, None, {})
+    frames = []
+
+    def watched(*tensors):
+        frame = _checkpoint().current()
+        frames.extend([] if frame is None else [weakref.ref(frame)])
+        out = run(*tensors)
+        if end == "exception":
+            raise KeyError("on purpose")
+        return out
+
+    if end == "exception":
+        with pytest.raises(KeyError):
+            mb.checkpoint(watched, *inputs)
+    else:
+        with torch.set_grad_enabled(end != "no_grad"):
+            out = mb.checkpoint(watched, *inputs)
+        del out
+    gc.collect()
+    assert len(frames) == (end != "no_grad")  # where no backward can come nothing is kept
+    assert all(frame() is None for frame in frames)
+    assert _checkpoint().current() is None
+
+
+def test_a_function_that_does_something_else_the_second_time_is_told():
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    run, inputs = layers(groups, None, {})
+    wide, _ = layers(mb.Groups.in_process(inter=1, intra=2), None, {})
+    calls = []
+
+    def fickle(*tensors):
+        calls.append(1)
+        return run(*tensors) if len(calls) == 1 else wide(*[torch.cat([t, t]) for t in tensors])
+
+    out = mb.checkpoint(fickle, *inputs, keep=1.0)
+    with pytest.raises(ValueError, match="must do the same each time"):
+        out.sum().backward()
+
+
+def test_a_function_with_another_mask_the_second_time_is_told():
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    _, inputs = layers(groups, None, {})
+    seen = iter([masks.Causal(), masks.Full()])
+    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+    out = mb.checkpoint(lambda *_: torch.stack(mb.attention(q, k, v, groups=groups,
+                        mask=next(seen), layout="striped")), *inputs, keep=0.5)  # fmt: skip
+    with pytest.raises(ValueError, match="must do the same each time"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(("layout", "keep"), [("zigzag", 1.0), ("contiguous", 0.5)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_result_changed_in_place_is_noticed_where_it_is_what_was_kept(layout, keep, inside):
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    _, inputs = layers(groups, None, {})
+    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+
+    def run(*_):
+        outs = mb.attention(q, k, v, groups=groups, layout=layout)
+        return [out.mul_(2) for out in outs] if inside else outs
+
+    outs = mb.checkpoint(run, *inputs, keep=keep)
+    if not inside:
+        outs = [out.mul_(2) for out in outs]
+    with pytest.raises(RuntimeError, match=r"in place|inplace"):
+        sum(out.pow(3).sum() for out in outs).backward()
+
+
+def test_what_cannot_be_is_refused():
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    run, inputs = layers(groups, None, {})
+    for keep in (-0.1, 1.1, "half", True):
+        with pytest.raises(ValueError, match="keep must be a fraction from 0 to 1"):
+            mb.checkpoint(run, *inputs, keep=keep)
+    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+    with pytest.raises(ValueError, match="store must be a fraction"):
+        mb.prepare(q, k, v, groups=groups, store=2)
+    with pytest.raises(ValueError, match="use one of them"):
+        mb.prepare(q, k, v, groups=groups, store=0.5, kv_cache=0.5)
+    plan = mb.prepare(q, k, v, groups=groups, store=0.25)
+    with pytest.raises(ValueError, match=r"store=0\.25, and the checkpoint around this call keeps"):
+        mb.checkpoint(lambda: mb.attention(q, k, v, plan=plan), keep=0.5)
+
+
+def on_real_ranks(keep):
+    """Largest difference of this rank's gradients from those without a checkpoint."""
+    groups = cases.groups_on_rank(2, 2)
+    torch.manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(12, 2, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+
+    def run(q, k, v):
+        return mb.attention(q.sin(), k, v, groups=groups, layout="striped")
+
+    alone = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+    kept = torch.autograd.grad(mb.checkpoint(run, q, k, v, keep=keep).square().sum(), (q, k, v))
+    return max((x - y).abs().max().item() for x, y in zip(kept, alone, strict=True))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+def test_on_real_ranks(ranks, keep):
+    assert max(ranks(4).run(on_real_ranks, keep)) < 1e-10
+
+
+def test_a_plan_that_told_its_bytes_keeps_no_tables_of_all_ranks():
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    shards = [[torch.randn(8, 1, 2, 4) for _ in range(4)] for _ in "qkv"]
+    plan = mb.prepare(*shards, groups=groups, algorithm="multicast", store=0.5).ranks[0]
+    assert plan.describe()
+    schedules = *plan.schedules, plan.recompute.schedule
+    assert not any("tables" in vars(schedule) for schedule in schedules)

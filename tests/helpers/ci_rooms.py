@@ -1,0 +1,32 @@
+"""In which order the rooms of tests run, and which of them CI runs once or not at all.
+
+Paths below `tests/`; `conftest.py` orders and marks by them, CONTRIBUTING has them in a table.
+"""
+
+# Rooms whose tests train whole models, the longest first; then those with ranks. All others follow
+# in the order of their names.
+FIRST = (
+    "megatron_lm", "kernels", "parity", "examples", "megatron", "recompute", "linear_cross_entropy",
+    "execution", "linear_attention", "comm", "cli",
+)  # fmt: skip
+# What another Megatron, Python or torch could break; all other tests are marked `once`.
+AGAIN = (
+    "megatron/", "megatron_lm/", "parity/", "examples/", "cli/", "kernels/", "recompute/",
+    "linear_cross_entropy/", "linear_attention/test_linear_gloo", "execution/test_attention_",
+    "execution/test_store", "execution/test_doors", "execution/test_live_tensors",
+    "execution/test_in_flight", "comm/test_process_groups", "house/test_flags",
+    "house/test_options", "house/test_docs_blocks", "tools/test_memory_measured",
+)  # fmt: skip
+# Of the long tail, what CI leaves to `make test-slow`; most have short tests in the same file.
+RARE = (
+    "benchmarks/", "examples/test_million", "execution/test_attention.py",
+    "execution/test_attention_gloo", "execution/test_large", "execution/test_nccl_rules",
+    "execution/test_row_chunks", "kernels/test_triton_attention.py::test_the_kernels_compile",
+    "kernels/test_csrc_use", "layout/", "linear_attention/", "megatron/test_attention_layout",
+    "megatron/test_balanced_batches", "megatron/test_layer_chunks", "megatron/test_lm_head",
+    "megatron/test_micro_batches", "megatron/test_mtp", "megatron/test_offload",
+    "megatron/test_parity",
+    "megatron_lm/test_documents", "megatron_lm/test_hybrid", "megatron_lm/test_layer_chunks",
+    "megatron_lm/test_offload", "megatron_lm/test_sft", "megatron_lm/test_tiles",
+    "megatron_lm/test_training", "schedule/", "tools/",
+)  # fmt: skip

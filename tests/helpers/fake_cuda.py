@@ -1,0 +1,172 @@
+"""Whole calls of attention on fake CUDA tensors: ranks in one process, and no GPU.
+
+torch's FakeTensorMode works out shapes, strides, dtypes and devices and computes nothing. Triton's
+launches, which it cannot see, are bound to the parameters of their kernel and counted. The autograd
+function is called directly, because torch's engine asks for a device. Needs a torch built with
+CUDA.
+"""
+
+import inspect
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from no_sync import Launches, pinning
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import megatron_burst as mb
+from megatron_burst.comm.local import LocalEndpoint
+from megatron_burst.execution.function import InProcessAttention
+from megatron_burst.kernels import native
+from megatron_burst.planning import build
+
+try:
+    from triton.runtime.jit import JITFunction
+except ImportError:
+    JITFunction = None
+
+HOPPER = (9, 0)
+READY = torch.backends.cuda.is_built()
+WHY = "fake CUDA tensors need a torch built with CUDA"
+
+
+@contextmanager
+def device(capability=HOPPER):
+    """A fake GPU: yields its mode. Tensors made in it live on it, plans are made outside."""
+    with ExitStack() as stack:
+        for name, value in (
+            ("cuda.get_device_capability", capability),
+            ("backends.cudnn.version", 91900),
+            ("cuda.device_of", nullcontext()),
+        ):
+            stack.enter_context(mock.patch(f"torch.{name}", return_value=value))
+        stack.enter_context(mock.patch.object(native, "FILE", "no csrc"))
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def running(mode):
+    """In here operators meet fake tensors; yields the `Launches` of what runs."""
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), pinning(), mode):
+            stack.enter_context(context)
+        launches = stack.enter_context(Launches())
+        if JITFunction is not None:
+            stack.enter_context(mock.patch.object(JITFunction, "run", _counted(launches)))
+            stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", _offset))
+            # Triton's own kernels do not serve fake tensors anywhere else.
+            stack.enter_context(mock.patch.object(native, "plain", return_value=True))
+        stack.enter_context(mock.patch.object(LocalEndpoint, "exchange", _watched()))
+        yield launches
+
+
+def _counted(launches):
+    def run(self, *args, grid, warmup, **given):
+        names = set(inspect.signature(self.fn).parameters)
+        options = {name: given.pop(name) for name in list(given) if name not in names}
+        assert set(options) <= {"num_warps", "num_stages"}, options
+        bound = inspect.signature(self.fn).bind(*args, **given).arguments
+        tensors = [getattr(x, "base", x) for x in bound.values()]  # a descriptor's, or itself
+        devices = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
+        assert devices == {"cuda"}, f"{self.fn.__name__}: {devices}"
+        assert all(0 < size < 2**31 for size in grid[:1]), grid
+        assert all(0 < size < 2**16 for size in grid[1:]), grid
+        launches.of[f"triton {self.fn.__name__}"] += 1
+
+    return run
+
+
+def _watched():
+    """`LocalEndpoint.exchange`, which also says what NCCL would of these tensors."""
+    exchange = LocalEndpoint.exchange
+
+    def watched(self, channel, sends, receives, label):
+        for message in (*sends, *receives):
+            for x in message.tensors:
+                assert x.device.type == "cuda", f"{label}: {x.device}"
+                assert x.is_contiguous(), f"{label}: strides {x.stride()} of {tuple(x.shape)}"
+        for send in sends:
+            assert send.flat is None, f"{label}: on CUDA tensors travel one by one"
+        return exchange(self, channel, sends, receives, label)
+
+    return watched
+
+
+class Context:
+    """What torch hands the forward and the backward of an autograd function."""
+
+    def __init__(self, needs):
+        self.needs_input_grad, self.saved_tensors = needs, ()
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+class Problem(NamedTuple):
+    """Shapes of one rank's share."""
+
+    rows: int = 64
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 64
+    value_width: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Call:
+    """One layer's attention of all ranks: its plan, its tensors, and how it runs."""
+
+    def __init__(self, mode, groups, problem, sink=False, **options):
+        s, b, h, k, d, w, dtype = problem
+        with mode:
+            make = lambda n, width: [  # noqa: E731
+                torch.empty(s, b, n, width, dtype=dtype, device="cuda") for _ in range(groups.size)
+            ]
+            self.q, self.k, self.v, self.dout = make(h, d), make(k, d), make(k, w), make(h, w)
+            self.sink = torch.empty(h, device="cuda") if sink else None
+        self.groups, self.size = groups, groups.size
+
+        def to_device(*args, own=build.to_device):
+            with running(mode):  # numbers of rows are made on the host
+                return own(*args)
+
+        with mock.patch.object(build, "to_device", to_device):
+            self.plan = mb.prepare(
+                self.q, self.k, self.v, groups=groups, needs_grad=(True, True, True),
+                sink=self.sink, **options,
+            )  # fmt: skip
+
+    def forward(self, kept=None):
+        """(context, out of every rank)."""
+        jobs = [plan.job for plan in self.plan.ranks]
+        calls = [
+            plan.groups.calls.forward(plan.identity, None, self.sink is not None)
+            for plan in self.plan.ranks
+        ]
+        shards = [x for shard in zip(self.q, self.k, self.v, strict=True) for x in shard]
+        context = Context((False,) * 5 + (self.sink is not None,) + (True,) * len(shards))
+        return context, InProcessAttention.forward(
+            context, jobs, self.groups, calls, kept, None, self.sink, *shards
+        )
+
+    def backward(self, context):
+        """(dsink or None, [dq, dk, dv] of every rank)."""
+        grads = InProcessAttention.backward(context, *self.dout)
+        shards = grads[6:]
+        return grads[5], [shards[i : i + 3] for i in range(0, len(shards), 3)]
+
+    @property
+    def pairs(self):
+        """(forward, backward) of all ranks, with something visible."""
+        jobs = [plan.job for plan in self.plan.ranks]
+        return [
+            sum(len(step.calls) for run in runs for step in run.steps)
+            for runs in ([j.forward for j in jobs], [j.backward for j in jobs])
+        ]
+
+
+def _offset(x):
+    """What of an address matters here: allocations are aligned."""
+    return x.storage_offset() * x.element_size()

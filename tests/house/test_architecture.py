@@ -1,0 +1,274 @@
+"""Who may import whom, and what no module may do: the design's arrows, read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_burst
+
+ROOT = Path(megatron_burst.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+IDS = [str(path.relative_to(ROOT)) for path in FILES]
+
+# The rooms of the house, from the ground up: a file imports from its own room and from those
+# named before it. The operation and the package itself come after the rooms that they join.
+ROOMS = (
+    "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
+    "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune", "packing",
+    "planning", "attention", "seam", "__init__", "megatron", "recipes", "testing", "cli", "tools",
+    "__main__",
+)  # fmt: skip
+PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
+NO_TORCH = {
+    "units", "flags", "config", "options", "layout", "masks", "schedule", "autotune", "packing",
+    "seam", "__main__",
+}  # fmt: skip
+TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
+# What else than the standard library, numpy and torch.
+OUTSIDE = {
+    "attention": {"typing_extensions"},
+    "planning": {"typing_extensions"},
+    "comm": {"greenlet"},
+    "options": {"torch"},  # for type checkers only, which a subprocess test below confirms
+    "linear_cross_entropy": {"triton"},
+    "autotune": {"tomli"},  # Python 3.10 has no tomllib
+    "cli": {"rich"},
+    "testing": {"megatron"},
+    "tools": {"rich", "matplotlib", "PIL"},
+    "kernels": {"triton"},
+    "megatron": {"megatron"},
+}
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def room(path):
+    """The part of the package a file belongs to: its folder, or its own name at the top."""
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def module(path):
+    """The dotted name of a file."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in FILES}
+
+
+def imports(path):
+    """Absolute dotted names of all that a file imports, wherever in the file it does, also by name
+    with importlib: any string that is the name of a module of the package."""
+    package = module(path).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in MODULES else base
+        elif isinstance(node, ast.Constant) and node.value in MODULES:
+            yield node.value
+
+
+def inner(path):
+    """Modules of the package that a file imports."""
+    return {name for name in imports(path) if name in MODULES} - {module(path)}
+
+
+def outer(path):
+    """Top-level packages outside the standard library that a file imports."""
+    tops = {name.split(".")[0] for name in imports(path)}
+    return tops - set(sys.stdlib_module_names) - {"megatron_burst"}
+
+
+# What a user asks for by name is imported then: public names of the tools, sub-commands, `--cpu`.
+# A training run imports neither room.
+LATE = {"__init__.py", "cli/main.py", "cli/pretrain.py", "cli/doctor/__init__.py"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_imports_run_downwards(path):
+    mine = ROOMS.index(room(path))
+    upwards = {name for name in inner(path) if ROOMS.index(room(MODULES[name])) > mine}
+    if relative(path) in LATE:
+        upwards = {name for name in upwards if room(MODULES[name]) not in ("tools", "testing")}
+    assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
+    if room(path) in PURE:
+        assert not inner(path)
+
+
+# The rooms within megatron/, and its files beside them, in the same order.
+IN_MEGATRON = (
+    "patching", "users_mask", "checks", "data", "offload", "attention", "layer", "linear",
+    "lm_head", "packing", "stream_layout", "training", "install", "specs", "entrance", "__init__",
+)  # fmt: skip
+
+
+def inner_room(path):
+    """The part of megatron/ a file belongs to; None for a file of another room."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[1] if parts[0] == "megatron" else None
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if inner_room(path)], ids=relative)
+def test_imports_within_megatron_run_downwards(path):
+    mine = IN_MEGATRON.index(inner_room(path))
+    known = {name: inner_room(MODULES[name]) for name in inner(path)}
+    upwards = {n for n, home in known.items() if home and IN_MEGATRON.index(home) > mine}
+    assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
+
+
+def test_modules_form_no_circle():
+    """Nor within a room: every module can be read after those that it imports."""
+    left = {name: inner(path) for name, path in MODULES.items()}
+    while left:
+        ready = {name for name, needs in left.items() if not needs & set(left)}
+        assert ready, f"a circle among {sorted(left)}"
+        left = {name: needs for name, needs in left.items() if name not in ready}
+
+
+def test_the_rooms_are_those_of_the_package():
+    assert set(ROOMS) == {room(path) for path in FILES}
+    there = [path for path in ROOT.iterdir() if path.name != "__pycache__"]
+    assert len(there) <= 26
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_what_comes_from_outside(path):
+    allowed = {"numpy"} | OUTSIDE.get(room(path), set())
+    if room(path) not in NO_TORCH or relative(path) in TORCH_AFTER_ALL:
+        allowed |= {"torch"}
+    assert outer(path) <= allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_file_is_too_long_to_read(path):
+    assert len(path.read_text().splitlines()) <= 700
+
+
+# These report it, take a host's name out of a report, or read of it which rank torchrun made this
+# process, and decide nothing by it.
+READ_THE_ENVIRONMENT = (
+    "tools/gpu_report/document.py",
+    "cli/doctor/machine.py",
+    "megatron/patching.py",
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_environment_switches(path):
+    if str(path.relative_to(ROOT)) in READ_THE_ENVIRONMENT:
+        return
+    names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    names |= set(imports(path))
+    assert not names & {"environ", "getenv", "putenv", "os.environ"}
+
+
+# --- process-wide state --------------------------------------------------------------------
+
+STATE = {"megatron/patching.py": "_installed", "recompute/checkpoint.py": "_current"}
+# What is found out once per process: a library, once loaded, stays.
+CACHED = {"kernels/native.py": ["load"]}
+MAKERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "ContextVar", "local"}
+CHANGERS = {"append", "add", "update", "pop", "popitem", "setdefault", "clear", "extend", "insert"}
+
+
+def module_tables(tree):
+    """Names bound at module level to something that can be changed in place."""
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            value, targets = node.value, getattr(node, "targets", [getattr(node, "target", None)])
+            made = isinstance(value, ast.Call) and getattr(value.func, "id", "") in MAKERS
+            literal = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+            if made or isinstance(value, literal):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def changes(tree, name):
+    """Does any code change the table `name`?"""
+    for node in ast.walk(tree):
+        stored = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        called = isinstance(node, ast.Attribute) and node.attr in CHANGERS
+        if (stored or called) and getattr(node.value, "id", "") == name:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_no_module_level_state(path):
+    """Tables are in capitals and never changed; the registry and the frame are the exceptions."""
+    if str(path.relative_to(ROOT)) in STATE:
+        return
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), "global"
+        decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+        if getattr(node, "name", None) not in CACHED.get(str(path.relative_to(ROOT)), []):
+            caches = [d for d in decorators if d.split("(")[0].endswith("cache")]
+            assert not caches, "a hidden cache"
+    for name in module_tables(tree):
+        if name != "__all__":
+            assert name.isupper(), f"{name}: state at module level"
+            assert not changes(tree, name), f"{name} is changed"
+
+
+@pytest.mark.parametrize(("path", "state"), STATE.items())
+def test_the_registry_and_the_frame_are_the_only_state(path, state):
+    names = module_tables(ast.parse((ROOT / path).read_text()))
+    assert [name for name in names if not name.isupper()] == [state]
+
+
+# --- what importing does -------------------------------------------------------------------
+
+PROBE = """
+import importlib, sys
+import megatron_burst as mb
+for name in {modules!r}:
+    importlib.import_module(name)
+mb.masks.Causal(), mb.layout.make("zigzag", cp_size=2), mb.Rates(1.0, 1.0), mb.choose
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {heavy!r}))
+for name in mb.__all__:
+    getattr(mb, name)
+mb.megatron.install
+import megatron_burst.attention, megatron_burst.linear_cross_entropy
+import megatron_burst.linear_attention
+print(mb.attention.__name__, mb.linear_cross_entropy.__name__, mb.linear_attention.__name__)
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {others!r}))
+import torch
+print(torch.distributed.is_initialized(), torch.get_default_dtype())
+"""
+
+
+def test_rooms_without_torch_are_imported_without_it():
+    """And nothing imports Megatron or Triton before it is asked for."""
+    modules = [
+        name
+        for name, path in MODULES.items()
+        if room(path) in NO_TORCH - {"__main__"} and relative(path) not in TORCH_AFTER_ALL
+    ]
+    others = {"triton", "transformer_engine", "flash_attn", "apex", "megatron"}
+    probe = PROBE.format(modules=modules, heavy={"torch", *others}, others=others)
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True, text=True, timeout=120, check=True, cwd=ROOT.parent,
+    )  # fmt: skip
+    light, names, heavy, state = done.stdout.splitlines()
+    assert len(modules) > 20
+    assert light == "[]"
+    assert names == "attention linear_cross_entropy linear_attention"
+    assert heavy == "[]"
+    assert state == "False torch.float32"
+
+
+def test_only_the_megatron_folder_imports_megatron():
+    importers = {room(path) for path in FILES if "megatron" in outer(path)}
+    assert importers == {"megatron", "testing"}

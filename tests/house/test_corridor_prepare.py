@@ -1,0 +1,86 @@
+"""How much of the package a plain call imports, and how much of it `prepare` runs.
+
+Counted, not estimated, in a fresh process: files and lines of what a default call on a CPU has
+imported, functions and files that `prepare` runs, and those of them that know a `side`.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FILES, LINES = 80, 11_000
+FUNCTIONS, PREPARE_FILES = 245, 42
+
+COUNTED = """
+import json, sys
+import torch
+import megatron_burst as mb
+
+root = mb.__file__.rpartition("/")[0]
+ran = {}
+
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(root) and code.co_name[0] != "<":
+        names = {*code.co_varnames, *code.co_freevars, *code.co_names}
+        ran[code.co_filename, code.co_firstlineno] = code.co_name, "side" in names
+
+
+grids = [mb.Groups.in_process(inter=2, intra=2) for _ in range(2)]
+q = [torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(4)]
+mb.prepare(q, q, q, groups=grids[0])  # imports
+sys.setprofile(note)
+plan = mb.prepare(q, q, q, groups=grids[1])
+sys.setprofile(None)
+sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
+modules = [m for name, m in sys.modules.items() if name.startswith("megatron_burst")]
+files = {module.__file__ for module in modules}
+sides = [file for (file, _), (_, side) in ran.items() if side]
+print(json.dumps({
+    "modules": sorted(module.__name__ for module in modules),
+    "files": len(files), "lines": sum(len(open(file).readlines()) for file in files),
+    "prepare": [len(ran), len({file for file, _ in ran})],
+    "side": [len(sides), len(set(sides))],
+    "ran": sorted(name for name, _ in ran.values()),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return json.loads(subprocess.check_output([sys.executable, "-c", COUNTED], text=True))
+
+
+def test_a_plain_call_imports_few_files(counted):
+    assert counted["files"] <= FILES
+    assert counted["lines"] <= LINES
+
+
+def test_what_only_auto_needs_is_not_imported(counted):
+    """The simulator, measuring, and the kernels, masks and algorithms that nothing asked for."""
+    imported = {name.partition(".")[2] for name in counted["modules"]}
+    rooms = {"autotune", "masks", "kernels", "schedule.algorithms", "recompute"}
+    assert rooms <= imported
+    others = {
+        "autotune.simulator", "autotune.measure", "autotune.select", "autotune.candidates",
+        "planning.automatic", "masks.tables", "kernels.triton_kernel", "kernels.flash",
+        "kernels.reference", "schedule.algorithms.tile", "schedule.algorithms.multicast",
+        "recompute.host.mover",
+    }  # fmt: skip
+    assert not imported & others
+
+
+def test_prepare_runs_few_functions_in_few_files(counted):
+    functions, files = counted["prepare"]
+    assert {"prepare", "demands", "schedules", "programs", "make_pass"} <= set(counted["ran"])
+    assert functions <= FUNCTIONS
+    assert files <= PREPARE_FILES
+
+
+def test_side_passes_few_functions(counted):
+    functions, files = counted["side"]
+    assert 5 <= functions <= 25
+    assert 3 <= files <= 8

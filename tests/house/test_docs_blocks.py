@@ -1,0 +1,324 @@
+"""Every Python block and command of README.md and docs/ runs, or at least is understood."""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import documented
+import pytest
+import torch
+import torch.distributed as dist
+from documented import NAMES, ROOT
+
+import megatron_burst as mb
+from megatron_burst import flags
+from megatron_burst.cli import main as cli
+
+# --- Python blocks -------------------------------------------------------------------------
+
+INSTALLED = {"megatron": "megatron.core", "bridge": "megatron.bridge", "nemo2": "nemo"}
+ELSEWHERE = {"bridge": "tests/recipes runs it", "nemo2": "NeMo 2 cannot run without a GPU"}
+
+
+class Reader(NamedTuple):
+    """What the page says that its reader has, on how many ranks a block runs (0: in this process),
+    and what must be true afterwards."""
+
+    has: str
+    then: str
+    ranks: int = 0
+
+
+QKV = """
+import torch
+import torch.distributed
+import megatron_burst as mb
+torch.manual_seed(0)
+q, k, v = (torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(3))
+cu_seqlens = [0, 5, 32]
+"""
+STATES = f"{QKV}\nv = torch.randn(8, 1, 4, 3, requires_grad=True)"  # heads of width 3
+HEAD = """
+import torch
+import megatron_burst as mb
+hidden, weight = (torch.randn(n, 3, requires_grad=True) for n in (4, 5))
+labels, mask = torch.arange(4), torch.tensor([1.0, 0.0, 1.0, 1.0])
+"""
+CONFIG = """
+from megatron.core.transformer import TransformerConfig
+transformer_config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+                                       context_parallel_size=2, attention_dropout=0.0)
+"""
+READERS = {
+    "README.md-1": Reader(CONFIG, "transformer_config.burst.algorithm == 'burst'"),
+    "README.md-2": Reader(QKV, "out.shape == q.shape and groups.size == 4", ranks=4),
+    "README.md-3": Reader(
+        f"{STATES}\ndecay, beta = -torch.rand(8, 1, 4), torch.rand(8, 1, 4)\n"
+        "groups = mb.Groups.by_host(torch.distributed.group.WORLD)",
+        "out.shape == v.shape and out.isfinite().all()",
+        ranks=4,
+    ),
+    "README.md-4": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
+    "docs/reference/masks.md-0": Reader(
+        "import numpy as np", "ChunkedLocal(4).visible(np.array([[5]]), np.array([[4]])).all()"
+    ),
+    "docs/advise.md-0": Reader("", "call.seconds < step.seconds and step.mfu > 0"),
+    "docs/cluster.md-0": Reader(
+        f"{QKV}\npg, gpus_per_node = torch.distributed.group.WORLD, 2",
+        "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')",
+        ranks=4,
+    ),
+    "docs/concepts/host-memory.md-0": Reader(
+        f"{QKV}\nx, layers = q.sin(), [torch.tanh] * 4",
+        "host.peak == host.bytes_out == host.bytes_back == 4 * x.nbytes and q.grad is not None",
+    ),
+    "docs/linear-attention.md-0": Reader(
+        STATES, "out.shape == v.shape and out.sum().backward() is None and v.grad.any()", ranks=4
+    ),
+    "docs/linear-attention.md-1": Reader(QKV, "y.shape == x.shape", ranks=4),
+    # Piece n of 7 finds 1 + 1/2 + ... of what the n before it have written.
+    "docs/linear-attention.md-2": Reader(
+        QKV,
+        "[round(float(e.max()), 6) for e in entering] == [2 - 2 * 0.5**n for n in "
+        "mb.layout.chains(mb.layout.make('zigzag', cp_size=4), 32).of(groups.rank)]",
+        ranks=4,
+    ),
+    "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
+    "docs/megatron-lm.md-1": Reader(
+        "", "prefix_lm(None, None).visible(0, 1023) and not prefix_lm(None, None).visible(0, 1024)"
+    ),
+    "docs/own-script.md-1": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
+    "docs/own-script.md-2": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),
+}
+OWN = documented.blocks("docs/own-script.md")[0]  # has a test of its own
+BLOCKS = [block for page in NAMES for block in documented.blocks(page) if block != OWN]
+
+
+def execute(name, text, reader):
+    """What a block prints. In a worker the group that it would make is there already."""
+    printed, space = io.StringIO(), {"__name__": name}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        for made in ("init_process_group", "destroy_process_group"):
+            patch.setattr(dist, made, lambda *args, **named: None)
+        exec(reader.has, space)
+        exec(compile(text, name, "exec"), space)
+        assert eval(reader.then, space), reader.then
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_python_blocks_run(block, ranks):
+    if block.needs in ELSEWHERE:
+        pytest.skip(f"{block.name} needs {block.needs}: {ELSEWHERE[block.needs]}")
+    if block.needs and importlib.util.find_spec(INSTALLED[block.needs].split(".")[0]) is None:
+        pytest.skip(f"{block.name} needs {INSTALLED[block.needs]}")
+    assert block.name in READERS, "say in READERS what its reader has"
+    imports = "megatron_burst.megatron" in block.text
+    assert block.needs or not imports, "a line before it must say <!-- needs: megatron -->"
+    reader = READERS[block.name]
+    if reader.ranks:
+        ranks(reader.ranks).run(execute, block.name, block.text, reader)
+        return
+    try:
+        execute(block.name, block.text, reader)
+    finally:
+        if block.needs == "megatron":
+            mb.megatron.uninstall()
+
+
+def test_no_block_is_looked_for_that_is_not_there():
+    assert {block.name for block in BLOCKS if block.needs not in ELSEWHERE} == set(READERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_python_hides_in_another_block(name):
+    """Where nothing would run it: indented, or in a fence that does not say `python`."""
+    assert not documented.python_lines((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_python_that_hides_is_found():
+    text = "Text.\n\n    out = mb.attention(q, k, v)\n\n```\nimport torch\n```\n"
+    assert documented.python_lines(text) == ["import torch", "out = mb.attention(q, k, v)"]
+    assert not documented.python_lines("```python\nimport torch\n```\n\n    make test\n")
+
+
+def dense(q, k, v, *, plan):
+    """Causal attention written out; q, k, v [s, b, h, d]."""
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(len(q), len(q)).triu(1).bool()
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,kbhd->qbhd", weights, v)
+
+
+def cross_entropy(x, weight, labels):
+    logits = (x @ weight.T).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+
+
+def losses(printed):
+    return [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", printed)]
+
+
+def test_the_own_script_trains_on_four_ranks_as_without_the_package(ranks, monkeypatch):
+    reader = Reader("", "step == STEPS - 1")
+    printed, *_ = ranks(4).run(execute, OWN.name, OWN.text, reader)
+    one = SimpleNamespace(size=1, rank=0)
+    monkeypatch.setattr(mb.Groups, "by_host", lambda group: one)
+    monkeypatch.setattr(mb, "prepare", lambda *args, **named: SimpleNamespace(describe=str))
+    monkeypatch.setattr(mb, "attention", dense)
+    monkeypatch.setattr(mb, "checkpoint", lambda layer, x, plan, keep: layer(x, plan))
+    monkeypatch.setattr(mb, "linear_cross_entropy", cross_entropy)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    alone = losses(execute(OWN.name, OWN.text, reader))
+    assert len(alone) == 5
+    assert alone[0] - alone[-1] > 1  # it learns, so that wrong gradients would show
+    assert losses(printed) == pytest.approx(alone, abs=2e-5)
+
+
+# --- commands ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def targets():
+    """Target -> its recipe and prerequisites, as make reads its file."""
+    listed = subprocess.run(
+        ["make", "-pn", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(re.findall(r"^([a-z][a-z-]*):", listed.stdout, re.M))
+
+
+def our_command(words, monkeypatch):
+    """Parse the words behind `megatron-burst` with the parser that a user's words meet."""
+    command = next((c for c in cli.COMMANDS if c.name == words[0]), None)
+    if command is not None:
+        module = importlib.import_module(command.module)
+        monkeypatch.setattr(module, "run", lambda arguments: None)
+    try:
+        code = cli.main(words)
+    except SystemExit as ended:  # --help, or the parser's complaint
+        code = ended.code
+    if code:
+        raise ValueError("megatron-burst does not take these words")
+    if words[0] == "pretrain":
+        script_flags(words)
+
+
+def script_flags(words):
+    """Check the flags of ours among those of a Megatron script."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    flags.add_flags(parser, algorithm=flags.OFF)
+    try:
+        known, others = parser.parse_known_args(words)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        return  # --help
+    flags.settle(known)
+    flags.burst_config(known)
+    unknown = [word for word in others if word.startswith("--burst-")]
+    if unknown:
+        raise ValueError(f"unknown flags {unknown}")
+
+
+def python_command(words, monkeypatch):
+    """`-m megatron_burst ...`, `-m MODULE ...` or a script of this repository or of Megatron."""
+    if words[:2] == ["-m", "megatron_burst"]:
+        our_command(words[2:], monkeypatch)
+    elif words[0] == "-m":
+        if importlib.util.find_spec(words[1]) is None:
+            raise ValueError(f"there is no module {words[1]}")
+        if words[1] == "benchmarks.cluster" and words[2:]:  # else only the program is named
+            importlib.import_module("benchmarks.cluster.__main__")._parser().parse_args(words[2:])
+    elif words[0] == "examples/pretrain_gpt.py":
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        data = ["--vocab-size", "64"]  # what the file beside the data says
+        importlib.import_module("arguments").parse_args([*words[1:], *data])
+    elif not words[0].endswith((".py", "SCRIPT")):
+        raise ValueError("neither a module nor a script")
+    elif "/" in words[0] and not (ROOT / words[0]).exists():
+        raise ValueError(f"there is no {words[0]}")
+    else:
+        script_flags(words[1:])
+
+
+def understand(words, targets, monkeypatch):
+    """Raise ValueError or SystemExit unless the program would take these words."""
+    program, *words = words
+    if program == "make":
+        asked = [word for word in words if "=" not in word]
+        if not set(asked) <= targets:
+            raise ValueError(f"the Makefile has no {sorted(set(asked) - targets)}")
+    elif program == "megatron-burst":
+        our_command(words, monkeypatch)
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        run = get_args_parser().parse_args(words)
+        script = ["-m"] * run.module + [run.training_script, *run.training_script_args]
+        python_command(script, monkeypatch)
+    else:
+        python_command(words, monkeypatch)
+
+
+def alternatives(line):
+    """The words of a command; `a|b` outside of quotes stands for either, a capital for a number."""
+    words = [re.sub("^[A-Z]$", "8", word) for word in shlex.split(line) if word != "..."]
+    choices = [word for word in line.split() if re.fullmatch(r"\w+(\|\w+)+", word)]
+    for choice in choices[:1]:
+        at = words.index(choice)
+        return [[*words[:at], one, *words[at + 1 :]] for one in choice.split("|")]
+    return [words]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_are_understood(name, targets, monkeypatch, capsys):
+    wrong = []
+    for line in documented.commands((ROOT / name).read_text(encoding="utf-8")):
+        for words in alternatives(line):
+            try:
+                understand(words, targets, monkeypatch)
+            except (ValueError, SystemExit, argparse.ArgumentError) as error:
+                wrong.append(f"{line}: {error} {capsys.readouterr().err}")
+    assert not wrong, "\n".join(wrong)
+
+
+BAD = {
+    "make no-such-target": "Makefile",
+    "megatron-burst shwo mask": "these words",
+    "megatron-burst show mask --no-such-flag 1": "these words",
+    "megatron-burst pretrain x.py --burst-no-such-flag 1": "unknown flags",
+    "torchrun --nproc-per-node 2 -m megatron_burst pretrain x.py --burst-side left": "burst-side",
+    "torchrun --no-such-flag 2 x.py": "2",
+    "python -m benchmarks.no_such": "no module",
+    "python benchmarks/no_such.py": "there is no",
+    "torchrun --nproc-per-node 4 examples/pretrain_gpt.py --no-such-flag": "2",
+}
+
+
+@pytest.mark.parametrize(("line", "says"), BAD.items())
+def test_what_would_not_run_is_found(line, says, targets, monkeypatch):
+    assert list(documented.commands(f"Text.\n\n    {line}  # comment\n")) == [line]
+    assert list(documented.commands(f"See `{line}`.\n")) == [line]
+    with pytest.raises((ValueError, SystemExit), match=says):
+        understand(shlex.split(line), targets, monkeypatch)
+
+
+# --- names ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_and_public_names_that_a_page_mentions_exist(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"--burst-[a-z][a-z-]*", text))
+    assert named <= {flag.name for flag in flags.FLAGS}
+    for path in set(re.findall(r"\bmb\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)", text)):
+        found = mb
+        for part in path.split("."):
+            assert hasattr(found, part), f"mb.{path}"
+            found = getattr(found, part)

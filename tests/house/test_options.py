@@ -1,0 +1,93 @@
+"""The choices of a call are one object: every list of them elsewhere is this one."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+
+import megatron_burst as mb
+from megatron_burst import config, flags, options
+from megatron_burst.kernels import registry
+from megatron_burst.planning.validate import WIRE
+
+ROOT = Path(__file__).parents[2]
+NAMES = [field.name for field in dataclasses.fields(options.AttentionOptions)]
+
+
+def test_keywords_are_the_fields_with_their_types():
+    hints = [
+        get_type_hints(one, None, {"torch": torch})
+        for one in (options.AttentionOptions, options.AttentionKeywords)
+    ]
+    assert hints[0] == hints[1]
+    assert list(hints[0]) == NAMES
+
+
+@pytest.mark.parametrize("function", [mb.attention, mb.prepare, options.AttentionOptions])
+def test_docstrings_tell_of_every_option(function):
+    text = inspect.getdoc(function) or ""
+    assert "AttentionOptions" in text or all(f"{name}: " in text for name in NAMES)
+
+
+def test_registries_have_the_names_that_may_be_asked_for():
+    assert {"auto", *registry.KERNELS} == set(options.KERNELS)
+    assert set(WIRE) == set(options.WIRE_DTYPES)
+    assert set(config.NAMED_LAYOUTS) == {*mb.layout.LAYOUTS, "balanced"}
+
+
+def test_a_config_states_options_of_the_same_name():
+    stated = mb.BurstConfig(side="kv", wire_dtype="bf16", kv_cache=0.5).keywords()
+    assert set(stated) <= set(NAMES)
+    assert options.AttentionOptions(**stated).grad_wire_dtype == "bf16"
+
+
+def test_a_flag_for_every_field_of_a_config():
+    fields = dataclasses.fields(mb.BurstConfig)
+    assert [flag.field for flag in flags.FLAGS] == [field.name for field in fields]
+    assert [flag.name for flag in flags.FLAGS][:3] == [
+        "--context-parallel-algo", "--burst-layout", "--burst-side",
+    ]  # fmt: skip
+    shown = {flag.field: flag.values for flag in flags.FLAGS}
+    assert shown["side"] == "{auto,kv,query}"
+    assert (shown["ulysses_size"], shown["kv_cache"], shown["store"]) == ("N", "F", "F")
+
+
+def test_flags_that_the_readme_shows_are_understood():
+    section = (ROOT / "README.md").read_text().split("\n## Flags\n")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| `(--[^`]+)` \|", section, re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, algorithm="megatron")
+    assert len(shown) == 6
+    for one in shown:
+        parser.parse_args(one.split())
+
+
+def test_the_site_has_a_row_for_every_flag():
+    rows = flags.table().splitlines()
+    assert "| `--burst-side` | `auto`, `kv`, `query` |" in "\n".join(rows)
+    assert len(rows) == 2 + len(flags.FLAGS)
+    assert "<!-- flags -->" in (ROOT / "docs" / "reference" / "command-line.md").read_text()
+
+
+def test_an_unknown_keyword_is_named():
+    groups = mb.Groups.in_process(intra=1)
+    q = torch.zeros(4, 1, 2, 8)
+    with pytest.raises(TypeError, match="head_groups"):
+        mb.attention([q], [q], [q], groups=groups, head_groups=2)
+
+
+def test_wire_dtypes_have_names():
+    groups = mb.Groups.in_process(intra=2)
+    qs = [torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(2)]
+    by_name, by_dtype = (
+        mb.prepare(qs, qs, qs, groups=groups, grad_wire_dtype=dtype)
+        for dtype in ("bf16", torch.bfloat16)
+    )
+    assert by_name.identity == by_dtype.identity
+    with pytest.raises(ValueError, match=r"grad_wire_dtype .*fp32.*got 'fp8'"):
+        mb.prepare(qs, qs, qs, groups=groups, grad_wire_dtype="fp8")

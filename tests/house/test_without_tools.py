@@ -1,0 +1,120 @@
+"""The package as it is installed trains without tools/ and testing/: a wheel is built, both folders
+are taken out of it, and two ranks train a small model with it as with the whole tree."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = ("tools", "testing")
+
+TRAINING = """
+import importlib.util, json, sys, warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+warnings.simplefilter("ignore")
+import megatron_burst as mb
+
+rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+assert Path(mb.__file__).parent == Path(folder) / "megatron_burst", mb.__file__
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+S, H, D, V = 64, 4, 8, 32
+groups = mb.Groups.flat(dist.group.WORLD)
+layout = mb.layout.make("striped", cp_size=2)
+embed = torch.nn.Parameter(torch.randn(V, H * D) * 0.3)
+qkv = [torch.nn.Parameter(torch.randn(3, H * D, H * D) * 0.2) for _ in range(2)]
+head = torch.nn.Parameter(torch.randn(V, H * D) * 0.3)
+parameters = [embed, *qkv, head]
+optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+tokens = torch.randint(0, V, (S + 1, 1))
+mine, labels = (mb.shard(x, layout, rank, dim=0) for x in (tokens[:-1], tokens[1:]))
+losses = []
+
+def layer(x, weight, plan):
+    q, k, v = (torch.nn.functional.linear(x, w).unflatten(-1, (H, D)) for w in weight)
+    return x + mb.attention(q, k, v, plan=plan).flatten(2)
+
+for _ in range(4):
+    x = embed[mine]
+    q = x.detach().unflatten(-1, (H, D)).requires_grad_()
+    plan = mb.prepare(q, q, q, groups=groups, layout="striped", store=0.5)
+    for weight in qkv:
+        x = mb.checkpoint(layer, x, weight, plan, keep=0.5)
+    loss = mb.linear_cross_entropy(x, head, labels).sum() / S
+    loss.backward()
+    for p in parameters:
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    losses.append(total.item())
+
+installed = None
+if rank == 0 and importlib.util.find_spec("megatron"):
+    import megatron_burst.megatron as burst
+    burst.install()
+    installed = burst.uninstall()
+loaded = [name for name in sys.modules if name.startswith("megatron_burst.t")]
+loaded = [name for name in loaded if name.split(".")[1] in ("tools", "testing")]
+print(json.dumps({"losses": losses, "installed": installed, "loaded": loaded}))
+dist.destroy_process_group()
+"""
+
+
+def trained(folder, store):
+    """What both ranks print that train with the package in this folder."""
+    environment = os.environ | {
+        "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    command = [sys.executable, "-c", TRAINING]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(store), str(folder)], cwd=store.parent, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ends = [rank.communicate(timeout=240) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The files of a wheel, built of a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "megatron_burst", folder / "source" / "megatron_burst", ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, folder / "source" / name)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    built = subprocess.run(
+        [sys.executable, "-c", build], cwd=folder / "source", capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    (made,) = folder.glob("*.whl")
+    zipfile.ZipFile(made).extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_training_needs_neither_tools_nor_testing(wheel, tmp_path):
+    for name in LEFT_OUT:
+        assert (wheel / "megatron_burst" / name).is_dir()
+        shutil.rmtree(wheel / "megatron_burst" / name)
+    without = trained(wheel, tmp_path / "without")
+    whole = trained(ROOT, tmp_path / "whole")
+    assert without[0]["losses"] == without[1]["losses"] == whole[0]["losses"]
+    assert without[0]["losses"][-1] < without[0]["losses"][0]
+    assert all(each["installed"] in (True, None) and not each["loaded"] for each in without + whole)

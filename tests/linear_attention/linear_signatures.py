@@ -1,0 +1,80 @@
+"""Which parameters the functions of the packages of linear attention have, release by release.
+
+    cd tests/linear_attention; python linear_signatures.py FLA MAMBA > linear_signatures.json
+
+FLA, MAMBA: git directories with the tags of fla-org/flash-linear-attention and state-spaces/mamba.
+Reads the sources of the functions that `megatron_burst.linear_attention.kernels` calls, and records
+names of parameters ("=" where there is a default) and of results, nothing else; releases that are
+alike share an entry. Releases are tags and the newest commit. Runs none of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from flash_signatures import git, parameters
+
+from megatron_burst.linear_attention.forms import FORMS
+from megatron_burst.linear_attention.kernels.mamba import FUNCTION
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("fla")
+    parser.add_argument("mamba")
+    arguments = parser.parse_args()
+    paths = {form.fla: arguments.fla for form in FORMS.values()} | {FUNCTION: arguments.mamba}
+    print(json.dumps({path: record(mirror, path) for path, mirror in paths.items()}, indent=1))
+    return 0
+
+
+def record(mirror: str, path: str) -> list[dict]:
+    """The entries of the function at this dotted path, oldest release first."""
+    module, _, name = path.rpartition(".")
+    found: dict[tuple[str, str], list[str]] = {}
+    for release, commit in releases(mirror):
+        for file in (f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/chunk.py"):
+            if git(mirror, "ls-tree", commit, file):
+                text = git(mirror, "show", f"{commit}:{file}")
+                shape = signature(text, name)
+                if shape is not None:
+                    found.setdefault(shape, []).append(release)
+    return [
+        {"releases": alike, "parameters": shape, "returns": returns}
+        for (shape, returns), alike in found.items()
+    ]
+
+
+def signature(text: str, name: str) -> tuple[str, str] | None:
+    """Parameters and results of a function; None if there is none of this name."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ", ".join(parameters(node.args)), results(node)
+    return None
+
+
+def results(function: ast.FunctionDef) -> str:
+    """What the last statement returns; of a call, what is called."""
+    value = [node.value for node in function.body if isinstance(node, ast.Return)][-1]
+    if isinstance(value, ast.Tuple):
+        return ", ".join(map(ast.unparse, value.elts))
+    return ast.unparse(value.func) if isinstance(value, ast.Call) else ast.unparse(value)
+
+
+def releases(mirror: str) -> list[tuple[str, str]]:
+    """(name, commit), by date."""
+    form = "--format=%(creatordate:unix) %(refname:short) %(refname)"
+    found = [line.split() for line in git(mirror, "for-each-ref", form, "refs/tags").splitlines()]
+    at, day, commit = git(mirror, "log", "-1", "--format=%ct %cs %h").split()
+    listed = [(int(when), name, ref) for when, name, ref in found]
+    listed.append((int(at), f"main {day} {commit}", commit))
+    return [(name, commit) for _, name, commit in sorted(listed)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

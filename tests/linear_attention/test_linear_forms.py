@@ -1,0 +1,218 @@
+"""The forms of linear attention on one rank: outputs, maps of pieces and all gradients, against the
+recurrence written by hand."""
+
+import pytest
+import recurrences
+import torch
+from recurrences import SHAPES
+
+from megatron_burst.linear_attention import forms
+from megatron_burst.linear_attention.kernels import registry
+from megatron_burst.linear_attention.kernels.base import LinearInputs, RankPieces
+
+FORMS = list(SHAPES)
+SCALE = 0.3
+# lengths of pieces, and which need a map
+CUTS = {
+    "one": ((70,), (True,)),
+    "even": ((64, 64), (True, False)),
+    "uneven": ((1, 67, 3, 130), (True, False, True, True)),
+    "nobody asks": ((5, 66), (False, False)),
+    "empty": ((0, 3, 0), (True, True, True)),
+}
+
+
+def computed(form, kernel, given, cut, entering, scale=SCALE):
+    """(outputs, maps) by a kernel."""
+    run = registry.run(forms.FORMS[form], kernel, LinearInputs(*given, scale), RankPieces(*cut))
+    return run.outputs(entering), run.maps
+
+
+def states(given, pieces, seed=5):
+    """[p, b, h, d, w] random."""
+    (b, h, w), d = given.v.shape[1:], given.k.shape[-1]
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(pieces, b, h, d, w, generator=made, dtype=torch.float64)
+
+
+def assert_exact(got, truth):
+    for mine, true in zip(got, truth, strict=True):
+        assert mine.shape == true.shape
+        torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+
+
+def assert_recurrence(form, kernel, given, cut, entering):
+    """Outputs, what the maps that are asked for make of any states, and the gradients."""
+    asked = [i for i, mapped in enumerate(cut[1]) if mapped]
+    mine, true = recurrences.leaves(given), recurrences.leaves(given)
+    starts, other = entering.clone().requires_grad_(), states(given, len(cut[0]), seed=6)
+    out, maps = computed(form, kernel, mine, cut, starts)
+    ends = recurrences.applied(maps, other)[asked]
+    starts_too = entering.clone().requires_grad_()
+    out_too, _ = recurrences.pieces(true, cut[0], starts_too, SCALE)
+    _, ends_too = recurrences.pieces(true, cut[0], other, SCALE)
+    assert_exact((out, ends), (out_too, ends_too[asked]))
+    got = recurrences.gradients((out, ends), (*mine, starts))
+    assert_exact(got, recurrences.gradients((out_too, ends_too[asked]), (*true, starts_too)))
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_chunkwise_form_is_the_recurrence(form, cut):
+    given = recurrences.case(form, sum(cut[0]))
+    assert_recurrence(form, "torch", given, cut, states(given, len(cut[0])))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_kernel_is_the_recurrence(form):
+    cut = CUTS["empty"] if form == "linear" else ((2, 5), (True, True))
+    given = recurrences.case(form, sum(cut[0]))
+    assert_recurrence(form, "reference", given, cut, states(given, len(cut[0])))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (1, 1, 3, 2, 1), (3, 3, 3, 1, 4)])
+def test_narrow_widths_and_shared_heads(form, shape):
+    b, g, h, d, w = shape
+    given = recurrences.case(form, 20, b=b, g=g, h=h, d=d, w=w)
+    assert_recurrence(form, "torch", given, ((20,), (True,)), states(given, 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_by_differences(form):
+    given = recurrences.leaves(recurrences.case(form, 5, b=1, g=1, h=2, d=2, w=2))
+    entering = states(given, 2).requires_grad_()
+    tensors = [x for x in (*given, entering) if x is not None]
+
+    def function(*changed):
+        parts = iter(changed)
+        tensors = [None if x is None else next(parts) for x in given]
+        out, maps = computed(form, "torch", tensors, ((3, 2), (True, True)), next(parts))
+        return (out, *(x for x in maps if x is not None))
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+def test_the_map_of_nobody_is_zero():
+    given = recurrences.case("kda", 10)
+    for kernel in ("torch",):
+        _, maps = computed("kda", kernel, given, ((4, 6), (False, True)), states(given, 2))
+        assert not maps.transition[0].any()
+        assert not maps.increment[0].any()
+        assert maps.transition[1].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_without_rows_has_maps_of_no_pieces(form):
+    given = recurrences.leaves(recurrences.case(form, 0))
+    whole = recurrences.case(form, 3)
+    for kernel in ("torch", "reference"):
+        out, maps = computed(form, kernel, given, ((), ()), states(given, 0))
+        _, other = computed(form, kernel, whole, ((3,), (True,)), states(whole, 1))
+        assert out.shape == (0, 2, 4, 3)
+        for mine, one in zip(maps, other, strict=True):
+            assert (mine is None) == (one is None)
+            assert mine is None or (0, *one.shape[1:]) == mine.shape
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "v", "beta", "entering"])
+def test_frozen_tensors_get_no_gradient(frozen):
+    given = recurrences.leaves(recurrences.case("gated_delta_rule", 9))
+    entering = states(given, 1).requires_grad_()
+    for name in LinearInputs._fields[:5]:
+        if name == frozen:
+            getattr(given, name).requires_grad_(False)
+    entering.requires_grad_(frozen != "entering")
+    out, maps = computed("gated_delta_rule", "torch", given, ((9,), (True,)), entering)
+    (out.sum() + maps.increment.sum()).backward()
+    for name, x in {**given._asdict(), "entering": entering}.items():
+        assert (x.grad is None) == (name == frozen)
+
+
+def test_nothing_is_kept_but_the_arguments():
+    """Per call: no tensor that its caller does not hold, or has as the state that enters."""
+    given = recurrences.leaves(recurrences.case("kda", 130, dtype=torch.float32))
+    entering = states(given, 1).float().requires_grad_()
+    held = {x.data_ptr() for x in (*given, entering)}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        computed("kda", "torch", given, ((130,), (True,)), entering)
+    assert len(kept) > 5
+    assert {x.data_ptr() for x in kept} <= held
+
+
+def test_precision_is_not_autocasts_business():
+    given = recurrences.leaves(recurrences.case("kda", 20, dtype=torch.float32))
+    entering = states(given, 1).float()
+    cut = ((20,), (True,))
+    out, maps = computed("kda", "torch", given, cut, entering)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        other, others = computed("kda", "torch", given, cut, entering)
+    for mine, one in zip((out, *maps), (other, *others), strict=True):
+        assert torch.equal(mine, one)
+    wanted = torch.autograd.grad(out.sum(), given, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # a user's backward may be inside it
+        found = torch.autograd.grad(other.sum(), given)
+    for mine, one in zip(wanted, found, strict=True):
+        assert torch.equal(mine, one)
+
+
+def test_second_derivatives_are_refused():
+    given = recurrences.leaves(recurrences.case("linear", 3))
+    out, _ = computed("linear", "torch", given, ((3,), (False,)), states(given, 1))
+    with pytest.raises(RuntimeError, match="linear attention cannot be differentiated twice"):
+        torch.autograd.grad(out.sum(), given.q, create_graph=True)
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_is_read_off_its_arguments(form):
+    given = recurrences.case(form, 2)
+    assert forms.of(given.decay, given.beta).name == form
+    assert forms.of(given.decay, given.beta, form).name == form
+    if SHAPES[form][0] == "":
+        assert forms.of(given.decay[0, 0], given.beta).name == form
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "words"),
+    [
+        ("kda", "mamba", "form must be one of auto, linear, .*, got 'mamba'"),
+        ("kda", None, "form must be one of auto, .*, got None"),
+        ("linear", "kda", r"form kda takes decay \[s, b, h, d\], got decay None and needs beta"),
+        ("kda", "delta_rule", r"takes decay=None, got decay of shape \[2, 2, 4, 5\]; .* takes kda"),
+        ("delta_rule", "linear", r"form linear takes beta=None, got beta of shape \[2, 2, 4\]"),
+        ("linear", "scalar_decay", r"takes decay \[s, b, h\], or \[h\] .*'auto' takes linear"),
+    ],
+)
+def test_forms_that_do_not_fit_are_refused(form, name, words):
+    given = recurrences.case(form, 2)
+    with pytest.raises(ValueError, match=words):
+        forms.of(given.decay, given.beta, name)
+
+
+@pytest.mark.parametrize(
+    ("decay", "beta", "words"),
+    [
+        (torch.zeros(2, 2), None, r"decay must be a tensor of logar.*got decay of shape \[2, 2\]"),
+        (0.9, None, r"decay must be .*, got decay 0.9"),
+        (None, torch.zeros(4), r"beta must be a tensor \[s, b, h\], or None .* of shape \[4\]"),
+        (None, 0.5, r"beta must be .*, got beta 0.5"),
+    ],
+)
+def test_arguments_of_no_form_are_refused(decay, beta, words):
+    with pytest.raises(ValueError, match=words):
+        forms.of(decay, beta)
+
+
+def test_kernels_are_chosen_by_name():
+    given, form = LinearInputs(*recurrences.case("linear", 2), 1.0), forms.FORMS["linear"]
+    assert registry.make("auto", form, given).name == "torch"
+    assert registry.make("reference", form, given).name == "reference"
+    with pytest.raises(ValueError, match=r"kernel must be one of auto, torch, .*, got 'cuda'"):
+        registry.make("cuda", form, given)
+    words = "kernel fla runs on CUDA devices, got tensors on cpu; kernel='torch' takes anything"
+    with pytest.raises(ValueError, match=words):
+        registry.make("fla", form, given)

@@ -1,0 +1,287 @@
+"""Packages of linear attention: do our arguments fit the signatures of their releases, and do our
+tensors mean there what their documentation says? No kernel of theirs runs here: stand-ins written
+by hand compute what they document, one token after the other.
+
+`linear_signatures.json` holds the parameters of every release, read from the sources by
+`linear_signatures.py`.
+"""
+
+import inspect
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import recurrences
+import torch
+from recorded_signatures import signature
+from test_linear_forms import CUTS, FORMS, assert_exact, states
+
+from megatron_burst.kernels.packages import NotInstalled
+from megatron_burst.linear_attention import forms
+from megatron_burst.linear_attention.kernels import fla, mamba, registry
+from megatron_burst.linear_attention.kernels import sequences as packages
+from megatron_burst.linear_attention.kernels.base import LinearInputs, RankPieces
+
+RECORD = json.loads((Path(__file__).parent / "linear_signatures.json").read_text())
+# Releases that want a decay of a form that has none.
+REFUSED = {("linear", release) for release in ("v0.1.0", "v0.2.0")}
+CALLS = [
+    (form.name, entry["releases"][0], entry)
+    for form in forms.FORMS.values()
+    for entry in RECORD[form.fla]
+]
+
+
+def fitted(path, names, optional, text):
+    constants = packages.PACKAGES[path.partition(".")[0]].constants
+    return packages.fit("there.f", signature(named(text)), names, optional, constants)
+
+
+def named(text):
+    """Without **kwargs, which the fit must not rely on."""
+    return ", ".join(one for one in text.split(", ") if not one.startswith("**"))
+
+
+def fla_fit(form, text):
+    names = fla.names(forms.FORMS[form])
+    return fitted(forms.FORMS[form].fla, names, (fla.ON_THE_HOST,), text)
+
+
+# --- signatures ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "release", "entry"), CALLS)
+def test_our_arguments_fit_every_release_we_take(form, release, entry):
+    if (form, release) in REFUSED:
+        with pytest.raises(ValueError, match=r"^there\.f wants g, which is not known here"):
+            fla_fit(form, entry["parameters"])
+        return
+    fit = fla_fit(form, entry["parameters"])
+    given = LinearInputs(*recurrences.case(form, 5), 0.3)
+    arguments = fit.arguments(fla.arguments(given, (2, 3), None, True))
+    bound = signature(named(entry["parameters"])).bind(**arguments).arguments
+    assert bound["q"].shape == bound["k"].shape == (1, 10, 4, 5)
+    assert bound["cu_seqlens"].tolist() == [0, 2, 5, 7, 10]
+    assert bound["output_final_state"] is True
+    assert bound["scale"] == 0.3
+    assert bound.get("head_first", False) is False
+    assert ("head_first" in bound) == ("head_first=" in entry["parameters"])
+    assert (fla.ON_THE_HOST in bound) == (f"{fla.ON_THE_HOST}=" in entry["parameters"])
+    assert entry["returns"] in ("o, final_state", "ChunkKDAFunction.apply")
+
+
+@pytest.mark.parametrize("entry", RECORD[mamba.FUNCTION], ids=lambda entry: entry["releases"][0])
+def test_our_arguments_fit_every_release_of_mamba(entry):
+    fit = fitted(mamba.FUNCTION, mamba.NAMES, (), entry["parameters"])
+    given = LinearInputs(*recurrences.case("scalar_decay", 5), 0.3)
+    arguments = fit.arguments(mamba.arguments(given, None))
+    bound = signature(entry["parameters"]).bind(**arguments).arguments
+    assert bound["x"].shape == (2, 5, 4, 3)
+    assert bound["B"].shape == bound["C"].shape == (2, 5, 2, 5)
+
+
+def test_the_newest_releases_are_recorded():
+    for path, entries in RECORD.items():
+        assert entries[-1]["releases"][-1].startswith("main 2026"), path
+    assert set(RECORD) == {form.fla for form in forms.FORMS.values()} | {mamba.FUNCTION}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("q, k, v, scale=, initial_state=, output_final_state=", "has no parameter cu_seqlens, g"),
+        ("q, k, v, g, scale=, initial_state=, final=, cu_seqlens=", "parameter output_final_state"),
+        (
+            "q, k, v, g, sink, scale=, initial_state=, output_final_state=, cu_seqlens=",
+            "wants sink, which is not known here",
+        ),
+    ],
+)
+def test_planted_changes_are_refused(text, words):
+    with pytest.raises(ValueError, match=rf"^there\.f .*{words}"):
+        fla_fit("scalar_decay", text)
+
+
+def test_what_is_hidden_in_keywords_counts_as_lacking():
+    def hidden(q, k, v, g, **kwargs):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="has no parameter scale"):
+        packages.fit("f", inspect.signature(hidden), fla.names(forms.FORMS["scalar_decay"]))
+
+
+# --- what tensors mean there ---------------------------------------------------------------
+
+
+def chunk_function(**given):
+    """What flash-linear-attention documents: q, k, v [B, T, H, .], g the logarithm of the decay,
+    states [N, H, K, V] of N sequences, cut by cu_seqlens where B is 1; o [B, T, H, V]."""
+    q, k, v = given["q"], given["k"], given["v"]
+    bounds, state = given["cu_seqlens"], given["initial_state"]
+    assert given.get("head_first") is not True
+    assert q.shape == k.shape
+    assert q.shape[:3] == v.shape[:3]
+    if bounds is not None:
+        assert q.shape[0] == 1
+        assert bounds.dtype == torch.int64
+    cuts = [0, q.shape[1]] if bounds is None else bounds.tolist()
+    sequences = [(row, i, j) for row in range(len(q)) for i, j in pairwise(cuts)]
+    assert state is None or state.shape == (len(sequences), *q.shape[2:], v.shape[-1])
+    o, ends = torch.zeros_like(v), []
+    for n, (row, i, j) in enumerate(sequences):
+        s = v.new_zeros(*q.shape[2:], v.shape[-1]) if state is None else state[n]
+        for t in range(i, j):
+            value = v[row, t]
+            if given.get("g") is not None:
+                kept = given["g"][row, t].exp()
+                s = s * (kept[..., None] if kept.dim() == 2 else kept[:, None, None])
+            if given.get("beta") is not None:
+                value = (value - (s * k[row, t][..., None]).sum(1)) * given["beta"][row, t][:, None]
+            s = s + k[row, t][..., None] * value[:, None]
+            o[row, t] = given["scale"] * (s * q[row, t][..., None]).sum(1)
+        ends.append(s)
+    return o, torch.stack(ends) if given["output_final_state"] else None
+
+
+def chunk_scan(**given):
+    """What Mamba documents: x [b, s, h, p], dt [b, s, h], A [h], B, C [b, s, g, n], states
+    [b, h, p, n]."""
+    x, dt, decay = given["x"], given["dt"], given["A"]
+    shared = x.shape[2] // given["B"].shape[2]
+    keys, queries = (given[name].repeat_interleave(shared, 2) for name in "BC")
+    s = given["initial_states"]
+    s = x.new_zeros(*x.shape[:1], *x.shape[2:], keys.shape[-1]) if s is None else s
+    out = []
+    for t in range(x.shape[1]):
+        step = dt[:, t][..., None, None]
+        s = (step * decay[:, None, None]).exp() * s
+        s = s + step * x[:, t][..., None] * keys[:, t][:, :, None]
+        out.append((s * queries[:, t][:, :, None]).sum(-1))
+    assert given["return_final_states"] is True
+    return torch.stack(out, 1), s
+
+
+def fla_runs(form):
+    text = RECORD[forms.FORMS[form].fla][-1]["parameters"]
+    loaded = fla_fit(form, text)._replace(function=chunk_function)
+    return lambda given, cut: fla.run(loaded, forms.FORMS[form], given, cut)
+
+
+def mamba_runs():
+    text = RECORD[mamba.FUNCTION][-1]["parameters"]
+    loaded = fitted(mamba.FUNCTION, mamba.NAMES, (), text)._replace(function=chunk_scan)
+    return lambda given, cut: mamba.run(loaded, forms.FORMS["scalar_decay"], given, cut)
+
+
+RUNS = {form: fla_runs(form) for form in FORMS} | {"mamba_ssm": mamba_runs()}
+
+
+@pytest.mark.parametrize("cut", ["one", "several", "none mapped"])
+@pytest.mark.parametrize("name", RUNS)
+def test_packages_compute_the_recurrence(name, cut):
+    """Outputs, maps, final states and gradients of a stand-in through our arguments."""
+    form = "scalar_decay" if name == "mamba_ssm" else name
+    cut = {
+        "one": ((6,), (True,)),
+        "several": ((1, 4, 2), (True, False, True)),
+        "none mapped": ((3, 2), (False, False)),
+    }[cut]
+    mine, true = (recurrences.leaves(recurrences.case(form, sum(cut[0]))) for _ in range(2))
+    asked = [i for i, mapped in enumerate(cut[1]) if mapped]
+    entering, other = states(mine, len(cut[0])), states(mine, len(cut[0]), seed=6)
+    starts, starts_too = (entering.clone().requires_grad_() for _ in range(2))
+    run = RUNS[name](LinearInputs(*mine, 0.3), RankPieces(*cut))
+    out, ends = run.outputs(starts), recurrences.applied(run.maps, other)[asked]
+    out_too, _ = recurrences.pieces(true, cut[0], starts_too, 0.3)
+    ends_too = recurrences.pieces(true, cut[0], other, 0.3)[1][asked]
+    assert_exact((out, ends), (out_too, ends_too))
+    got = recurrences.gradients((out, ends), (*mine, starts))
+    assert_exact(got, recurrences.gradients((out_too, ends_too), (*true, starts_too)))
+
+
+def test_mamba_takes_a_decay_of_zero_as_a_small_one():
+    given = recurrences.case("scalar_decay", 40)
+    given = given._replace(decay=torch.zeros_like(given.decay))
+    run = mamba_runs()(LinearInputs(*given, 0.3), RankPieces((40,), (True,)))
+    out, _ = recurrences.pieces(given, (40,), states(given, 1), 0.3)
+    torch.testing.assert_close(run.outputs(states(given, 1)), out, rtol=1e-4, atol=1e-4)
+
+
+# --- what is installed ---------------------------------------------------------------------
+
+
+def plant(monkeypatch, path, function):
+    """A package with one function."""
+    parts = path.split(".")
+    for i in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    setattr(sys.modules[".".join(parts[:-1])], parts[-1], function)
+
+
+def test_an_installed_function_is_called(monkeypatch):
+    def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False,
+                  cu_seqlens=None, head_first=True):  # fmt: skip
+        return chunk_function(**locals())
+
+    form = forms.FORMS["vector_decay"]
+    plant(monkeypatch, form.fla, chunk_gla)
+    given = recurrences.case("vector_decay", 7)
+    run = fla.FlaKernel().run(
+        form, LinearInputs(*given, 0.3), RankPieces(*CUTS["one"])._replace(lengths=(7,))
+    )
+    out, _ = recurrences.pieces(given, (7,), states(given, 1), 0.3)
+    assert_exact((run.outputs(states(given, 1)),), (out,))
+
+
+def test_packages_that_do_not_fit_are_refused_by_name(monkeypatch):
+    form = forms.FORMS["kda"]
+    words = r"^kernel fla: flash-linear-attention is not installed .*; install .*kernel='torch'"
+    with pytest.raises(NotInstalled, match=words):
+        fla.function(form)
+    plant(monkeypatch, form.fla, lambda q, k, v: None)
+    with pytest.raises(ValueError, match=r"kernel fla: fla.ops.kda.chunk_kda has no parameter"):
+        fla.function(form)
+    plant(monkeypatch, form.fla, None)
+    with pytest.raises(ValueError, match=r"kernel fla: fla.ops.kda has no function chunk_kda"):
+        fla.function(form)
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", None)
+    with pytest.raises(ValueError, match=r"flash-linear-attention cannot be imported: Module"):
+        fla.function(form)
+    with pytest.raises(NotInstalled, match=r"kernel mamba_ssm: Mamba is not installed"):
+        mamba.function()
+
+
+def test_auto_takes_flash_linear_attention_on_cuda_where_it_is_installed(monkeypatch):
+    assert registry.automatic(torch.device("cpu")) == ("torch",)
+    assert registry.automatic(torch.device("cuda")) == ("torch",)
+    monkeypatch.setattr(registry, "installed", lambda package: package == "fla")
+    assert registry.automatic(torch.device("cuda")) == ("fla", "torch")
+    assert registry.automatic(torch.device("cpu")) == ("torch",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "takes q, k and v all in bfloat16 or all in float16, got float64, float64, float64"),
+        ({"v": torch.zeros(2, 2, 4, 3).half()}, "all in float16, got bfloat16, bfloat16, float16"),
+        ({"k": torch.zeros(2, 2, 2, 264).bfloat16()}, "takes keys of width up to 256, got 264"),
+    ],
+)
+def test_tensors_that_packages_cannot_serve_are_refused(changed, words):
+    dtype = torch.bfloat16 if changed else torch.float64
+    given = LinearInputs(*recurrences.case("linear", 2, dtype=dtype), 0.3)
+    assert words in fla.unfit(given._replace(**changed))
+    assert (
+        fla.unfit(LinearInputs(*recurrences.case("linear", 2, dtype=torch.bfloat16), 0.3)) is None
+    )
+
+
+def test_mamba_computes_one_form():
+    for form in forms.FORMS.values():
+        given = LinearInputs(*recurrences.case(form.name, 2), 0.3)
+        refused = mamba.MambaKernel().refusal(form, given)
+        scalar = form.name == "scalar_decay"
+        assert ("CUDA devices" if scalar else f"got form {form.name}") in refused

@@ -1,0 +1,361 @@
+"""Bytes by formula: the numbers a plan prints and decides by, computed by hand."""
+
+import numpy as np
+import oracle
+import pytest
+import wants
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst import layout, masks
+from megatron_burst.layout import Span
+from megatron_burst.schedule import rings
+from megatron_burst.schedule.algorithms import ALGORITHMS as EVERY
+from megatron_burst.schedule.cost import (
+    Sizes,
+    Traffic,
+    best_layout,
+    busiest_traffic,
+    forward_schedule,
+    imbalance,
+    imbalance_of,
+    kept_bytes,
+    pair_shares,
+    total_traffic,
+    traffic,
+    visible_pairs,
+    work,
+)
+from megatron_burst.schedule.cost import backward_schedule as backward_schedule_of
+from megatron_burst.schedule.demand import RowBytes, everything
+from megatron_burst.schedule.rings import SIDES
+from megatron_burst.schedule.tables import ALL, ROUTES, Grid, Kept, Pairs, Tables, Transfers
+from megatron_burst.schedule.topology import Topology
+
+ALGORITHMS = ("burst", "double_ring", "ring")
+
+YES = (True, True, True)
+
+
+def forward_traffic(algorithm, grid, rank, have):
+    plan = rings.forward(algorithm, grid, wanted=everything(grid.size, have.tokens),
+                         row_bytes=have.forward)  # fmt: skip
+    return traffic(plan, rank, have)
+
+
+def backward_schedule(algorithm, grid, side, have, **more):
+    return rings.backward(algorithm, grid, side, wanted=everything(grid.size, have.tokens),
+                          row_bytes=have.backward, **more)  # fmt: skip
+
+
+def backward_traffic(algorithm, grid, rank, have, side):
+    return traffic(backward_schedule(algorithm, grid, side, have), rank, have)
+
+
+def chosen_side(algorithm, grid, have):
+    everyone = everything(grid.size, have.tokens)
+    return backward_schedule_of(algorithm, grid, everyone, have).side
+
+
+def sizes(heads=8, kv=8, d=16, w=16, item=2, wire=4, needs=YES, tokens=10, batch=3):
+    stat = 8 if item == 8 else 4
+    return Sizes(tokens, batch, heads, kv, d, w, item, stat, wire, needs)
+
+
+def test_one_hop_of_bf16_multi_head_by_hand():
+    """30 rows, 8 heads of 16: K, V 15360 B; dK, dV in fp32 30720 B; Q, dO 15360 B with lse and
+    delta 1920 B; dQ in fp32 15360 B. On two ranks everything makes one hop."""
+    grid = Grid(1, 2)
+    assert forward_traffic("ring", grid, 0, sizes()) == Traffic(intra=15360, inter=0)
+    kv = backward_traffic("ring", grid, 0, sizes(), "kv")
+    query = backward_traffic("ring", grid, 0, sizes(), "query")
+    assert kv == Traffic(intra=15360 + 30720, inter=0)
+    assert query == Traffic(intra=15360 + 1920 + 15360, inter=0)
+    assert kv.total == 46080
+
+
+def test_the_bytes_of_a_row_by_hand():
+    """Of 3 sequences: Q 768 B; K, V 1536 B; partial outputs in fp32 with lse 1632 B; Q and dO
+    1536 B with lse and delta 192 B; dK, dV in fp32 3072 B; dQ in fp32 1536 B."""
+    have = sizes()
+    assert have.forward == RowBytes(kv=1536, query=768, dkv=0, dquery=0, out=1632)
+    assert have.backward == RowBytes(kv=1536, query=1728, dkv=3072, dquery=1536, out=0)
+    chunks = {"kv": 15360, "query": 17280, "dkv": 30720, "dquery": 15360, "out": 16320}
+    assert {family: have.chunk_bytes(family) for family in chunks} == chunks
+
+
+head_counts = st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (3, 1), (16, 12)])
+widths = st.sampled_from([(16, 16), (24, 16), (16, 24)])
+dtypes = st.sampled_from([(2, 4), (2, 2), (4, 4), (4, 2), (8, 8), (8, 4)])
+grids = st.sampled_from([(1, 1), (1, 2), (1, 4), (4, 1), (2, 2), (2, 4), (4, 2), (3, 3)])
+
+
+@given(st.sampled_from(ALGORITHMS), grids, head_counts, widths, dtypes, st.data())
+def test_traffic_is_hops_times_chunk_bytes(algorithm, grid, heads, width, dtype, data):
+    rank = data.draw(st.integers(0, grid[0] * grid[1] - 1))
+    given_sizes = sizes(*heads, *width, *dtype)
+    shape = (30, *heads, *width)
+    count = oracle.hops(algorithm, *grid, rank)
+    item, wire = dtype
+    stat = 8 if item == 8 else 4
+    there = oracle.activation_bytes("kv", *shape, item, stat)
+    got = forward_traffic(algorithm, Grid(*grid), rank, given_sizes)
+    assert got == Traffic(count["intra"] * there, count["inter"] * there)
+    for side in SIDES:
+        chunk = oracle.activation_bytes(side, *shape, item, stat)
+        chunk += oracle.gradient_bytes(side, *shape, wire)
+        got = backward_traffic(algorithm, Grid(*grid), rank, given_sizes, side)
+        assert got == Traffic(count["intra"] * chunk, count["inter"] * chunk)
+
+
+@pytest.mark.parametrize(
+    ("needs", "kv", "query"),
+    [
+        (YES, 30 * 4 * (16 + 24) * 4, 30 * 8 * 16 * 4),
+        ((False, True, True), 30 * 4 * (16 + 24) * 4, 0),
+        ((True, False, True), 30 * 4 * 24 * 4, 30 * 8 * 16 * 4),
+        ((True, True, False), 30 * 4 * 16 * 4, 30 * 8 * 16 * 4),
+        ((True, False, False), 0, 30 * 8 * 16 * 4),
+    ],
+)
+def test_gradients_nobody_needs_do_not_travel(needs, kv, query):
+    grid = Grid(1, 2)
+    have = sizes(8, 4, 16, 24, needs=needs)
+    activations = {"kv": 30 * 4 * 40 * 2, "query": 30 * 8 * 40 * 2 + 30 * 8 * 8}
+    for side, wanted in (("kv", kv), ("query", query)):
+        got = backward_traffic("ring", grid, 0, have, side)
+        assert got.total == activations[side] + wanted
+        assert have.gradients_travel(side) == (wanted > 0)
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(1, 4), Grid(2, 2), Grid(2, 4), Grid(4, 2)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("d", [8, 64, 128])
+def test_the_side_inverts_where_the_formula_says(algorithm, grid, d):
+    """bf16 with fp32 gradients, d_v = d: the query side wins when Hkv/Hq > 2/3 + 2/(3d)."""
+    sides = set()
+    for kv_heads in range(1, 49):
+        wins = kv_heads / 48 > 2 / 3 + 2 / (3 * d)
+        side = chosen_side(algorithm, grid, sizes(48, kv_heads, d, d))
+        assert side == ("query" if wins else "kv"), kv_heads
+        sides.add(side)
+    assert sides == {"kv", "query"}
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "kv_heads", "d", "w", "side"),
+    [
+        ("llama-3-8b", 32, 8, 128, 128, "kv"),
+        ("llama-2-7b", 32, 32, 128, 128, "query"),
+        ("multi-query", 32, 1, 128, 128, "kv"),
+        ("mla with expanded heads", 128, 128, 192, 128, "query"),
+    ],
+)
+def test_known_models_take_the_side_the_paper_says(model, heads, kv_heads, d, w, side):
+    assert chosen_side("burst", Grid(2, 4), sizes(heads, kv_heads, d, w)) == side
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(1, 2)])
+def test_equal_bytes_take_kv(grid):
+    """48 heads, 33 key heads, d 32 are on the line itself: 2/3 + 2/96 = 33/48."""
+    on_the_line = sizes(48, 33, 32, 32)
+    totals = {backward_traffic("ring", grid, 0, on_the_line, side).total for side in SIDES}
+    assert len(totals) == 1
+    assert chosen_side("ring", grid, on_the_line) == "kv"
+
+
+# --- every rank at once, and sparse masks --------------------------------------------------
+
+
+tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+@given(
+    st.sampled_from(sorted(EVERY)), grids, st.sampled_from(["", *SIDES]),
+    st.sampled_from(ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
+)  # fmt: skip
+def test_the_bytes_of_all_ranks_are_those_of_each_message(
+    algorithm, grid, side, route, kept, density, random
+):
+    """Each message: the rows of each of its bundles times what a row of its family has."""
+    grid, have = Grid(*grid), sizes()
+    visible = random.random((grid.size, grid.size)) < density
+    want = wants.at_random(random, visible)
+    kept *= side == "kv" and EVERY[algorithm].keeps
+    kept = min(kept, grid.size - 1)
+    if side:
+        plan = rings.backward(algorithm, grid, side, wanted=want, row_bytes=have.backward,
+                              route=route, kept=kept)  # fmt: skip
+    else:
+        plan = rings.forward(
+            algorithm, grid, wanted=want, row_bytes=have.forward, route=route
+        )  # fmt: skip
+    row = (have.backward if side else have.forward)._asdict()
+
+    def payload(hop):
+        bundles = plan.tables.bundles(hop.chunk.family)
+        ranges = bundles.ranges(hop.chunk.owner, hop.chunk.rows)
+        return sum(stop - first for first, stop in ranges) * row[hop.chunk.family]
+
+    each = []
+    for rank in range(grid.size):
+        sent = {"intra": 0, "inter": 0}
+        for hop in plan.sends(rank):
+            sent[hop.link] += payload(hop)
+        each.append(Traffic(**sent))
+        assert traffic(plan, rank, have) == each[-1]
+        held = plan.kept_chunks(rank)
+        keys = [plan.tables.keys.ranges(chunk.owner, chunk.rows) for chunk in held]
+        rows = sum(stop - first for ranges in keys for first, stop in ranges)
+        assert kept_bytes(plan, rank, have) == rows * row["kv"]
+    assert total_traffic(plan, have) == sum(each, start=Traffic())
+    most = Traffic(max(x.intra for x in each), max(x.inter for x in each))
+    assert busiest_traffic(plan, have) == most
+
+
+def test_a_window_over_many_ranks_by_hand():
+    """A window that reaches into the chunk before: contiguous ranks send one hop on, whatever
+    the route; zigzag ranks are wanted by both neighbours, which direct sends reach in one hop
+    each and the ring only by going all the way round."""
+    grid, have = Grid(1, 8), sizes()
+    before = np.eye(8, dtype=bool) | np.eye(8, k=-1, dtype=bool)
+    both = before | before.T
+    chunk = have.chunk_bytes("kv")
+
+    def made(visible, route):
+        return forward_schedule("burst", grid, wants.whole(visible, 10), have, route=route)
+
+    def total(visible, route):
+        return sum(traffic(made(visible, route), rank, have).total for rank in range(8)) // chunk
+
+    assert (total(before, "ring"), total(before, "direct")) == (7, 7)
+    # Owners 1 to 6 go to o + 1 and, seven hops on, to o - 1; 0 goes one hop, 7 goes seven.
+    assert (total(both, "ring"), total(both, "direct")) == (6 * 7 + 1 + 7, 14)
+    for visible, route in ((before, "ring"), (both, "direct")):
+        assert made(visible, "auto").route == route
+
+
+def test_rows_go_no_further_than_they_are_seen_on_the_causal_ring():
+    """Four zigzag ranks, eight half chunks: everybody sees the first half of rank r, and the second
+    only ranks before r. Going back, the first makes 3 hops and the second of rank r makes r: 18
+    halves, where whole chunks are 24 and going ahead would send 21."""
+    grid, have = Grid(1, 4), sizes(tokens=16)
+    want = wants.of(masks.Causal(), layout.make("zigzag", cp_size=4), Topology(4, 4), 64)
+    half = have.chunk_bytes("kv") // 2
+    plan = forward_schedule("ring", grid, want, have, route="ring")
+    # First halves: 3 from each rank; second halves: of owner r >= s from rank s, not from rank 0.
+    sent = [traffic(plan, rank, have).total / half for rank in range(4)]
+    assert sent == [3, 3 + 3, 3 + 2, 3 + 1]
+    assert total_traffic(plan, have).total == 18 * half
+    assert busiest_traffic(plan, have).total == 6 * half
+    whole = forward_schedule("ring", grid, want.whole(), have, route="ring")
+    assert total_traffic(whole, have).total == 24 * half
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "rows", "busiest"),
+    [("zigzag", 126, 31.5, Traffic(32, 16)), ("contiguous", 63, 15.75, Traffic(16, 16))],
+)
+def test_a_window_of_4k_over_64_ranks_of_16k_rows(name, whole, rows, busiest):
+    """MiB sent per rank: 63 (or 126, of both halves) chunks of 64 MiB over 64 ranks, or 4095 of
+    their 16384 rows (rounded up to 16). The last chunks have no reader after them."""
+    grid = Grid(8, 8)
+    have = Sizes(16384, 1, 32, 8, 128, 128, 2, 4, 4, YES)
+    want = wants.of(
+        masks.Window(4095, 0), layout.make(name, cp_size=64), Topology(64, 8), 64 * 16384
+    )
+    for demanded, mean in ((want.whole(), whole), (want, rows)):
+        plan = forward_schedule("burst", grid, demanded, have)
+        assert total_traffic(plan, have).total / 64 / 2**20 == mean
+    most = busiest_traffic(plan, have)
+    assert Traffic(most.intra >> 20, most.inter >> 20) == busiest
+
+
+def test_kept_keys_leave_only_gradients_to_be_sent():
+    have = sizes(8, 8, 16, 16)
+    for kept, activations in ((0, 3), (1, 2), (3, 0)):
+        plan = backward_schedule("ring", Grid(1, 4), "kv", have, kept=kept)
+        assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
+        assert len(plan.kept_chunks(0)) == kept
+        assert kept_bytes(plan, 0, have) == kept * 15360
+
+
+# --- work ----------------------------------------------------------------------------------
+
+
+def test_visible_pairs_are_counted():
+    spans = [Span(0, 2, 5)], [Span(1, 3, 6)]
+    wanted = sum(k <= q for q in (0, 2, 4, 6, 8) for k in (1, 4, 7, 10, 13, 16))
+    assert visible_pairs(masks.Causal(), *spans) == wanted
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "wanted"),
+    [
+        (masks.Causal(), "contiguous", [10, 26, 42, 58]),
+        (masks.Causal(), "zigzag", [34, 34, 34, 34]),
+        (masks.Causal(), "striped", [28, 32, 36, 40]),
+        (masks.Window(1, 0), "contiguous", [7, 8, 8, 8]),
+    ],
+)
+def test_work_of_four_ranks_by_hand(mask, name, wanted):
+    assert work(layout.make(name, cp_size=4), mask, 16) == wanted
+
+
+def test_the_best_layout_is_the_balanced_one():
+    assert best_layout(masks.Full(), 4, 64) == "zigzag"
+    assert best_layout(masks.Causal(), 4, 64) == "zigzag"
+    assert best_layout(masks.Window(15, 0), 4, 64) == "striped"
+    assert imbalance(layout.make("contiguous", cp_size=2), masks.Full(), 8) == 1.0
+    # Step 0: both ranks 10 pairs; step 1: rank 1 has 16, rank 0 nothing: 26 slots of 18 mean.
+    got = imbalance(layout.make("contiguous", cp_size=2), masks.Causal(), 8)
+    assert got == pytest.approx(26 * 2 / 36)
+
+
+def test_nodes_and_shared_heads_change_who_waits():
+    """Two documents on four ranks, one on each node of two: a ring of nodes works for two steps
+    of four, all ranks at once; one flat ring works at steps 0, 1 and 3, half the ranks each time
+    after the first. Where two share heads, ranks 0 and 1 hold the first half together."""
+    mask, rows = masks.Documents([0, 2, 4]), layout.make("contiguous", cp_size=4)
+    nodes = Topology(4, 2)
+    assert imbalance(rows, mask, 4) == 3 * 4 / 8
+    assert imbalance(rows, mask, 4, topology=nodes) == 3 * 4 / 8
+    assert imbalance(rows, mask, 4, topology=nodes, algorithm="burst") == 1.0
+    shared = Topology(4, 4, ulysses=2)
+    # Halves of four rows: step 0: 10 pairs each; step 1: 16 and nothing.
+    got = imbalance(rows, masks.Causal(), 8, topology=shared)
+    assert got == pytest.approx(26 * 2 / 36)
+    with pytest.raises(ValueError, match="topology has 4 ranks, the layout 2"):
+        imbalance(layout.make("striped", cp_size=2), mask, 4, topology=nodes)
+
+
+def test_a_pair_in_parts_is_shared_by_rows():
+    """Rank 1's queries meet 3 of 12 key rows of rank 0 at step 0 and the others at step 1."""
+    rows = np.array([3, 9])
+    # In bundles that different ranks want: bit 0 of owner 0 has 9 rows, which two ranks want.
+    who = np.array([[[0, 1, 0], [0, 0, 0], [0, 0, 0]], [[0, 1, 1], [0, 0, 0], [0, 0, 0]]], bool)
+    want = wants.in_bundles(np.ones((3, 3)), rows, who)
+    columns = [(1, 0, 1, 0, ALL, 2), (1, 1, 1, 0, ALL, 1), (1, 1, 1, 1, ALL, ALL)]
+    none = np.zeros(0, dtype=int)
+    made = Tables(
+        2, Pairs(*np.array(columns).T), Transfers(*[none] * 8), Kept(*[none] * 3),
+        want.queries, want.keys,
+    )  # fmt: skip
+    assert pair_shares(made).tolist() == [1 / 4, 3 / 4, 1]
+    plan = rings.forward("ring", Grid(1, 3), wanted=want)
+    plan.__dict__["tables"] = made
+    pairs = np.zeros((3, 3), dtype=int)
+    pairs[1, :2] = 100, 10
+    assert imbalance_of(plan, pairs) == pytest.approx(3 * (25 + 75 + 10) / 110)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "auto"])
+def test_auto_keeps_keys_only_where_they_travel(route):
+    """Of 8 and 8 heads the query side sends less; with keys kept "auto" is the side they serve."""
+    want, grid = wants.whole(np.tri(4), 10), Grid(1, 4)
+    made = lambda **how: backward_schedule_of(  # noqa: E731
+        "ring", grid, want, sizes(8, 8), route=route, **how
+    )
+    assert (made().side, made(kept=2).side, made(kept=2).kept) == ("query", "kv", 2)
+    assert (made(side="query", kept=2).kept, made(side="kv").side) == (0, "kv")
+    assert route in ("auto", made().route)

@@ -1,0 +1,249 @@
+"""The search behind `mb.advise`: what it finds is what trying everything finds, by its own code."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+import megatron_burst as mb
+from megatron_burst.autotune import select
+from megatron_burst.autotune.candidates import Workload, grids
+from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.autotune.gpus import GPUS
+from megatron_burst.layout import make
+from megatron_burst.masks import Causal
+from megatron_burst.schedule.sizes import Sizes
+from megatron_burst.tools.advise.account.memory import account, fit
+from megatron_burst.tools.advise.advice import DoesNotFit, advise
+from megatron_burst.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.tools.advise.forecast.step_time import step_time
+from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
+from megatron_burst.tools.advise.search.search import Search, least_bytes, simplest_first
+from megatron_burst.tools.advise.search.search_space import TrainingGoal, groups_of
+from megatron_burst.tools.advise.search.what_if import faster_parts
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.model import Model
+
+K = 1024
+GB = 10**9
+TINY = Model("tiny", 4, 1024, 8, 2, 4096, 32000)
+MOE = Model("moe", 4, 1024, 8, 4, 512, 32000, experts=8, top_k=2, moe_layers=4)
+
+
+def cluster(gpus=8, memory=80, per_node=4):
+    """H100 with so many GB of memory."""
+    return Cluster(replace(GPUS["h100"], memory=memory * GB), gpus, per_node)
+
+
+def searched(model, where, want, top=3, prune=True):
+    return Search(model, where, want, AttentionForecast(model, where, want.pinned)).run(
+        top, prune=prune
+    )
+
+
+def shown(found):
+    return [(one.run, one.seconds) for one in found.ranked]
+
+
+@pytest.mark.parametrize(("model", "memory"), [(TINY, 9), (TINY, 80), (MOE, 12)])
+def test_pruning_changes_nothing(model, memory):
+    where, want = cluster(memory=memory), TrainingGoal(64 * K, 8)
+    pruned, whole = (searched(model, where, want, prune=prune) for prune in (True, False))
+    assert shown(pruned) == shown(whole)
+    assert pruned.tried < whole.tried or memory == 9
+
+
+def test_the_ways_are_all_divisions_of_the_gpus():
+    found = {(run.tp, run.pp, run.cp, run.dp) for run in
+             groups_of(TINY, cluster(), TrainingGoal(64 * K, 8))}  # fmt: skip
+    by_hand = {
+        (tp, pp, cp, dp)
+        for tp, pp, cp, dp in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+        if tp * pp * cp * dp == 8 and tp <= 4 and pp <= 4
+    }
+    assert found == by_hand
+
+
+def test_nothing_that_was_tried_by_hand_is_faster():
+    """Every run of four GPUs without pipelines and chunks, with the attention that it names."""
+    where, want = (
+        cluster(4, memory=10, per_node=2),
+        TrainingGoal(64 * K, 4, {"pp": 1, "mlp_tiles": 1}),
+    )
+    best = searched(TINY, where, want, top=1).ranked[0]
+    assert step_time(TINY, where, best.run).seconds == pytest.approx(best.seconds, rel=1e-9)
+    assert fit(account(TINY, best.run), where).fits
+    assert best.seconds <= min(seconds_by_hand(where)) * (1 + select.TIE)
+
+
+def seconds_by_hand(where):
+    for tp, cp, dp in product((1, 2), (1, 2, 4), (1, 2, 4)):
+        if tp * cp * dp != 4:
+            continue
+        for how in (
+            {"recompute": "none"},
+            *({"store": store, "offload": offload} for store in (0.0, 0.5, 1.0)
+              for offload in (0.0, 1.0)),
+        ):  # fmt: skip
+            for optimizer in (0.0,):
+                for side, name in product(("kv", "query"), ("ring", "burst")):
+                    layout = "striped" if how.get("store") == 0.5 else "zigzag"
+                    run = Settings(
+                        64 * K, tp=tp, cp=cp, dp=dp, micro_batches=4 // dp, side=side,
+                        algorithm=name, layout=layout, intra=min(cp, 2 // tp),
+                        optimizer_offload=optimizer, **how,
+                    )  # fmt: skip
+                    if fit(account(TINY, run, every=False), where).fits:
+                        yield step_time(TINY, where, run).seconds
+
+
+def test_bounds_are_bounds():
+    where, want = cluster(), TrainingGoal(64 * K, 8)
+    for model in (TINY, MOE):
+        search = Search(model, where, want, AttentionForecast(model, where))
+        for groups in groups_of(model, where, want):
+            best = search.best_of(groups)
+            assert best is not None
+            assert search.at_least(groups) <= best.seconds
+            assert least_bytes(model, best.run) <= best.account.peak.bytes
+
+
+def test_the_attention_taken_is_what_auto_takes():
+    where = cluster(16, per_node=4)
+    run = replace(Settings(256 * K), tp=2, cp=8, intra=2)
+    taken = AttentionForecast(TINY, where).settled(run)
+    sizes = Sizes(32 * K, 1, 4, 1, 128, 128, 2, 4, 4, (True, True, True))
+    work = Workload(sizes, Causal(), make("zigzag", cp_size=8))
+    asked = select.best(work, grids(8, 2, sizes), where.rank_rates()).taken
+    names = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+    assert [getattr(taken, n) for n in names] == [getattr(asked, n) for n in names]
+    assert attention_time(TINY, where, taken).seconds == pytest.approx(asked.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("pinned", [
+    {"algorithm": "ring", "side": "query"}, {"ulysses": 2}, {"algorithm": "hybrid"},
+    {"tp": 2, "store": 0.5, "head_chunks": 1}, {"pp": 2, "recompute": "none"},
+    {"sequence_chunks": 4, "mlp_tiles": 8}, {"ep": 1, "offload": 1.0},
+], ids=str)  # fmt: skip
+def test_what_is_fixed_stays_fixed(pinned):
+    found = searched(TINY, cluster(), TrainingGoal(64 * K, 8, {"cp": 4, **pinned}))
+    for one in found.ranked:
+        for name, value in {"cp": 4, **pinned}.items():
+            assert getattr(one.run, name) == value
+
+
+def test_of_a_tie_the_simplest_is_taken():
+    found = searched(TINY, cluster(memory=12), TrainingGoal(64 * K, 8), top=8)
+    one = found.ranked[1]
+    plain = replace(one, run=replace(one.run, offload=0.0, store=0.0, recompute="none"),
+                    time=replace(one.time, seconds=one.seconds * 1.014))  # fmt: skip
+    late = replace(plain, time=replace(one.time, seconds=one.seconds * 1.016))
+    moved = replace(one, run=replace(one.run, offload=1.0, recompute="full"))
+    assert simplest_first([moved, plain])[0] is plain
+    assert simplest_first([moved, late])[0] is moved
+
+
+def test_more_memory_removes_nothing():
+    best = [
+        searched(TINY, cluster(memory=m), TrainingGoal(64 * K, 8)).ranked for m in (8, 10, 20, 80)
+    ]
+    seconds = [found[0].seconds for found in best if found]
+    assert len(seconds) >= 3
+    assert all(b <= a * (1 + select.TIE) for a, b in pairwise(seconds))
+
+
+def test_what_would_be_faster_is_timed():
+    where = cluster(16, per_node=2)
+    advice = advise(MOE, where, seq="64K", tokens_per_step="512K", cp=8)
+    for words, other in faster_parts(where):
+        seconds = step_time(MOE, other, advice.best.run).seconds
+        told = {change.words: change.gain for change in advice.changes}
+        if 1 - seconds / advice.best.seconds >= 0.01:
+            assert told[words] >= 1 - seconds / advice.best.seconds - 1e-9
+    assert advice.changes
+
+
+def test_more_memory_that_is_told_of_is_enough():
+    where = cluster(8, memory=9)
+    advice = advise(TINY, where, seq="128K", tokens_per_step="1M")
+    told = [change for change in advice.changes if "more memory" in change.words]
+    assert told, advice.changes
+    more = int(told[0].words.split()[0])
+    run = advice.best.run
+    pinned = {"tp": run.tp, "pp": run.pp, "cp": run.cp, "dp": run.dp}
+    better = advise(TINY, cluster(8, memory=9 + more), seq="128K", tokens_per_step="1M", **pinned)
+    assert min(one.seconds for one in better.ranked) <= advice.best.seconds * (1 - told[0].gain) * (
+        1 + select.TIE
+    )
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"tp": 3}, "--tp 3 does not divide tiny's 8 heads"),
+    ({"tp": 16}, "take 1, 2 or 4"),
+    ({"pp": 3}, "--pp 3 x --vpp 1 do not divide the 4 layers"),
+    ({"cp": 16}, "--cp 16 are 16 ranks, which do not divide --gpus 8"),
+    ({"seq": "1X"}, "--seq 1X: a whole number of tokens"),
+    ({"tokens_per_step": "100K"}, "no multiple of --seq 65,536: take"),
+    ({"cp": 1, "store": 1.0}, "needs --cp above 1"),
+    ({"top": 0}, "--top must be an integer from 1"),
+    ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
+    ({"speed": 9}, "speed: can be fixed are tp"),
+    ({"packed": "128K"}, "a document of 131,072 tokens and packs of --seq 65,536"),
+    ({"packed": "no-such"}, "neither lengths such as 8K,32K,128K"),
+    ({"seq": 3001}, "shares 1397 sequences of 3,001 tokens out evenly"),
+], ids=str)  # fmt: skip
+def test_bad_input_is_refused_with_what_would_do(change, words):
+    given = {"seq": "64K", **change}
+    with pytest.raises(ValueError, match=words):
+        advise(TINY, cluster(), **given)
+
+
+def test_what_fits_nowhere_says_what_would():
+    with pytest.raises(DoesNotFit, match=r"does not fit: .* GB at TP .* GPUs"):
+        advise(TINY, cluster(2, memory=6), seq="512K")
+    with pytest.raises(ValueError, match=r"h99: unknown; one of .*h100"):
+        advise("llama3-8b", "h99", gpus=8, seq="64K")
+    with pytest.raises(ValueError, match="are no whole nodes"):
+        advise("llama3-8b", "h100", gpus=12, seq="64K")
+
+
+def test_documents_take_less_time_and_are_laid_out_in_balance():
+    where = cluster()
+    whole = advise(TINY, where, seq="64K", tokens_per_step="512K", cp=4)
+    packed = advise(TINY, where, seq="64K", tokens_per_step="512K", cp=4, packed="1k-to-32k")
+    assert sum(packed.lengths) == 64 * K
+    assert packed.best.seconds < whole.best.seconds
+    assert "--burst-pack documents" in packed.flags()
+    halves = advise(
+        TINY, where, seq="64K", tokens_per_step="512K", cp=1, tp=1, dp=8, packed=[32 * K]
+    )
+    alone = advise(TINY, where, seq="64K", tokens_per_step="512K", cp=1, tp=1, dp=8)
+    part = [one.best.time.parts["attention"] for one in (halves, alone)]
+    assert part[0] / part[1] == pytest.approx(0.5, rel=0.02)
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import megatron_burst as mb\n"
+        "found = mb.advise('llama3-8b', 'h100', gpus=8, seq='64K', top=1, tp=4, cp=2)\n"
+        "assert found.best.run.tp == 4 and found.flags() and found.recipe() and found.why\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert mb.advise is advise
+
+
+@pytest.mark.parametrize("pinned", [{"ulysses": 2}, {"algorithm": "hybrid"}, {"head_chunks": 2}])
+def test_packs_take_what_is_fixed_for_several_ranks(pinned):
+    advice = mb.advise("llama3-8b", "h100", gpus=8, seq="64K", packed="8K,32K", top=1, **pinned)
+    for name, value in pinned.items():
+        assert getattr(advice.best.run, name) == value
+
+
+@pytest.mark.parametrize("pinned", [{"layout": "zigzag"}, {"sequence_chunks": 4}])
+def test_packs_refuse_what_they_cannot_have(pinned):
+    flag = "--" + next(iter(pinned)).replace("_", "-")
+    with pytest.raises(ValueError, match=f"{flag} .*--packed out"):
+        mb.advise("llama3-8b", "h100", gpus=8, seq="64K", packed="8K,32K", **pinned)

@@ -1,0 +1,187 @@
+"""`megatron-burst advise`: tables, flags that are read back, JSON, recipe, errors, progress."""
+
+import ast
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from megatron_burst.autotune import cluster_file
+from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.autotune.gpus import GPUS
+from megatron_burst.cli.doctor.hazards import hazards, refusals
+from megatron_burst.cli.main import main
+from megatron_burst.cli.megatron_arguments import parse
+from megatron_burst.tools import model_arguments
+from megatron_burst.tools.advise.advice import advise
+from megatron_burst.tools.advise.search import pasted
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes import models
+from megatron_burst.tools.advise.shapes.model import Model
+
+FEW = ["--gpus", "8", "--seq", "64K", "--tokens-per-step", "512K", "--tp", "4", "--cp", "2"]
+BASE = ["advise", "--model", "llama3-8b", *FEW]
+DENSE = Model("dense", 8, 1024, 16, 8, 4096, 32000)
+MOE = Model("moe", 8, 1024, 16, 4, 512, 32000, head_dim=128, tied=True, experts=8, top_k=2,
+            moe_layers=8, shared=256)  # fmt: skip
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "head_dim", "gated", "tied",
+         "experts", "top_k", "shared", "moe_layers")  # fmt: skip
+# Not said by flags of one rank: how many ranks there are. `read` counts them from the batch.
+COUNTED = ("dp", "micro_batches", "intra")
+
+
+@pytest.mark.parametrize("fixed", [
+    {}, {"cp": 8}, {"cp": 4, "algorithm": "hybrid", "ulysses": 2}, {"pp": 2, "vpp": 2, "cp": 4},
+    {"cp": 8, "placement": "context_first", "ulysses": 4, "algorithm": "ring"},
+    {"cp": 4, "store": 0.5, "offload": 0.5, "mlp_tiles": 4, "wire": "bf16", "side": "query"},
+    {"cp": 4, "sequence_chunks": 4, "optimizer_offload": 0.5, "gradients": "bf16"},
+    {"cp": 1, "recompute": "none", "lm_head_loss": "off"}, {"cp": 8, "head_chunks": 2, "tp": 1},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=lambda model: model.name)
+def test_pasted_flags_say_what_was_advised(model, fixed):
+    advice = advise(
+        model, Cluster(GPUS["h100"], 16, 4), seq="64K", tokens_per_step="1M", top=2, **fixed
+    )
+    for index, one in enumerate(advice.ranked):
+        words = " ".join(advice.flags(index)).split()
+        read, given = model_arguments.read_command(words)
+        assert [getattr(read, name) for name in SHAPE] == [getattr(model, name) for name in SHAPE]
+        defaults = {field.name: field.default for field in fields(Settings)}
+        for name in defaults:
+            if name not in COUNTED and not (one.run.cp == 1 and name in ("algorithm", "layout")):
+                assert given.get(name, defaults[name]) == getattr(one.run, name), name
+        batch = words[words.index("--global-batch-size") + 1]
+        assert int(batch) == one.run.micro_batch * one.run.micro_batches * one.run.dp
+        command = parse(words)
+        found = [*refusals(command, "2.0"), *hazards(command, 4, MACHINE, "2.0")]
+        assert not [each for each in found if each.level == "problem"]
+        assert not command.unknown or not any("burst" in name for name in command.unknown)
+
+
+MACHINE = {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "gpus": ["H100 sm_90"] * 4}
+
+
+def test_a_table_with_everything(capsys):
+    assert main(BASE) == 0
+    out, err = capsys.readouterr()
+    for words in ("llama3-8b, sequences of 65,536 tokens", "published rates", "tokens/s/GPU", "MFU",
+                  "a step of the first", "attention", "memory of the first", "parameters",
+                  "What would make it faster", "--tensor-model-parallel-size 4",
+                  "--burst-lm-head-loss single_pass", "not a measurement"):  # fmt: skip
+        assert words in out
+    assert not err
+
+
+def test_pins_without_meaning_are_named(capsys):
+    words = [*BASE[:-1], "1", "--top", "1", "--algorithm", "burst", "--placement", "head_first"]
+    assert main(words) == 0
+    assert "without meaning in the first: --algorithm, --placement" in capsys.readouterr().out
+
+
+def test_json_is_all_there_is_on_standard_output(capsys):
+    assert main([*BASE, "--json", "--top", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"model", "seq", "tokens_per_step", "cluster", "ways", "tried", "ranked",
+                          "changes", "flags", "uncounted"}  # fmt: skip
+    (one,) = found["ranked"]
+    assert one["groups"] == {"tp": 4, "pp": 1, "vpp": 1, "ep": 1, "cp": 2, "dp": 1,
+                             "micro_batch": 1, "micro_batches": 8}  # fmt: skip
+    assert sum(one["parts"].values()) == pytest.approx(one["seconds"], rel=1e-9)
+    assert sum(one["memory"]["items"].values()) == one["memory"]["bytes"]
+    each = one["tokens_per_second_per_gpu"] * one["seconds"] * 8
+    assert each == pytest.approx(found["tokens_per_step"])
+    assert set(one["attention"]) == {"algorithm", "side", "layout", "ulysses", "placement",
+                                     "head_chunks", "intra", "linear"}  # fmt: skip
+
+
+def test_the_recipe_is_a_script(capsys):
+    assert main([*BASE, "--recipe"]) == 0
+    script = capsys.readouterr().out
+    calls = [node.func.id for node in ast.walk(ast.parse(script))
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]  # fmt: skip
+    assert calls == ["llama3_8b_128k_pretrain_config", "apply_burst", "pretrain"]
+    assert "cfg.model.tensor_model_parallel_size = 4" in script
+
+
+def test_a_cluster_file_and_packed_documents(capsys, tmp_path):
+    path = tmp_path / "cluster.toml"
+    cluster_file.write(replace(Cluster(GPUS["h200"], 8), source="a test"), path)
+    words = ["advise", "--model", "llama3-8b", "--cluster", str(path), *FEW[2:]]
+    assert main([*words, "--packed", "8K,32K", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cluster"]["gpu"] == "h200"
+    assert "--burst-pack documents" in found["flags"]
+    assert main([*words, "--gpu", "h100"]) == 2
+    assert "--gpu and --cluster both" in capsys.readouterr().err
+
+
+def test_a_megatron_command_keeps_its_model(capsys):
+    """Only flags of the run are printed: the shape, the norm and the vocabulary are the user's."""
+    flags = [each for each in SMALL if each != "--vocab-size 32000"]
+    words = ["advise", *FEW[:2], "--tp", "4", "--top", "1"]
+    assert main([*words, "--", "pretrain_gpt.py", *" ".join(flags).split()]) == 0
+    out = capsys.readouterr().out
+    assert "in place of those of your command" in out
+    assert "your command has no --vocab-size: a vocabulary of 131,072 was assumed" in out
+    for name in (
+        "num-layers",
+        "vocab-size 131072",
+        "normalization",
+        "disable-bias",
+        "position-emb",
+    ):
+        assert f"--{name}" not in out.replace("--max-position-embeddings", "")
+    assert main([*words, "--json", "--", "pretrain_gpt.py", *" ".join(SMALL).split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seq"] == 65536
+    assert "--tensor-model-parallel-size 4 --sequence-parallel" in found["flags"]
+    assert not any("hidden-size" in each for each in found["flags"])
+
+
+SMALL = ["--num-layers 8", "--hidden-size 1024", "--num-attention-heads 16", "--seq-length 65536",
+         "--vocab-size 32000"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "flags"), [
+    ("llama3.1-8b", ["--rotary-base 500000"]), ("mistral-7b", []),
+    ("qwen3-8b", ["--rotary-base 1000000 --qk-layernorm"]),
+    ("qwen2.5-7b", ["--rotary-base 1000000 --add-qkv-bias"]),
+])  # fmt: skip
+def test_flags_of_a_family(name, flags):
+    model = models.named(name)
+    said = list(pasted.model_flags(model))
+    assert said[said.index("--normalization RMSNorm --disable-bias-linear "
+                           "--position-embedding-type rope") + 1 :] == flags  # fmt: skip
+    assert ("--rotary-base" in pasted.left_to_the_user(model)) is not bool(flags)
+
+
+def test_pictures(tmp_path, capsys):
+    path = tmp_path / "advice.png"
+    assert main([*BASE, "--top", "1", "--png", str(path), "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (["--model", "llama3-70b", "--gpus", "2", "--seq", "128K"], 1, "does not fit"),
+    (["--model", "llama3-8b", "--gpus", "12", "--seq", "1M"], 2, "no whole nodes"),
+    (["--model", "llama3-8b", "--gpus", "8", "--seq", "lots"], 2, "whole number of tokens"),
+    (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--gpu", "x9"], 2, "unknown; one of"),
+    (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--tp", "5"], 2, "take 1, 2, 4 or 8"),
+    (["--model", "llama9", "--gpus", "8", "--seq", "1M"], 2, "llama3-8b"),
+    (["--gpus", "8", "--seq", "1M"], 2, "--model is needed"),
+    (["--model", "llama3-8b", "--seq", "1M"], 2, "--gpus is needed"),
+    (["--model", "llama3-8b", "--gpus", "8"], 2, "--seq is needed"),
+    (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--recipe"], 2,
+     "one of them"),
+    (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "take --tokens-per-step 4186112"),
+    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo: no such algorithm: take "),
+    ([*BASE[1:], "--ep", "4"], 2, "llama3-8b has no experts"),
+    ([*BASE[1:], "--", "pretrain_gpt.py", "--num-layers", "8"], 2, "--model llama3-8b and the"),
+], ids=str)  # fmt: skip
+def test_errors(words, status, said, capsys):
+    assert main(["advise", *words]) == status
+    out, err = capsys.readouterr()
+    assert not out
+    assert said in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,51 @@
+"""The account's count of ring buffers is what the executor takes, pass by pass."""
+
+import pytest
+import torch
+
+import megatron_burst as mb
+from megatron_burst.execution.buffers import Buffers
+from megatron_burst.tools.advise.account.rings import rooms
+
+ROWS, WIDTH = 16, 8
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "size", "intra"),
+    [("ring", 4, 4), ("burst", 4, 2), ("burst", 8, 4), ("two_way", 4, 4), ("multicast", 4, 2),
+     ("tile", 4, 4), ("all_gather", 4, 4), ("double_ring", 8, 2)],
+)  # fmt: skip
+def test_rooms_are_those_that_the_executor_makes(
+    monkeypatch, layout, kv_heads, algorithm, size, intra
+):
+    made = []
+    take = Buffers.take
+
+    def counting(self, kind, rows):
+        if not self._free[kind]:
+            made.append((self.endpoint.rank, kind, self.kinds[kind][1]))
+        return take(self, kind, rows)
+
+    monkeypatch.setattr(Buffers, "take", counting)
+    groups = mb.Groups.in_process(inter=size // intra, intra=intra)
+    shape = (ROWS, 1, 4, WIDTH), (ROWS, 1, kv_heads, WIDTH)
+    q, k, v = (
+        [torch.randn(shape[s], dtype=torch.float64, requires_grad=True) for _ in range(size)]
+        for s in (0, 1, 1)
+    )
+    plan = mb.prepare(q, k, v, groups=groups, layout=layout, algorithm=algorithm)
+    outs = mb.attention(q, k, v, plan=plan)
+    passes = {0: list(made)}
+    made.clear()
+    sum(out.sum() for out in outs).backward()
+    passes[1] = list(made)
+    for rank in range(size):
+        for number, schedule in enumerate(plan.ranks[rank].schedules):
+            found = rooms(schedule, rank, packed=True)
+            took = [(kind, rows) for me, kind, rows in passes[number] if me == rank]
+            expected = [
+                (kind, found.rows[kind]) for kind, n in found.made.items() for _ in range(n)
+            ]
+            assert sorted(took) == sorted(expected), (rank, number)
