@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-FIELDS = 28
+FIELDS = 32
 TEXT = 1024
 LONGEST = 160  # characters of a value that are quoted
 HEADER_BYTES = 8 * FIELDS + TEXT
@@ -40,7 +40,7 @@ def attempt(make: Callable[[], T]) -> T | ValueError:
 def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
     """Raise the same ValueError on every rank unless all ranks state the same facts.
 
-    facts: of this rank, name -> value by insertion order (the same names everywhere, at most 27),
+    facts: of this rank, name -> value by insertion order (the same names everywhere, at most 31),
     or the ValueError its arguments caused. gather: this rank's header -> those of all ranks.
     """
     headers = gather(_pack(facts))

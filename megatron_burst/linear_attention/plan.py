@@ -185,7 +185,7 @@ def prepare_linear(
     The plan serves `mb.linear_attention` on tensors like these, and on the same rows, documents and
     layout `mb.short_convolution` and, with states of the same shapes, `mb.state_scan`. With
     `Groups.in_process` it is that of all ranks. Collective: every rank of `groups` must call it
-    (one all-gather of 1.2 KB per rank on the host; the first makes a process group of all ranks).
+    (one all-gather of 1.3 KB per rank on the host; the first makes a process group of all ranks).
     Make one per micro-batch and use it in every layer of the same shapes.
 
     q, k, v, decay, beta: as `linear_attention` takes them; only shapes, dtypes, device and

@@ -44,7 +44,7 @@ def prepare(
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
 
     With `Groups.in_process` the plan is that of all ranks. Collective: every rank of `groups` must
-    call it (one all-gather of 1.2 KB per rank on the host; two with algorithm "auto", which
+    call it (one all-gather of 1.3 KB per rank on the host; two with algorithm "auto", which
     measures, once per `groups` and kernel, what `rates` does not state; the first on a ring makes
     its groups). Make one plan per micro-batch and use it in every layer of the same shapes.
 

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import util
@@ -150,6 +151,8 @@ def fork(rank, world, port, argv, output, script):
         )
     except SystemExit as end:
         code = end.code or 0
+    except BaseException:
+        traceback.print_exc()  # into the log: os._exit would leave without a word
     finally:
         util._exit_function()  # processes that a rank has started (for a checkpoint) end with it
         sys.stdout.flush()
