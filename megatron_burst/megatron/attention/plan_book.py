@@ -27,7 +27,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -210,7 +210,7 @@ class PlanBook:
         rates = None
         if keywords.get("algorithm") == "auto" and kind.burst.cluster is not None:
             rates = cluster_file.read(kind.burst.cluster).run_rates(self.groups.topology.per_node)
-        plan = prepare(
+        prepared = prepare(
             q,
             k,
             v,
@@ -220,6 +220,7 @@ class PlanBook:
             rates=rates,
             **keywords,
         )
+        plan = cast(Plan, prepared)  # of real groups, so this rank's own
         if plan.choice is not None:
             self._chosen[known] = plan.choice.call
         more = "" if rates is None else f"; rates of {kind.burst.cluster}"
