@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ....linear_attention.forms import FORMS
 from ....units import LOGITS_TILE
 from ..settings import Settings
-from ..shapes.layer_kinds import FORMS, Mixer
+from ..shapes.layer_kinds import Mixer
 from ..shapes.models import Model
 from .tape import Half, Op
 
@@ -42,9 +43,10 @@ class LayerScan:
     @classmethod
     def of(cls, mixer: Mixer, run: Settings) -> LayerScan:
         """The sizes of a mixer whose form is known."""
-        decay, delta = FORMS[mixer.form]
+        form = FORMS[mixer.form]
         return cls(mixer.heads // run.tp, max(1, mixer.key_heads // run.tp), mixer.width,
-                   mixer.value_width, decay, delta, mixer.taps, run.micro_batch)  # fmt: skip
+                   mixer.value_width, form.decay, form.delta, mixer.taps,
+                   run.micro_batch)  # fmt: skip
 
     @property
     def values(self) -> int:

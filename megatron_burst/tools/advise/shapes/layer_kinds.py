@@ -6,7 +6,9 @@ Decides which form of linear attention a kind of layer computes, and what of it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from ....linear_attention.forms import FORMS
 
 # What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
 FULL, WINDOW, MIXER = "full", "window", "mixer"
@@ -40,28 +42,16 @@ class Latent:
     q_rank: int = 0
 
 
-# Forms of linear attention: what a token keeps of the state before it, all ("none"), a share of it
-# or of each of its rows; and whether it writes by a delta rule, whose map of a state is a matrix.
-FORMS: dict[str, tuple[Literal["none", "scalar", "vector"], bool]] = {
-    "linear": ("none", False),
-    "scalar_decay": ("scalar", False),
-    "vector_decay": ("vector", False),
-    "delta_rule": ("none", True),
-    "gated_delta_rule": ("scalar", True),
-    "kda": ("vector", True),
-}
-
-
 @dataclass(frozen=True)
 class Mixer:
     """A layer that mixes rows without softmax attention (Mamba-2, gated delta net). into, out:
     widths of its projections from and to hidden states; others: its other parameters (convolution,
     decay). heads: tensor-parallel ranks divide them.
 
-    form: of linear attention, one of `FORMS`; "": what it computes between its projections is not
-    counted. key_heads: of queries and keys, which heads share; width, value_width: of a head of
-    keys and of values: a head's state has width x value_width numbers. taps: rows of the short
-    convolution of queries, keys and values, 0: there is none.
+    form: of linear attention, one of `linear_attention.forms.FORMS`; "": what it computes between
+    its projections is not counted. key_heads: of queries and keys, which heads share; width,
+    value_width: of a head of keys and of values: a head's state has width x value_width numbers.
+    taps: rows of the short convolution of queries, keys and values, 0: there is none.
 
     Raises ValueError for a form that there is not, and for sizes that it could not have.
     """
@@ -97,7 +87,7 @@ class Mixer:
     @property
     def delta(self) -> bool:
         """Whether it writes by a delta rule, so that its map of a state is a matrix."""
-        return FORMS[self.form][1] if self.form else False
+        return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:
         """Whether tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
