@@ -222,10 +222,8 @@ def test_the_schedules_are_those_of_a_plan(algorithm, mask, side, kv_cache):
             kernel="reference",
         )  # fmt: skip
         forward = schedule_scene(parts, Grid(2, 2), plan.sizes, algorithm)
-        choices = dict(
-            algorithm=algorithm, backward=True, side=side, route="auto", kv_cache=kv_cache
-        )
-        backward = schedule_scene(parts, Grid(2, 2), plan.sizes, **choices)
+        way = {"backward": True, "side": side, "kv_cache": kv_cache}
+        backward = schedule_scene(parts, Grid(2, 2), plan.sizes, algorithm, **way)
         for scene, schedule in zip((forward, backward), plan.schedules, strict=True):
             assert (scene.plan.side, scene.plan.route) == (schedule.side, schedule.route)
             assert scene.plan.row_bytes == schedule.row_bytes
@@ -278,11 +276,8 @@ def test_nothing_counts_as_left_out_where_the_ring_turns_the_other_way():
 @pytest.mark.parametrize("grid", [Grid(1, 4), Grid(2, 2)])
 def test_the_rows_of_the_pairs_hold_every_visible_position_pair_once(algorithm, mask, grid):
     parts = shards(mask)
-    for choices in (
-        dict(algorithm=algorithm),
-        dict(algorithm=algorithm, backward=True, side="query"),
-    ):
-        scene = schedule_scene(parts, grid, SIZES, **choices)
+    for way in ({}, {"backward": True, "side": "query"}):
+        scene = schedule_scene(parts, grid, SIZES, algorithm, **way)
         cells = [scene.cells(rank, step) for rank in range(4) for step in range(scene.steps)]
         assert sum(scene.work) == parts.pairs.sum() == sum(parts.work)
         assert sum(map(len, cells)) == len(scene.plan.tables.pairs.rank)
@@ -322,11 +317,8 @@ def test_what_is_held_and_what_crosses_at_least_by_hand():
 
 @pytest.mark.parametrize("mask", [*MASKS, "full"])
 def test_multicast_crosses_between_nodes_as_often_as_it_must(mask):
-    for choices in (
-        dict(algorithm="multicast"),
-        dict(algorithm="multicast", backward=True, side="kv"),
-    ):
-        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, **choices)
+    for way in ({}, {"backward": True, "side": "kv"}):
+        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, "multicast", **way)
         sent = sum(t.bytes for (link, _), t in scene.totals.items() if link == "inter")
         assert sent == scene.once_per_node
 
