@@ -16,8 +16,9 @@ from ....schedule.scans.choice import blocks_for, choose
 from ....schedule.scans.hops import Task
 from ....schedule.scans.sizes import Form, ScanSizes
 from ....schedule.topology import Topology
-from ..account.operators import B, F, LayerScan, LayerSizes
+from ..account.operators import B, F, LayerSizes
 from ..settings import Settings
+from ..shapes.layer_kinds import Mixer
 from .links import all_to_all_seconds, inter_rate, intra_rate
 
 States = Callable[[Cluster, Settings, LayerSizes], float]  # called as `scan_seconds`
@@ -49,18 +50,18 @@ def scan_seconds(
     if run.cp == 1 or x.scan is None:
         return 0.0
     if run.linear == "megatron":
-        sent = (run.rows * each * B for each in x.mixer)
+        sent = (run.rows * each * B for each in (x.scan.into, x.scan.out))
         return sum(all_to_all_seconds(cluster, run.cp, run.tp, each) for each in sent)
     topology = Topology(run.cp, cluster.cp_per_node(run.tp, run.cp))
-    sizes, links = sizes_of(x.scan), links_of(cluster)
+    sizes, links = sizes_of(x.scan, run.micro_batch), links_of(cluster)
     found = timed(run.linear, run.layout, topology, sizes, links)
     return found + rows_before(topology, run, x.scan, links)
 
 
-def sizes_of(scan: LayerScan) -> ScanSizes:
-    """States of one rank's heads, fp32."""
+def sizes_of(scan: Mixer, batch: int) -> ScanSizes:
+    """States of one rank's heads, fp32. batch: sequences of a micro-batch."""
     form: Form = "matrix" if scan.delta else scan.decay
-    return ScanSizes(scan.batch, scan.heads, scan.width, scan.value_width, form, F)
+    return ScanSizes(batch, scan.heads, scan.width, scan.value_width, form, F)
 
 
 def links_of(cluster: Cluster) -> timing.Links:
@@ -72,12 +73,12 @@ def links_of(cluster: Cluster) -> timing.Links:
     )  # fmt: skip
 
 
-def rows_before(topology: Topology, run: Settings, scan: LayerScan, links: timing.Links) -> float:
+def rows_before(topology: Topology, run: Settings, scan: Mixer, links: timing.Links) -> float:
     """Seconds of the rows before each piece, which the short convolution starts with."""
     if scan.taps < 2:
         return 0.0
     pieces = 2 if run.layout == "zigzag" else 1
-    size = scan.batch * (scan.taps - 1) * (scan.keys + scan.values) * B * pieces
+    size = run.micro_batch * (scan.taps - 1) * scan.convolved * B * pieces
     if topology.per_node < topology.size:
         return links.inter_latency + size / links.inter
     return links.intra_latency + size / links.intra
