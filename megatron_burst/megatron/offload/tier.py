@@ -313,7 +313,7 @@ def shared_node(stated: int | None) -> Node:
     stated: bytes per node; None for 80 % of what is there.
     """
     host = socket.gethostname()
-    limit = stated or host_limit(pinned=torch.cuda.is_available())
+    limit = stated or host_limit()
     limits = [other for name, other in gather((host, limit)) if name == host]
     return Node(min(limits), len(limits))
 
@@ -321,7 +321,7 @@ def shared_node(stated: int | None) -> Node:
 def lone_node(stated: int | None) -> Node:
     """The same without asking anybody: as if all ranks of the run were on this node."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return Node(stated or host_limit(pinned=torch.cuda.is_available()), ranks)
+    return Node(stated or host_limit(), ranks)
 
 
 def measured_rate(host: HostMemory) -> float:

@@ -216,7 +216,7 @@ def pin(address: int, size: int) -> Callable[[], None]:
     if status:
         raise RuntimeError(
             f"host memory: CUDA could not pin {size} bytes (cudaHostRegister: error {status}): "
-            "raise the memlock limit (ulimit -l) or lower --burst-host-memory"
+            "lower --burst-host-memory"
         )
 
     def undo() -> None:

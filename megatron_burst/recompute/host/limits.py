@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -20,18 +19,16 @@ SHARE = 0.8  # of what is there: the rest is for the processes themselves
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number of about 2**63 for "no limit"
 
 
-def host_limit(*, pinned: bool = False, root: Path = Path("/")) -> int:
-    """Bytes of host memory that all ranks of this node may take together: 80 % of the smallest of
-    the available memory, what the memory cgroup (v1 or v2) has left and, if it is `pinned`, the
-    memlock limit, which counts per process.
+def host_limit(root: Path = Path("/")) -> int:
+    """Bytes of host memory that all ranks of this node may take together: 80 % of the available
+    memory, or of what the memory cgroup (v1 or v2) has left if that is less.
+
+    The memlock limit (`ulimit -l`) does not count: CUDA's driver pins memory itself, and that limit
+    is for what a process locks with mlock.
 
     root: where /proc and /sys are.
     """
-    found = [_available(root), *_cgroups(root)]
-    if pinned:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        found += [] if soft == resource.RLIM_INFINITY else [soft]
-    return int(SHARE * max(0, min(found)))
+    return int(SHARE * max(0, min([_available(root), *_cgroups(root)])))
 
 
 def _available(root: Path) -> int:

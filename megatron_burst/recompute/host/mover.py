@@ -63,7 +63,7 @@ class HostMemory:
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"ranks must be a number of processes from 1 on, got {ranks!r}")
         if limit is None:
-            limit = host_limit(pinned=cuda) // ranks
+            limit = host_limit() // ranks
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"limit must be a number of bytes from 1 on, got {limit!r}")
         if rate is not None and (cuda or not rate > 0):

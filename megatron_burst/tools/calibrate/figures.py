@@ -135,7 +135,7 @@ def measured(
     together, alone = host_links(ranks)
     figures.add("host.rate", together)
     figures.add("host.link", alone)
-    limit = host_limit(pinned=ranks.cuda)
+    limit = host_limit()
     figures.state("host.memory", int(min(ranks.each(limit))), "80 % of what is there")
     what = "GPUs" if ranks.cuda else "CPU ranks"
     source = f"{wanted.out.name} of {date.today()}, {ranks.nodes} x {ranks.per_node} {what}"
@@ -150,7 +150,7 @@ def host_links(ranks: Ranks) -> tuple[Measured, Measured]:
     """Bytes per second between device and host, one way, of a rank (while all copy, alone); the
     slower direction, and of the ranks the slowest. Collective."""
     # Not more than is there; a copy takes BYTES of it.
-    room = max(1, min(4 * BYTES, host_limit(pinned=ranks.cuda) // ranks.per_node))
+    room = max(1, min(4 * BYTES, host_limit() // ranks.per_node))
 
     def rate() -> float:
         host = HostMemory(room, device=ranks.device, ranks=ranks.per_node)

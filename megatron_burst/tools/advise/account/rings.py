@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....layout import make
 from ....masks import Causal
@@ -165,7 +165,8 @@ class _Replay:
         self.free[kind] += 1
 
     def _kind(self, chunk: Chunk) -> str:
-        return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family
+        gradient = chunk.family in ("dkv", "dquery")  # partial outputs travel as they are summed
+        return f"{chunk.family} wire" if gradient and self.wire else chunk.family
 
     def _families(self) -> tuple[str, ...]:
         return ("out",) if self.schedule.row_bytes.out else ("dquery", "dkv")
@@ -202,7 +203,7 @@ SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each
 def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
     """What the core attention of one layer holds beside its tensors, for causal sequences.
 
-    rooms_of: `ring_rooms`, or one that remembers, such as `Remembered.of`.
+    rooms_of: `ring_rooms`, or one that remembers.
     """
     shared, x = run.ulysses, on_ring(x, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
@@ -305,19 +306,6 @@ def ring_rooms(
     return _most([rooms(forward, r, wire=wire, packed=packed) for r in ranks]), _most(
         [rooms(backward, r, wire=wire, packed=packed) for r in ranks]
     )
-
-
-class RememberedRooms:
-    """`ring_rooms`, made once: they are the same for all runs with the same rings."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], tuple[Rooms, Rooms]] = {}
-
-    def of(self, *ring: Any) -> tuple[Rooms, Rooms]:
-        """`ring_rooms` of these arguments."""
-        if ring not in self._made:
-            self._made[ring] = ring_rooms(*ring)
-        return self._made[ring]
 
 
 def _most(found: list[Rooms]) -> Rooms:

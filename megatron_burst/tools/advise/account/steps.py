@@ -12,7 +12,17 @@ from dataclasses import replace
 from ..settings import BYTES, Settings
 from ..shapes.layer_kinds import FULL, MIXER, WINDOW, LayerPart
 from ..shapes.models import Model
-from .operators import ATTENTION, B, F, LayerSizes, attention_half, head_bytes, mixer_half, mlp_half
+from .operators import (
+    ATTENTION,
+    MLP,
+    B,
+    F,
+    LayerSizes,
+    attention_half,
+    head_bytes,
+    mixer_half,
+    mlp_half,
+)
 from .rings import RoomsOf, core_of, on_ring
 from .tape import Half, Tape
 
@@ -110,72 +120,66 @@ class LayerWalk:
             tape.drop("y1")  # the norm has saved it in fp32
         if part.mlp:
             tape.begin(f"backward of {name}: MLP half")
-            self._mlp_backward(part, mlp, "dy1" if part.attention else "dx")
+            self._half_backward(mlp, "dy1" if part.attention else "dx", part)
         tape.drop("y1")
         if part.attention:
             tape.begin(f"backward of {name}: attention half")
-            self._attention_backward(part, attention)
+            self._half_backward(attention, "dx", part)
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
 
-    def _mlp_backward(self, part: LayerPart, mlp: Half, made: str) -> None:
-        if self.run.mlp_tiles > 1:
-            self._tiles_backward(part, made)
-        else:
-            mlp.backward(self.tape)
-            self.tape.move(mlp.gradient("x"), made, BETWEEN)
+    # --- in chunks and tiles -----------------------------------------------------------------
 
-    def _attention_backward(self, part: LayerPart, attention: Half) -> None:
-        if self._in_chunks(part):
+    def _half_backward(self, half: Half, made: str, part: LayerPart) -> None:
+        """Backward of a half, whole or in pieces; the gradient of its input is called `made`."""
+        if half.item == MLP and self.run.mlp_tiles > 1:
+            self._tiles_backward(part, made)
+        elif half.item == ATTENTION and self._in_chunks(part):
             self._chunks_backward()
         else:
-            attention.backward(self.tape)
-            self.tape.move(attention.gradient("x"), "dx", BETWEEN)
-
-    # --- in chunks and tiles -----------------------------------------------------------------
+            half.backward(self.tape)
+            self.tape.move(half.gradient("x"), made, BETWEEN)
 
     def _in_chunks(self, part: LayerPart) -> bool:
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
 
     def _chunks_forward(self, made: str, item: str, time: str) -> None:
         """Keys and values of all rows first, then chunk by chunk; results of all chunks stay."""
-        tape, run = self.tape, self.run
-        tape.make("keys", ATTENTION, self.keys * B * self.held)
         results = self.out * (self.cores[time].store < 1) * self.held
-        tape.make("chunk results", ATTENTION, results)
-        tape.make(made, item, self.hidden)
-        half = self._chunk(time)
-        with tape.while_there({ATTENTION: self.hidden / run.sequence_chunks}):
-            half.forward(tape, grad=False)
-        tape.drop(half.named("y"), "keys", "chunk results")
+        self.tape.make("keys", ATTENTION, self.keys * B * self.held)
+        self.tape.make("chunk results", ATTENTION, results)
+        self.tape.make(made, item, self.hidden)
+        self._piece(self._chunk(time), False, "keys", "chunk results", rows_of=1)
 
     def _chunks_backward(self) -> None:
         """Each chunk again for its queries, then again for its keys and values."""
-        tape, run = self.tape, self.run
+        tape = self.tape
         tape.make("dx", BETWEEN, self.hidden)
         tape.make("keys", ATTENTION, self.keys * B * self.held)
         tape.make("dkv", ATTENTION, self.keys * F * self.held)
         tape.make("sums", SUMS, self._summed(self.model.attention_parameters))
-        half, part = self._chunk("again"), self.hidden / run.sequence_chunks
-        with tape.while_there({ATTENTION: 2 * part}):  # rows of the input and of the gradient
-            half.forward(tape, grad=True)
-            half.backward(tape)
-        tape.drop(half.named("y"), half.gradient("x"), "keys", "dkv", "sums")
+        # Beside it rows of the input and of the gradient.
+        self._piece(self._chunk("again"), True, "keys", "dkv", "sums", rows_of=2)
 
     def _tiles_forward(self, part: LayerPart, made: str, item: str) -> None:
         self.tape.make(made, item, self.hidden)
-        half = self._tile(part)
-        half.forward(self.tape, grad=False)
-        self.tape.drop(half.named("y"))
+        self._piece(self._tile(part), False)
 
     def _tiles_backward(self, part: LayerPart, made: str) -> None:
         tape, model = self.tape, self.model
         tape.make(made, BETWEEN, self.hidden)
         tape.make("sums", SUMS, self._summed(model.mlp_parameters(part, self.run.ep)))
-        half = self._tile(part)
-        half.forward(tape, grad=True)
-        half.backward(tape)
-        tape.drop(half.named("y"), half.gradient("x"), "sums")
+        self._piece(self._tile(part), True, "sums")
+
+    def _piece(self, half: Half, grad: bool, *beside: str, rows_of: int = 0) -> None:
+        """One of equal pieces, forward and with `grad` backward too; what it made goes, and the
+        tensors `beside` it. rows_of: how many tensors its rows are copied from."""
+        tape, copied = self.tape, rows_of * self.hidden / self.run.sequence_chunks
+        with tape.while_there({ATTENTION: copied} if rows_of else {}):
+            half.forward(tape, grad=grad)
+            if grad:
+                half.backward(tape)
+        tape.drop(half.named("y"), half.gradient("x"), *beside)
 
     def _summed(self, parameters: float) -> float:
         """fp32 sums of a half's weight gradients over its pieces, and one piece's; Transformer

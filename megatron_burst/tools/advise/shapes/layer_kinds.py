@@ -5,8 +5,8 @@ Decides which form of linear attention a kind of layer computes, and what of it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from ....linear_attention.forms import FORMS
 
@@ -48,10 +48,10 @@ class Mixer:
     widths of its projections from and to hidden states; others: its other parameters (convolution,
     decay). heads: tensor-parallel ranks divide them.
 
-    form: of linear attention, one of `linear_attention.forms.FORMS`; "": what it computes between
-    its projections is not counted. key_heads: of queries and keys, which heads share; width,
-    value_width: of a head of keys and of values: a head's state has width x value_width numbers.
-    taps: rows of the short convolution of queries, keys and values, 0: there is none.
+    form: of linear attention, one of `FORMS`; "": what it computes between its projections is not
+    counted. key_heads: of queries and keys, which heads share; width, value_width: of a head of
+    keys and of values: a head's state has width x value_width numbers. taps: rows of the short
+    convolution of queries, keys and values, 0: there is none.
 
     Raises ValueError for a form that there is not, and for sizes that it could not have.
     """
@@ -79,10 +79,41 @@ class Mixer:
                 f"got {self.width} and {self.value_width}"
             )
 
+    def on_rank(self, tp: int) -> Mixer:
+        """What one of `tp` tensor-parallel ranks has of it."""
+        keys = max(1, self.key_heads // tp) if self.form else 0
+        return replace(self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp,
+                       key_heads=keys)  # fmt: skip
+
+    @property
+    def values(self) -> int:
+        """Numbers of a row's values, and of its results."""
+        return self.heads * self.value_width
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a row's queries and keys together."""
+        return 2 * self.key_heads * self.width
+
     @property
     def convolved(self) -> int:
         """Numbers of a row that the short convolution sees: queries, keys and values."""
-        return 2 * self.key_heads * self.width + self.heads * self.value_width
+        return self.keys + self.values
+
+    @property
+    def state(self) -> int:
+        """Numbers of a sequence's state."""
+        return self.heads * self.width * self.value_width
+
+    @property
+    def decay(self) -> Literal["none", "scalar", "vector"]:
+        """What a token keeps of the state before it, as of `FORMS`."""
+        return FORMS[self.form].decay
+
+    @property
+    def decays(self) -> int:
+        """Numbers of a row's decay."""
+        return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
     @property
     def delta(self) -> bool:
