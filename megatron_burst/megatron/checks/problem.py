@@ -106,11 +106,11 @@ def broken(
     table is about.
     """
     c: Any = Settings(config)
-    for when, *texts in rules:
-        value = getattr(c, when) if isinstance(when, str) else when(c, burst)  # type: ignore[arg-type]
+    chosen: Any = burst
+    for when, reason, add, remove in rules:
+        value = getattr(c, when) if isinstance(when, str) else when(c, chosen)
         if value:
             known = {"c": c, "b": burst, "flag": flag, "value": value}
-            reason, add, remove = texts
             yield Problem(
                 reason.format(**known),
                 add=tuple(each.format(**known) for each in add),
