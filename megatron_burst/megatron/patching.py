@@ -31,6 +31,16 @@ from ..seam import PLACES, Seam, SeamPlace, inside
 _installed: dict[str, PatchSet] = {}
 
 
+class Wrap(NamedTuple):
+    """A function of a module or a class, the parameters that it must have, and what runs in its
+    place: `around`, which gets the function before what it is called with."""
+
+    owner: Any
+    name: str
+    parameters: Sequence[str]
+    around: Callable[..., Any]
+
+
 @dataclass
 class PatchSet:
     """A named group of replacements that are undone together.
@@ -62,8 +72,7 @@ class PatchSet:
     def wrap(
         self, owner: Any, name: str, parameters: Sequence[str], around: Callable[..., Any]
     ) -> None:
-        """Replace a function of a module or a class by `around`, which gets it before what it is
-        called with.
+        """Replace a function as a `Wrap` says, whose fields these are.
 
         Raises `RuntimeError` unless there is one, with (at least) these parameters.
         """
@@ -73,6 +82,8 @@ class PatchSet:
         def replacement(*args: Any, **named: Any) -> Any:
             return around(original, *args, **named)
 
+        if hasattr(original, "cache_clear"):  # Megatron empties the cache of its own method
+            vars(replacement)["cache_clear"] = lambda: None
         if inspect.ismodule(owner):
             self.replace_function(owner, name, replacement)
         else:
@@ -186,10 +197,10 @@ def bound_to(
     function: Callable, args: Sequence[Any], named: Mapping[str, Any]
 ) -> inspect.BoundArguments:
     """The arguments of a call of `function`, which may be changed before it is made."""
-    return _signature(function).bind(*args, **named)
+    return signature_of(function).bind(*args, **named)
 
 
-_signature = functools.lru_cache(maxsize=128)(inspect.signature)
+signature_of = functools.lru_cache(maxsize=128)(inspect.signature)
 
 
 def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callable:
