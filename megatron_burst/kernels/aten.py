@@ -175,6 +175,8 @@ class _TileWork(NamedTuple):
         windows of operators are aligned to the last row and column."""
         if self.tile.band is None:
             return None
+        if self.lengths is not None:  # each sequence is a square
+            return self.tile.band
         rows, columns = self.tile.shape
         left, right = self.tile.band
         return left + columns - rows, right + rows - columns
