@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ..layout.sharding import to_device
-from ..masks.base import Band
 from ..masks.tiling import Tile
 from . import native
 
