@@ -10,7 +10,6 @@ from megatron_burst.autotune import clusters
 from megatron_burst.tools.advise.account.fitting import best, layouts_of, longest
 from megatron_burst.tools.advise.account.memory import account, fit, parameters
 from megatron_burst.tools.advise.account.operators import Core, LayerSizes, attention_half, mlp_half
-from megatron_burst.tools.advise.account.rings import core_of
 from megatron_burst.tools.advise.account.tape import Half, Op, Tape
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes import models
@@ -124,14 +123,6 @@ def test_a_search_sees_the_same_peak():
         every, some = (account(LLAMA, run, every=each) for each in (True, False))
         assert every.peak.bytes == some.peak.bytes
         assert every.host == some.host
-
-
-def test_partial_outputs_travel_as_they_are_summed():
-    """So what their ring takes is the same whatever gradients travel in."""
-    run = Settings(seq=MEGA, cp=4, algorithm="token_ring", recompute="none")
-    core = [core_of(LayerSizes.of(LLAMA, each), each).forward
-            for each in (run, replace(run, wire="bf16"))]  # fmt: skip
-    assert core[0] == core[1] > 0
 
 
 def test_one_f_one_b_keeps_what_is_in_flight():
