@@ -1,12 +1,13 @@
 """One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
 
-`LayerWalk` goes through a layer in three ways: nothing recomputed (all that modules save stays),
-recomputed from its input, and that with row chunks and tiles. With a pipeline the step is the
+`LayerWalk` goes through a layer, whose halves run whole, or in chunks and tiles of rows; what its
+modules save stays, or is made again from its input in backward. With a pipeline the step is the
 backward of the oldest micro-batch, beside what the others in flight have left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..settings import BYTES, Settings
@@ -48,83 +49,74 @@ class LayerWalk:
         self.held = min(1.0, held)  # the fraction of chunks that is on the device
         self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.held)
 
-    # --- from saved tensors ------------------------------------------------------------------
+    def forward(
+        self,
+        part: LayerPart,
+        made: str,
+        item: str,
+        time: str,
+        *,
+        grad: bool,
+        prefix: str = "",
+        left: Iterable[tuple[str, str, float]] = (),
+    ) -> None:
+        """Forward of a layer, whose result is called `made` and counts as `item`.
 
-    def forward_saving(self, part: LayerPart, prefix: str, made: str) -> None:
-        """Forward; all that backward needs stays."""
-        halves = self._halves(part, "first", prefix)
-        for half in halves:
-            half.forward(self.tape, grad=True)
-        self.tape.move(halves[-1].named("y"), made, INPUTS)
+        time: "first", or "again" where it is recomputed; grad: what backward needs stays; left:
+        (name, item, bytes) of what its attention leaves besides.
+        """
+        y1 = f"{prefix}y1"
+        if part.attention is not None:
+            result = (y1, ATTENTION) if part.mlp else (made, item)
+            if self._in_chunks(part):
+                self._chunks_forward(*result, time)
+            else:
+                self._whole(self._attention(part, time, prefix), *result, grad)
+        for each in left:
+            self.tape.make(*each)
+        if part.mlp and self.run.mlp_tiles > 1:
+            self._tiles_forward(part, made, item)
+        elif part.mlp:
+            self._whole(self._mlp(part, self.run.rows, prefix), made, item, grad)
+        if not grad:
+            self.tape.drop(y1)
+
+    def _whole(self, half: Half, made: str, item: str, grad: bool) -> None:
+        half.forward(self.tape, grad)
+        self.tape.move(half.named("y"), made, item)
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
-        """Backward of the same: the gradient "dy" of its output becomes that of its input."""
-        tape, halves = self.tape, self._halves(part, "first", prefix)
-        for half, before in zip(reversed(halves), [*halves[-2::-1], None], strict=True):
-            half.backward(tape)
-            if before:
-                tape.drop(before.named("y"))
-            tape.drop("dy")
-            tape.move(half.gradient("x"), "dy", BETWEEN)
+        """Backward from what `forward` saved: the gradient "dy" of its result becomes that of its
+        input."""
+        for half in reversed(self._halves(part, prefix)):
+            half.backward(self.tape)
+            if half.item == MLP and part.attention:
+                self.tape.drop(f"{prefix}y1")
+            self.tape.drop("dy")
+            self.tape.move(half.gradient("x"), "dy", BETWEEN)
 
     def saved(self, part: LayerPart) -> float:
         """Bytes that a layer leaves for backward if nothing is recomputed."""
         tape = Tape()
-        for half in self._halves(part, "first"):
+        for half in self._halves(part):
             half.forward(tape, grad=True)
         return sum(tape.moments[-1].items.values())
 
-    # --- forward that leaves its input -------------------------------------------------------
-
-    def attend(self, part: LayerPart, made: str) -> None:
-        """Forward of the attention half: "y1", or `made` where no MLP half follows."""
-        name, item = ("y1", ATTENTION) if part.mlp else (made, INPUTS)
-        if part.attention is None:
-            return
-        if self._in_chunks(part):
-            self._chunks_forward(name, item, "first")
-        else:
-            half = self._attention(part, "first")
-            half.forward(self.tape, grad=False)
-            self.tape.move(half.named("y"), name, item)
-
-    def transform(self, part: LayerPart, made: str) -> None:
-        """Forward of the MLP half."""
-        if part.mlp and self.run.mlp_tiles > 1:
-            self._tiles_forward(part, made, INPUTS)
-        elif part.mlp:
-            mlp = self._mlp(part, self.run.rows)
-            mlp.forward(self.tape, grad=False)
-            self.tape.move(mlp.named("y"), made, INPUTS)
-        self.tape.drop("y1")
-
-    # --- recompute and backward --------------------------------------------------------------
-
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
         """Recompute and backward; what it had left, its input and store, goes at the end."""
-        tape, run, mlp = self.tape, self.run, self._mlp(part, self.run.rows)
-        attention = self._attention(part, "again")
-        y = ("y1", ATTENTION) if part.mlp else ("y", BETWEEN)
+        tape, run, again = self.tape, self.run, []
         if self._in_chunks(part):
-            self._chunks_forward(*y, "again")
-            tape.make("results", ATTENTION, self.out * (run.store < 1) * self.held)
-        elif part.attention:
-            attention.forward(tape, grad=True)
-            tape.move(attention.named("y"), *y)
-        if part.mlp and run.mlp_tiles > 1:
-            self._tiles_forward(part, "y", BETWEEN)
-        elif part.mlp:
-            mlp.forward(tape, grad=True)
-            tape.move(mlp.named("y"), "y", BETWEEN)
+            again = [("results", ATTENTION, self.out * (run.store < 1) * self.held)]
+        self.forward(part, "y", BETWEEN, "again", grad=True, left=again)
         if self.dense.cpu and run.mlp_tiles == 1:
             tape.drop("y1")  # the norm has saved it in fp32
         if part.mlp:
             tape.begin(f"backward of {name}: MLP half")
-            self._half_backward(mlp, "dy1" if part.attention else "dx", part)
+            self._half_backward(self._mlp(part, run.rows), "dy1" if part.attention else "dx", part)
         tape.drop("y1")
         if part.attention:
             tape.begin(f"backward of {name}: attention half")
-            self._half_backward(attention, "dx", part)
+            self._half_backward(self._attention(part, "again"), "dx", part)
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
 
@@ -188,13 +180,10 @@ class LayerWalk:
 
     # --- halves ------------------------------------------------------------------------------
 
-    def _halves(self, part: LayerPart, time: str, prefix: str = "") -> list[Half]:
-        halves = []
-        if part.attention is not None:
-            halves.append(self._attention(part, time, prefix))
-        if part.mlp:
-            halves.append(self._mlp(part, self.run.rows, prefix))
-        return halves
+    def _halves(self, part: LayerPart, prefix: str = "") -> list[Half]:
+        """Of a layer that is not recomputed."""
+        attention = [] if part.attention is None else [self._attention(part, "first", prefix)]
+        return [*attention, *([self._mlp(part, self.run.rows, prefix)] if part.mlp else [])]
 
     def _attention(self, part: LayerPart, time: str, prefix: str = "") -> Half:
         if part.attention == MIXER:
@@ -325,7 +314,7 @@ class TrainingStep:
         tape, made, part = self.tape, f"input {layer + 1}", self.parts[layer]
         if self.run.recompute == "none":
             if shown:
-                self.walk.forward_saving(part, f"{layer} ", made)
+                self.walk.forward(part, made, INPUTS, "first", grad=True, prefix=f"{layer} ")
                 return
             if part not in self._saved:
                 self._saved[part] = self.walk.saved(part)
@@ -333,14 +322,12 @@ class TrainingStep:
             tape.make(f"saved {layer}", SAVED, self._saved[part] - self.hidden)
             return
         store = self._stored(layer)
+        left = [(f"store {layer}", STORE, store)] if store else []
         if shown:
-            self.walk.attend(part, made)
+            self.walk.forward(part, made, INPUTS, "first", grad=False, left=left)
         else:
-            tape.make(made, INPUTS, self.hidden)
-        if store:
-            tape.make(f"store {layer}", STORE, store)
-        if shown:
-            self.walk.transform(part, made)
+            for each in ((made, INPUTS, self.hidden), *left):
+                tape.make(*each)
         self._move_out(layer)
 
     def _backward(self, layer: int) -> None:
