@@ -18,7 +18,7 @@ from megatron_burst.tools.advise.search.pasted import burst_flags
 from megatron_burst.tools.advise.search.search_space import TrainingGoal, options_of
 from megatron_burst.tools.advise.settings import Settings, check
 from megatron_burst.tools.advise.shapes import models
-from megatron_burst.tools.advise.shapes.layer_kinds import FORMS, gated_delta_net, mamba2
+from megatron_burst.tools.advise.shapes.layer_kinds import gated_delta_net, mamba2
 from megatron_burst.tools.advise.shapes.models import Mixer, Model
 
 K = 1024
@@ -218,11 +218,6 @@ def test_what_no_form_is_known_of_is_named():
     plain = replace(SSD, mixer=Mixer("other", 100, 10, 16))
     assert plain.uncounted == ("scans and states of 1 other layers",)
     assert layer_time(plain, cluster(), Settings(8 * K), part=plain.parts[0]).forward[LINEAR] == 0
-
-
-def test_forms_are_those_of_the_package():
-    forms = pytest.importorskip("megatron_burst.linear_attention.forms").FORMS
-    assert {name: (form.decay, form.delta) for name, form in forms.items()} == FORMS
 
 
 def test_named_models_have_their_forms():

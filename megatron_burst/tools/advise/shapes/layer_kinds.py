@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from ....linear_attention.forms import FORMS
+
 # What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
 FULL, WINDOW, MIXER = "full", "window", "mixer"
 KINDS: dict[str, tuple[str | None, bool]] = {
@@ -38,18 +40,6 @@ class Latent:
     kv_rank: int
     rope: int
     q_rank: int = 0
-
-
-# Forms of linear attention: what a token keeps of the state before it, all ("none"), a share of it
-# or of each of its rows; and whether it writes by a delta rule, whose map of a state is a matrix.
-FORMS: dict[str, tuple[Literal["none", "scalar", "vector"], bool]] = {
-    "linear": ("none", False),
-    "scalar_decay": ("scalar", False),
-    "vector_decay": ("vector", False),
-    "delta_rule": ("none", True),
-    "gated_delta_rule": ("scalar", True),
-    "kda": ("vector", True),
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,7 @@ class Mixer:
     @property
     def decay(self) -> Literal["none", "scalar", "vector"]:
         """What a token keeps of the state before it, as of `FORMS`."""
-        return FORMS[self.form][0]
+        return FORMS[self.form].decay
 
     @property
     def decays(self) -> int:
@@ -128,7 +118,7 @@ class Mixer:
     @property
     def delta(self) -> bool:
         """Whether it writes by a delta rule, so that its map of a state is a matrix."""
-        return FORMS[self.form][1] if self.form else False
+        return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:
         """Whether tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
