@@ -13,7 +13,15 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from .layout import LayoutName, check_fraction
-from .options import MEANING, AttentionKeywords, KernelName, SideName, WireDtype, algorithms
+from .options import (
+    MEANING,
+    AttentionKeywords,
+    KernelName,
+    SideName,
+    WireDtype,
+    algorithms,
+    check_kept_keys,
+)
 from .schedule.topology import Placement
 from .units import size_of
 
@@ -38,46 +46,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True)
 class BurstConfig:
-    """Choices for `mb.megatron.configure`; the flag of each is `--burst-<name>`, but for two.
-
-    algorithm: `--context-parallel-algo`; "megatron" leaves Megatron's own attention alone, "auto"
-    takes the ring, side and head chunks that are predicted to be fastest on the groups there are
-    (which are made before shapes are known: whether ranks share heads is for `ulysses_size`).
-    layout: which positions each rank holds; "balanced" spreads packed documents so that ranks have
-    equal tokens and nearly equal work; "auto" sends the fewest bytes.
-    side: which tensors travel in backward; "auto" takes the one with fewer bytes.
-    kernel: the local attention; "auto" takes torch's own flash operator of the device, "flash2",
-    "flash3" and "flash4" are the installed FlashAttention packages.
-    intra_size: ranks per node, where neither hierarchical sizes nor host names say it.
-    ulysses_size: how many ranks share the heads of the same rows by all-to-all ("hybrid" needs it;
-    "ulysses" takes all ranks).
-    placement: "head_first" puts the ranks that share heads next to each other, "context_first"
-    those of a ring.
-    kv_cache: fraction of travelling keys and values that forward keeps for backward.
-    wire_dtype: of travelling gradients, and of partial outputs where the algorithm sends these,
-    "fp32" or "bf16"; None for the accumulation dtype.
-    store: fraction of attention results that `--recompute-granularity` keeps instead of computing
-    them again (`--burst-attention-store`); None keeps none.
-    lm_head_loss: the LM head and its loss as one operation: "single_pass", "recompute" or "off".
-    linear: how layers of linear attention pass their state from rank to rank: an algorithm of
-    `mb.state_scan`; "megatron" leaves Megatron's own exchange of heads alone.
-    nccl_max_ctas: multiprocessors that a kernel of a ring's own NCCL communicator takes at most;
-    None for NCCL's own choice. Those of Megatron that rings travel on have Megatron's options.
-    pack: "documents" packs the documents of every global batch anew, into micro-batches of
-    `--seq-length` tokens that take equally long; "off" leaves those of the data loader.
-    offload: fraction of the rows of what layers leave behind for backward that waits in host
-    memory; "auto" takes what the link hides and the host holds.
-    host_memory: bytes of host memory per node for that, such as "1.5TB" or "800GiB"; None for 80 %
-    of what a node has free.
-    sequence_chunks: into how many chunks of rows the attention half of a layer is cut.
-    mlp_tiles: into how many tiles of rows the MLP half of a layer is cut.
-    head_chunks: into how many chunks the key/value heads of a rank are cut, whose rings run
-    staggered; None: 1, or what algorithm "auto" takes.
-    cluster: the path of a file of `megatron-burst calibrate`, whose rates "auto" takes, of the
-    algorithm and of linear; None measures those of attention when the run starts.
-    attention_layout: softmax attention's, for which rows are exchanged; None for `layout`.
-    mask: the import path, "module:name", of a function of (`megatron.MaskLayer`,
-    `megatron.MaskBatch`) that returns the layer's mask; None for Megatron's own.
+    """Choices for `mb.megatron.configure`, one per flag.
 
     Raises ValueError naming the flag for a value that cannot be.
     """
@@ -104,10 +73,7 @@ class BurstConfig:
     side: Annotated[SideName, Described(MEANING["side"])] = "auto"
     kernel: Annotated[
         KernelName,
-        Described(
-            "the local attention; auto takes what torch prefers on the device, flash2 to flash4 "
-            "are the installed FlashAttention packages"
-        ),
+        Described(MEANING["kernel"]),
     ] = "auto"
     intra_size: Annotated[
         int | None,
@@ -129,10 +95,7 @@ class BurstConfig:
     kv_cache: Annotated[float, Described(MEANING["kv_cache"])] = 0.0
     wire_dtype: Annotated[
         WireDtype | None,
-        Described(
-            "of travelling gradients, and of partial outputs where the algorithm sends these; sums "
-            "are fp32; default: fp32"
-        ),
+        Described(MEANING["grad_wire_dtype"]),
     ] = None
     store: Annotated[
         float | None,
@@ -199,10 +162,7 @@ class BurstConfig:
     ] = 1
     head_chunks: Annotated[
         int | None,
-        Described(
-            "chunks of a rank's key/value heads, whose rings run staggered: more messages, and the "
-            "last hops of one overlap with the next; default: 1, or what auto takes"
-        ),
+        Described(MEANING["head_chunks"]),
     ] = None
     cluster: Annotated[
         str | None,
@@ -228,16 +188,7 @@ class BurstConfig:
     def __post_init__(self):
         for name in CHOICES:
             self._check(name)
-        if self.kv_cache and self.side == "query":
-            raise ValueError(
-                f"--burst-kv-cache {self.kv_cache} keeps keys, which --burst-side query does not "
-                "send; use --burst-side kv or auto"
-            )
-        if self.store and self.kv_cache:
-            raise ValueError(
-                f"--burst-kv-cache {self.kv_cache} keeps keys of a forward that "
-                f"--burst-attention-store {self.store} does not run again; use one of them"
-            )
+        check_kept_keys(self, lambda name, value: f"{flag_of(name)} {value}")
 
     def _check(self, name: str) -> None:
         """Raise ValueError unless the field has a value of its kind."""
@@ -285,6 +236,12 @@ TYPES = {name: get_args(HINTS[name])[0] for name in CHOICES}
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return CHOICES[name].flag or f"--burst-{name.replace('_', '-')}"
+
+
+BurstConfig.__doc__ = "\n\n".join([
+    str(BurstConfig.__doc__),
+    *(f"{name} (`{flag_of(name)}`): {each.meaning}." for name, each in CHOICES.items()),
+])  # fmt: skip
 
 
 def names_of(name: str) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ sides are named by their rooms. Values are checked by `planning.validate`, on al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from .layout import Layout, LayoutName
 from .masks import Mask
@@ -61,8 +61,8 @@ MEANING: Mapping[str, str] = {
     "softmax_scale": "factor of the scores; None: d ** -0.5",
     "softcap": "scores become cap * tanh(score / cap)",
     "grad_wire_dtype": (
-        "of travelling gradients, and of partial outputs where the algorithm sends these; a torch "
-        'dtype or "fp32" or "bf16"; None for the accumulation dtype'
+        "of travelling gradients, and of partial outputs where the algorithm sends these; default: "
+        "the dtype of sums, fp32 or, of fp64 tensors, fp64"
     ),
     "kv_cache": "fraction of travelling keys and values that forward keeps for backward",
     "store": (
@@ -72,7 +72,7 @@ MEANING: Mapping[str, str] = {
     "head_chunks": (
         "into how many chunks the key/value heads (and their query heads) are cut, whose rings run "
         "staggered: the last hops of one overlap with the compute of another, at that many times "
-        'the messages. None: 1, or what algorithm "auto" takes'
+        'the messages; default: 1, or what algorithm "auto" takes'
     ),
     "sequence_chunks": (
         "into how many row chunks every shard is cut, whose queries attend one behind the other, "
@@ -134,3 +134,23 @@ class AttentionKeywords(TypedDict, total=False):
     sequence_chunks: int
     row_blocks: int
     visiting: VisitingName
+
+
+def check_kept_keys(options: Any, shown: Callable[[str, Any], str]) -> None:
+    """Raise ValueError where `kv_cache` could not keep keys of a forward for its backward.
+
+    options: has `kv_cache`, `side` and `store`. shown: an option and its value, as users write it.
+    """
+    if not options.kv_cache:
+        return
+    kept = shown("kv_cache", options.kv_cache)
+    if options.side == "query":
+        raise ValueError(
+            f"{kept} keeps keys, which {shown('side', 'query')} does not send; use "
+            f"{shown('side', 'kv')} or auto"
+        )
+    if options.store:
+        raise ValueError(
+            f"{kept} keeps keys of a forward that {shown('store', options.store)} does not run "
+            "again; use one of them"
+        )

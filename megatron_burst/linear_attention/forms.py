@@ -10,9 +10,10 @@ with D_t = exp(decay_t), and answers o_t = scale * S_t^T q_t.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Decay = Literal["none", "scalar", "vector"]
 
@@ -62,7 +63,7 @@ def of(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str = "auto"
     if not isinstance(name, str) or (name != "auto" and name not in FORMS):
         raise ValueError(f"form must be one of auto, {', '.join(FORMS)}, got {name!r}")
     kind = _kind(decay)
-    if beta is not None and (not isinstance(beta, torch.Tensor) or beta.dim() != 3):
+    if beta is not None and (not _is_tensor(beta) or beta.dim() != 3):
         raise ValueError(
             "beta must be a tensor [s, b, h], or None for forms without it, got beta "
             f"{_described(beta)}"
@@ -90,7 +91,7 @@ def _kind(decay: torch.Tensor | None) -> str:
     if decay is None:
         return "none"
     kinds = {1: "scalar", 3: "scalar", 4: "vector"}
-    if not isinstance(decay, torch.Tensor) or decay.dim() not in kinds:
+    if not _is_tensor(decay) or decay.dim() not in kinds:
         raise ValueError(
             "decay must be a tensor of logarithms, [s, b, h], [h] where it is constant, or "
             f"[s, b, h, d], or None, got decay {_described(decay)}"
@@ -98,7 +99,13 @@ def _kind(decay: torch.Tensor | None) -> str:
     return kinds[decay.dim()]
 
 
+def _is_tensor(given: Any) -> TypeGuard[torch.Tensor]:
+    import torch  # those who ask for the table do not need it
+
+    return isinstance(given, torch.Tensor)
+
+
 def _described(given: object) -> str:
-    if isinstance(given, torch.Tensor):
+    if _is_tensor(given):
         return f"of shape {list(given.shape)}"
     return f"{given!r:.100}"

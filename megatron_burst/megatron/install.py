@@ -13,13 +13,7 @@ from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
 from .checks.config import config_problems, kernel_problems
-from .checks.features import (
-    chunk_problems,
-    lm_head_problems,
-    offload_problems,
-    packing_problems,
-    tile_problems,
-)
+from .checks.features import feature_problems, packing_problems
 from .checks.problem import Problem, refuse
 from .checks.splitting import OLDEST
 from .data.cut import cut_for, settle_cut
@@ -138,10 +132,7 @@ def configuration_problems(
 ) -> Iterator[Problem]:
     """All that `configure` refuses of a `TransformerConfig`; `seq_length`: global, tokens."""
     yield from config_problems(config, burst, seq_length)
-    yield from lm_head_problems(config, burst)
-    yield from chunk_problems(config, burst)
-    yield from tile_problems(config, burst)
-    yield from offload_problems(config, burst)
+    yield from feature_problems(config, burst)
     yield from kernel_problems(config, burst)
     yield from packing_problems(config, burst)
 

@@ -21,7 +21,14 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
-from ..options import SIDES, VISITING, AttentionOptions, algorithms, ring_algorithm
+from ..options import (
+    SIDES,
+    VISITING,
+    AttentionOptions,
+    algorithms,
+    check_kept_keys,
+    ring_algorithm,
+)
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
@@ -230,10 +237,6 @@ def _check_numbers(options: AttentionOptions) -> None:
         if value is not None and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
     check_fraction("kv_cache", options.kv_cache)
-    if options.kv_cache and options.side == "query":
-        raise ValueError(
-            f"kv_cache keeps keys for side kv, got side='query' with kv_cache={options.kv_cache}"
-        )
     ring = ALGORITHMS.get(ring_algorithm(options.algorithm))  # none yet: "auto"
     if options.kv_cache and ring is not None and not ring.keeps:
         raise ValueError(
@@ -242,11 +245,7 @@ def _check_numbers(options: AttentionOptions) -> None:
         )
     if options.store is not None:
         check_fraction("store", options.store)
-    if options.store and options.kv_cache:
-        raise ValueError(
-            f"kv_cache={options.kv_cache} keeps keys of a forward that store={options.store} does "
-            "not run again; use one of them"
-        )
+    check_kept_keys(options, lambda name, value: f"{name}={value!r}")
     if options.kv_cache and options.sequence_chunks > 1:
         raise ValueError(
             f"kv_cache={options.kv_cache} keeps keys of one forward for one backward, and with "

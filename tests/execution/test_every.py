@@ -245,7 +245,11 @@ REFUSED = [
         "softcap must be .* got -1.0",
     ),
     ({"kv_cache": 1.5}, {}, "kv_cache must be a fraction from 0 to 1, got 1.5"),
-    ({"kv_cache": 0.5, "side": "query"}, {}, "kv_cache keeps keys for side kv, got side='query'"),
+    (
+        {"kv_cache": 0.5, "side": "query"},
+        {},
+        "kv_cache=0.5 keeps keys, which side='query' does not send",
+    ),
     ({"algorithm": "ulysses"}, {}, "algorithm ulysses shares the heads over all 4 ranks"),
     ({"algorithm": "hybrid"}, {}, "algorithm hybrid needs groups that share heads"),
     ({"head_chunks": 3}, {}, "head_chunks must divide the 4 key/value heads .* got 3"),

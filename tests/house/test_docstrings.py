@@ -80,8 +80,8 @@ def errors(tree, known, seen):
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield getattr(node.exc.func, "id", "")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            helper = node.func.id
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            helper = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
             if helper.startswith("_") and helper in known and helper not in seen:
                 seen.add(helper)
                 yield from errors(known[helper], known, seen)

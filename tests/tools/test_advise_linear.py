@@ -1,6 +1,7 @@
 """Linear attention in forecasts: work, exchange and groups, by hand figures."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -17,7 +18,7 @@ from megatron_burst.tools.advise.search.pasted import burst_flags
 from megatron_burst.tools.advise.search.search_space import TrainingGoal, options_of
 from megatron_burst.tools.advise.settings import Settings, check
 from megatron_burst.tools.advise.shapes import models
-from megatron_burst.tools.advise.shapes.layer_kinds import FORMS, gated_delta_net, mamba2
+from megatron_burst.tools.advise.shapes.layer_kinds import gated_delta_net, mamba2
 from megatron_burst.tools.advise.shapes.models import Mixer, Model
 
 K = 1024
@@ -84,13 +85,12 @@ def test_tensor_parallel_ranks_share_it_out():
 
 
 def test_bytes_of_states_and_of_maps():
-    assert scan_time.sizes_of(scan_of(DELTA)).state == STATE
-    assert scan_time.sizes_of(scan_of(DELTA)).map == STATE + 16 * 128 * 128 * 4
-    assert scan_time.sizes_of(scan_of(SSD)).map == STATE + 16 * 4
-    two = scan_of(SSD, Settings(8 * K, micro_batch=2))
-    assert scan_time.sizes_of(two).map == 2 * (STATE + 16 * 4)
+    assert scan_time.sizes_of(scan_of(DELTA), 1).state == STATE
+    assert scan_time.sizes_of(scan_of(DELTA), 1).map == STATE + 16 * 128 * 128 * 4
+    assert scan_time.sizes_of(scan_of(SSD), 1).map == STATE + 16 * 4
+    assert scan_time.sizes_of(scan_of(SSD), 2).map == 2 * (STATE + 16 * 4)
     half = scan_of(DELTA, Settings(8 * K, tp=2))
-    assert 2 * scan_time.sizes_of(half).map == scan_time.sizes_of(scan_of(DELTA)).map
+    assert 2 * scan_time.sizes_of(half, 1).map == scan_time.sizes_of(scan_of(DELTA), 1).map
 
 
 def test_links_are_those_of_a_rank_among_others():
@@ -131,12 +131,12 @@ def test_heads_and_rows_of_a_layer():
     assert scan_time.scan_seconds(cluster(), replace(run, cp=1), x) == 0
 
 
-def test_scans_are_found_once(monkeypatch):
-    found, scans = [], scan_time.Scans()
-    monkeypatch.setattr(scan_time, "scan_time", lambda *scan: found.append(scan) or 1.0)
+def test_scans_are_found_once():
+    found = []
+    timed = cache(lambda *scan: found.append(scan) or 1.0)
     run = Settings(64 * K, cp=16, intra=4)
     for one in (run, replace(run, store=1.0), replace(run, tp=2, cp=8), replace(run, cp=8)):
-        scans.seconds(cluster(), one, LayerSizes.of(SSD, one))
+        scan_time.scan_seconds(cluster(), one, LayerSizes.of(SSD, one), timed)
     assert len(found) == 3
 
 
@@ -218,11 +218,6 @@ def test_what_no_form_is_known_of_is_named():
     plain = replace(SSD, mixer=Mixer("other", 100, 10, 16))
     assert plain.uncounted == ("scans and states of 1 other layers",)
     assert layer_time(plain, cluster(), Settings(8 * K), part=plain.parts[0]).forward[LINEAR] == 0
-
-
-def test_forms_are_those_of_the_package():
-    forms = pytest.importorskip("megatron_burst.linear_attention.forms").FORMS
-    assert {name: (form.decay, form.delta) for name, form in forms.items()} == FORMS
 
 
 def test_named_models_have_their_forms():

@@ -24,7 +24,6 @@ from megatron_burst.schedule.algorithms import ALGORITHMS
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.tools import show
 from megatron_burst.tools.show import colours, language, timeline
-from megatron_burst.tools.show.passes import ScheduleChoices as Choices
 from megatron_burst.tools.show.passes import kind_of, schedule_scene, share
 from megatron_burst.tools.show.scene import MaskScene, Shards
 
@@ -222,9 +221,9 @@ def test_the_schedules_are_those_of_a_plan(algorithm, mask, side, kv_cache):
             mask=parts.mask, algorithm=algorithm, side=side, kv_cache=kv_cache,
             kernel="reference",
         )  # fmt: skip
-        forward = schedule_scene(parts, Grid(2, 2), plan.sizes, Choices(algorithm))
-        choices = Choices(algorithm, True, side, "auto", kv_cache)
-        backward = schedule_scene(parts, Grid(2, 2), plan.sizes, choices)
+        forward = schedule_scene(parts, Grid(2, 2), plan.sizes, algorithm)
+        way = {"backward": True, "side": side, "kv_cache": kv_cache}
+        backward = schedule_scene(parts, Grid(2, 2), plan.sizes, algorithm, **way)
         for scene, schedule in zip((forward, backward), plan.schedules, strict=True):
             assert (scene.plan.side, scene.plan.route) == (schedule.side, schedule.route)
             assert scene.plan.row_bytes == schedule.row_bytes
@@ -239,8 +238,8 @@ MASKS = ["causal", "causal & window(5)", "documents([0, 9, 16, 32]) & causal"]
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("side", ["kv", "query"])
 def test_totals_are_the_traffic_of_all_ranks(algorithm, mask, side):
-    for choices in (Choices(algorithm), Choices(algorithm, True, side)):
-        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, choices)
+    for way in ({}, {"backward": True, "side": side}):
+        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, algorithm, **way)
         sent = [cost.traffic(scene.plan, rank, SIZES) for rank in range(4)]
         for link in ("intra", "inter"):
             assert sum(getattr(t, link) for t in sent) == sum(
@@ -253,10 +252,10 @@ def test_totals_are_the_traffic_of_all_ranks(algorithm, mask, side):
 
 def test_totals_of_all_are_those_where_everything_is_visible():
     parts = shards("causal & window(5)", "contiguous")
-    scene = schedule_scene(parts, Grid(2, 2), SIZES, Choices("burst", True, "kv"))
+    scene = schedule_scene(parts, Grid(2, 2), SIZES, "burst", backward=True, side="kv")
     everything = schedule_scene(
-        shards("full", "contiguous"), Grid(2, 2), SIZES,
-        Choices("burst", True, "kv", scene.plan.route),
+        shards("full", "contiguous"), Grid(2, 2), SIZES, "burst", backward=True, side="kv",
+        route=scene.plan.route,
     )  # fmt: skip
     assert {k: (t.hops, t.bytes) for k, t in everything.totals.items()} == {
         k: (t.hops_of_all, t.bytes_of_all) for k, t in scene.totals.items()
@@ -267,7 +266,7 @@ def test_totals_of_all_are_those_where_everything_is_visible():
 
 def test_nothing_counts_as_left_out_where_the_ring_turns_the_other_way():
     """Under zigzag and causal, rank 3's rows are seen by fewer ranks than rank 0's."""
-    scene = schedule_scene(shards(), Grid(1, 4), SIZES, Choices("ring", route="ring"))
+    scene = schedule_scene(shards(), Grid(1, 4), SIZES, "ring", route="ring")
     (hop,) = [hop for hop in scene.hops if hop.src == 1 and hop.post == 0]
     assert (hop.dst, scene.left_out) == (0, [])
 
@@ -277,8 +276,8 @@ def test_nothing_counts_as_left_out_where_the_ring_turns_the_other_way():
 @pytest.mark.parametrize("grid", [Grid(1, 4), Grid(2, 2)])
 def test_the_rows_of_the_pairs_hold_every_visible_position_pair_once(algorithm, mask, grid):
     parts = shards(mask)
-    for choices in (Choices(algorithm), Choices(algorithm, True, "query")):
-        scene = schedule_scene(parts, grid, SIZES, choices)
+    for way in ({}, {"backward": True, "side": "query"}):
+        scene = schedule_scene(parts, grid, SIZES, algorithm, **way)
         cells = [scene.cells(rank, step) for rank in range(4) for step in range(scene.steps)]
         assert sum(scene.work) == parts.pairs.sum() == sum(parts.work)
         assert sum(map(len, cells)) == len(scene.plan.tables.pairs.rank)
@@ -289,7 +288,7 @@ def test_the_rows_of_the_pairs_hold_every_visible_position_pair_once(algorithm, 
 def test_parts_of_a_chunk_are_its_rows_in_the_order_of_the_shard():
     """Two ways round, nothing hidden: halves of 4 of 8 rows; at step 2 both reach rank 2."""
     parts = shards("full", "contiguous")
-    scene = schedule_scene(parts, Grid(1, 4), SIZES, Choices("two_way"))
+    scene = schedule_scene(parts, Grid(1, 4), SIZES, "two_way")
     sent = {hop.dst: hop.chunk for hop in scene.hops if hop.src == 0 and hop.post == 0}
     assert {dst: scene.ranges(chunk) for dst, chunk in sent.items()} == {1: [(0, 4)], 3: [(4, 8)]}
     assert scene.rows(sent[1]) == (4, 8)
@@ -305,21 +304,21 @@ def test_what_is_held_and_what_crosses_at_least_by_hand():
     They are held from the boundary at which they are sent until rank 1 has computed with them.
     """
     parts = shards("causal & window(5)", "contiguous", 16, 2)
-    scene = schedule_scene(parts, Grid(2, 1), SIZES, Choices("burst"))
+    scene = schedule_scene(parts, Grid(2, 1), SIZES, "burst")
     assert scene.held == scene.once_per_node == 5 * SIZES.forward.kv
     (chunk,) = [hop.chunk for hop in scene.hops]
     assert scene.ranges(chunk) == [(3, 8)]
     assert scene.released(1) == {2: [chunk]}
-    back = schedule_scene(parts, Grid(2, 1), SIZES, Choices("burst", True, "kv"))
-    ring = schedule_scene(shards("full"), Grid(1, 4), SIZES, Choices("ring"))
+    back = schedule_scene(parts, Grid(2, 1), SIZES, "burst", backward=True, side="kv")
+    ring = schedule_scene(shards("full"), Grid(1, 4), SIZES, "ring")
     assert ring.held == 2 * 8 * SIZES.forward.kv  # one to compute with, one on its way
     assert back.once_per_node == 5 * (SIZES.backward.kv + SIZES.backward.dkv)
 
 
 @pytest.mark.parametrize("mask", [*MASKS, "full"])
 def test_multicast_crosses_between_nodes_as_often_as_it_must(mask):
-    for choices in (Choices("multicast"), Choices("multicast", True, "kv")):
-        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, choices)
+    for way in ({}, {"backward": True, "side": "kv"}):
+        scene = schedule_scene(shards(mask), Grid(2, 2), SIZES, "multicast", **way)
         sent = sum(t.bytes for (link, _), t in scene.totals.items() if link == "inter")
         assert sent == scene.once_per_node
 
@@ -327,7 +326,7 @@ def test_multicast_crosses_between_nodes_as_often_as_it_must(mask):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_work_and_imbalance_are_those_of_cost(layout):
     parts = shards("causal | prefix(9)", layout)
-    scene = schedule_scene(parts, Grid(1, 4), SIZES, Choices("ring"))
+    scene = schedule_scene(parts, Grid(1, 4), SIZES, "ring")
     assert scene.work == parts.work == cost.work(parts.layout, parts.mask, 32)
     assert scene.imbalance == pytest.approx(cost.imbalance(parts.layout, parts.mask, 32))
 
@@ -395,7 +394,7 @@ def test_an_algorithm_registered_later_is_drawn(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_arrows_are_filled_where_rows_travel_and_striped_for_partial_outputs(mask):
-    scene = schedule_scene(shards(mask), Grid(1, 4), SIZES, Choices("token_ring"))
+    scene = schedule_scene(shards(mask), Grid(1, 4), SIZES, "token_ring")
     axes = timeline.draw(scene, None).axes[0]
     filled = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_clip_path()]
     striped = [p for p in filled if p.get_hatch()]
@@ -470,10 +469,8 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
         ("layout --layout block_striped", "use block_striped(block)"),
         ("schedule --side query", "add --backward"),
         ("schedule --backward --side query --kv-cache 0.5", "use --side kv"),
-        (
-            "schedule --backward --algorithm tile --kv-cache 1",
-            "--kv-cache: tile computes elsewhere",
-        ),
+        ("schedule --backward --algorithm tile --kv-cache 1",
+         "--kv-cache: tile computes elsewhere"),
         ("schedule --backward --kv-cache 2", "--kv-cache must be in 0..1"),
         ("schedule --rank 9", "--rank must be in 0..3"),
         ("schedule --algorithm ulysses", "invalid choice"),
@@ -481,8 +478,36 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
         ("schedule --ranks 64", "--ranks: a picture as text shows at most 32"),
         ("picture", "invalid choice"),
         ("", "required"),
+        ("documents --lengths 3,0", "--lengths: every document has at least one token, got 3,0"),
+        ("documents --lengths 2.5", "--lengths must be an integer, got 2.5"),
+        ("documents --lengths a",
+         "there is no lengths a; expected one of numbers of tokens, random("),
+        ("documents --lengths ()", "--lengths: every document has at least one token, got ()"),
+        ("documents --lengths random(1)",
+         "missing a required argument: 'median'; use random(seed,"),
+        ("documents --lengths random(1,0)",
+         "median must be at least 1 and spread 0, got 0 and 1.5"),
+        ("documents --lengths random(1,5,1,0)", "longest must be at least 1, got 0"),
+        ("documents --lengths random(-1,5)", "Seed must be between 0 and"),
+        ("documents --lengths 50,50 --seq-len 64", "--lengths: 100 tokens do not fit into 64"),
+        ("documents --lengths 5 --seq-len 12", "--seq-len must be a multiple of 8 here, got 12"),
+        ("documents --lengths 5 --seq-len 2000000", "packs of at most 1048576 tokens are drawn"),
+        ("documents --lengths 2000000", "--lengths: 2000000 tokens do not fit into 1048576"),
+        ("documents --lengths 5 --mask prefix(3)", "inside documents causal, full, or window("),
+        ("documents --lengths 5 --ranks 64", "--ranks: a picture as text shows at most 32"),
+        ("documents", "--lengths"),
+        ("mask --layout balanced",
+         "layout balanced needs documents, its own or those of --mask; use "
+         "balanced(cu_seqlens=None, windows=None, padding=None)"),
+        ("mask --layout balanced([0,30])", "positive multiple of 4 tokens, got 30"),
+        ("mask --layout balanced([0,16])", "seq_len: the documents end at 16, got 32"),
+        ("scan --layout striped", "take zigzag, contiguous or balanced"),
+        ("scan --algorithm ring --blocks 2", "--blocks: ring sends states whole"),
+        ("scan --blocks 0", "--blocks must be at least 1, got 0"),
+        ("scan --seq-len 16 --lengths 10,20", "--lengths: 30 tokens do not fit into 16"),
+        ("scan --ranks 32 --lengths random(1,3) --seq-len 4096", "at most 128 pieces"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_code_2(arguments, problem, capsys):
     try:
         code = cli.main(["show", *arguments.split()])

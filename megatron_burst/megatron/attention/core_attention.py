@@ -209,6 +209,7 @@ class BurstCoreAttention(MegatronModule):
         query [s, b, h, d], key [s, b, g, d], value [s, b, g, w]: of this rank's whole shard; only
         shapes, dtypes and device count. attn_mask_type, packed_seq_params: as `forward` takes them.
         others: Megatron's further arguments, as `check_call` takes them. rows: as `PlanBook.plan`.
+        Raises `ValueError` for arguments that it cannot honour, on all ranks alike.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         kind, book, pack = self._layer_kind(mask_type), self._book(packed_seq_params), None

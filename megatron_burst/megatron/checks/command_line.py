@@ -16,16 +16,10 @@ from ... import flags
 from ...config import BurstConfig
 from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
-from .features import (
-    chunk_problems,
-    lm_head_problems,
-    offload_problems,
-    packing_problems,
-    tile_problems,
-)
-from .problem import Problem
+from .features import feature_problems, packing_problems
+from .problem import Problem, Rule, Settings, broken, excluded
 from .splitting import FLAG as LINEAR
-from .splitting import PATTERNS, linear_layers, script_problems, splits
+from .splitting import PATTERNS, SCRIPT, linear_layers, splits
 
 RESET = "--reset-attention-mask"
 # Further flags of Megatron-LM that make packed batches.
@@ -62,30 +56,26 @@ def takes_over(args: Any) -> bool:
     return args.context_parallel_algo != flags.OFF and split
 
 
-def _without_cuda(settings: SimpleNamespace) -> Iterator[Problem]:
-    """Features that need a GPU, for which `--cpu` has no replacement."""
-    for name, what in (
-        ("use_torch_fsdp2", "shards a model for CUDA devices"),
-        ("use_megatron_fsdp", "shards a model for CUDA devices"),
-        ("enable_cuda_graph", "records CUDA kernels"),
-        ("external_cuda_graph", "records CUDA kernels"),
-    ):
-        if getattr(settings, name, False):
-            flag = f"--{name.replace('_', '-')}"
-            yield Problem(f"{flag} {what}, and --cpu has none", remove=(flag,))
-    graphs = getattr(settings, "cuda_graph_impl", None)
-    if graphs not in (None, "none"):
-        yield Problem(
-            f"--cuda-graph-impl {graphs} records CUDA kernels, and --cpu has none",
-            remove=("--cuda-graph-impl",),
-        )
+# Features that need a GPU, for which `--cpu` has no replacement.
+_WITHOUT_CUDA = (
+    *excluded(
+        "{other} {why}, and --cpu has none",
+        use_torch_fsdp2="shards a model for CUDA devices",
+        use_megatron_fsdp="shards a model for CUDA devices",
+        enable_cuda_graph="records CUDA kernels",
+        external_cuda_graph="records CUDA kernels",
+    ),
+    Rule(lambda c, b: c.cuda_graph_impl not in (None, "none"),
+         "--cuda-graph-impl {c.cuda_graph_impl} records CUDA kernels, and --cpu has none",
+         remove=("--cuda-graph-impl",)),
+)  # fmt: skip
 
 
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     """All problems of arguments completed by `flags.settle`; argv: the command line as given."""
     settings = settings_of(args)
     if patching.installed("cpu"):
-        yield from _without_cuda(settings)
+        yield from broken(_WITHOUT_CUDA, settings)
         for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
             setattr(settings, name, None)  # so that no other check tells of them again
     if takes_over(args) or any(flags.given(argv)):
@@ -93,10 +83,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
-    yield from lm_head_problems(settings, burst)
-    yield from chunk_problems(settings, burst)
-    yield from tile_problems(settings, burst)
-    yield from offload_problems(settings, burst)
+    yield from feature_problems(settings, burst)
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(settings, burst)
@@ -125,13 +112,13 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
 
     engine: whether Transformer Engine is installed.
     """
-    yield from script_problems(settings)
-    yield from _backend(settings, burst)
+    yield from broken(SCRIPT, settings)
+    yield from broken(_BACKEND, settings, burst)
     yield from _packed(settings, burst)
     if getattr(settings, "reset_attention_mask", False):
-        yield from _documents(settings)
+        yield from broken(_DOCUMENTS, settings, flag=RESET)
     if not engine and not patching.installed("cpu"):  # which has local layers
-        yield from _hybrid(settings)
+        yield from broken(_WITHOUT_ENGINE, settings)
 
 
 def yaml_problems(settings: Any) -> Iterator[Problem]:
@@ -188,54 +175,44 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
         )
 
 
-def _documents(settings: Any) -> Iterator[Problem]:
-    """Settings with which `--reset-attention-mask` cannot be turned into documents."""
-    rows = getattr(settings, "micro_batch_size", None)
-    if not hasattr(settings, "dataloader_inter_document_masking"):
-        yield Problem(
-            f"{RESET}: this Megatron-LM hands no documents to attention, which 0.19 does",
-            remove=(RESET,),
-        )
-    elif rows is not None and rows > 1:
-        yield Problem(
-            f"{RESET} at --micro-batch-size {rows}: the rows of a batch have documents of their "
-            "own, and attention takes one row",
-            add=("--micro-batch-size 1",),
-        )
-    for flag, why in (
-        ("--fim-data", "moves tokens between documents"),
-        ("--sft", "has documents already"),
-        ("--hybrid-layer-pattern", "has layers whose state documents would reset"),
-    ):
-        if _asks(settings, flag):
-            yield Problem(f"{RESET} with {flag}, which {why}", remove=(RESET,))
-    linear = linear_layers(settings)
-    if linear and not _asks(settings, "--hybrid-layer-pattern"):
-        yield Problem(
-            f"{RESET} with {linear}: documents would reset the state of its layers too",
-            remove=(RESET,),
-        )
+def _linear_layers(c: Settings, _: BurstConfig) -> str | None:
+    return None if c.hybrid_layer_pattern else linear_layers(c)
 
 
-def _backend(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless the backend has what is asked of its communicators."""
-    backend = getattr(settings, "distributed_backend", None)
-    if burst.nccl_max_ctas is not None and backend and "nccl" not in backend:
-        yield Problem(
-            f"--burst-nccl-max-ctas {burst.nccl_max_ctas} limits kernels of NCCL, and "
-            f"--distributed-backend is {backend}",
-            remove=("--burst-nccl-max-ctas",),
-        )
-
-
-def _hybrid(settings: Any) -> Iterator[Problem]:
-    pattern, spec = getattr(settings, "hybrid_layer_pattern", None), _asks(settings, "--spec")
-    if pattern and "*" in pattern and str((spec or ["megatron.core"])[0]).startswith("megatron."):
-        yield Problem(
-            f"--hybrid-layer-pattern {pattern} has attention (*), whose layers in Megatron's "
-            "hybrid stack need Transformer Engine, which is not installed: install it, or train "
-            "with pretrain_gpt.py"
-        )
+# Settings with which `--reset-attention-mask` cannot be turned into documents.
+_DOCUMENTS = (
+    Rule(lambda c, b: not c.has("dataloader_inter_document_masking"),
+         "{flag}: this Megatron-LM hands no documents to attention, which 0.19 does",
+         remove=(RESET,)),
+    Rule(lambda c, b: c.has("dataloader_inter_document_masking") and (c.micro_batch_size or 1) > 1,
+         "{flag} at --micro-batch-size {c.micro_batch_size}: the rows of a batch have documents of "
+         "their own, and attention takes one row", add=("--micro-batch-size 1",)),
+    *excluded(
+        "{flag} with {other}, which {why}",
+        (RESET,),
+        fim_data="moves tokens between documents",
+        sft="has documents already",
+        hybrid_layer_pattern="has layers whose state documents would reset",
+    ),
+    Rule(_linear_layers,
+         "{flag} with {value}: documents would reset the state of its layers too",
+         remove=(RESET,)),
+)  # fmt: skip
+# What is asked of communicators that the backend does not have.
+_BACKEND = (
+    Rule(lambda c, b: b.nccl_max_ctas is not None and c.distributed_backend
+         and "nccl" not in c.distributed_backend,
+         "--burst-nccl-max-ctas {b.nccl_max_ctas} limits kernels of NCCL, and "
+         "--distributed-backend is {c.distributed_backend}", remove=("--burst-nccl-max-ctas",)),
+)  # fmt: skip
+# Attention of Megatron's hybrid stack, in a spec of Megatron's.
+_WITHOUT_ENGINE = (
+    Rule(lambda c, b: "*" in (c.hybrid_layer_pattern or "")
+         and str((c.spec or ["megatron.core"])[0]).startswith("megatron."),
+         "--hybrid-layer-pattern {c.hybrid_layer_pattern} has attention (*), whose layers in "
+         "Megatron's hybrid stack need Transformer Engine, which is not installed: install it, or "
+         "train with pretrain_gpt.py"),
+)  # fmt: skip
 
 
 def idle(args: Any, argv: list[str]) -> str | None:

@@ -20,7 +20,7 @@ from ...kernels import flash_packages
 from ...schedule.topology import Topology
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
-from .problem import Problem, Refused, refuse
+from .problem import Problem, Refused, Rule, Settings, broken, excluded, refuse
 from .splitting import (
     DELTA_NETS,
     changing_groups,
@@ -63,12 +63,9 @@ def config_problems(
         )
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
-    if not splits(config):
+    if not splits(config) or burst.algorithm == OFF:
         yield from two_layout_problems(config, burst)
-        return
-    if burst.algorithm == "megatron":
-        yield from two_layout_problems(config, burst)
-        if burst.layout != "zigzag":
+        if splits(config) and burst.layout != "zigzag":
             yield Problem(
                 f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
                 "own attention supports only zigzag; leave the layout out, or take "
@@ -85,7 +82,7 @@ def config_problems(
         if burst.layout == "balanced":
             yield from _tensor_problems(config, seq_length)
     if burst.store:
-        yield from _store_problems(config, burst.store)
+        yield from broken(_STORE, config, burst, f"--burst-attention-store {burst.store}")
     yield from hybrid_problems(config)
     yield from two_layout_problems(config, burst)
     yield from linear_problems(config, burst)
@@ -97,29 +94,34 @@ def config_problems(
         yield from layout_problems(config, burst.layout)
 
 
+_MASK = tuple(
+    rule._replace(reason="{flag} with " + rule.reason, remove=("--burst-mask",))
+    for rule in (
+        Rule(lambda c, b: b.layout == "balanced",
+             "--burst-layout balanced, whose balance is that of causal documents"),
+        Rule(lambda c, b: b.pack != "off",
+             "--burst-pack {b.pack}, whose balance is that of causality"),
+        Rule(lambda c, b: b.sequence_chunks != 1,
+             "--burst-sequence-chunks {b.sequence_chunks}, which was not tested"),
+        Rule(lambda c, b: b.attention_layout not in (None, b.layout),
+             "--burst-attention-layout {b.attention_layout}, which was not tested"),
+        Rule("mtp_num_layers", "--mtp-num-layers, whose layers count from 1 again, so that the "
+             "function could not tell them apart"),
+        Rule(lambda c, b: changing_groups(c),
+             "{value}, whose groups change with the micro-batch: not tested"),
+    )
+)  # fmt: skip
+
+
 def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Unless the function of `--burst-mask` can be called for every layer and batch."""
     if burst.mask is None:
         return
-    flag, off = f"--burst-mask {burst.mask}", ("--burst-mask",)
+    flag = f"--burst-mask {burst.mask}"
     if burst.algorithm == OFF or not splits(config):
-        yield needs_ranks(flag, config, burst, off)
+        yield needs_ranks(flag, config, burst, ("--burst-mask",))
         return
-    changing = changing_groups(config)
-    for asked, other, why in (
-        (burst.layout == "balanced", "--burst-layout balanced",
-         "whose balance is that of causal documents"),
-        (burst.pack != "off", f"--burst-pack {burst.pack}", "whose balance is that of causality"),
-        (burst.sequence_chunks != 1, f"--burst-sequence-chunks {burst.sequence_chunks}",
-         "which was not tested"),
-        (burst.attention_layout not in (None, burst.layout),
-         f"--burst-attention-layout {burst.attention_layout}", "which was not tested"),
-        (getattr(config, "mtp_num_layers", None), "--mtp-num-layers",
-         "whose layers count from 1 again, so that the function could not tell them apart"),
-        (changing, changing, "whose groups change with the micro-batch: not tested"),
-    ):  # fmt: skip
-        if asked:
-            yield Problem(f"{flag} with {other}, {why}", remove=off)
+    yield from broken(_MASK, config, burst, flag)
     try:
         mask_function(burst.mask)
     except ValueError as error:
@@ -156,36 +158,28 @@ def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Itera
         yield Problem(f"--burst-ulysses-size {size} --burst-placement {burst.placement}: {error}")
 
 
-def _store_problems(config: Any, store: float) -> Iterator[Problem]:
-    """Unless Megatron recomputes attention, in a way that the store can intercept."""
+def _recomputes(c: Settings) -> list[str]:
+    """The modules that Megatron recomputes selectively: core_attn where none are named."""
+    return ["core_attn"] if c.recompute_modules is None else c.recompute_modules
 
-    def get(name: str) -> Any:
-        return getattr(config, name, None)
 
-    flag = f"--burst-attention-store {store}"
-    granularity, modules = get("recompute_granularity"), get("recompute_modules")
-    modules = ["core_attn"] if modules is None else modules  # as Megatron fills it in
-    if granularity == "selective" and "core_attn" not in modules:
-        yield Problem(
-            f"{flag} keeps attention between forward and recompute, and --recompute-modules "
-            f"{modules} does not recompute it: add core_attn, or leave {flag} out"
-        )
-    if granularity not in ("full", "selective"):
-        yield Problem(
-            f"{flag} keeps attention between forward and recompute, and nothing recomputes it: "
-            f"add --recompute-granularity full or --recompute-activations, or leave {flag} out"
-        )
-    for name in ("fp8", "fp4"):
-        if get(name):
-            yield Problem(
-                f"{flag}: {name} layers are recomputed by Transformer Engine, past the store",
-                remove=(f"--{name}-format",),
-            )
-    if get("fine_grained_activation_offloading"):
-        yield Problem(
-            f"{flag} keeps results whose memory --fine-grained-activation-offloading frees",
-            remove=("--fine-grained-activation-offloading",),
-        )
+_STORE = (
+    Rule(lambda c, b: c.recompute_granularity == "selective"
+         and "core_attn" not in (modules := _recomputes(c)) and f"{modules}",
+         "{flag} keeps attention between forward and recompute, and --recompute-modules {value} "
+         "does not recompute it: add core_attn, or leave {flag} out"),
+    Rule(lambda c, b: c.recompute_granularity not in ("full", "selective"),
+         "{flag} keeps attention between forward and recompute, and nothing recomputes it: add "
+         "--recompute-granularity full or --recompute-activations, or leave {flag} out"),
+    *excluded(
+        "{flag}: {why} layers are recomputed by Transformer Engine, past the store",
+        fp8="fp8",
+        fp4="fp4",
+    ),
+    *excluded(
+        "{flag} keeps results whose memory {other} frees", fine_grained_activation_offloading=""
+    ),
+)  # fmt: skip
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:
@@ -309,26 +303,26 @@ def _window_problems(size: Any) -> Iterator[Problem]:
         )
 
 
-# Fields of a TransformerConfig for features that do not exist here, the reason, the flag to remove.
-_UNSUPPORTED = (
-    ("apply_query_key_layer_scaling", "query-key layer scaling is not supported",
-     "--apply-query-key-layer-scaling"),
-    ("fp8_dot_product_attention", "attention in fp8 is not supported",
-     "--fp8-dot-product-attention"),
-    ("fp8_multi_head_attention", "attention in fp8 is not supported",
-     "--fp8-multi-head-attention"),
-    ("sequence_packing_scheduler", "it cuts packed batches by itself, for Megatron's own "
-     "attention; --burst-pack documents packs them over the data-parallel ranks",
-     "--sequence-packing-scheduler"),
-    ("use_kitchen_attention", "BurstAttention takes the place of the attention it asks for",
-     "--use-kitchen-attention"),
-    ("batch_invariant_mode", "partial results of ranks are merged, and their bits depend on how "
-     "many there are; Megatron's own attention has no such mode over ranks either",
-     "--batch-invariant-mode"),
-    ("overlap_moe_expert_parallel_comm", "it runs layers in pieces on CUDA streams, those of one "
-     "micro-batch between those of another; with BurstAttention this was never tested",
-     "--overlap-moe-expert-parallel-comm"),
-)  # fmt: skip
+# Features that do not exist here.
+_UNSUPPORTED = excluded(
+    "{other}: {why}",
+    apply_query_key_layer_scaling="query-key layer scaling is not supported",
+    fp8_dot_product_attention="attention in fp8 is not supported",
+    fp8_multi_head_attention="attention in fp8 is not supported",
+    sequence_packing_scheduler=(
+        "it cuts packed batches by itself, for Megatron's own attention; --burst-pack documents "
+        "packs them over the data-parallel ranks"
+    ),
+    use_kitchen_attention="BurstAttention takes the place of the attention it asks for",
+    batch_invariant_mode=(
+        "partial results of ranks are merged, and their bits depend on how many there are; "
+        "Megatron's own attention has no such mode over ranks either"
+    ),
+    overlap_moe_expert_parallel_comm=(
+        "it runs layers in pieces on CUDA streams, those of one micro-batch between those of "
+        "another; with BurstAttention this was never tested"
+    ),
+)
 
 
 def model_problems(config: Any) -> Iterator[Problem]:
@@ -348,9 +342,7 @@ def model_problems(config: Any) -> Iterator[Problem]:
         yield Problem(
             "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
         )
-    for name, reason, flag in _UNSUPPORTED:
-        if get(name):
-            yield Problem(f"{flag}: {reason}", remove=(flag,))
+    yield from broken(_UNSUPPORTED, config)
     heads, groups = get("num_attention_heads"), get("num_query_groups")
     if groups and heads and heads % groups:
         yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
@@ -382,53 +374,37 @@ def dropout_problem(share: float) -> Problem:
     )
 
 
+_ZIGZAG = ("--burst-layout zigzag",)
+# Features for which Megatron slices or shifts the sequence itself, assuming zigzag, with a layout.
+_LAYOUT = (
+    Rule("mtp_hsm", f"--mtp-hsm with --burst-layout {{flag}}: {HIDDEN_STATES}", add=_ZIGZAG),
+    Rule(lambda c, b: (variant := c.experimental_attention_variant) not in DELTA_NETS and variant,
+         "--experimental-attention-variant {value} needs --burst-layout zigzag, not {flag}",
+         add=_ZIGZAG),
+    Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,
+         "fused MLA rope works only with --burst-layout zigzag", add=("--no-rope-fusion",)),
+)  # fmt: skip
+# What packs of mixed documents, and ranks that hold unequally many counted tokens, exclude.
+_BALANCED = (
+    Rule(lambda c, b: not c.calculate_per_token_loss,
+         "--burst-layout balanced gives ranks unequally many tokens that count, and Megatron "
+         "divides the loss of each rank by the rank's own count, so that gradients depend on the "
+         "layout", add=("--calculate-per-token-loss",)),
+    Rule(lambda c, b: c.position_embedding_type in ("rope", "yarn", "mrope")
+         and c.apply_rope_fusion and not c.multi_latent_attention,
+         "fused rope lays every document out by itself, and --burst-layout balanced does not",
+         add=("--no-rope-fusion",)),
+    Rule(lambda c, b: c.linear_attention_freq and not c.experimental_attention_variant,
+         "--linear-attention-freq: layers of linear attention assume an order of tokens, and work "
+         "only with --burst-layout zigzag, not balanced", add=_ZIGZAG),
+)  # fmt: skip
+
+
 def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
-    """Features for which Megatron slices or shifts the sequence itself, assuming zigzag."""
-
-    def get(name: str) -> Any:
-        return getattr(config, name, None)
-
-    zigzag = ("--burst-layout zigzag",)
-    if get("mtp_hsm"):
-        yield Problem(f"--mtp-hsm with --burst-layout {layout}: {HIDDEN_STATES}", add=zigzag)
-    variant = get("experimental_attention_variant")
-    if variant and variant not in DELTA_NETS:
-        yield Problem(
-            f"--experimental-attention-variant {variant} needs --burst-layout zigzag, not {layout}",
-            add=zigzag,
-        )
-    if get("multi_latent_attention") and get("apply_rope_fusion"):
-        yield Problem("fused MLA rope works only with --burst-layout zigzag",
-                      add=("--no-rope-fusion",))  # fmt: skip
+    """What a layout other than zigzag excludes."""
+    yield from broken(_LAYOUT, config, flag=layout)
     if layout == "balanced":
-        yield from _balanced_problems(config)
-
-
-def _balanced_problems(config: Any) -> Iterator[Problem]:
-    """What packs of mixed documents, and ranks that hold unequally many counted tokens, exclude."""
-
-    def get(name: str) -> Any:
-        return getattr(config, name, None)
-
-    if not get("calculate_per_token_loss"):
-        yield Problem(
-            "--burst-layout balanced gives ranks unequally many tokens that count, and Megatron "
-            "divides the loss of each rank by the rank's own count, so that gradients depend on "
-            "the layout",
-            add=("--calculate-per-token-loss",),
-        )
-    rotary = get("position_embedding_type") in ("rope", "yarn", "mrope")
-    if rotary and get("apply_rope_fusion") and not get("multi_latent_attention"):
-        yield Problem(
-            "fused rope lays every document out by itself, and --burst-layout balanced does not",
-            add=("--no-rope-fusion",),
-        )
-    if get("linear_attention_freq") and not get("experimental_attention_variant"):
-        yield Problem(
-            "--linear-attention-freq: layers of linear attention assume an order of tokens, and "
-            "work only with --burst-layout zigzag, not balanced",
-            add=("--burst-layout zigzag",),
-        )
+        yield from broken(_BALANCED, config)
 
 
 def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:

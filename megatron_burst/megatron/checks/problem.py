@@ -1,12 +1,16 @@
-"""A problem (a setting that cannot be honoured), and one error that reports all problems of a run.
+"""A problem (a setting that cannot be honoured), tables of rules that find problems, and one error
+that reports all problems of a run.
 
 The error ends in the flags to add and to remove, ready to be pasted into a command.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...config import BurstConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,90 @@ class Problem:
         return "; ".join(parts)
 
 
+class Settings:
+    """The settings of a `TransformerConfig`, or of parsed arguments; None for one that it lacks."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name, None)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a setting, given or not."""
+        return hasattr(self._config, name)
+
+
+class Rule(NamedTuple):
+    """A row of a table of problems: when there is one, why, and the flags that fix it.
+
+    when: the name of a setting, or a function of the settings and choices; there is a problem where
+    it is true. reason, add, remove: as `Problem` has them, with {flag} for the flag that the table
+    is about, {value} for what `when` returns, {c.NAME} for a setting and {b.NAME} for a choice.
+    """
+
+    when: str | Callable[[Settings, BurstConfig], Any]
+    reason: str
+    add: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+
+
+# Flags of settings that are not named after them.
+_FLAGS = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "cpu_offloading": "--cpu-offloading-num-layers",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
+    "is_hybrid_model": "--hybrid-layer-pattern",
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "num_microbatches_with_partial_activation_checkpoints"  # there is none
+    ),
+}
+
+
+def flag_of_setting(name: str) -> str:
+    """The flag of Megatron-LM that gives this setting."""
+    return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def excluded(text: str, remove: tuple[str, ...] = (), **reasons: str) -> tuple[Rule, ...]:
+    """A rule for each setting that must not be on.
+
+    text: what is said, with {other} for the setting's flag and {why} for its reason. remove: the
+    flags to leave out, if not the setting's.
+    """
+    flags = {name: flag_of_setting(name) for name in reasons}
+    return tuple(
+        Rule(
+            name,
+            text.replace("{other}", flags[name]).replace("{why}", why),
+            remove=remove or (flags[name],),
+        )
+        for name, why in reasons.items()
+    )
+
+
+def broken(
+    rules: Iterable[Rule], config: Any, burst: BurstConfig | None = None, flag: str = ""
+) -> Iterator[Problem]:
+    """The problems that a table of rules finds, in its order.
+
+    config: a `TransformerConfig`, or parsed arguments under the same names; flag: that which the
+    table is about.
+    """
+    c: Any = Settings(config)
+    chosen: Any = burst
+    for when, reason, add, remove in rules:
+        value = getattr(c, when) if isinstance(when, str) else when(c, chosen)
+        if value:
+            known = {"c": c, "b": burst, "flag": flag, "value": value}
+            yield Problem(
+                reason.format(**known),
+                add=tuple(each.format(**known) for each in add),
+                remove=tuple(each.format(**known) for each in remove),
+            )
+
+
 class Refused(ValueError):
     """The error for all problems of a run; `problems` has them one by one."""
 
@@ -40,9 +128,9 @@ class Refused(ValueError):
 
 def refuse(problems: Iterable[Problem]) -> None:
     """Raise `Refused`, a `ValueError`, if there are problems."""
-    found = list(problems)
-    if found:
-        raise Refused(found)
+    problems = list(problems)
+    if problems:
+        raise Refused(problems)
 
 
 def report(problems: tuple[Problem, ...]) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ...config import OFF, BurstConfig
 from ..patching import core_version
 from .cuda_graphs import captured, graphs_asked
-from .problem import Problem
+from .problem import Problem, Rule, broken, excluded
 
 HYBRID, DYNAMIC = "--hybrid-context-parallel", "--dynamic-context-parallel"
 _FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYNAMIC))
@@ -49,56 +49,55 @@ def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, .
     )
 
 
+_HYBRID = (
+    *excluded(
+        "{flag} with {other}: {why}",
+        ("{flag}",),
+        multi_latent_attention=(
+            "Megatron's latent attention refuses micro-batches with a group of their own"
+        ),
+        mtp_num_layers="Megatron shifts tokens for it in the group that the model was built with",
+    ),
+    Rule("is_hybrid_model", "{flag} with Mamba layers: these split the sequence over the group "
+         "that the model was built with", remove=("{flag}",)),
+    *excluded(
+        "{flag} with {other}: {why}",
+        ("{flag}",),
+        experimental_attention_variant=(
+            "it splits the sequence over the group that the model was built with"
+        ),
+    ),
+    Rule(lambda c, b: c.hybrid_context_parallel and (c.pipeline_model_parallel_size or 1) > 1,
+         "{flag} with --pipeline-model-parallel-size {c.pipeline_model_parallel_size}: Megatron's "
+         "schedule for it has no pipeline", remove=("{flag}",)),
+    Rule(lambda c, b: c.has("calculate_per_token_loss") and not c.calculate_per_token_loss,
+         "{flag}: micro-batches hold unequal numbers of tokens, and without "
+         "--calculate-per-token-loss all of them count alike",
+         add=("--calculate-per-token-loss",)),
+)  # fmt: skip
+
+
 def hybrid_problems(config: Any) -> Iterator[Problem]:
     """Settings of a `TransformerConfig` that do not work with groups per micro-batch."""
     flag = changing_groups(config)
-    if flag is None:
-        return
-    for name, given, why in (
-        ("multi_latent_attention", "--multi-latent-attention",
-         "Megatron's latent attention refuses micro-batches with a group of their own"),
-        ("mtp_num_layers", "--mtp-num-layers",
-         "Megatron shifts tokens for it in the group that the model was built with"),
-        ("is_hybrid_model", "Mamba layers", "these split the sequence over the group that the "
-         "model was built with"),
-        ("experimental_attention_variant", "--experimental-attention-variant",
-         "it splits the sequence over the group that the model was built with"),
-    ):  # fmt: skip
-        if getattr(config, name, None):
-            yield Problem(f"{flag} with {given}: {why}", remove=(flag,))
-    stages = getattr(config, "pipeline_model_parallel_size", None) or 1
-    if stages > 1 and flag == HYBRID:
-        yield Problem(
-            f"{flag} with --pipeline-model-parallel-size {stages}: Megatron's schedule for it has "
-            "no pipeline",
-            remove=(flag,),
-        )
-    if not getattr(config, "calculate_per_token_loss", True):
-        yield Problem(
-            f"{flag}: micro-batches hold unequal numbers of tokens, and without "
-            "--calculate-per-token-loss all of them count alike",
-            add=("--calculate-per-token-loss",),
-        )
+    if flag is not None:
+        yield from broken(_HYBRID, config, flag=flag)
 
 
-def script_problems(settings: Any) -> Iterator[Problem]:
-    """What is broken in Megatron-LM's own training loop (checked up to 0.20.0)."""
-    if changing_groups(settings) == HYBRID:
-        yield Problem(
-            f"{HYBRID}: Megatron-LM itself cannot train with it: its rerun state machine refuses "
-            "the data iterator (not wrapped with RerunDataIterator), its scripts fail in "
-            "get_batch_on_this_tp_rank (the documents that its data loader deals out have one "
-            "dimension, and neither cu_seqlens nor max_seqlen), and validation gets batches that "
-            "nothing has scheduled; a loop of your own on Megatron-Core works with it",
-            remove=(HYBRID,),
-        )
-    elif changing_groups(settings) == DYNAMIC:
-        yield Problem(
-            f"{DYNAMIC}: the data path of Megatron-LM's branch dev cuts batches by Transformer "
-            "Engine, with which it was never run here; attention itself takes the groups that it "
-            "makes, in a loop of your own on Megatron-Core",
-            remove=(DYNAMIC,),
-        )
+# What is broken in Megatron-LM's own training loop (checked up to 0.20.0).
+SCRIPT = (
+    Rule(lambda c, b: changing_groups(c) == HYBRID,
+         f"{HYBRID}: Megatron-LM itself cannot train with it: its rerun state machine refuses the "
+         "data iterator (not wrapped with RerunDataIterator), its scripts fail in "
+         "get_batch_on_this_tp_rank (the documents that its data loader deals out have one "
+         "dimension, and neither cu_seqlens nor max_seqlen), and validation gets batches that "
+         "nothing has scheduled; a loop of your own on Megatron-Core works with it",
+         remove=(HYBRID,)),
+    Rule(lambda c, b: changing_groups(c) == DYNAMIC,
+         f"{DYNAMIC}: the data path of Megatron-LM's branch dev cuts batches by Transformer "
+         "Engine, with which it was never run here; attention itself takes the groups that it "
+         "makes, in a loop of your own on Megatron-Core", remove=(DYNAMIC,)),
+)  # fmt: skip
 
 
 LINEAR, ATTENTION, PARTITION = "linear_cp_layout", "attention_cp_layout", "cp_partition_mode"
@@ -157,7 +156,8 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if getattr(config, "burst", None) != burst:  # `configure` has not read them yet
         yield from _contradictions(config, burst)
     if burst.attention_layout not in (None, burst.layout):
-        yield from _apart_problems(config, burst)
+        flag = f"--burst-attention-layout {burst.attention_layout}"
+        yield from broken(_APART, config, burst, flag)
 
 
 def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -178,37 +178,23 @@ def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         )
 
 
-def _apart_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """What was not tested with attention in a layout of its own."""
-    flag = f"--burst-attention-layout {burst.attention_layout}"
-    if burst.layout not in STREAMS:
-        yield Problem(
-            f"{flag} with --burst-layout {burst.layout}: tokens that attention exchanges lie "
-            f"{' or '.join(STREAMS)}",
-            add=("--burst-layout contiguous",),
-        )
-    if burst.sequence_chunks != 1:
-        yield Problem(
-            f"{flag} with --burst-sequence-chunks {burst.sequence_chunks}, which was not tested: "
-            "chunks of rows of the stream would be other rows of attention's",
-            remove=("--burst-sequence-chunks",),
-        )
-    if burst.offload:
-        yield Problem(
-            f"{flag} with --burst-offload {burst.offload}, which was not tested",
-            remove=("--burst-offload",),
-        )
-    if getattr(config, "mtp_num_layers", None):
-        yield Problem(
-            f"{flag} with --mtp-num-layers, which was not tested",
-            remove=("--burst-attention-layout",),
-        )
-    changing = changing_groups(config)
-    if changing is not None:
-        yield Problem(
-            f"{flag} with {changing}, whose groups change with the micro-batch: not tested",
-            remove=("--burst-attention-layout",),
-        )
+# What was not tested with attention in a layout of its own.
+_APART = (
+    Rule(lambda c, b: b.layout not in STREAMS,
+         "{flag} with --burst-layout {b.layout}: tokens that attention exchanges lie "
+         f"{' or '.join(STREAMS)}", add=("--burst-layout contiguous",)),
+    Rule(lambda c, b: b.sequence_chunks != 1,
+         "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested: chunks of "
+         "rows of the stream would be other rows of attention's",
+         remove=("--burst-sequence-chunks",)),
+    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
+         remove=("--burst-offload",)),
+    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
+         remove=("--burst-attention-layout",)),
+    Rule(lambda c, b: changing_groups(c),
+         "{flag} with {value}, whose groups change with the micro-batch: not tested",
+         remove=("--burst-attention-layout",)),
+)  # fmt: skip
 
 
 OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank

@@ -62,7 +62,7 @@ class Advice:
     def changes(self) -> list[what_if.WhatIf]:
         """What would have to change for the best run to be at least 1 % faster: each one timed."""
         assert self.search is not None
-        return what_if.changes(self.model, self.cluster, self.want, self.best, self.search)
+        return what_if.changes(self.best, self.search)
 
     def flags(self, index: int = 0) -> list[str]:
         """Flags for `megatron-burst pretrain pretrain_gpt.py`, one with its values per entry.

@@ -11,7 +11,6 @@ A forecast from the schedules that run, the sizes of tensors and rates of links 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...autotune import clusters
 from .. import model_arguments
+from ..call_flags import check_png
 from . import advice, flags, report
 from .search.packed import NAMED
 from .shapes.model import Model
@@ -86,8 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the advice. Returns the exit status."""
     if arguments.recipe and arguments.json:
         raise ValueError("--recipe and --json print different things: give one of them")
-    if arguments.png and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")
+    check_png(arguments.png)
     model, seq = _model(arguments)
     try:
         with progress_shown() as tell:

@@ -8,17 +8,18 @@ draw.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from ...layout import LAYOUTS
 from ...schedule import rings
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.cost import Sizes, best_layout
-from ...schedule.tables import ROUTES, SIDES, Grid
+from ...schedule.tables import ROUTES, Grid
+from .. import call_flags
+from ..call_flags import check_positive
 from . import language
 from .packs import PackScene, pack_scene
-from .passes import ScheduleChoices, ScheduleScene, schedule_scene
+from .passes import ScheduleScene, schedule_scene
 from .scans import ScanScene, scan_scene
 from .scans import add_flags as add_scan
 from .scene import LayoutScene, MaskScene, Shards
@@ -28,6 +29,13 @@ Scene = LayoutScene | MaskScene | PackScene | ScanScene | ScheduleScene
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
 POSITIONS = {"text": 256, "png": 1024}
 RANKS = {"text": 32, "png": 32}
+PICTURES = {
+    "mask": "the score matrix, coloured by the rank that computes each pair",
+    "schedule": "what each rank computes and sends at each step",
+    "layout": "which positions each rank holds",
+    "documents": "which rank holds which part of packed documents, in three layouts",
+    "scan": "how states of linear attention pass from rank to rank",
+}
 PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
 
 EPILOG = """\
@@ -56,96 +64,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     pictures = parser.add_subparsers(dest="picture", metavar="PICTURE", required=True)
-    mask = pictures.add_parser(
-        "mask", help="the score matrix, coloured by the rank that computes each pair"
-    )
-    time = pictures.add_parser("schedule", help="what each rank computes and sends at each step")
-    strip = pictures.add_parser("layout", help="which positions each rank holds")
-    packed = pictures.add_parser(
-        "documents", help="which rank holds which part of packed documents, in three layouts"
-    )
-    packed.add_argument(
-        "--lengths",
-        required=True,
-        metavar="LENGTHS",
-        help="tokens of each document: 300,20,5 or random(SEED, MEDIAN)",
-    )
-    states = pictures.add_parser(
-        "scan", help="how states of linear attention pass from rank to rank"
-    )
-    for sub in (mask, time, strip, packed, states):
-        sub.formatter_class = argparse.RawDescriptionHelpFormatter
-        sub.epilog = EPILOG
-        _add_sequence(
-            sub, default_layout=None if sub is strip else "zigzag", layout=sub is not packed,
-            mask=sub is not states,
-        )  # fmt: skip
-    _add_schedule(time)
-    add_scan(states)
-
-
-def _add_sequence(
-    sub: argparse.ArgumentParser, default_layout: str | None, layout: bool = True, mask: bool = True
-) -> None:
-    if mask:
-        sub.add_argument(
-            "--mask",
-            default=None if default_layout is None else "causal",
-            metavar="MASK",
-            help="which pairs attend, for example 'causal & window(1023)' (default: "
-            + ("causal)" if default_layout else "none, and no work is drawn)"),
-        )
-    if layout:
-        sub.add_argument(
-            "--layout",
-            default=default_layout,
-            metavar="LAYOUT",
-            help=f"which positions each rank holds (default: {default_layout or 'all'})",
-        )
-    sub.add_argument("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
-    sub.add_argument(
-        "--nodes", type=int, metavar="N", help="number of nodes, with --ranks-per-node"
-    )
-    sub.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks on each node")
-    sub.add_argument(
-        "--seq-len",
-        type=int,
-        metavar="N",
-        help="length of the sequence (default: 8 positions per rank)",
-    )
-    sub.add_argument("--png", type=Path, metavar="FILE", help="write a PNG file instead of text")
+    for name, meaning in PICTURES.items():
+        sub = pictures.add_parser(name, help=meaning, epilog=EPILOG,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        add = sub.add_argument
+        if name == "documents":
+            add("--lengths", required=True, metavar="LENGTHS",
+                help="tokens of each document: 300,20,5 or random(SEED, MEDIAN)")  # fmt: skip
+        if name != "scan":
+            mask = None if name == "layout" else "causal"
+            add("--mask", default=mask, metavar="MASK", help="which pairs attend, for example "
+                f"'causal & window(1023)' (default: {mask or 'none, and no work is drawn'})",
+            )  # fmt: skip
+        if name != "documents":
+            layout = None if name == "layout" else "zigzag"
+            add("--layout", default=layout, metavar="LAYOUT",
+                help=f"which positions each rank holds (default: {layout or 'all'})")  # fmt: skip
+        add("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
+        add("--nodes", type=int, metavar="N", help="number of nodes, with --ranks-per-node")
+        add("--ranks-per-node", type=int, metavar="N", help="ranks on each node")
+        add("--seq-len", type=int, metavar="N",
+            help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
+        add("--png", type=Path, metavar="FILE", help="write a PNG file instead of text")
+        if name == "schedule":
+            _add_schedule(sub)
+        elif name == "scan":
+            add_scan(sub)
 
 
 def _add_schedule(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
-    sub.add_argument("--backward", action="store_true", help="draw backward instead of forward")
-    sub.add_argument(
-        "--side",
-        default="auto",
-        choices=("auto", *SIDES),
-        help="which tensors travel in backward (default: the side with fewer bytes)",
-    )
-    sub.add_argument(
-        "--route",
-        default="auto",
-        choices=("auto", *ROUTES),
-        help="chunks travel round the ring, or directly from their owners (default: fewer bytes)",
-    )
-    sub.add_argument(
-        "--kv-cache",
-        type=float,
-        default=0.0,
-        metavar="FRACTION",
-        help="fraction of travelling keys and values that forward keeps for backward (default: 0)",
-    )
-    sub.add_argument("--rank", type=int, metavar="N", help="draw only this rank")
-    sub.add_argument("--heads", type=int, metavar="N", default=8, help="query heads (default: 8)")
-    sub.add_argument(
-        "--kv-heads", type=int, metavar="N", default=8, help="key and value heads (default: 8)"
-    )
-    sub.add_argument(
-        "--width", type=int, metavar="N", default=128, help="width of a head (default: 128)"
-    )
+    add = sub.add_argument
+    add("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
+    add("--backward", action="store_true", help="draw backward instead of forward")
+    call_flags.add_side(sub)
+    add("--route", default="auto", choices=("auto", *ROUTES), help="chunks travel round the ring, "
+        "or directly from their owners (default: fewer bytes)")  # fmt: skip
+    add("--kv-cache", type=float, default=0.0, metavar="FRACTION", help="fraction of travelling "
+        "keys and values that forward keeps for backward (default: 0)")  # fmt: skip
+    add("--rank", type=int, metavar="N", help="draw only this rank")
+    call_flags.add_heads(sub, width=128)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -159,8 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.png.suffix != ".png":
         raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")
+    call_flags.check_png(arguments.png)
     from . import pictures
 
     pictures.draw(scene, arguments.png, rank)
@@ -171,7 +127,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     """The scene that the flags describe. Raises ValueError for flags that do not fit together."""
     grid = _grid(arguments)
     kind = "text" if arguments.png is None else "png"
-    _at_least_one(arguments, ("seq_len", "heads", "kv_heads", "width"))
+    check_positive(arguments, ("seq_len", "heads", "kv_heads", "width"))
     if arguments.picture == "documents":
         _at_most("--ranks", grid.size, RANKS[kind], kind)
         return _documents(arguments, grid)
@@ -192,11 +148,11 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
         return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
     if arguments.rank is not None and not 0 <= arguments.rank < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {arguments.rank}")
-    choices = ScheduleChoices(
-        arguments.algorithm, arguments.backward, arguments.side, arguments.route,
-        arguments.kv_cache,
+    return schedule_scene(
+        shards, grid, _sizes(arguments, seq_len // grid.size), arguments.algorithm,
+        backward=arguments.backward, side=arguments.side, route=arguments.route,
+        kv_cache=arguments.kv_cache,
     )  # fmt: skip
-    return schedule_scene(shards, grid, _sizes(arguments, seq_len // grid.size), choices)
 
 
 def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
@@ -239,17 +195,10 @@ def _grid(arguments: argparse.Namespace) -> Grid:
         raise ValueError(
             f"--ranks {arguments.ranks} is not --nodes {nodes} x --ranks-per-node {per_node}"
         )
-    _at_least_one(arguments, ("ranks", "nodes", "ranks_per_node"))
+    check_positive(arguments, ("ranks", "nodes", "ranks_per_node"))
     if nodes is None:
         return Grid(1, 4 if arguments.ranks is None else arguments.ranks)
     return Grid(nodes, per_node)
-
-
-def _at_least_one(arguments: argparse.Namespace, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(arguments, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def _at_most(flag: str, value: int, limit: int, kind: str) -> None:

@@ -16,12 +16,10 @@ from ...schedule.scans import SCANS
 from ...schedule.scans.hops import MAP, WHOLE, Hops, Task
 from ...schedule.tables import Grid
 from ...schedule.topology import Topology
+from ..call_flags import check_positive
 from . import language
 
 PIECES = 128  # of a chain, at most
-BLOCKS = {
-    "scan": 4
-}  # into how many parts a state is cut, where nobody says; others: ranks of a node
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanScene:
     """The scene of these flags. Raises ValueError for flags that do not fit together."""
-    if arguments.blocks is not None and arguments.blocks < 1:
-        raise ValueError(f"--blocks must be at least 1, got {arguments.blocks}")
+    check_positive(arguments, ["blocks"])
     algorithm = arguments.algorithm
-    own = BLOCKS.get(algorithm, grid.intra if algorithm == "two_level" else 1)
+    own = {"scan": 4, "two_level": grid.intra}.get(algorithm, 1)  # where nobody says
     if arguments.blocks and algorithm not in ("scan", "two_level"):
         raise ValueError(
             f"--blocks: {algorithm} sends states whole; leave it out, or take --algorithm scan or "

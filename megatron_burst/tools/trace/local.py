@@ -10,9 +10,9 @@ import json
 import multiprocessing
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,33 +23,20 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...attention import attention
 from ...comm.groups import Groups
-from ...options import SideName
 from ...planning.prepare import prepare
 from .record import PASS, Trace, TraceEvent, events_of
 
+# Flags of the command that are sizes of the call, which is causal, fp32, batch 1, zigzag.
+SIZES = ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_chunks")
 
-@dataclass(frozen=True)
-class TracedCall:
-    """One call of attention: causal, fp32, batch 1, zigzag."""
 
-    nodes: int
-    per_node: int
-    algorithm: str
-    side: SideName
-    tokens: int  # per rank
-    heads: int
-    kv_heads: int
-    width: int
-    head_chunks: int
-    device: str  # "cpu" or "cuda"
-
-    @property
-    def title(self) -> str:
-        chunks = f", {self.head_chunks} head chunks" if self.head_chunks > 1 else ""
-        return (
-            f"{self.algorithm}, {self.nodes} nodes x {self.per_node} ranks, {self.tokens} tokens "
-            f"per rank, {self.heads} heads ({self.kv_heads} for keys) of {self.width}{chunks}"
-        )
+def title(call: Namespace) -> str:
+    """The call in words."""
+    chunks = f", {call.head_chunks} head chunks" if call.head_chunks > 1 else ""
+    return (
+        f"{call.algorithm}, {call.nodes} nodes x {call.ranks_per_node} ranks, {call.tokens} tokens "
+        f"per rank, {call.heads} heads ({call.kv_heads} for keys) of {call.width}{chunks}"
+    )
 
 
 @contextmanager
@@ -65,12 +52,12 @@ def profiled(events: list[TraceEvent]) -> Iterator[None]:
         events += events_of(json.loads(path.read_text()))
 
 
-def run(call: TracedCall, limit: float = 120.0) -> Trace:
-    """Start the ranks, run the call twice and trace the second run.
+def run(call: Namespace, limit: float = 120.0) -> Trace:
+    """Start the ranks, run the call twice and trace the second run. call: the command's flags.
 
     Raises ValueError if a rank raises an error, or does not end within `limit` seconds.
     """
-    ranks = call.nodes * call.per_node
+    ranks = call.nodes * call.ranks_per_node
     if call.device == "cuda" and torch.cuda.device_count() < ranks:
         raise ValueError(
             f"--device cuda: {ranks} ranks need as many GPUs, and torch sees "
@@ -94,10 +81,10 @@ def run(call: TracedCall, limit: float = 120.0) -> Trace:
                 process.kill()
                 process.join()
         lists = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    return Trace.of_ranks(call.title, (TraceEvent(*event) for each in lists for event in each))
+    return Trace.of_ranks(title(call), (TraceEvent(*event) for each in lists for event in each))
 
 
-def _rank(rank: int, call: TracedCall, folder: Path) -> None:
+def _rank(rank: int, call: Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if call.device == "cuda" else torch.device("cpu")
     if call.device == "cuda":
@@ -105,7 +92,7 @@ def _rank(rank: int, call: TracedCall, folder: Path) -> None:
     dist.init_process_group(
         "gloo" if call.device == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{folder / 'store'}", rank=rank,
-        world_size=call.nodes * call.per_node, timeout=timedelta(seconds=60),
+        world_size=call.nodes * call.ranks_per_node, timeout=timedelta(seconds=60),
     )  # fmt: skip
     events = _trace(call, device)
     (folder / f"{rank:04}.json").write_text(json.dumps(events))
@@ -113,10 +100,10 @@ def _rank(rank: int, call: TracedCall, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _trace(call: TracedCall, device: torch.device) -> list[TraceEvent]:
+def _trace(call: Namespace, device: torch.device) -> list[TraceEvent]:
     world = dist.group.WORLD
     assert world is not None
-    groups = Groups.from_topology(world, intra=call.per_node)
+    groups = Groups.from_topology(world, intra=call.ranks_per_node)
     torch.manual_seed(groups.rank)
     q, k, v = (
         torch.randn(call.tokens, 1, heads, call.width, device=device, requires_grad=True)

@@ -12,59 +12,14 @@ on a tensor-parallel rank, h hidden, a heads times width, c keys and values toge
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ....units import LOGITS_TILE
 from ..settings import Settings
-from ..shapes.layer_kinds import FORMS, Mixer
+from ..shapes.layer_kinds import Mixer
 from ..shapes.models import Model
 from .tape import Half, Op
 
 B, F = 2, 4  # bytes of an activation, of an fp32 number
-
-
-@dataclass(frozen=True)
-class LayerScan:
-    """Linear attention on one tensor-parallel rank: heads of values, key_heads of queries and
-    keys, width x value_width numbers of a head's state. decay: "none", "scalar" or "vector" per
-    head; delta: it has a beta per head, and maps of states are matrices. taps: of the short
-    convolution, which queries, keys and values go through; batch: sequences of a micro-batch."""
-
-    heads: int
-    key_heads: int
-    width: int
-    value_width: int
-    decay: Literal["none", "scalar", "vector"]
-    delta: bool
-    taps: int
-    batch: int
-
-    @classmethod
-    def of(cls, mixer: Mixer, run: Settings) -> LayerScan:
-        """The sizes of a mixer whose form is known."""
-        decay, delta = FORMS[mixer.form]
-        return cls(mixer.heads // run.tp, max(1, mixer.key_heads // run.tp), mixer.width,
-                   mixer.value_width, decay, delta, mixer.taps, run.micro_batch)  # fmt: skip
-
-    @property
-    def values(self) -> int:
-        """Numbers of a row's values, and of its results."""
-        return self.heads * self.value_width
-
-    @property
-    def keys(self) -> int:
-        """Numbers of a row's queries and keys together."""
-        return 2 * self.key_heads * self.width
-
-    @property
-    def state(self) -> int:
-        """Numbers of a sequence's state."""
-        return self.heads * self.width * self.value_width
-
-    @property
-    def decays(self) -> int:
-        """Numbers of a row's decay."""
-        return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
 
 @dataclass(frozen=True)
@@ -74,8 +29,8 @@ class LayerSizes:
     heads of queries, kv_heads of keys; width of a query or key head, value_width of a value head.
     ffn: of the MLP, or of all experts that see a row; experts: how many these are. gate: the
     attention's result is multiplied by one. latent: the narrow rows of multi-head latent attention,
-    on every rank; up: what keys and values are expanded to. mixer: (into, out); scan: what its
-    linear attention has, None where that is not counted.
+    on every rank; up: what keys and values are expanded to. mixer: this rank's part; batch:
+    sequences of a micro-batch.
     """
 
     hidden: int
@@ -91,8 +46,13 @@ class LayerSizes:
     gate: bool = False
     latent: int = 0
     up: int = 0
-    mixer: tuple[int, int] = (0, 0)
-    scan: LayerScan | None = None
+    mixer: Mixer | None = None
+    batch: int = 1
+
+    @property
+    def scan(self) -> Mixer | None:
+        """The mixer where what it computes is counted, else None."""
+        return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property
     def query(self) -> int:
@@ -135,8 +95,8 @@ class LayerSizes:
             gate=model.output_gate,
             latent=low.q_rank + low.kv_rank + low.rope if low else 0,
             up=heads * (model.head_dim - low.rope + model.value_dim) if low else 0,
-            mixer=(mixer.into // run.tp, mixer.out // run.tp) if mixer else (0, 0),
-            scan=LayerScan.of(mixer, run) if mixer and mixer.form else None,
+            mixer=mixer and mixer.on_rank(run.tp),
+            batch=run.micro_batch,
         )
 
 
@@ -340,20 +300,21 @@ PIECES = 2  # of a rank, with zigzag
 def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
     """Norm, projections, linear attention and residual of `rows` rows. A mixer whose form is not
     known has its projections counted only."""
-    n, (into, out) = rows / x.tp, x.mixer
-    ops = norm_linear(x, rows, "x", "mixed", into, "in")
+    n, mixer = rows / x.tp, x.mixer
+    assert mixer is not None
+    ops = norm_linear(x, rows, "x", "mixed", mixer.into, "in")
     if x.scan is None:
-        ops += [Op("scan", ("mixed",), {"out": rows * out * B}, ("mixed", "out"))]
+        ops += [Op("scan", ("mixed",), {"out": rows * mixer.out * B}, ("mixed", "out"))]
         last = "out"
     else:
         ops += _linear_attention(x, x.scan, rows)
         last = "gated"
-    ops += [projection(x, rows, last, out, "projected", "proj")]
+    ops += [projection(x, rows, last, mixer.out, "projected", "proj")]
     ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
     return Half(ATTENTION, ops, {"x": n * x.hidden * B}, {"x": "add"}, prefix)
 
 
-def _linear_attention(x: LayerSizes, scan: LayerScan, rows: int) -> list[Op]:
+def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
     """From the mixed projection to what the last product reads."""
     values, keys = rows * scan.values * B, rows * scan.keys * B
     ops, given = [], "mixed"
@@ -369,7 +330,7 @@ def _linear_attention(x: LayerSizes, scan: LayerScan, rows: int) -> list[Op]:
     if gates:
         ops.append(Op("gates", ("mixed",), gates, ("mixed",)))
         reads += gates
-    states, while_there = chunk_states(x, scan, rows), PIECES * scan.batch * scan.state * F
+    states, while_there = chunk_states(x, scan, rows), PIECES * x.batch * scan.state * F
     ops.append(
         Op("linear attention", reads, {"out": values}, reads, {"entering": while_there},
            during={ATTENTION: states + while_there},
@@ -378,7 +339,7 @@ def _linear_attention(x: LayerSizes, scan: LayerScan, rows: int) -> list[Op]:
     return [*ops, Op("gated norm", ("out", "mixed"), {"gated": values}, ("out", "mixed"))]
 
 
-def chunk_states(x: LayerSizes, scan: LayerScan, rows: int) -> float:
+def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
     """Bytes of the state before every chunk: of flash-linear-attention in the dtype of keys, of our
     own kernel in fp32."""
     return -(-rows // CHUNK) * scan.state * (F if x.cpu else B)

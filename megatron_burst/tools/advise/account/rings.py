@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....layout import make
 from ....masks import Causal
@@ -23,7 +23,7 @@ from ....schedule.sizes import Sizes as RowSizes
 from ....schedule.tables import ALL, Boundary, Chunk, Grid, Hop, Pair
 from ....schedule.topology import Topology
 from ..settings import BYTES, Settings
-from .operators import Core, LayerSizes
+from .operators import Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
 
@@ -202,7 +202,7 @@ SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each
 def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
     """What the core attention of one layer holds beside its tensors, for causal sequences.
 
-    rooms_of: `ring_rooms`, or one that remembers, such as `Remembered.of`.
+    rooms_of: `ring_rooms`, or one that remembers.
     """
     shared, x = run.ulysses, on_ring(x, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
@@ -267,9 +267,10 @@ def room_bytes(x: LayerSizes, run: Settings) -> Callable[[str, int], float]:
     """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
     message. x: sizes on the ring."""
     of, least = _row_sizes(x, run), 0.0
-    wire = {"dkv wire": x.kv * BYTES[run.wire], "dquery wire": x.query * BYTES[run.wire]}
-    per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * 4,
-               "dquery": x.query * 4, "out": of.forward.out, **wire}  # fmt: skip
+    per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
+               "dkv wire": x.kv * BYTES[run.wire], "dquery": x.query * F,
+               "dquery wire": x.query * BYTES[run.wire], "out": (x.out + x.heads) * F,
+               "out wire": of.forward.out}  # fmt: skip
     if run.path == "cpu":
         travels = ("kv", side_of(x, run), "d" + side_of(x, run))
         chunks = run.sequence_chunks
@@ -305,19 +306,6 @@ def ring_rooms(
     return _most([rooms(forward, r, wire=wire, packed=packed) for r in ranks]), _most(
         [rooms(backward, r, wire=wire, packed=packed) for r in ranks]
     )
-
-
-class RememberedRooms:
-    """`ring_rooms`, made once: they are the same for all runs with the same rings."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], tuple[Rooms, Rooms]] = {}
-
-    def of(self, *ring: Any) -> tuple[Rooms, Rooms]:
-        """`ring_rooms` of these arguments."""
-        if ring not in self._made:
-            self._made[ring] = ring_rooms(*ring)
-        return self._made[ring]
 
 
 def _most(found: list[Rooms]) -> Rooms:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....autotune.gpus import Gpu
-from ..account.operators import CHUNK, B, F, LayerScan, LayerSizes, chunk_states
+from ..account.operators import CHUNK, B, F, LayerSizes, chunk_states
 from ..settings import Settings
+from ..shapes.layer_kinds import Mixer
 from ..shapes.model import FULL, MIXER, WINDOW, LayerPart, Model
 from .attention_time import AttentionTime, attention_time
 from .faults import Faults
@@ -74,9 +75,9 @@ def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
     """
     x = LayerSizes.of(model, run, part.sparse)
     if part.attention == MIXER:
-        into, out = x.mixer
-        yield Product(run.rows, x.hidden, into)
-        yield Product(run.rows, out, x.hidden)
+        assert x.mixer is not None
+        yield Product(run.rows, x.hidden, x.mixer.into)
+        yield Product(run.rows, x.mixer.out, x.hidden)
     elif part.attention is not None:
         yield from _projections(model, x, run)
     if part.mlp:
@@ -158,7 +159,7 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
 BACKWARD = 3
 
 
-def answers(scan: LayerScan, rows: int) -> float:
+def answers(scan: Mixer, rows: int) -> float:
     """Operations of a forward that knows the states that enter, over all heads.
 
     Per row: its chunk's keys times its query, the chunk's values times that, the state read, and
@@ -172,7 +173,7 @@ def answers(scan: LayerScan, rows: int) -> float:
     return float(rows * scan.heads * each)
 
 
-def maps(scan: LayerScan, rows: int) -> float:
+def maps(scan: Mixer, rows: int) -> float:
     """Operations of what rows do to any state, which a scan needs first, over all heads: the state
     written; with delta rules the same recurrence of d + w columns instead of w."""
     c, d, w = CHUNK, scan.width, scan.value_width
@@ -182,15 +183,15 @@ def maps(scan: LayerScan, rows: int) -> float:
     return rows * scan.heads * each
 
 
-def moved(x: LayerSizes, scan: LayerScan, rows: int) -> float:
+def moved(x: LayerSizes, scan: Mixer, rows: int) -> float:
     """Bytes of memory that one of both reads and writes: arguments, results, states of chunks
     written and read."""
-    given = (scan.keys + scan.values) * B + (scan.decays + scan.heads * scan.delta) * F
+    given = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
     return rows * (given + scan.values * B) + 2 * chunk_states(x, scan, rows)
 
 
 def linear_seconds(
-    gpu: Gpu, x: LayerSizes, scan: LayerScan, rows: int, scanned: bool
+    gpu: Gpu, x: LayerSizes, scan: Mixer, rows: int, scanned: bool
 ) -> tuple[float, float]:
     """Seconds of a forward and of a backward. scanned: states come from other ranks."""
     computed = answers(scan, rows) + scanned * maps(scan, rows)
@@ -199,11 +200,11 @@ def linear_seconds(
     return forward, BACKWARD * forward
 
 
-def mixer_memory_bytes(scan: LayerScan, rows: int) -> tuple[float, float]:
+def mixer_memory_bytes(scan: Mixer, rows: int) -> tuple[float, float]:
     """Bytes of a forward and a backward of what is around it: the convolution and the norm of keys
     read and write rows, the gated norm reads results and a gate; backward reads gradients too and
     writes those of all that was read."""
-    convolved = (scan.keys + scan.values) * (scan.taps > 0) + scan.keys * scan.delta
+    convolved = scan.convolved * (scan.taps > 0) + scan.keys * scan.delta
     return (
         B * rows * (2.0 * convolved + 3 * scan.values),
         B * rows * (3.0 * convolved + 5 * scan.values),

@@ -10,54 +10,27 @@ from collections.abc import Callable
 
 from ....autotune.clusters import Cluster
 from ....layout import make
-from ....layout.chains import Chains, chains
+from ....layout.chains import chains
 from ....schedule.scans import SCANS, timing
 from ....schedule.scans.choice import blocks_for, choose
 from ....schedule.scans.hops import Task
 from ....schedule.scans.sizes import Form, ScanSizes
 from ....schedule.topology import Topology
-from ..account.operators import B, F, LayerScan, LayerSizes
+from ..account.operators import B, F, LayerSizes
 from ..settings import Settings
+from ..shapes.layer_kinds import Mixer
 from .links import all_to_all_seconds, inter_rate, intra_rate
 
 States = Callable[[Cluster, Settings, LayerSizes], float]  # called as `scan_seconds`
 ACCESSES = 3  # of memory, to fold in what came: a state and a map are read, a state is written
 
 
-class Scans:
-    """Seconds of scans, each found once."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], float] = {}
-
-    def seconds(self, cluster: Cluster, run: Settings, x: LayerSizes) -> float:
-        """Seconds of one pass of a layer, forward or backward: both send the same.
-
-        A scan of states passes them from piece to piece, gradients the other way, and the
-        convolution takes its rows from the rank before. Megatron's exchange brings the mixed
-        projection to where its heads are, and results back.
-        """
-        if run.cp == 1 or x.scan is None:
-            return 0.0
-        if run.linear == "megatron":
-            sent = (run.rows * each * B for each in x.mixer)
-            return sum(all_to_all_seconds(cluster, run.cp, run.tp, each) for each in sent)
-        topology, sizes, links = topology_of(cluster, run), sizes_of(x.scan), links_of(cluster)
-        key = (run.linear, run.layout, topology, sizes, links)
-        if key not in self._found:
-            self._found[key] = scan_time(run.linear, chain_of(run), topology, sizes, links)
-        return self._found[key] + rows_before(topology, run, x.scan, links)
-
-
-def scan_seconds(cluster: Cluster, run: Settings, x: LayerSizes) -> float:
-    """`Scans.seconds`, found anew."""
-    return Scans().seconds(cluster, run, x)
-
-
 def scan_time(
-    algorithm: str, chain: Chains, topology: Topology, sizes: ScanSizes, links: timing.Links
+    algorithm: str, layout: str, topology: Topology, sizes: ScanSizes, links: timing.Links
 ) -> float:
-    """Seconds of a scan of states, until the last rank is done."""
+    """Seconds of a scan of the states of one sequence, until the last rank is done."""
+    # How long the pieces of the chain are changes nothing.
+    chain = chains(make(layout, cp_size=topology.size), 2 * topology.size)
     if algorithm == "auto":
         return choose(chain, topology, sizes, links).seconds
     blocks = blocks_for(algorithm, chain, topology, sizes, links)
@@ -65,20 +38,30 @@ def scan_time(
     return float(timing.scan_seconds(hops, topology, sizes, blocks, links).max())
 
 
-def chain_of(run: Settings) -> Chains:
-    """The chain of one sequence; how long its pieces are changes nothing."""
-    return chains(make(run.layout, cp_size=run.cp), 2 * run.cp)
+def scan_seconds(
+    cluster: Cluster, run: Settings, x: LayerSizes, timed: Callable[..., float] = scan_time
+) -> float:
+    """Seconds of one pass of a layer, forward or backward: both send the same.
+
+    A scan of states passes them from piece to piece, gradients the other way, and the convolution
+    takes its rows from the rank before. Megatron's exchange brings the mixed projection to where
+    its heads are, and results back. timed: `scan_time`, or one that remembers.
+    """
+    if run.cp == 1 or x.scan is None:
+        return 0.0
+    if run.linear == "megatron":
+        sent = (run.rows * each * B for each in (x.scan.into, x.scan.out))
+        return sum(all_to_all_seconds(cluster, run.cp, run.tp, each) for each in sent)
+    topology = Topology(run.cp, cluster.cp_per_node(run.tp, run.cp))
+    sizes, links = sizes_of(x.scan, run.micro_batch), links_of(cluster)
+    found = timed(run.linear, run.layout, topology, sizes, links)
+    return found + rows_before(topology, run, x.scan, links)
 
 
-def topology_of(cluster: Cluster, run: Settings) -> Topology:
-    """The topology of context-parallel ranks. ValueError where nodes do not divide them."""
-    return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp))
-
-
-def sizes_of(scan: LayerScan) -> ScanSizes:
-    """States of one rank's heads, fp32."""
+def sizes_of(scan: Mixer, batch: int) -> ScanSizes:
+    """States of one rank's heads, fp32. batch: sequences of a micro-batch."""
     form: Form = "matrix" if scan.delta else scan.decay
-    return ScanSizes(scan.batch, scan.heads, scan.width, scan.value_width, form, F)
+    return ScanSizes(batch, scan.heads, scan.width, scan.value_width, form, F)
 
 
 def links_of(cluster: Cluster) -> timing.Links:
@@ -90,12 +73,12 @@ def links_of(cluster: Cluster) -> timing.Links:
     )  # fmt: skip
 
 
-def rows_before(topology: Topology, run: Settings, scan: LayerScan, links: timing.Links) -> float:
+def rows_before(topology: Topology, run: Settings, scan: Mixer, links: timing.Links) -> float:
     """Seconds of the rows before each piece, which the short convolution starts with."""
     if scan.taps < 2:
         return 0.0
     pieces = 2 if run.layout == "zigzag" else 1
-    size = scan.batch * (scan.taps - 1) * (scan.keys + scan.values) * B * pieces
+    size = run.micro_batch * (scan.taps - 1) * scan.convolved * B * pieces
     if topology.per_node < topology.size:
         return links.inter_latency + size / links.inter
     return links.intra_latency + size / links.intra

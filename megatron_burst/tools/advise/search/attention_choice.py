@@ -1,4 +1,4 @@
-"""Which attention settings a run takes, and how long its attention takes, remembered for a search.
+"""Which attention settings a run takes, and how long it takes with them, remembered for a search.
 
 Decides nothing of its own: `autotune.select.best` chooses, as it does for `--context-parallel-algo
 auto` in a run, so that a run and the advice agree.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from ....autotune import select
@@ -21,7 +22,9 @@ from ....schedule.sizes import Sizes
 from ....schedule.tables import SIDES
 from ....schedule.topology import Topology, alternatives
 from ..forecast.attention_time import AttentionTime, Rings, attention_time, nodes_of, sizes_of
-from ..forecast.scan_time import Scans
+from ..forecast.faults import Faults
+from ..forecast.scan_time import scan_seconds, scan_time
+from ..forecast.step_time import StepTime, step_time
 from ..settings import Settings
 from ..shapes.models import Model
 
@@ -44,12 +47,20 @@ class AttentionForecast:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
-        self.rings, self.scans = Rings(), Scans()
-        self._choices: dict[Any, Settings] = {}
+        self.rings, self.states = Rings(), partial(scan_seconds, timed=cache(scan_time))
+        self._choices: dict[Any, dict[str, Any]] = {}
 
     def on(self, cluster: Cluster) -> AttentionForecast:
         """The attention of the same model on another cluster."""
         return AttentionForecast(self.model, cluster, self.pinned)
+
+    def step(self, run: Settings) -> StepTime:
+        """The time of a step of a run."""
+        return step_time(self.model, self.cluster, run, self.time, self.states)
+
+    def step_at_least(self, run: Settings) -> StepTime:
+        """A bound of `step` with any attention settings."""
+        return step_time(self.model, self.cluster, run, self.at_least, self.states)
 
     def settled(self, run: Settings) -> Settings:
         """The run with the attention settings that are predicted to be fastest."""
@@ -57,9 +68,9 @@ class AttentionForecast:
             return run
         whole = self._key(replace(run, sequence_chunks=1))
         if whole not in self._choices:
-            self._choices[whole] = self._chosen(run)
-        chosen = self._choices[whole]
-        settled = replace(run, **{name: getattr(chosen, name) for name in CHOSEN})
+            taken = self.candidate(run)
+            self._choices[whole] = {name: getattr(taken, name) for name in CHOSEN}
+        settled = replace(run, **self._choices[whole])
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
 
     def _in_chunks(self, run: Settings) -> Settings:
@@ -68,33 +79,30 @@ class AttentionForecast:
         if key not in self._choices:
             sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
             tried = [replace(run, side=side) for side in sides]
-            self._choices[key] = min(
-                tried, key=lambda one: self.time(self.model, self.cluster, one).seconds
-            )
-        return replace(run, side=self._choices[key].side)
+            best = min(tried, key=lambda one: self.time(self.model, self.cluster, one).seconds)
+            self._choices[key] = {"side": best.side}
+        return replace(run, **self._choices[key])
 
     def time(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None
     ) -> AttentionTime:
-        """`attention_time`, remembered."""
-        key = (self._key(run), tuple(sorted(others.items())))
-        if faults is not None:
-            return attention_time(model, cluster, run, faults, **others)
+        """`attention_time` without faults, remembered."""
+        key = self._key(run)
         if key not in self._times:
-            self._times[key] = self.timed(run, **others)
+            self._times[key] = self.timed(run)
         return self._times[key]
 
-    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+    def timed(self, run: Settings) -> AttentionTime:
         """The time of a run that is not remembered yet."""
-        return attention_time(self.model, self.cluster, run, rings=self.rings, **others)
+        return attention_time(self.model, self.cluster, run, rings=self.rings)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None
     ) -> AttentionTime:
         """A bound of `time`: nothing travels, and all ranks compute equally much."""
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
-        whole = self.time(model, cluster, alone, faults, **others)
+        whole = self.time(model, cluster, alone)
         computing = {"compute": whole.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
         return replace(
             whole, forward=whole.forward / run.cp, backward=whole.backward / run.cp,
@@ -103,13 +111,6 @@ class AttentionForecast:
 
     def _key(self, run: Settings) -> tuple[Any, ...]:
         return tuple(getattr(run, name) for name in OWN)
-
-    def _chosen(self, run: Settings) -> Settings:
-        taken = self.candidate(run)
-        return replace(
-            run, algorithm=taken.algorithm, side=taken.side, head_chunks=taken.head_chunks,
-            ulysses=taken.ulysses, placement=taken.placement,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
 
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
@@ -126,13 +127,11 @@ class AttentionForecast:
         return make(run.layout, cp_size=run.cp)
 
     def _fixed(self) -> Fixed:
-        pinned = self.pinned
-        algorithm = pinned.get("algorithm", "auto")
-        side = pinned.get("side", "auto")
+        algorithm, side = (self.pinned.get(name, "auto") for name in ("algorithm", "side"))
         return Fixed(
             None if algorithm == "auto" else ring_algorithm(algorithm),
             None if side == "auto" else side,
-            pinned.get("head_chunks"),
+            self.pinned.get("head_chunks"),
         )
 
     def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:

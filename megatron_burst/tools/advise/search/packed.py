@@ -21,6 +21,7 @@ from ....masks import Causal, Documents, Mask
 from ....schedule.topology import Topology
 from ....units import tokens_of
 from ..forecast.attention_time import AttentionTime, nodes_of, sizes_of
+from ..forecast.faults import Faults
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
@@ -122,12 +123,12 @@ class PackedForecast(AttentionForecast):
         return PackedForecast(self.model, cluster, self.pinned, self.lengths)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Any = None, **others: Any
+        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None
     ) -> AttentionTime:
         """A bound of `time`; what is fixed for several ranks does not bind the one rank of it."""
         if not self.pinned:
-            return super().at_least(model, cluster, run, faults, **others)
-        return self._free.at_least(model, cluster, run, faults, **others)
+            return super().at_least(model, cluster, run)
+        return self._free.at_least(model, cluster, run)
 
     @cached_property
     def _free(self) -> PackedForecast:
@@ -155,7 +156,7 @@ class PackedForecast(AttentionForecast):
             )
         return self._layouts[key]
 
-    def timed(self, run: Settings, **others: Any) -> AttentionTime:
+    def timed(self, run: Settings) -> AttentionTime:
         """The time of the candidate that is taken for these packs."""
         taken = self.candidate(run)
         forward, backward = taken.forward, taken.backward

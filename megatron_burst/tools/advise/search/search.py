@@ -13,13 +13,14 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
 from ..account.memory import Account, MemoryLeft, account, fit, states_of
-from ..account.rings import RememberedRooms
-from ..forecast.step_time import StepTime, step_time
+from ..account.rings import ring_rooms
+from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
 from .attention_choice import AttentionForecast
@@ -140,7 +141,7 @@ class Search:
         self, model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast
     ):
         self.model, self.cluster, self.want = model, cluster, want
-        self.attention, self.rooms = attention, RememberedRooms()
+        self.attention, self.rooms_of = attention, cache(ring_rooms)
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way
@@ -222,9 +223,7 @@ class Search:
         run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
                       mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
                       head_chunks=1)  # fmt: skip
-        return step_time(
-            self.model, self.cluster, run, self.attention.at_least, self.attention.scans.seconds
-        ).seconds
+        return self.attention.step_at_least(run).seconds
 
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.
@@ -280,19 +279,13 @@ class Search:
 
     def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
         """Runs with their times, the fastest first."""
-        found = []
-        for run in runs:
-            settled = self.attention.settled(run)
-            attention = self.attention
-            time = step_time(
-                self.model, self.cluster, settled, attention.time, attention.scans.seconds
-            )
-            found.append((time, settled))
+        settled = map(self.attention.settled, runs)
+        found = ((self.attention.step(run), run) for run in settled)
         return sorted(found, key=lambda each: (each[0].seconds, simplicity(each[1])))
 
     def _account(self, run: Settings) -> Account:
         if run not in self._held:
-            self._held[run] = account(self.model, run, every=False, rooms_of=self.rooms.of)
+            self._held[run] = account(self.model, run, every=False, rooms_of=self.rooms_of)
         return self._held[run]
 
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:

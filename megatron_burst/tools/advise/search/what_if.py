@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
 from ..account.memory import account, fit
-from ..forecast.step_time import step_time
 from ..settings import Settings
-from ..shapes.model import Model
 from .search import Configuration, Search
-from .search_space import TrainingGoal, options_of
+from .search_space import options_of
 
 LEAST = 0.01  # of the time: smaller gains are not mentioned
 GB = 10**9
@@ -32,26 +30,18 @@ class WhatIf(NamedTuple):
         return f"{self.words}: {self.then + ', ' if self.then else ''}{-self.gain:.0%}"
 
 
-def changes(
-    model: Model, cluster: Cluster, want: TrainingGoal, best: Configuration, search: Search
-) -> list[WhatIf]:
-    """Those that make the best run at least 1 % faster, the largest gain first."""
-    found = [*_faster(model, cluster, best, search), *_larger(model, cluster, want, best, search)]
-    found += list(_longer(model, cluster, best, search))
+def changes(best: Configuration, search: Search) -> list[WhatIf]:
+    """Those that make the best run of a search at least 1 % faster, the largest gain first."""
+    found = [*_faster(best, search), *_larger(best, search), *_longer(best, search)]
     return sorted((one for one in found if one.gain >= LEAST), key=lambda one: -one.gain)
 
 
-def _faster(
-    model: Model, cluster: Cluster, best: Configuration, search: Search
-) -> Iterator[WhatIf]:
+def _faster(best: Configuration, search: Search) -> Iterator[WhatIf]:
     """Faster parts of the cluster, the run with the attention that is best then."""
-    for words, other in faster_parts(cluster):
+    for words, other in faster_parts(search.cluster):
         attention = search.attention.on(other)
         runs = [best.run, attention.settled(best.run)]
-        times = [
-            step_time(model, other, run, attention.time, attention.scans.seconds).seconds
-            for run in runs
-        ]
+        times = [attention.step(run).seconds for run in runs]
         then = ""
         if times[1] < times[0] and runs[1] != runs[0]:
             then = f"{runs[1].algorithm}, side {runs[1].side}"
@@ -83,17 +73,15 @@ def faster_parts(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     yield "GPU memory 2x as fast", replace(cluster, gpu=memory)
 
 
-def _larger(
-    model: Model, cluster: Cluster, want: TrainingGoal, best: Configuration, search: Search
-) -> Iterator[WhatIf]:
+def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
     """More GPU memory, at most as much again: the settings of these groups that are faster and
     lack least, and the fastest of them."""
     lacking: list[tuple[float, float, Settings]] = []
-    for time, run in search.timed(options_of(best.run, want, chunked=False)):
+    for time, run in search.timed(options_of(best.run, search.want, chunked=False)):
         gain = 1 - time.seconds / best.seconds
         if gain >= LEAST:
-            left = fit(account(model, run, every=False), cluster)
-            if -cluster.room <= left.device < 0 <= left.host:
+            left = fit(account(search.model, run, every=False), search.cluster)
+            if -search.cluster.room <= left.device < 0 <= left.host:
                 lacking.append((-left.device, gain, run))
     if not lacking:
         return
@@ -116,11 +104,9 @@ def options_said(run: Settings) -> str:
     return ", ".join(said)
 
 
-def _longer(
-    model: Model, cluster: Cluster, best: Configuration, search: Search
-) -> Iterator[WhatIf]:
+def _longer(best: Configuration, search: Search) -> Iterator[WhatIf]:
     """Twice the sequences in a step: bubbles, reductions and updates are shared by more tokens."""
     run = replace(best.run, micro_batches=2 * best.run.micro_batches)
-    time = step_time(model, cluster, run, search.attention.time, search.attention.scans.seconds)
+    time = search.attention.step(run)
     each = time.seconds / time.tokens
     yield WhatIf("2x the tokens per step", 1 - each / (best.seconds / best.time.tokens))

@@ -5,8 +5,10 @@ Decides which form of linear attention a kind of layer computes, and what of it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
+
+from ....linear_attention.forms import FORMS
 
 # What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
 FULL, WINDOW, MIXER = "full", "window", "mixer"
@@ -38,18 +40,6 @@ class Latent:
     kv_rank: int
     rope: int
     q_rank: int = 0
-
-
-# Forms of linear attention: what a token keeps of the state before it, all ("none"), a share of it
-# or of each of its rows; and whether it writes by a delta rule, whose map of a state is a matrix.
-FORMS: dict[str, tuple[Literal["none", "scalar", "vector"], bool]] = {
-    "linear": ("none", False),
-    "scalar_decay": ("scalar", False),
-    "vector_decay": ("vector", False),
-    "delta_rule": ("none", True),
-    "gated_delta_rule": ("scalar", True),
-    "kda": ("vector", True),
-}
 
 
 @dataclass(frozen=True)
@@ -89,15 +79,46 @@ class Mixer:
                 f"got {self.width} and {self.value_width}"
             )
 
+    def on_rank(self, tp: int) -> Mixer:
+        """What one of `tp` tensor-parallel ranks has of it."""
+        keys = max(1, self.key_heads // tp) if self.form else 0
+        return replace(self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp,
+                       key_heads=keys)  # fmt: skip
+
+    @property
+    def values(self) -> int:
+        """Numbers of a row's values, and of its results."""
+        return self.heads * self.value_width
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a row's queries and keys together."""
+        return 2 * self.key_heads * self.width
+
     @property
     def convolved(self) -> int:
         """Numbers of a row that the short convolution sees: queries, keys and values."""
-        return 2 * self.key_heads * self.width + self.heads * self.value_width
+        return self.keys + self.values
+
+    @property
+    def state(self) -> int:
+        """Numbers of a sequence's state."""
+        return self.heads * self.width * self.value_width
+
+    @property
+    def decay(self) -> Literal["none", "scalar", "vector"]:
+        """What a token keeps of the state before it, as of `FORMS`."""
+        return FORMS[self.form].decay
+
+    @property
+    def decays(self) -> int:
+        """Numbers of a row's decay."""
+        return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
     @property
     def delta(self) -> bool:
         """Whether it writes by a delta rule, so that its map of a state is a matrix."""
-        return FORMS[self.form][1] if self.form else False
+        return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:
         """Whether tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
