@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.autotune.clusters import GPUS, Cluster
-from megatron_burst.autotune.rates import Rates
 from megatron_burst.tools.advise.account.memory import account
 from megatron_burst.tools.advise.forecast.faults import Faults
 from megatron_burst.tools.advise.settings import Settings
@@ -57,16 +56,6 @@ def test_all_figures_of_a_cluster_are_named(figures, said):
         replace(Cluster("h100", 8), **figures)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("exchange", math.inf), ("nic", math.inf), ("backward", math.inf),
-     ("slowdown", math.inf), ("intra", math.nan), ("copying", -1.0)],
-)  # fmt: skip
-def test_rates_that_no_link_has(name, value):
-    with pytest.raises(ValueError, match=rf"^rates: {name} .*got {value!r}"):
-        replace(Rates(1.0, math.inf, compute=math.inf), **{name: value})
-
-
 # --- runs --------------------------------------------------------------------------------------
 
 LLAMA, H100 = models.named("llama3-8b"), Cluster("h100", 8)
@@ -90,6 +79,20 @@ WRONG = [
     ({"logits_bytes": -6}, "--logits-bytes must be at least 0, got -6"),
     ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000: a rank has 512 rows"),
     ({"sequence_chunks": 513}, "--sequence-chunks 513: .* take at most 512"),
+    ({"tp": 3}, "--tp 3 does not divide the 32 heads .* take one of 1, 2, 4"),
+    ({"seq": 1000, "cp": 16}, "--seq 1000 is no multiple of 2 x --cp 16"),
+    ({"pp": 3}, "--pp 3 .* 32 layers of llama3-8b: take .* one of 1, 2, 4"),
+    ({"vpp": 2}, "needs --pp"),
+    ({"ep": 2}, "has no experts"),
+    ({"store": 2.0}, "--store must be from 0 to 1"),
+    ({"mlp_tiles": 0}, "--mlp-tiles must be at least 1"),
+    ({"sequence_chunks": 2, "cp": 1}, "needs --cp above 1"),
+    ({"recompute": "none", "store": 0.5}, "--recompute full"),
+    ({"recompute": "none", "offload": 0.5}, "--recompute full"),
+    ({"cp": 8, "ulysses": 3}, "take one of 1, 2, 4"),
+    ({"cp": 4, "ulysses": 2, "algorithm": "ulysses"}, "--ulysses 4"),
+    ({"cp": 4, "algorithm": "hybrid"}, "--ulysses 2"),
+    ({"head_chunks": 3}, "--head-chunks 3 does not divide the 8"),
 ]
 
 

@@ -68,13 +68,6 @@ def test_turns_by_hand():
     assert pipeline_time(one, two).seconds == 9
 
 
-def test_a_picture_is_drawn(found, tmp_path):
-    picture.draw(found, tmp_path / "folder" / "step.png")
-    held = (tmp_path / "folder" / "step.png").read_bytes()
-    assert held.startswith(b"\x89PNG")
-    assert len(held) > 20_000
-
-
 def test_packed_documents_are_refused(tmp_path):
     packed = mb.advise("llama3.2-1b", "h100", gpus=4, seq="32K", packed=[4096] * 8, top=1, cp=4)
     with pytest.raises(ValueError, match="leave --packed out"):

@@ -1,6 +1,5 @@
 """The memory account: cases added up by hand, what must not shrink or grow, and bad input."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -187,21 +186,6 @@ def test_the_longest_fits_and_the_next_does_not():
 # --- input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"tp": 3}, "take one of 1, 2, 4"), ({"seq": 1000, "cp": 16}, "multiple of 2 x --cp"),
-     ({"pp": 3}, "4 layers of small: take .* one of 1, 2, 4"),
-     ({"store": 2.0}, "--store must be from 0 to 1"),
-     ({"ep": 2}, "has no experts"), ({"recompute": "none", "store": 0.5}, "--recompute full"),
-     ({"vpp": 2}, "needs --pp"), ({"sequence_chunks": 2}, "needs --cp above 1"),
-     ({"recompute": "none", "offload": 0.5}, "--recompute full"),
-     ({"mlp_tiles": 0}, "--mlp-tiles must be at least 1")],
-)  # fmt: skip
-def test_settings_that_cannot_be(fields, words):
-    with pytest.raises(ValueError, match=words):
-        account(SMALL, Settings(**{"seq": 1024, **fields}))
-
-
 def test_what_does_not_fit_says_what_would_help():
     cluster = clusters.Cluster(clusters.GPUS["a100-40g"], 8)
     words = r"states, where 38 are there; it fits with \d+ GPUs and --tp 8"
@@ -211,18 +195,3 @@ def test_what_does_not_fit_says_what_would_help():
         clusters.gpu("h99")
     with pytest.raises(ValueError, match="16"):
         clusters.Cluster(clusters.GPUS["h100"], 12)
-
-
-def test_models_from_a_configuration(tmp_path):
-    path = tmp_path / "config.json"
-    fields = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "intermediate_size": 14336,
-              "vocab_size": 128256}  # fmt: skip
-    path.write_text(json.dumps(fields))
-    assert replace(models.named(str(tmp_path)), name="llama3-8b") == LLAMA
-    with pytest.raises(ValueError, match="qk_rope_head_dim"):
-        models.from_config(fields | {"kv_lora_rank": 512})
-    with pytest.raises(ValueError, match="hidden_size"):
-        models.from_config({"num_attention_heads": 8})
-    with pytest.raises(ValueError, match="llama3-8b"):
-        models.named("llama9")

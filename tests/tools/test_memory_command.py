@@ -35,44 +35,15 @@ def test_json_and_picture(capsys, tmp_path):
 
 
 def test_a_megatron_command(capsys):
-    command = [
-        "pretrain_gpt.py",
-        "--num-layers",
-        "32",
-        "--hidden-size",
-        "4096",
-        "--ffn-hidden-size",
-        "14336",
-        "--swiglu",
-        "--num-attention-heads",
-        "32",
-        "--group-query-attention",
-        "--num-query-groups",
-        "8",
-        "--vocab-size",
-        "128256",
-        "--untie-embeddings-and-output-weights",
-        "--seq-length",
-        "1048576",
-        "--tensor-model-parallel-size",
-        "4",
-        "--context-parallel-size",
-        "2",
-        "--recompute-granularity",
-        "full",
-        "--use-distributed-optimizer",
-        "--burst-offload",
-        "1",
-        "--burst-sequence-chunks",
-        "32",
-        "--burst-mlp-tiles",
-        "64",
-        "--burst-lm-head-loss",
-        "single_pass",
-        "--some-other-flag",
-        "3",
-    ]
-    assert main(["memory", "--gpus", "8", "--json", "--", *command]) == 0
+    command = (
+        "pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu "
+        "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --vocab-size "
+        "128256 --untie-embeddings-and-output-weights --seq-length 1048576 "
+        "--tensor-model-parallel-size 4 --context-parallel-size 2 --recompute-granularity "
+        "full --use-distributed-optimizer --burst-offload 1 --burst-sequence-chunks 32 "
+        "--burst-mlp-tiles 64 --burst-lm-head-loss single_pass --some-other-flag 3"
+    )
+    assert main(["memory", "--gpus", "8", "--json", "--", *command.split()]) == 0
     by_command = json.loads(capsys.readouterr().out)
     own = ["--seq", "1M", "--tp", "4", "--cp", "2", "--json"]
     assert main([*BASE, *own, *FLAGS]) == 0

@@ -1,6 +1,7 @@
 """Shapes of models: parameters against published totals and by hand, and where they are read."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,14 @@ def test_a_hybrid_by_hand():
 def config(**more):
     return {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
             "intermediate_size": 512, "vocab_size": 1000} | more  # fmt: skip
+
+
+def test_a_configuration_of_a_model_that_is_known(tmp_path):
+    fields = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "intermediate_size": 14336,
+              "vocab_size": 128256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert replace(models.named(str(tmp_path)), name="llama3-8b") == models.named("llama3-8b")
 
 
 def test_config_of_latent_attention_and_dense_first_layers():

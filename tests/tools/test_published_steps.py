@@ -1,6 +1,8 @@
-"""Whole steps of LoongTrain and BurstEngine: errors with stored constants, and what is fitted."""
+"""Whole steps of LoongTrain and BurstEngine: errors with stored constants and with published rates,
+to which nothing was fitted, and what is fitted."""
 
 from dataclasses import astuple
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,9 +10,10 @@ import pytest
 from benchmarks.advise import burstengine_steps as burstengine
 from benchmarks.advise import loongtrain_steps as loongtrain
 from benchmarks.advise.fitting import errors, fit
-from megatron_burst.tools.advise.forecast.attention_time import Rings
+from megatron_burst.autotune.clusters import GB, OFF, Cluster
+from megatron_burst.tools.advise.forecast.attention_time import Rings, attention_time
 from megatron_burst.tools.advise.forecast.layer_time import visible
-from megatron_burst.tools.advise.forecast.step_time import model_operations
+from megatron_burst.tools.advise.forecast.step_time import model_operations, step_time
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,28 @@ def test_loongtrain_table_2(rings):
     order = loongtrain.ranking(rows, found)
     assert order.pairs == 89
     assert len(order.wrong) <= 3
+
+
+def test_steps_are_off_by_no_more_than_is_said(rings):
+    """58 steps: LoongTrain's 48 on 32 A100 with four NICs per node, BurstEngine's 10 on A800."""
+    attention = partial(attention_time, rings=rings)
+    there = Cluster("a100", 32, nics=4, nic_rate=25 * GB)
+    found = [
+        row.published / step_time(row.model, there, row.run, attention=attention).tokens_per_gpu(32)
+        for row in loongtrain.published()
+    ]
+    found += [
+        step_time(
+            burstengine.MODEL, Cluster("a800", row.gpus), row.run, attention=attention
+        ).seconds
+        / row.seconds
+        for row in burstengine.published()
+    ]
+    off = np.abs(np.array(found) - 1)
+    assert len(off) == 58
+    assert np.median(off) == pytest.approx(0.037, abs=0.001)  # as the documentation says
+    assert off.max() == pytest.approx(0.177, abs=0.002)
+    assert off.max() <= OFF
 
 
 def test_a_ranking_finds_what_is_out_of_order():

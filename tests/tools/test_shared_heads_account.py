@@ -194,14 +194,3 @@ def test_every_way_through_every_kind_of_layer_ends_with_nothing_left(name, more
     found = account(models.named(name), Settings(seq=64 * K, tp=2, cp=4, **more))
     left = {item: size for item, size in found.moments[-1].items.items() if size}
     assert set(left) == set(found.states)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"cp": 8, "ulysses": 3}, "take one of 1, 2, 4"), ({"cp": 4, "ulysses": 2,
-      "algorithm": "ulysses"}, "--ulysses 4"), ({"cp": 4, "algorithm": "hybrid"}, "--ulysses 2"),
-     ({"head_chunks": 3}, "--head-chunks 3 does not divide the 2")],
-)  # fmt: skip
-def test_grids_that_cannot_be(fields, words):
-    with pytest.raises(ValueError, match=words):
-        account(SMALL, Settings(**{"seq": 1024, **fields}))

@@ -143,38 +143,3 @@ def test_layout_balanced_in_every_picture(capsys):
         arguments = ["show", picture, "--mask", mask, "--layout", "balanced", "--ranks", "4"]
         assert cli.main(arguments) == 0
         assert "balanced" in "\n".join(lines(capsys))
-
-
-BAD = {
-    "documents --lengths 3,0": "--lengths: every document has at least one token, got 3,0",
-    "documents --lengths 2.5": "--lengths must be an integer, got 2.5",
-    "documents --lengths a": "there is no lengths a; expected one of numbers of tokens, random(",
-    "documents --lengths ()": "--lengths: every document has at least one token, got ()",
-    "documents --lengths random(1)": "missing a required argument: 'median'; use random(seed,",
-    "documents --lengths random(1,0)": "median must be at least 1 and spread 0, got 0 and 1.5",
-    "documents --lengths random(1,5,1,0)": "longest must be at least 1, got 0",
-    "documents --lengths random(-1,5)": "Seed must be between 0 and",
-    "documents --lengths 50,50 --seq-len 64": "--lengths: 100 tokens do not fit into 64",
-    "documents --lengths 5 --seq-len 12": "--seq-len must be a multiple of 8 here, got 12",
-    "documents --lengths 5 --seq-len 2000000": "packs of at most 1048576 tokens are drawn",
-    "documents --lengths 2000000": "--lengths: 2000000 tokens do not fit into 1048576",
-    "documents --lengths 5 --mask prefix(3)": "inside documents causal, full, or window(",
-    "documents --lengths 5 --ranks 64": "--ranks: a picture as text shows at most 32",
-    "documents": "--lengths",
-    "mask --layout balanced": "layout balanced needs documents, its own or those of --mask; use "
-    "balanced(cu_seqlens=None, windows=None, padding=None)",
-    "mask --layout balanced([0,30])": "positive multiple of 4 tokens, got 30",
-    "mask --layout balanced([0,16])": "seq_len: the documents end at 16, got 32",
-}
-
-
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_input_is_one_line_and_code_2(arguments, capsys):
-    try:
-        code = cli.main(["show", *arguments.split()])
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert BAD[arguments] in err
-    assert len(err.splitlines()) == 1

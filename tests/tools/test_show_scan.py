@@ -54,19 +54,6 @@ def test_maps_are_named_by_their_pieces(capsys):
     assert ["1", "m1→2"] in lines
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [("--layout striped", "take zigzag, contiguous or balanced"),
-     ("--algorithm ring --blocks 2", "--blocks: ring sends states whole"),
-     ("--blocks 0", "--blocks must be at least 1, got 0"),
-     ("--seq-len 16 --lengths 10,20", "--lengths: 30 tokens do not fit into 16"),
-     ("--ranks 32 --lengths random(1,3) --seq-len 4096", "at most 128 pieces")],
-)  # fmt: skip
-def test_what_cannot_be_drawn_is_refused(capsys, words, told):
-    assert cli.main(["show", "scan", *words.split()]) == 2
-    assert told in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("algorithm", ["scan", "two_level", "all_gather", "ring"])
 def test_the_picture_is_a_png(tmp_path, algorithm):
     words = f"--nodes 2 --ranks-per-node 2 --algorithm {algorithm}".split()

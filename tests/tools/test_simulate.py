@@ -189,11 +189,3 @@ def test_inner_rings_divide_the_ring():
 def test_a_part_that_is_none():
     with pytest.raises(ValueError, match="part must be attention, layer or step, got 'all'"):
         mb.simulate(MODEL, CLUSTER, Settings(8192), part="all")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("name", ["nic", "copying"])
-def test_rates_that_cannot_be(name):
-    with pytest.raises(ValueError, match=f"{name} must be a positive number, got 0"):
-        replace(Rates(1.0, 1.0), **{name: 0})
-    with pytest.raises(ValueError, match="start must be seconds, 0 or more"):
-        Rates(1.0, 1.0, start=-1.0)

@@ -338,13 +338,3 @@ def test_stages_hold_the_parameters_that_are_reduced():
     dense = [sum(parameters(SMALL, run, stage)) for stage in (0, 3, 7)]
     each = PROJECTIONS + OUT + MLP + 2 * 1024
     assert dense == [each + 1_024_000, each, each + 1_024_000 + 1024]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"tp": 3}, "--tp 3"), ({"seq": 1001, "cp": 2}, "--seq 1001"), ({"store": 2.0}, "--store"),
-     ({"pp": 3}, "--pp 3"), ({"ep": 2}, "has no experts")],
-)  # fmt: skip
-def test_settings_that_no_run_could_have(fields, words):
-    with pytest.raises(ValueError, match=words):
-        step(**fields)

@@ -23,7 +23,7 @@ from ....schedule.sizes import Sizes as RowSizes
 from ....schedule.tables import ALL, Boundary, Chunk, Grid, Hop, Pair
 from ....schedule.topology import Topology
 from ..settings import BYTES, Settings
-from .operators import Core, LayerSizes
+from .operators import Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
 
@@ -165,8 +165,7 @@ class _Replay:
         self.free[kind] += 1
 
     def _kind(self, chunk: Chunk) -> str:
-        gradient = chunk.family in ("dkv", "dquery")  # partial outputs travel as they are summed
-        return f"{chunk.family} wire" if gradient and self.wire else chunk.family
+        return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family
 
     def _families(self) -> tuple[str, ...]:
         return ("out",) if self.schedule.row_bytes.out else ("dquery", "dkv")
@@ -268,9 +267,10 @@ def room_bytes(x: LayerSizes, run: Settings) -> Callable[[str, int], float]:
     """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
     message. x: sizes on the ring."""
     of, least = _row_sizes(x, run), 0.0
-    wire = {"dkv wire": x.kv * BYTES[run.wire], "dquery wire": x.query * BYTES[run.wire]}
-    per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * 4,
-               "dquery": x.query * 4, "out": of.forward.out, **wire}  # fmt: skip
+    per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
+               "dkv wire": x.kv * BYTES[run.wire], "dquery": x.query * F,
+               "dquery wire": x.query * BYTES[run.wire], "out": (x.out + x.heads) * F,
+               "out wire": of.forward.out}  # fmt: skip
     if run.path == "cpu":
         travels = ("kv", side_of(x, run), "d" + side_of(x, run))
         chunks = run.sequence_chunks

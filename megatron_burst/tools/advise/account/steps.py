@@ -1,12 +1,13 @@
 """One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
 
-`LayerWalk` goes through a layer in three ways: nothing recomputed (all that modules save stays),
-recomputed from its input, and that with row chunks and tiles. With a pipeline the step is the
+`LayerWalk` goes through a layer, whose halves run whole, or in chunks and tiles of rows; what its
+modules save stays, or is made again from its input in backward. With a pipeline the step is the
 backward of the oldest micro-batch, beside what the others in flight have left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..settings import BYTES, Settings
@@ -48,138 +49,126 @@ class LayerWalk:
         self.held = min(1.0, held)  # the fraction of chunks that is on the device
         self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.held)
 
-    # --- from saved tensors ------------------------------------------------------------------
+    def forward(
+        self,
+        part: LayerPart,
+        made: str,
+        item: str,
+        time: str,
+        *,
+        grad: bool,
+        prefix: str = "",
+        left: Iterable[tuple[str, str, float]] = (),
+    ) -> None:
+        """Forward of a layer, whose result is called `made` and counts as `item`.
 
-    def forward_saving(self, part: LayerPart, prefix: str, made: str) -> None:
-        """Forward; all that backward needs stays."""
-        halves = self._halves(part, "first", prefix)
-        for half in halves:
-            half.forward(self.tape, grad=True)
-        self.tape.move(halves[-1].named("y"), made, INPUTS)
+        time: "first", or "again" where it is recomputed; grad: what backward needs stays; left:
+        (name, item, bytes) of what its attention leaves besides.
+        """
+        y1 = f"{prefix}y1"
+        if part.attention is not None:
+            result = (y1, ATTENTION) if part.mlp else (made, item)
+            self._forward_of(part, ATTENTION, time, *result, grad, prefix)
+        for each in left:
+            self.tape.make(*each)
+        if part.mlp:
+            self._forward_of(part, MLP, time, made, item, grad, prefix)
+        if not grad:
+            self.tape.drop(y1)
+
+    def _forward_of(
+        self, part: LayerPart, kind: str, time: str, made: str, item: str, grad: bool, prefix: str
+    ) -> None:
+        if self._in_pieces(part, kind):
+            self._pieces(part, kind, time, made, item, grad=False)
+            return
+        half = self._half(part, kind, time, prefix)
+        half.forward(self.tape, grad)
+        self.tape.move(half.named("y"), made, item)
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
-        """Backward of the same: the gradient "dy" of its output becomes that of its input."""
-        tape, halves = self.tape, self._halves(part, "first", prefix)
-        for half, before in zip(reversed(halves), [*halves[-2::-1], None], strict=True):
-            half.backward(tape)
-            if before:
-                tape.drop(before.named("y"))
-            tape.drop("dy")
-            tape.move(half.gradient("x"), "dy", BETWEEN)
+        """Backward from what `forward` saved: the gradient "dy" of its result becomes that of its
+        input."""
+        for half in reversed(self._halves(part, prefix)):
+            half.backward(self.tape)
+            if half.item == MLP and part.attention:
+                self.tape.drop(f"{prefix}y1")
+            self.tape.drop("dy")
+            self.tape.move(half.gradient("x"), "dy", BETWEEN)
 
     def saved(self, part: LayerPart) -> float:
         """Bytes that a layer leaves for backward if nothing is recomputed."""
         tape = Tape()
-        for half in self._halves(part, "first"):
+        for half in self._halves(part):
             half.forward(tape, grad=True)
         return sum(tape.moments[-1].items.values())
 
-    # --- forward that leaves its input -------------------------------------------------------
-
-    def attend(self, part: LayerPart, made: str) -> None:
-        """Forward of the attention half: "y1", or `made` where no MLP half follows."""
-        name, item = ("y1", ATTENTION) if part.mlp else (made, INPUTS)
-        if part.attention is None:
-            return
-        if self._in_chunks(part):
-            self._chunks_forward(name, item, "first")
-        else:
-            half = self._attention(part, "first")
-            half.forward(self.tape, grad=False)
-            self.tape.move(half.named("y"), name, item)
-
-    def transform(self, part: LayerPart, made: str) -> None:
-        """Forward of the MLP half."""
-        if part.mlp and self.run.mlp_tiles > 1:
-            self._tiles_forward(part, made, INPUTS)
-        elif part.mlp:
-            mlp = self._mlp(part, self.run.rows)
-            mlp.forward(self.tape, grad=False)
-            self.tape.move(mlp.named("y"), made, INPUTS)
-        self.tape.drop("y1")
-
-    # --- recompute and backward --------------------------------------------------------------
-
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
         """Recompute and backward; what it had left, its input and store, goes at the end."""
-        tape, run, mlp = self.tape, self.run, self._mlp(part, self.run.rows)
-        attention = self._attention(part, "again")
-        y = ("y1", ATTENTION) if part.mlp else ("y", BETWEEN)
-        if self._in_chunks(part):
-            self._chunks_forward(*y, "again")
-            tape.make("results", ATTENTION, self.out * (run.store < 1) * self.held)
-        elif part.attention:
-            attention.forward(tape, grad=True)
-            tape.move(attention.named("y"), *y)
-        if part.mlp and run.mlp_tiles > 1:
-            self._tiles_forward(part, "y", BETWEEN)
-        elif part.mlp:
-            mlp.forward(tape, grad=True)
-            tape.move(mlp.named("y"), "y", BETWEEN)
+        tape, run, again = self.tape, self.run, []
+        if self._in_pieces(part, ATTENTION):
+            again = [("results", ATTENTION, self.out * (run.store < 1) * self.held)]
+        self.forward(part, "y", BETWEEN, "again", grad=True, left=again)
         if self.dense.cpu and run.mlp_tiles == 1:
             tape.drop("y1")  # the norm has saved it in fp32
         if part.mlp:
             tape.begin(f"backward of {name}: MLP half")
-            self._half_backward(mlp, "dy1" if part.attention else "dx", part)
+            self._backward_of(part, MLP, "dy1" if part.attention else "dx")
         tape.drop("y1")
         if part.attention:
             tape.begin(f"backward of {name}: attention half")
-            self._half_backward(attention, "dx", part)
+            self._backward_of(part, ATTENTION, "dx")
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
 
     # --- in chunks and tiles -----------------------------------------------------------------
 
-    def _half_backward(self, half: Half, made: str, part: LayerPart) -> None:
-        """Backward of a half, whole or in pieces; the gradient of its input is called `made`."""
-        if half.item == MLP and self.run.mlp_tiles > 1:
-            self._tiles_backward(part, made)
-        elif half.item == ATTENTION and self._in_chunks(part):
-            self._chunks_backward()
-        else:
-            half.backward(self.tape)
-            self.tape.move(half.gradient("x"), made, BETWEEN)
-
-    def _in_chunks(self, part: LayerPart) -> bool:
+    def _in_pieces(self, part: LayerPart, kind: str) -> bool:
+        """Whether this half of a layer runs in chunks of rows, or in tiles."""
+        if kind == MLP:
+            return self.run.mlp_tiles > 1
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
 
-    def _chunks_forward(self, made: str, item: str, time: str) -> None:
-        """Keys and values of all rows first, then chunk by chunk; results of all chunks stay."""
-        results = self.out * (self.cores[time].store < 1) * self.held
-        self.tape.make("keys", ATTENTION, self.keys * B * self.held)
-        self.tape.make("chunk results", ATTENTION, results)
-        self.tape.make(made, item, self.hidden)
-        self._piece(self._chunk(time), False, "keys", "chunk results", rows_of=1)
+    def _backward_of(self, part: LayerPart, kind: str, made: str) -> None:
+        """Backward of a half that ran again; the gradient of its input is called `made`."""
+        if self._in_pieces(part, kind):
+            self._pieces(part, kind, "again", made, BETWEEN, grad=True)
+            return
+        half = self._half(part, kind, "again")
+        half.backward(self.tape)
+        self.tape.move(half.gradient("x"), made, BETWEEN)
 
-    def _chunks_backward(self) -> None:
-        """Each chunk again for its queries, then again for its keys and values."""
-        tape = self.tape
-        tape.make("dx", BETWEEN, self.hidden)
-        tape.make("keys", ATTENTION, self.keys * B * self.held)
-        tape.make("dkv", ATTENTION, self.keys * F * self.held)
-        tape.make("sums", SUMS, self._summed(self.model.attention_parameters))
-        # Beside it rows of the input and of the gradient.
-        self._piece(self._chunk("again"), True, "keys", "dkv", "sums", rows_of=2)
-
-    def _tiles_forward(self, part: LayerPart, made: str, item: str) -> None:
-        self.tape.make(made, item, self.hidden)
-        self._piece(self._tile(part), False)
-
-    def _tiles_backward(self, part: LayerPart, made: str) -> None:
-        tape, model = self.tape, self.model
-        tape.make(made, BETWEEN, self.hidden)
-        tape.make("sums", SUMS, self._summed(model.mlp_parameters(part, self.run.ep)))
-        self._piece(self._tile(part), True, "sums")
-
-    def _piece(self, half: Half, grad: bool, *beside: str, rows_of: int = 0) -> None:
-        """One of equal pieces, forward and with `grad` backward too; what it made goes, and the
-        tensors `beside` it. rows_of: how many tensors its rows are copied from."""
-        tape, copied = self.tape, rows_of * self.hidden / self.run.sequence_chunks
-        with tape.while_there({ATTENTION: copied} if rows_of else {}):
+    def _pieces(
+        self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
+    ) -> None:
+        """One of equal pieces of a half, forward and with `grad` backward too, beside what all of
+        them share. Keys and values of all rows come first; results of all chunks stay until the
+        last; backward has the sums of gradients, and in `made` those of the input."""
+        tape, run, chunks = self.tape, self.run, kind == ATTENTION
+        beside = [("keys", ATTENTION, self.keys * B * self.held)] if chunks else []
+        if not grad and chunks:
+            results = self.out * (self.cores[time].store < 1) * self.held
+            beside.append(("chunk results", ATTENTION, results))
+        elif grad:
+            beside += [("dkv", ATTENTION, self.keys * F * self.held)] if chunks else []
+            model = self.model
+            weights = model.attention_parameters if chunks else model.mlp_parameters(part, run.ep)
+            beside.append(("sums", SUMS, self._summed(weights)))
+        result = (made, item, self.hidden)
+        for each in (result, *beside) if grad else (*beside, result):
+            tape.make(*each)
+        if chunks:
+            half = self._half(part, kind, time, "chunk ", run.rows // run.sequence_chunks)
+            # Its rows of the input and of the gradient are copies.
+            copied = {ATTENTION: (1 + grad) * self.hidden / run.sequence_chunks}
+        else:
+            half = self._half(part, kind, time, "tile ", -(-run.rows // run.mlp_tiles))
+            copied = {}
+        with tape.while_there(copied):
             half.forward(tape, grad=grad)
             if grad:
                 half.backward(tape)
-        tape.drop(half.named("y"), half.gradient("x"), *beside)
+        tape.drop(half.named("y"), half.gradient("x"), *(name for name, *_ in beside))
 
     def _summed(self, parameters: float) -> float:
         """fp32 sums of a half's weight gradients over its pieces, and one piece's; Transformer
@@ -188,28 +177,22 @@ class LayerWalk:
 
     # --- halves ------------------------------------------------------------------------------
 
-    def _halves(self, part: LayerPart, time: str, prefix: str = "") -> list[Half]:
-        halves = []
-        if part.attention is not None:
-            halves.append(self._attention(part, time, prefix))
-        if part.mlp:
-            halves.append(self._mlp(part, self.run.rows, prefix))
-        return halves
+    def _halves(self, part: LayerPart, prefix: str = "") -> list[Half]:
+        """Those of a layer that is not recomputed."""
+        kinds = [ATTENTION] if part.attention is not None else []
+        kinds += [MLP] if part.mlp else []
+        return [self._half(part, kind, "first", prefix) for kind in kinds]
 
-    def _attention(self, part: LayerPart, time: str, prefix: str = "") -> Half:
+    def _half(
+        self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
+    ) -> Half:
+        """The half of a layer. rows: of a piece; None: all."""
+        rows = rows or self.run.rows
+        if kind == MLP:
+            return mlp_half(self.sparse if part.sparse else self.dense, rows, prefix)
         if part.attention == MIXER:
-            return mixer_half(self.dense, self.run.rows, prefix)
-        return attention_half(self.dense, self.run.rows, self.cores[time], prefix)
-
-    def _mlp(self, part: LayerPart, rows: int, prefix: str = "") -> Half:
-        return mlp_half(self.sparse if part.sparse else self.dense, rows, prefix)
-
-    def _chunk(self, time: str) -> Half:
-        rows = self.run.rows // self.run.sequence_chunks
-        return attention_half(self.dense, rows, self.cores[time], "chunk ")
-
-    def _tile(self, part: LayerPart) -> Half:
-        return self._mlp(part, -(-self.run.rows // self.run.mlp_tiles), "tile ")
+            return mixer_half(self.dense, rows, prefix)
+        return attention_half(self.dense, rows, self.cores[time], prefix)
 
 
 STORE, HEAD, ROPE = "attention store", "LM head and loss", "rope tables"
@@ -325,7 +308,7 @@ class TrainingStep:
         tape, made, part = self.tape, f"input {layer + 1}", self.parts[layer]
         if self.run.recompute == "none":
             if shown:
-                self.walk.forward_saving(part, f"{layer} ", made)
+                self.walk.forward(part, made, INPUTS, "first", grad=True, prefix=f"{layer} ")
                 return
             if part not in self._saved:
                 self._saved[part] = self.walk.saved(part)
@@ -333,14 +316,12 @@ class TrainingStep:
             tape.make(f"saved {layer}", SAVED, self._saved[part] - self.hidden)
             return
         store = self._stored(layer)
+        left = [(f"store {layer}", STORE, store)] if store else []
         if shown:
-            self.walk.attend(part, made)
+            self.walk.forward(part, made, INPUTS, "first", grad=False, left=left)
         else:
-            tape.make(made, INPUTS, self.hidden)
-        if store:
-            tape.make(f"store {layer}", STORE, store)
-        if shown:
-            self.walk.transform(part, made)
+            for each in ((made, INPUTS, self.hidden), *left):
+                tape.make(*each)
         self._move_out(layer)
 
     def _backward(self, layer: int) -> None:
