@@ -1,5 +1,5 @@
-"""Published tables and what is predicted of them: LoongTrain's and BurstEngine's attention, steps and
-memory, FPDT's longest sequences, with stored constants, and the fits of these."""
+"""Published tables and what is predicted of them: LoongTrain's and BurstEngine's attention, steps
+and memory, FPDT's longest sequences, with stored constants, and the fits of these."""
 
 from dataclasses import astuple
 from functools import partial
@@ -147,7 +147,7 @@ def test_each_row_of_burstengine_from_the_others():
     assert off.median < 0.03
 
 
-# --- LoongTrain's table 4: attention -------------------------------------------------------------
+# --- LoongTrain's table 4: attention -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_cells_left_out_are_predicted(what):
     assert off == pytest.approx(table4.LEAVE_OUT[what], abs=0.005)
 
 
-# --- BurstEngine's memory --------------------------------------------------------------------------
+# --- BurstEngine's memory ------------------------------------------------------------------
 
 
 def test_ten_rows_within_the_targets():
@@ -248,7 +248,7 @@ def test_the_store_and_the_states_by_hand():
     assert none.peak.items["gathered weights"] == layer * (2 * 2 + 4)
 
 
-# --- FPDT's table: how many cells the account meets ------------------------------------------------
+# --- FPDT's table: how many cells the account meets ----------------------------------------
 
 
 def test_as_many_cells_are_met_as_the_page_says():
