@@ -51,7 +51,7 @@ def forward(
         return row_chunks.forward(job, call, shard, sink, stored, max_logits)
     run, partial = chunk.forward, chunk.recompute
     if shared:
-        shard = heads_to_rows(job, call, run.name, shard)
+        shard = heads_to_rows(job, call, run.name, shard, job.order)
         sink, max_logits = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
     q, k, v = shard
     if stored is None:
@@ -67,7 +67,7 @@ def forward(
         out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
     whole = out
     if shared:
-        (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype)
+        (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype, job.order)
         assert whole is not None
     return whole, (q, k, v, out, lse, *kept)
 
@@ -87,7 +87,7 @@ def backward(
         return row_chunks.backward(job, call, dout, saved, sink)
     q, k, v, out, lse, *kept = saved
     if shared:
-        (dout,) = heads_to_rows(job, call, run.name, (dout,))
+        (dout,) = heads_to_rows(job, call, run.name, (dout,), job.order)
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
     rings = ring.backward_rings(job, run, call, rows, (k, v), tuple(kept))
@@ -96,7 +96,7 @@ def backward(
     if shared:
         narrow = [None if g is None else g.to(job.wire_dtype) for g in grads]
         heads = job.heads, job.kv_heads, job.kv_heads
-        grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype)
+        grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype, job.order)
     dsink = None
     if sink is not None:
         dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)

@@ -155,10 +155,11 @@ class PartialPass:
 class RowChunk:
     """The passes of the queries of some rows to all keys; with a store, of those it has not kept.
 
-    rows: int64 row numbers of this rank's shard; None for all.
+    rows: int64 row numbers of this rank's shard; None for all. order: as of `Job`, of these rows.
     """
 
     rows: torch.Tensor | None
+    order: torch.Tensor | None
     forward: Pass
     backward: Pass
     recompute: PartialPass | None = None
@@ -170,7 +171,8 @@ class Job:
 
     heads, kv_heads: of the call's tensors, before ranks share them. ulysses_links: link class to
     each rank that shares heads with this one. chunks: one of all rows, or several that run one
-    behind the other.
+    behind the other. order: int64, of each row that the ring sees its number among those of the
+    first rank that shares heads, then of the second, ...; None where that is their order.
     """
 
     ring: Endpoint
@@ -184,6 +186,7 @@ class Job:
     kv_heads: int
     head_chunks: int
     chunks: tuple[RowChunk, ...]
+    order: torch.Tensor | None
 
     @property
     def forward(self) -> Pass:

@@ -50,7 +50,7 @@ class RowChunks:
         self.job, self.call = job, call
         self._visiting = None if host is None else Visiting(host)
         name = f"{job.forward.name}: keys"
-        self.keys = keys if exchanged else heads_to_rows(job, call, name, keys)
+        self.keys = keys if exchanged else heads_to_rows(job, call, name, keys, job.order)
         self.sink, self.max_logits = (
             None if x is None else x[heads_here(job)] for x in (sink, max_logits)
         )
@@ -67,7 +67,7 @@ class RowChunks:
         """
         job, chunk = self.job, self.job.chunks[index]
         run, partial = chunk.forward, chunk.recompute
-        (queries,) = heads_to_rows(job, self.call, run.name, (q,))
+        (queries,) = heads_to_rows(job, self.call, run.name, (q,), chunk.order)
         if stored is None:
             rings = self._rings(run, queries)
             if self._visiting is not None:
@@ -83,7 +83,9 @@ class RowChunks:
             assert partial is not None
             whole = out.new_zeros((len(queries), *out.shape[1:]))
             out = whole.index_copy_(0, partial.rest, out)
-        (out,) = rows_to_heads(job, self.call, run.name, (out,), (job.heads,), out.dtype)
+        (out,) = rows_to_heads(
+            job, self.call, run.name, (out,), (job.heads,), out.dtype, chunk.order
+        )
         assert out is not None
         if stored is not None:
             assert partial is not None
@@ -120,7 +122,8 @@ class RowChunks:
         delta = row_delta(dout, out, lse.dtype)
         rows = Rows(q, dout, lse, delta, out)
         if shared:  # with delta out need not travel
-            q, dout, delta = heads_to_rows(job, self.call, run.name, (q, dout, delta))
+            order = job.chunks[index].order
+            q, dout, delta = heads_to_rows(job, self.call, run.name, (q, dout, delta), order)
             rows = Rows(q, dout, lse, delta)
         if self.sink is not None:
             gradient = sink_gradient(self.sink, lse, delta)
@@ -133,7 +136,8 @@ class RowChunks:
         dq = ring.gradients(rings, (job.needs_grad[0], False, False))[0]
         if dq is not None and shared:
             dq = dq.to(job.wire_dtype)
-            (dq,) = rows_to_heads(job, self.call, run.name, (dq,), (job.heads,), lse.dtype)
+            order, heads = job.chunks[index].order, (job.heads,)
+            (dq,) = rows_to_heads(job, self.call, run.name, (dq,), heads, lse.dtype, order)
         return dq
 
     def gradients(self) -> Gradients:
@@ -148,7 +152,7 @@ class RowChunks:
             name, heads = f"{job.backward.name}: keys", (job.kv_heads, job.kv_heads)
             narrow = [None if g is None else g.to(job.wire_dtype) for g in (dk, dv)]
             dtype = accumulation_dtype(self.keys[0].dtype)
-            dk, dv = rows_to_heads(job, self.call, name, narrow, heads, dtype)
+            dk, dv = rows_to_heads(job, self.call, name, narrow, heads, dtype, job.order)
         dsink = None
         if self._dsink is not None:
             dsink = self._dsink.new_zeros(job.heads)

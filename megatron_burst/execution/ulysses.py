@@ -2,8 +2,9 @@
 
 The ranks of a ulysses group hold different rows of the sequence and all heads; after `scatter`
 each holds the rows of the whole group and its share of the heads, and after `gather` it is as
-before. With one ulysses group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D
-attention (LoongTrain section 4.2). Where key/value heads are fewer than ranks each rank takes
+before. `schedule.head_shares` decides in which order the ring sees these rows. With one ulysses
+group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section
+4.2). Where key/value heads are fewer than ranks each rank takes
 the one it needs, and the gradients of its copies are summed at home, in a dtype of the caller's
 choice: what travels may be narrower. Knows heads and rows only.
 What goes to one rank is one message, with an envelope like those of the rings.
@@ -30,16 +31,24 @@ def heads_here(job: Job) -> slice:
     return Share(job.heads, len(job.ulysses_links)).of(job.ulysses.rank)
 
 
-def heads_to_rows(job: Job, call: CallTag, name: str, tensors: Tensors) -> Tensors:
+def heads_to_rows(
+    job: Job, call: CallTag, name: str, tensors: Tensors, order: torch.Tensor | None
+) -> Tensors:
     """What the ring sees: all rows of the ranks that share heads, and this rank's heads.
 
-    name: of the pass, the same on every rank, for envelopes and errors.
+    name: of the pass, the same on every rank, for envelopes and errors. order: of the rows, as
+    `Job.order`.
     """
     if len(job.ulysses_links) == 1:
         return tensors
     envelope = Envelope(call, crc32(f"{name} heads to rows".encode()))
     label = f"{name}, ulysses rank {job.ulysses.rank}"
-    return tuple(scatter(job.ulysses, job.ulysses_links, tensors, envelope, label))
+    whole = scatter(job.ulysses, job.ulysses_links, tensors, envelope, label)
+    if order is not None:
+        for index, tensor in enumerate(whole):  # one by one: the first are free before the last
+            whole[index] = tensor.index_select(0, order)
+            del tensor
+    return tuple(whole)
 
 
 def rows_to_heads(
@@ -49,10 +58,15 @@ def rows_to_heads(
     tensors: Sequence[torch.Tensor | None],
     heads: Sequence[int],
     sums: torch.dtype,
+    order: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """The inverse of `heads_to_rows`. heads: of each tensor, on this rank; sums: as in `gather`."""
     if len(job.ulysses_links) == 1:
         return tuple(tensors)
+    if order is not None:
+        tensors = [
+            t if t is None else torch.empty_like(t).index_copy_(0, order, t) for t in tensors
+        ]
     envelope = Envelope(call, crc32(f"{name} rows to heads".encode()))
     label = f"{name}, ulysses rank {job.ulysses.rank}"
     return tuple(gather(job.ulysses, job.ulysses_links, tensors, heads, sums, envelope, label))

@@ -1,5 +1,5 @@
 """Attention of a pair of shards by stock operators: one operator call for every tile, or for many
-that lie end to end where the operator takes sequences of different lengths.
+that follow each other where the operator takes sequences of different lengths.
 
 This module decides how a tile becomes the arguments of such a call; `operators` and `flash` hold
 the operators.
@@ -95,10 +95,12 @@ class AtenKernel:
         for item in _items(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
             part, stats = self._forward(item, q[:, :, r], k[:, :, c], v[:, :, c], scoring.scale)
-            # Operators return lse 0 for a row that a bias hides entirely; merged as it is, that
-            # would weigh like a key. `merge_` leaves rows alone where lse is -inf.
+            # `merge_` leaves rows alone where lse is -inf. Operators return 0 for a row that a bias
+            # hides entirely, which would weigh like a key, and +inf for one without columns.
             if item.blind is not None:
                 stats = stats.masked_fill(item.blind, float("-inf"))
+            if item.lengths is not None and item.lengths.idle:
+                stats = stats.masked_fill(stats == float("inf"), float("-inf"))
             # Back to [s, b, h, w]; columns beyond the width of the values are padding.
             part = part.permute(2, 0, 1, 3)[..., :value_width]
             merge_(out[r], lse[r], part, stats.permute(2, 0, 1))
@@ -159,7 +161,7 @@ class AtenKernel:
 
 class _TileWork(NamedTuple):
     """What one operator call needs: a tile and, of a table, what is hidden and which rows see
-    nothing; of tiles end to end what they lie in, their lengths, and what each would need."""
+    nothing; of joined tiles what they lie in, their lengths, and what each would need."""
 
     tile: Tile
     hidden: torch.Tensor | None  # bool [rows, columns]
@@ -173,6 +175,8 @@ class _TileWork(NamedTuple):
         windows of operators are aligned to the last row and column."""
         if self.tile.band is None:
             return None
+        if self.lengths is not None:  # each sequence is a square
+            return self.tile.band
         rows, columns = self.tile.shape
         left, right = self.tile.band
         return left + columns - rows, right + rows - columns

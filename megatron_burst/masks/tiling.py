@@ -188,7 +188,8 @@ class Cutter:
 
         Raises ValueError for a mask that needs tables or windows which the kernel does not take.
         """
-        return tuple(_joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans))))
+        tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans)))
+        return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
         """The tiles of every pair of slices that sees something."""
@@ -337,6 +338,31 @@ def _touch(a: Tile, b: Tile, same: str, along: str) -> bool:
     first, second = getattr(a, along), getattr(b, along)
     one_step = first.step == second.step == 1 and first.stop == second.start
     return getattr(a, same) == getattr(b, same) and one_step
+
+
+def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
+    """The tiles, of which a triangle, what the next rows see of its columns and these rows' own
+    triangle are one: pieces of one document that a rank holds, such as the halves of zigzag."""
+    found: list[Tile] = []
+    for tile in tiles:
+        found.append(tile)
+        if len(found) >= 3 and _are_steps(*found[-3:]):
+            first, _, last = found[-3:]
+            rows = slice(first.rows.start, last.rows.stop, 1)
+            columns = slice(first.columns.start, last.columns.stop, 1)
+            found[-3:] = [Tile(rows, columns, triangle=True)]
+    return found
+
+
+def _are_steps(upper: Tile, square: Tile, lower: Tile) -> bool:
+    """Are these a lower triangle, in this order: its top, its square and its bottom?"""
+    plain = not square.triangle and square.table is None and square.band is None
+    steps = {part.step for tile in (upper, square, lower) for part in (tile.rows, tile.columns)}
+    return (
+        upper.triangle and plain and lower.triangle and steps == {1}
+        and square.rows == lower.rows and square.columns == upper.columns
+        and upper.rows.stop == lower.rows.start and upper.columns.stop == lower.columns.start
+    )  # fmt: skip
 
 
 def _length(part: slice) -> int:

@@ -26,6 +26,7 @@ from ..recompute import selection
 from ..schedule import cost
 from ..schedule.cost import Sizes
 from ..schedule.demand import Wanted, wanted
+from ..schedule.head_shares import shared_rows
 from ..schedule.rings import Schedule
 from ..schedule.row_cut import own_spans, row_cuts
 from ..schedule.tables import Grid
@@ -39,12 +40,13 @@ class Passes(NamedTuple):
     """What a plan has of the ring of one rank; the same in every micro-batch of equal options.
 
     schedules: forward and backward of every row chunk. again: of every row chunk, if results are
-    kept. digest: of the tables of all schedules.
+    kept. order: as of `Job`. digest: of the tables of all schedules.
     """
 
     schedules: tuple[tuple[Schedule, Schedule], ...]
     chunks: tuple[RowChunk, ...]
     again: tuple[Recompute, ...]
+    order: torch.Tensor | None
     digest: int
 
 
@@ -248,6 +250,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
         tuple((without_tables(each.forward), without_tables(each.backward)) for each in scheduled),
         tuple(chunks),
         tuple(again),
+        _order(ring, None),
         hash(tuple(schedule.tables.digest for schedule in made)),
     )
 
@@ -265,10 +268,23 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     name = f"attention backward, side {backward.side}{which}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
+        order=_order(ring, rows),
         forward=make_pass(f"attention forward{which}", forward, rank, works, device, kept),
         backward=make_pass(name, backward, rank, works, device, kept),
         recompute=partial,
     )
+
+
+def _order(ring: RingRequest, rows: np.ndarray | None) -> torch.Tensor | None:
+    """In which order this rank has these rows of all ranks that share heads; rows: None for all."""
+    layout, groups, length = ring.request.layout, ring.groups, ring.seq_len
+    members = groups.topology.ulysses_group(groups.rank)
+    if rows is None:
+        shards = [layout.spans(rank, length) for rank in members]
+    else:
+        shards = [own_spans(layout, rank, length, rows) for rank in members]
+    order = shared_rows(shards).order
+    return None if order is None else to_device(order, ring.request.tensors[0].device)
 
 
 def _partial_pass(again: Again, rank: int, run: Pass, device: torch.device) -> PartialPass:

@@ -131,6 +131,7 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         kv_heads=k.shape[2],
         head_chunks=options.head_chunks or 1,
         chunks=made.chunks,
+        order=made.order,
     )
     return Plan(
         groups=groups,

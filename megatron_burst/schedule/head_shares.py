@@ -1,4 +1,5 @@
-"""How heads are divided: among the ranks of a ulysses group, and into head chunks on one rank.
+"""How heads are divided: among the ranks of a ulysses group, and into head chunks on one rank; and
+in which order a rank of a group has the rows of all of them.
 
 Plain arithmetic, so that validation, the executor and the simulator use the same rule, also before
 there are process groups. Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares; where there
@@ -7,8 +8,12 @@ are fewer key/value heads than ranks, several ranks take a copy of the same head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from ..layout import Span
 from .topology import Topology, alternatives
 
 
@@ -59,6 +64,56 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
         some = "algorithm='hybrid' with head above 1, " if any(n > 1 for n in sizes) else ""
         fix += f" (and {some}algorithm='burst' with any)"
     raise ValueError(f"groups: {reason}; {fix}")
+
+
+class SharedRows(NamedTuple):
+    """The rows that each rank of a ulysses group has while they share heads.
+
+    spans: of their positions. order: int64, of each of these rows its number among the rows of the
+    first rank, then of the second, ...; None where that is their order.
+    """
+
+    spans: tuple[Span, ...]
+    order: np.ndarray | None
+
+
+def shared_rows(shards: Sequence[Sequence[Span]]) -> SharedRows:
+    """The rows of ranks with these shards, in the order of their positions where that makes fewer
+    spans of them: shards of zigzag and striped layouts become parts of the sequence again, which
+    take few calls of a kernel."""
+    spans = [span for shard in shards for span in shard]
+    joined = None if len(shards) == 1 else _joined_stripes(spans) or _joined_runs(spans)
+    if joined is None:
+        return SharedRows(tuple(spans), None)
+    positions = np.concatenate([span.positions() for span in spans])
+    in_order = bool((np.diff(positions) > 0).all())
+    return SharedRows(tuple(joined), None if in_order else np.argsort(positions))
+
+
+def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
+    """Equally long stripes with equal distances between them are one span of a smaller stride."""
+    if len(spans) < 2:
+        return None
+    starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]
+    step = stride // len(spans)
+    equal = all(span[1:] == (stride, length) for span in spans) and step * len(spans) == stride
+    if not equal or (np.diff(starts) != step).any():
+        return None
+    return [Span(starts[0], step, length * len(spans))]
+
+
+def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
+    """Runs of positions in their order, those that touch joined; None where none do, or where there
+    are other spans."""
+    if any(span.stride > 1 for span in spans if span.length > 1):
+        return None
+    joined: list[Span] = []
+    for start, _, length in sorted(spans):
+        if joined and joined[-1].last + 1 == start:
+            last = joined.pop()
+            start, length = last.start, last.length + length
+        joined.append(Span(start, 1, length))
+    return joined if len(joined) < len(spans) else None
 
 
 def deferred_chunks(count: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from ..layout import Layout, Span
 from ..layout.row_chunks import row_chunks, runs
 from .bundles import spans_of
+from .head_shares import shared_rows
 from .topology import Topology
 
 
@@ -28,7 +29,7 @@ def row_cuts(
     members = [topology.ulysses_group(member) for member in topology.ring(0)]
     for rows in row_chunks(layout, seq_len // layout.cp_size, count, blocks):
         shards = (
-            tuple(s for rank in ranks for s in own_spans(layout, rank, seq_len, rows))
+            shared_rows([own_spans(layout, rank, seq_len, rows) for rank in ranks]).spans
             for ranks in members
         )
         yield RowCut(rows, tuple(shards))

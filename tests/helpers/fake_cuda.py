@@ -8,6 +8,7 @@ CUDA.
 
 import inspect
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,7 +20,7 @@ import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution.function import InProcessAttention
 from megatron_burst.kernels import native
-from megatron_burst.planning import build
+from megatron_burst.planning import build, pipeline
 
 try:
     from triton.runtime.jit import JITFunction
@@ -128,11 +129,14 @@ class Call:
             self.sink = torch.empty(h, device="cuda") if sink else None
         self.groups, self.size = groups, groups.size
 
-        def to_device(*args, own=build.to_device):
+        def to_device(own, *args):
             with running(mode):  # numbers of rows are made on the host
                 return own(*args)
 
-        with mock.patch.object(build, "to_device", to_device):
+        with ExitStack() as stack:
+            for module in (build, pipeline):
+                sent = partial(to_device, module.to_device)
+                stack.enter_context(mock.patch.object(module, "to_device", sent))
             self.plan = mb.prepare(
                 self.q, self.k, self.v, groups=groups, needs_grad=(True, True, True),
                 sink=self.sink, **options,

@@ -48,6 +48,7 @@ CALLS = {
     "triton query": ("both", {"algorithm": "hybrid", "kernel": "triton", "side": "query",
                               "head_chunks": 2, "sink": True}, WIDE),
 }  # fmt: skip
+JOINED = "documents", "all gather", "hybrid"
 NEEDS_TRITON = ("triton", "triton query")
 
 
@@ -131,12 +132,12 @@ def test_a_whole_call(name):
             both(call)
     assert sync.uploads == 0
     # of each rank: forward's tables and backward's; the reference kernel's of each pair; where
-    # documents lie end to end, where each begins
+    # tiles are joined, where each begins
     most = {"triton": 2 * call.size, "reference": sum(call.pairs)}
-    most |= {"aten": call.size} if name == "documents" else {}
+    most |= {"aten": sum(call.pairs)} if name in JOINED else {}
     assert first <= most.get(options["kernel"], 0)
     operators = 2 if options["kernel"].startswith("aten") else 0
-    assert len(arguments.seen) == operators + (name == "documents")
+    assert len(arguments.seen) == operators + (name in JOINED)
 
 
 def both(call, kept=None):
@@ -224,7 +225,7 @@ def test_a_checkpoint(keep):
     with fake_cuda.device() as mode:
 
         def to_device(*args, own=pipeline.to_device):
-            with fake_cuda.running(mode), sync:
+            with sync:
                 return own(*args)
 
         with mock.patch.object(pipeline, "to_device", to_device):

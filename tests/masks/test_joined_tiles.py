@@ -1,4 +1,4 @@
-"""Documents that a rank holds whole: tiles end to end are one call."""
+"""Tiles that follow each other in rows and columns are one call."""
 
 from itertools import pairwise
 
@@ -12,17 +12,22 @@ from kernel_runs import assert_exact, run, tensors
 from test_tiles import painted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import megatron_burst as mb
+from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
 from megatron_burst.kernels.operators import CpuFlash, CudaFlash, Joined, Lengths, joined
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Window
 from megatron_burst.masks.tiling import Cutter, Tile
+from megatron_burst.schedule.cost import ring_spans
+from megatron_burst.schedule.topology import Topology
 
 ENDS = [0, 5, 6, 14, 17, 40, 48]
 
 
 class OneByOne(CpuFlash):
-    """Takes many sequences, as FlashAttention does, and computes them one after another."""
+    """Takes many sequences, as FlashAttention does, and computes them one after another. As there,
+    a row without columns gets lse +inf."""
 
     limits = None, None
     windows = joins = True
@@ -41,9 +46,13 @@ class OneByOne(CpuFlash):
 
     def forward(self, q, k, v, causal, bias, window, scale):
         self.calls.append(1)
+        if not q.shape[2] or not k.shape[2]:
+            return torch.zeros_like(q), q.new_full(q.shape[:3], float("inf"))
         return super().forward(q, k, v, *self._masked(q, k, causal, window), None, scale)
 
     def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+        if not q.shape[2] or not k.shape[2]:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         masked = self._masked(q, k, causal, window)
         return super().backward(dout, q, k, v, out, lse, *masked, None, scale)
 
@@ -66,8 +75,11 @@ class OneByOne(CpuFlash):
     def _sequences(self, lengths):
         bounds = [x.tolist() for x in lengths.on(torch.device("cpu"))]
         parts = [[slice(a, b) for a, b in pairwise(x)] for x in bounds]
-        longest = tuple(max(s.stop - s.start for s in side) for side in parts)
-        assert longest == lengths.longest
+        sizes = [[s.stop - s.start for s in side] for side in parts]
+        rows, columns = map(max, sizes)
+        # Where the longest has one row, FlashAttention 2 takes it that all have one.
+        assert lengths.longest == (rows if min(sizes[0]) else max(rows, 2), columns)
+        assert lengths.idle == (min(sizes[1]) == 0)
         return list(zip(*parts, strict=True))
 
 
@@ -108,8 +120,85 @@ def test_shares_of_a_document_are_computed_beside_those_that_are_whole(name):
     truth = oracle.attention(*inputs, seen(positions, rule))
     got = run(AtenKernel("aten", operator), mask, *inputs, spans=spans)
     assert_exact(got, (truth[0], *truth[2:]))
-    if name == "causal":  # all rows' own, and the early share under the late one
-        assert sorted(operator.calls[:2]) == [1, 6]
+    if name == "causal":  # the shares are one triangle, and with the other documents one call
+        assert operator.calls[0] == 5
+
+
+PADDED = np.cumsum([0, 12, 24, 12, 36, 60, 12])  # multiples of 2 x 3 ranks
+ODD = [0, 5, 6, 31, 80, 81, 99, 156]
+
+
+@pytest.mark.parametrize("side", ["kv", "query"])
+@pytest.mark.parametrize(
+    ("layout", "ends"),
+    [("zigzag of documents", PADDED), ("zigzag", ODD), ("striped", ODD), ("striped", PADDED),
+     ("balanced", ODD), ("contiguous", PADDED)],
+    ids=lambda x: x if isinstance(x, str) else "odd" if x is ODD else "padded",
+)  # fmt: skip
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_call_over_three_ranks_by_joined_tiles(layout, ends, side, window):
+    """Rows and columns between the sequences of a call change nothing."""
+    mask = Documents(ends) & (Causal() if window is None else Window(window, 0))
+    length = int(ends[-1])
+    given = {"cu_seqlens": ends} if layout in ("zigzag of documents", "balanced") else {}
+    layout = mb.layout.make(layout.partition(" ")[0], cp_size=3, **given)
+    own = np.searchsorted(ends, np.arange(length), side="right")
+    place = np.arange(length)
+    seen = (own[:, None] == own) & (place[:, None] >= place)
+    seen &= place[:, None] - place <= (length if window is None else window)
+    q, k, v, dout = tensors(length, 1, (4, 2), (8, 8))
+    out, _, *grads = oracle.attention(q, k, v, dout, torch.from_numpy(seen))
+    parts = [[mb.shard(x, layout, r, dim=0) for r in range(3)] for x in (q, k, v, dout)]
+    shards = [[part.clone().requires_grad_() for part in each] for each in parts[:3]]
+    groups = mb.Groups.in_process(intra=3)
+    options = {"layout": layout, "mask": mask, "side": side}
+    kernel = AtenKernel("aten", OneByOne())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.KERNELS, "aten", lambda device, beside_rings: kernel)
+        outs = mb.attention(*shards, groups=groups, algorithm="ring", kernel="aten", **options)
+    torch.autograd.backward(outs, parts[3])
+    assert oracle.worst(mb.unshard(outs, layout, dim=0), out) < 1e-11
+    for each, wanted in zip(shards, grads, strict=True):
+        assert oracle.worst(mb.unshard([x.grad for x in each], layout, dim=0), wanted) < 1e-11
+    assert max(kernel.operator.calls) > 3
+
+
+# Calls of an operator that takes many sequences, of the rank with most, per layer and pass: 100
+# documents over 8 ranks in a ring, in ulysses groups of 4, and in one group of all.
+CALLS = {
+    "padded zigzag": (8, 2, 1),
+    "padded striped": (8, 14, 1),
+    "odd zigzag": (3, 2, 1),
+    "odd striped": (8, 14, 1),
+    "odd balanced": (5, 3, 1),
+    "odd contiguous": (2, 2, 1),
+    "dense zigzag": (8, 2, 1),
+    "dense striped": (8, 14, 1),
+}
+
+
+def calls(name, size, ulysses):
+    """name: of `CALLS`."""
+    kind, _, layout = name.partition(" ")
+    lengths = np.random.default_rng(0).lognormal(7, 1, 100).astype(int) + 1
+    multiple = 2 * size
+    ends = np.cumsum([0, *(-(-lengths // multiple) * multiple if kind == "padded" else lengths)])
+    ends[-1] += -ends[-1] % multiple
+    mask = Causal() if kind == "dense" else Documents(ends) & Causal()
+    given = {"cu_seqlens": ends} if name in ("padded zigzag", "odd balanced") else {}
+    made = mb.layout.make(layout, cp_size=size, **given)
+    spans = ring_spans(made, Topology(size, size, ulysses), int(ends[-1]))
+    kernel = AtenKernel("aten", CudaFlash())
+    return max(sum(len(kernel.work_for(mask, q, k) or ()) for k in spans) for q in spans)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_per_layer_and_pass(name):
+    assert tuple(calls(name, 8, ulysses) for ulysses in (1, 4, 8)) == CALLS[name]
+
+
+def test_more_ranks_make_as_many_calls_as_pairs():
+    assert calls("padded zigzag", 32, 1) == 32
 
 
 @given(
@@ -138,10 +227,15 @@ def joined_is_right(part: Joined):
     size = (rows[-1].item(), columns[-1].item())
     assert size == part.whole.shape
     assert rows.dtype == columns.dtype == torch.int32
-    for n, tile in enumerate(part.tiles):
-        top, left = part.whole.rows.start, part.whole.columns.start
-        assert (tile.rows.start, tile.rows.stop) == (top + rows[n], top + rows[n + 1])
-        assert (tile.columns.start, tile.columns.stop) == (left + columns[n], left + columns[n + 1])
+    top, left = part.whole.rows.start, part.whole.columns.start
+    bounds = (rows + top).tolist(), (columns + left).tolist()
+    sequences = zip(*map(pairwise, bounds), strict=True)
+    computed = [each for each in sequences if all(a < b for a, b in each)]
+    assert computed == [
+        ((tile.rows.start, tile.rows.stop), (tile.columns.start, tile.columns.stop))
+        for tile in part.tiles
+    ]
+    for tile in part.tiles:
         # What the call computes of this sequence is what the tile shows.
         inner = Tile(tile.rows, tile.columns, part.whole.triangle, band=part.whole.band)
         shape = tile.rows.stop, tile.columns.stop
@@ -151,7 +245,7 @@ def joined_is_right(part: Joined):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (3, 0))])
 def test_cudas_operator_takes_the_arguments_we_pass(causal, window):
     """On fake tensors: torch checks the call, and says what comes out."""
-    lengths = Lengths([Tile(slice(0, n), slice(0, n)) for n in (5, 1, 10)])
+    lengths = Lengths([(n, n) for n in (5, 1, 10)])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         device = torch.device("cuda:0")
         lengths._there[device] = tuple(

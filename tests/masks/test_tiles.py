@@ -13,7 +13,7 @@ import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import BlockSparse, Causal, Dense, Dilated, Documents, Full, Window
-from megatron_burst.masks.tiling import Cutter
+from megatron_burst.masks.tiling import Cutter, Tile
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WHOLE = Cutter(band_rows=None, table_rows=None)
@@ -119,10 +119,13 @@ def test_tiles_of_every_pair_of_ranks_are_the_dense_mask(ranks, layout, mask):
 
 
 def test_zigzag_makes_few_calls():
-    """Own shard: two triangles and the square between them; others: one rectangle each."""
+    """Own shard: a triangle; others: one rectangle each. A kernel that takes triangles in blocks
+    gets the own shard as two triangles and the square between them."""
     spans_of = [mb.layout.make("zigzag", cp_size=2).spans(rank, 16) for rank in (0, 1)]
     own = WHOLE.tiles(Causal(), spans_of[0], spans_of[0])
-    assert sorted(tile.triangle for tile in own) == [False, True, True]
+    assert own == (Tile(slice(0, 8, 1), slice(0, 8, 1), triangle=True),)
+    blocks = Cutter(4, None).tiles(Causal(), spans_of[0], spans_of[0])
+    assert sorted(tile.triangle for tile in blocks) == [False, True, True]
     (ahead,) = WHOLE.tiles(Causal(), spans_of[1], spans_of[0])
     (behind,) = WHOLE.tiles(Causal(), spans_of[0], spans_of[1])
     rectangles = [(tile.rows, tile.columns, tile.triangle) for tile in (ahead, behind)]
