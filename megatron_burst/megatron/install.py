@@ -77,9 +77,9 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         training_hooks.load()  # before `opened` looks for seams
     with patching.patch_set(_NAME) as patches, patching.opened(patches):
         attention_hooks.patch_attention(patches)
-        # Both check signatures, while all can be undone.
-        slicing_patches(layout or "striped")
-        rope_patches(layout or "striped")
+        # Signatures of what a layout replaces, while all can be undone.
+        for owner, name, parameters, _ in (*slicing_patches(""), *rope_patches("")):
+            patching.require_function(owner, name, parameters)
         attention_hooks.patch_recompute(patches)
         forward_attention.patch(patches)
         fused_loss.patch(patches)
@@ -112,10 +112,10 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
         from .data.slicing import slicing_patches
 
         with patching.opened(patches, "slicing"):
-            for home, name, replacement in slicing_patches(layout):
-                patches.replace_function(home, name, replacement)
-        for cls, name, replacement in rope_patches(layout):
-            patches.replace(cls, name, replacement)
+            for each in slicing_patches(layout):
+                patches.wrap(*each)
+        for each in rope_patches(layout):
+            patches.wrap(*each)
         patches.notes["sliced"] = True
 
 

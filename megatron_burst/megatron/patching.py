@@ -14,13 +14,14 @@ module before they need Megatron.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +29,16 @@ from typing import Any, NamedTuple
 from ..seam import PLACES, Seam, SeamPlace, inside
 
 _installed: dict[str, PatchSet] = {}
+
+
+class Wrap(NamedTuple):
+    """A function of a module or a class, the parameters that it must have, and what runs in its
+    place: `around`, which gets the function before what it is called with."""
+
+    owner: Any
+    name: str
+    parameters: Sequence[str]
+    around: Callable[..., Any]
 
 
 @dataclass
@@ -57,6 +68,26 @@ class PatchSet:
         original = getattr(home, name)
         rename_everywhere(name, original, value)
         self._undo.append(lambda: rename_everywhere(name, value, original))
+
+    def wrap(
+        self, owner: Any, name: str, parameters: Sequence[str], around: Callable[..., Any]
+    ) -> None:
+        """Replace a function as a `Wrap` says, whose fields these are.
+
+        Raises `RuntimeError` unless there is one, with (at least) these parameters.
+        """
+        original = require_function(owner, name, parameters)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **named: Any) -> Any:
+            return around(original, *args, **named)
+
+        if hasattr(original, "cache_clear"):  # Megatron empties the cache of its own method
+            vars(replacement)["cache_clear"] = lambda: None
+        if inspect.ismodule(owner):
+            self.replace_function(owner, name, replacement)
+        else:
+            self.replace(owner, name, replacement)
 
     def on_undo(self, action: Callable[[], object]) -> None:
         """Run `action` when the set is removed."""
@@ -155,6 +186,21 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
             f"Megatron-Core {megatron.core.__version__}: {symbol} takes {found}, without "
             f"{missing}; this version of megatron_burst does not support it"
         )
+
+
+def given_to(function: Callable, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `function`, by name."""
+    return bound_to(function, args, named).arguments
+
+
+def bound_to(
+    function: Callable, args: Sequence[Any], named: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call of `function`, which may be changed before it is made."""
+    return signature_of(function).bind(*args, **named)
+
+
+signature_of = functools.lru_cache(maxsize=128)(inspect.signature)
 
 
 def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callable:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from .checks.problem import refuse
 from .checks.splitting import adopted
 from .data import datasets
 from .data.slicing import context_group
-from .patching import PatchSet, log, require_function, show_log
+from .patching import PatchSet, bound_to, log, show_log
 
 _ASKED = "flags"  # note: the flags of this process, once they are parsed
 _SIZES = (
@@ -54,33 +54,32 @@ def patch(patches: PatchSet, configure: Configure) -> None:
 
     configure: called as `configure(transformer_config, burst_config, seq_length=...)`.
     """
-    for module, name, parameters, wrap in (
+    for module, name, parameters, around in (
         ("arguments", "add_megatron_arguments", ["parser"], _with_flags),
         ("arguments", "validate_args", ["args", "defaults"], _validating),
         ("yaml_arguments", "validate_yaml", ["args", "defaults"], _validating),
-        ("arguments", "core_transformer_config_from_args", ["args"], _configuring(configure)),
+        (
+            "arguments",
+            "core_transformer_config_from_args",
+            ["args"],
+            partial(_configuring, configure),
+        ),
         ("checkpointing", "check_checkpoint_args", ["checkpoint_args"], _comparing),
     ):
         home = importlib.import_module(f"megatron.training.{module}")
-        original = require_function(home, name, parameters)
-        patches.replace_function(home, name, wrap(original, patches))
+        patches.wrap(home, name, parameters, partial(around, patches))
     datasets.patch_masks(patches)
     datasets.patch_stages(patches)
     patch_validation(patches)
-    name = "initialize_model_parallel"
-    original = require_function(parallel_state, name, ["context_parallel_size"])
-    patches.replace_function(parallel_state, name, _agreeing(original, patches))
+    name, around = "initialize_model_parallel", partial(_agreeing, patches)
+    patches.wrap(parallel_state, name, ["context_parallel_size"], around)
 
 
-def _with_flags(original: Callable, patches: PatchSet) -> Callable:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: Any) -> Any:
-        parser = original(parser)
-        flags.add_flags(parser, algorithm=flags.OFF)
-        _mend_help(parser)
-        return parser
-
-    return add_megatron_arguments
+def _with_flags(patches: PatchSet, original: Callable, parser: Any) -> Any:
+    parser = original(parser)
+    flags.add_flags(parser, algorithm=flags.OFF)
+    _mend_help(parser)
+    return parser
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -92,20 +91,17 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def _validating(original: Callable, patches: PatchSet) -> Callable:
+def _validating(
+    patches: PatchSet, original: Callable, args: Any, *others: Any, **named: Any
+) -> Any:
     """Check our flags before Megatron checks its own: few of its assertions name a flag."""
-
-    @functools.wraps(original)
-    def validate(args: Any, *others: Any, **named: Any) -> Any:
-        show_log(patches)
-        _settle(args)
-        check_flags(args, sys.argv[1:])
-        patches.notes[_ASKED] = _facts(args)
-        if command_line.takes_over(args):
-            datasets.replace_masks(args, patches)
-        return original(args, *others, **named)
-
-    return validate
+    show_log(patches)
+    _settle(args)
+    check_flags(args, sys.argv[1:])
+    patches.notes[_ASKED] = _facts(args)
+    if command_line.takes_over(args):
+        datasets.replace_masks(args, patches)
+    return original(args, *others, **named)
 
 
 def _settle(args: Any) -> None:
@@ -136,16 +132,11 @@ def _facts(args: Any) -> dict[str, Any]:
     return flags.stated(args) | sizes
 
 
-def _agreeing(original: Callable, patches: PatchSet) -> Callable:
+def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
     """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
-
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **named: Any) -> Any:
-        if _ASKED in patches.notes:
-            agree(patches.notes[_ASKED], _gather)
-        return original(*args, **named)
-
-    return initialize_model_parallel
+    if _ASKED in patches.notes:
+        agree(patches.notes[_ASKED], _gather)
+    return original(*args, **named)
 
 
 def _gather(header: torch.Tensor) -> list[torch.Tensor]:
@@ -154,34 +145,26 @@ def _gather(header: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def _configuring(configure: Configure) -> Callable[[Callable, PatchSet], Callable]:
-    def wrap(original: Callable, patches: PatchSet) -> Callable:
-        @functools.wraps(original)
-        def config_from(args: Any, *others: Any, **named: Any) -> Any:
-            config = original(args, *others, **named)
-            _settle(args)
-            length = getattr(args, "seq_length", None)
-            return configure(config, flags.burst_config(args), seq_length=length)
-
-        return config_from
-
-    return wrap
+def _configuring(
+    configure: Configure, _: PatchSet, original: Callable, args: Any, *others: Any, **named: Any
+) -> Any:
+    config = original(args, *others, **named)
+    _settle(args)
+    length = getattr(args, "seq_length", None)
+    return configure(config, flags.burst_config(args), seq_length=length)
 
 
-def _comparing(original: Callable, patches: PatchSet) -> Callable:
+def _comparing(
+    patches: PatchSet, original: Callable, checkpoint_args: Any, *others: Any, **named: Any
+) -> Any:
     """Log on rank 0 which of our flags, and sizes, differ from those of the checkpoint's run."""
-
-    @functools.wraps(original)
-    def check_checkpoint_args(checkpoint_args: Any, *others: Any, **named: Any) -> Any:
-        result = original(checkpoint_args, *others, **named)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        now = patches.notes.get(_ASKED)
-        if rank == 0 and now is not None:
-            for line in changes(checkpoint_args, now):
-                log(line)
-        return result
-
-    return check_checkpoint_args
+    result = original(checkpoint_args, *others, **named)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    now = patches.notes.get(_ASKED)
+    if rank == 0 and now is not None:
+        for line in changes(checkpoint_args, now):
+            log(line)
+    return result
 
 
 def changes(saved: Any, now: dict[str, Any]) -> list[str]:
@@ -202,24 +185,17 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
 def patch_validation(patches: patching.PatchSet) -> None:
     """Add to a set of patches what `--sft` needs of `megatron.training`."""
     home = importlib.import_module("megatron.training.training")
-    original = require_function(home, "evaluate", ["forward_step_func"])
-    patches.replace_function(home, "evaluate", _evaluating(original))
+    patches.wrap(home, "evaluate", ["forward_step_func"], _evaluating)
 
 
-def _evaluating(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def evaluate(*args: Any, **named: Any) -> Any:
-        group = context_group()
-        sft = getattr(importlib.import_module("megatron.training").get_args(), "sft", False)
-        if not sft or group.size() == 1 or not splits_attention(group):
-            return original(*args, **named)
-        bound = signature.bind(*args, **named)
-        bound.arguments["forward_step_func"] = _summing(bound.arguments["forward_step_func"], group)
-        return original(*bound.args, **bound.kwargs)
-
-    return evaluate
+def _evaluating(original: Callable, *args: Any, **named: Any) -> Any:
+    group = context_group()
+    sft = getattr(importlib.import_module("megatron.training").get_args(), "sft", False)
+    if not sft or group.size() == 1 or not splits_attention(group):
+        return original(*args, **named)
+    bound = bound_to(original, args, named)
+    bound.arguments["forward_step_func"] = _summing(bound.arguments["forward_step_func"], group)
+    return original(*bound.args, **bound.kwargs)
 
 
 def _summing(forward_step: Callable, group: Any) -> Callable:

@@ -7,8 +7,6 @@ own calls Transformer Engine, which supports one layout and needs documents padd
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 
 from ..megatron import patching
 from ..megatron.data.cut import cut_of_run, installed_layout
-from ..megatron.patching import require_function
+from ..megatron.patching import given_to
 
 _NAME = "recipes, packed"
 _STEP = "megatron.bridge.training.gpt_step"
@@ -32,30 +30,23 @@ def patch_bridge() -> None:
     step = sys.modules.get(_STEP)
     if step is None or patching.installed(_NAME) is not None:
         return
-    original = require_function(step, _CUT, ["batch"])
     with patching.patch_set(_NAME) as patches:
-        patches.replace_function(step, _CUT, _cutting(original))
+        patches.wrap(step, _CUT, ["batch"], _cutting)
 
 
-def _cutting(original: Callable) -> Callable:
+def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     # Late, because it imports Megatron-Core, and a recipe may be written where there is none.
     from ..megatron.data.slicing import context_group, take
 
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def partition_packed_batch_for_cp(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        layout = installed_layout()
-        if layout is None:  # no model of this process has BurstAttention
-            return original(*args, **kwargs)
-        batch = signature.bind(*args, **kwargs).arguments["batch"]
-        group = context_group()
-        rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
-        documents = _trimmed(batch["cu_seqlens"]), None  # where documents start, padding included
-        rows_of_all = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
-        return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
-
-    return partition_packed_batch_for_cp
+    layout = installed_layout()
+    if layout is None:  # no model of this process has BurstAttention
+        return original(*args, **kwargs)
+    batch = given_to(original, args, kwargs)["batch"]
+    group = context_group()
+    rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
+    documents = _trimmed(batch["cu_seqlens"]), None  # where documents start, padding included
+    rows_of_all = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
+    return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
 
 
 def _spans(x: torch.Tensor, rows: list[torch.Tensor]) -> bool:

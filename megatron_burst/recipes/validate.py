@@ -7,9 +7,8 @@ ranks read the same configuration, so all raise the same error.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..megatron import patching, specs
@@ -17,7 +16,7 @@ from ..megatron.checks.config import backend_problems, config_problems
 from ..megatron.checks.features import lm_head_problems
 from ..megatron.checks.problem import Problem, refuse
 from ..megatron.data.cut import installed_layout
-from ..megatron.patching import check_version, require_parameters
+from ..megatron.patching import check_version
 from .kinds import translating
 from .layers import fields_of, is_ours
 
@@ -30,16 +29,13 @@ def hook_into_bridge() -> None:
         return
     check_version()
     container = importlib.import_module("megatron.bridge.training.config").ConfigContainer
-    original = container.validate
-    require_parameters(original, ["self"], "ConfigContainer.validate")
 
-    @functools.wraps(original)
-    def validate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def validate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         check(self)
         return original(self, *args, **kwargs)
 
     with patching.patch_set(_NAME) as patches:
-        patches.replace(container, "validate", validate)
+        patches.wrap(container, "validate", ["self"], validate)
 
 
 def check(recipe: Any) -> None:

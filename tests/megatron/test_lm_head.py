@@ -5,6 +5,7 @@ Documents are short, so loss masks are uneven; a warning (a second computation o
 any of these runs is an error of the test.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -98,7 +99,7 @@ def test_which_logits_exist(four, common, mode):
 
 def test_right_predictions_of_further_heads_are_counted_without_logits():
     stock = lambda *given: "stock"  # noqa: E731
-    counts = fused_loss._counting(stock)
+    counts = partial(fused_loss._counting, stock)
     logits = LazyLogits(None, None, None, None)
     labels, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 1, 1, 0]])
     assert counts(logits, labels, mask, None, None) == "stock"  # nothing is known yet

@@ -1,6 +1,7 @@
 """Mamba mixers: what stands in for mamba_ssm on a CPU, against the recurrence written out."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import mamba_ranks
@@ -15,6 +16,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_burst.megatron.attention import hooks
 from megatron_burst.megatron.linear import delta_net, mamba, state_layers
+from megatron_burst.megatron.patching import PatchSet
 from megatron_burst.testing.mamba import GatedNorm, split_conv1d_scan
 
 BATCH, TOKENS, HEADS, WIDTH, GROUPS, STATE, CONVOLUTION = 2, 11, 6, 3, 2, 5, 4
@@ -95,8 +97,8 @@ def test_other_mixers_are_refused_by_name():
         def __init__(self, config, pg_collection=None):
             self.built = True
 
-    built = state_layers.refusing(GatedDeltaProductMixer.__init__, "GatedDeltaProductMixer")
-    GatedDeltaProductMixer.__init__ = built
+    refuse = partial(state_layers.refuse_states, "GatedDeltaProductMixer")
+    PatchSet("other").wrap(GatedDeltaProductMixer, "__init__", ["config"], refuse)
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
     with pytest.raises(ValueError, match=r"^GatedDeltaProductMixer: only .* take --bu"):
@@ -136,7 +138,7 @@ def test_sparse_attention_of_megatrons_is_refused_by_name():
 def test_inference_with_states_that_travel_is_refused(layer, name):
     """Megatron's forward would take this rank's rows for the whole sequence."""
     kind = MambaMixer if layer is mamba else GatedDeltaNet
-    forward = state_layers.forward_of(inspect.unwrap(kind.forward), layer.KIND)
+    forward = partial(state_layers.forward, layer.KIND, inspect.unwrap(kind.forward))
     split = SimpleNamespace(_burst_states=object())
     given = {"hidden_states": torch.zeros(2, 1, 4), name: object()}
     given |= {"attention_mask": None} if layer is delta_net else {}
@@ -164,7 +166,7 @@ def test_a_subclass_with_methods_of_its_own_is_refused_by_name(layer, kind):
     def original(self, config, layer_number=1, pg_collection=None):
         raise AssertionError("built")
 
-    built = state_layers.constructor(original, layer.KIND)
+    built = partial(state_layers.construct, layer.KIND, original)
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
     with pytest.raises(ValueError, match=r"^Own: .* in which forward of Own would not run"):

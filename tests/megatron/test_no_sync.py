@@ -1,5 +1,7 @@
 """Packed batches on a fake GPU: what describes them is read once, what places them is sent once."""
 
+from functools import partial
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -42,9 +44,8 @@ def reads(monkeypatch):
 
 
 def rope():
-    return packed_rope(
-        rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd, "striped"
-    )
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+    return partial(packed_rope, "striped", rotate, rope_utils._apply_rotary_pos_emb_thd)
 
 
 def params(ends, **others):

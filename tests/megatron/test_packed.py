@@ -3,6 +3,7 @@
 import gc
 import inspect
 import weakref
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -245,7 +246,7 @@ def test_rope_of_newer_versions_is_told_the_longest_document_besides():
     def theirs(t, cu_seqlens, freqs, max_seqlen=None, cp_group=None):
         raise AssertionError("documents of uneven lengths are not laid out by themselves")
 
-    rope = packed_rope(theirs, lambda t, freqs: t * freqs, "zigzag")
+    rope = partial(packed_rope, "zigzag", lambda t, freqs: t * freqs, theirs)
     freqs = torch.arange(8.0).view(8, 1, 1, 1)  # of the whole pack
     ends = torch.tensor([0, 3, 8])
     turned = rope(torch.ones(4, 1, 1), ends, freqs, max_seqlen=5, cp_group=Group(1, 2))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from .. import patching
 from ..checks.splitting import splits
 from ..data.cut import group_of
 from ..offload.tier import tier_of
-from ..patching import require_parameters
+from ..patching import bound_to, given_to, require_function
 from .core_attention import BurstCoreAttention
 
 
@@ -28,26 +27,18 @@ def patch_attention(patches: patching.PatchSet) -> None:
     """Add to a set of patches what puts our core attention into attention layers."""
     stock = _stock_core_attentions()
     for cls in (Attention, MultiLatentAttention):
-        original = cls.__init__
-        symbol = f"{cls.__name__}.__init__"
-        require_parameters(original, ["config", "submodules", "pg_collection"], symbol)
-        patches.replace(cls, "__init__", _with_burst(original, stock))
-        forward = cls.forward
-        require_parameters(forward, ["packed_seq_params"], f"{cls.__name__}.forward")
-        patches.replace(cls, "forward", _in_group_of_batch(forward))
+        named = ["config", "submodules", "pg_collection"]
+        patches.wrap(cls, "__init__", named, partial(_with_burst, stock))
+        patches.wrap(cls, "forward", ["packed_seq_params"], _in_group_of_batch)
     for cls in stock:
-        require_parameters(
-            cls.__init__,
-            ["config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale",
-             "cp_comm_type", "pg_collection"],
-            f"{cls.__name__}.__init__",
-        )  # fmt: skip
-        require_parameters(
-            cls.forward,
-            ["query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias",
-             "packed_seq_params"],
-            f"{cls.__name__}.forward",
-        )  # fmt: skip
+        require_function(cls, "__init__", [
+            "config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale",
+            "cp_comm_type", "pg_collection",
+        ])  # fmt: skip
+        require_function(cls, "forward", [
+            "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias",
+            "packed_seq_params",
+        ])  # fmt: skip
 
 
 def _stock_core_attentions() -> tuple[type, ...]:
@@ -56,47 +47,35 @@ def _stock_core_attentions() -> tuple[type, ...]:
     return tuple(c for c in found if isinstance(c, type) and hasattr(c, "forward"))
 
 
-def _with_burst(original: Callable, stock: tuple[type, ...]) -> Callable:
-    """Wrap an attention constructor so that models with BurstAttention get our core attention."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        config, submodules = bound.arguments["config"], bound.arguments["submodules"]
-        burst = getattr(config, "burst", None)
-        ours = burst is not None and burst.algorithm != "megatron"
-        if ours and splits(config):
-            core = _replaced(submodules.core_attention, stock)
-            bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
-        original(*bound.args, **bound.kwargs)
-
-    return __init__
+def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """An attention constructor, from which models with BurstAttention get our core attention."""
+    bound = bound_to(original, args, kwargs)
+    config, submodules = bound.arguments["config"], bound.arguments["submodules"]
+    burst = getattr(config, "burst", None)
+    ours = burst is not None and burst.algorithm != "megatron"
+    if ours and splits(config):
+        core = _replaced(submodules.core_attention, stock)
+        bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
+    original(*bound.args, **bound.kwargs)
 
 
-def _in_group_of_batch(original: Callable) -> Callable:
-    """Wrap the forward of an attention layer: all of it uses the group that holds its micro-batch.
+def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention layer, all of which uses the group that holds its micro-batch.
 
     Up to 0.20 its rotary embedding takes the group that the layer was built with.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(getattr(self, "core_attention", None), BurstCoreAttention):
-            return original(self, *args, **kwargs)
-        params = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
-        static = self.pg_collection.cp
-        group = group_of(params, static)
-        if group is static:
-            return original(self, *args, **kwargs)
-        self.pg_collection.cp = group
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.pg_collection.cp = static
-
-    return forward
+    if not isinstance(getattr(self, "core_attention", None), BurstCoreAttention):
+        return original(self, *args, **kwargs)
+    params = given_to(original, (self, *args), kwargs).get("packed_seq_params")
+    static = self.pg_collection.cp
+    group = group_of(params, static)
+    if group is static:
+        return original(self, *args, **kwargs)
+    self.pg_collection.cp = group
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.pg_collection.cp = static
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
@@ -130,14 +109,9 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 def patch_recompute(patches: patching.PatchSet) -> None:
     """Add to a set of patches what lets recomputation use the attention store and host memory."""
-    original = random.checkpoint
-    names = ["function", "distribute_saved_activations", "args"]
-    require_parameters(original, names, "tensor_parallel.checkpoint")
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+    def checkpoint(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        bound = bound_to(original, args, kwargs)
         function = bound.arguments["function"]
         tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
         if tier is None:
@@ -148,4 +122,5 @@ def patch_recompute(patches: patching.PatchSet) -> None:
             bound.arguments["function"] = Framed(function, None, away)
             return original(*bound.args, **bound.kwargs)
 
-    patches.replace_function(random, "checkpoint", checkpoint)
+    names = ["function", "distribute_saved_activations", "args"]
+    patches.wrap(random, "checkpoint", names, checkpoint)

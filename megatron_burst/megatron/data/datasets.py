@@ -14,9 +14,8 @@ dataset is built on all.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core import parallel_state
 
 from .. import patching
 from ..checks.command_line import RESET
-from ..patching import log, require_parameters
+from ..patching import bound_to, log
 
 _DOCUMENTS = "documents of the data loader"
 
@@ -63,14 +62,11 @@ def patch_masks(patches: patching.PatchSet) -> None:
     # Late: only scripts of Megatron-LM need the dataset.
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    query = GPTDataset._query_document_sample_shuffle_indices
-    require_parameters(query, ["self", "idx"], "GPTDataset._query_document_sample_shuffle_indices")
-    patches.replace(
-        GPTDataset, "_query_document_sample_shuffle_indices", _ending_documents(query, patches)
-    )
-    item = GPTDataset.__getitem__
-    require_parameters(item, ["self", "idx"], "GPTDataset.__getitem__")
-    patches.replace(GPTDataset, "__getitem__", _with_positions(item, patches))
+    for name, around in (
+        ("_query_document_sample_shuffle_indices", _ending_documents),
+        ("__getitem__", _with_positions),
+    ):
+        patches.wrap(GPTDataset, name, ["self", "idx"], partial(around, patches))
 
 
 def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
@@ -84,35 +80,30 @@ def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
     return bounds.diff().tolist()
 
 
-def _ending_documents(original: Callable, patches: patching.PatchSet) -> Callable:
-    @functools.wraps(original)
-    def query(self: Any, idx: int) -> tuple[Any, ...]:
-        text, *others = original(self, idx)
-        if not patches.notes.get(_DOCUMENTS):
-            return text, *others
-        config = self.config
-        tokens = torch.from_numpy(text)
-        if not config.add_extra_token_to_sequence:
-            tokens = torch.nn.functional.pad(tokens, (0, 1))
-        lengths = lengths_of_documents(tokens, config.tokenizer.eod)
-        if not config.add_extra_token_to_sequence:
-            lengths = [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
-        return text, others[0], lengths
-
-    return query
+def _ending_documents(
+    patches: patching.PatchSet, original: Callable, self: Any, idx: int
+) -> tuple[Any, ...]:
+    text, *others = original(self, idx)
+    if not patches.notes.get(_DOCUMENTS):
+        return text, *others
+    config = self.config
+    tokens = torch.from_numpy(text)
+    if not config.add_extra_token_to_sequence:
+        tokens = torch.nn.functional.pad(tokens, (0, 1))
+    lengths = lengths_of_documents(tokens, config.tokenizer.eod)
+    if not config.add_extra_token_to_sequence:
+        lengths = [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
+    return text, others[0], lengths
 
 
-def _with_positions(original: Callable, patches: patching.PatchSet) -> Callable:
+def _with_positions(
+    patches: patching.PatchSet, original: Callable, self: Any, idx: int | None
+) -> dict[str, Any]:
     """Position ids from 0 to the end of the sequence, unless `--reset-position-ids` was given."""
-
-    @functools.wraps(original)
-    def __getitem__(self: Any, idx: int | None) -> dict[str, Any]:
-        sample = original(self, idx)
-        if patches.notes.get(_DOCUMENTS) and not self.config.reset_position_ids:
-            sample["position_ids"] = torch.arange(len(sample["position_ids"]))
-        return sample
-
-    return __getitem__
+    sample = original(self, idx)
+    if patches.notes.get(_DOCUMENTS) and not self.config.reset_position_ids:
+        sample["position_ids"] = torch.arange(len(sample["position_ids"]))
+    return sample
 
 
 def patch_stages(patches: patching.PatchSet) -> None:
@@ -122,24 +113,16 @@ def patch_stages(patches: patching.PatchSet) -> None:
         BlendedMegatronDatasetBuilder,
     )
 
-    original = BlendedMegatronDatasetBuilder.__init__
     names = ["is_built_on_rank", "config"]
-    require_parameters(original, names, "BlendedMegatronDatasetBuilder.__init__")
-    patches.replace(BlendedMegatronDatasetBuilder, "__init__", _on_every_stage(original))
+    patches.wrap(BlendedMegatronDatasetBuilder, "__init__", names, _on_every_stage)
 
 
-def _on_every_stage(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(*args: Any, **named: Any) -> None:
-        bound = signature.bind(*args, **named)
-        asked = bound.arguments["is_built_on_rank"]
-        if getattr(bound.arguments["config"], "inter_document_masking", False):
-            # Other tensor-parallel ranks get their batches from the first.
-            bound.arguments["is_built_on_rank"] = lambda: (
-                asked() or parallel_state.get_tensor_model_parallel_rank() == 0
-            )
-        original(*bound.args, **bound.kwargs)
-
-    return __init__
+def _on_every_stage(original: Callable, *args: Any, **named: Any) -> None:
+    bound = bound_to(original, args, named)
+    wanted = bound.arguments["is_built_on_rank"]
+    if getattr(bound.arguments["config"], "inter_document_masking", False):
+        # Other tensor-parallel ranks get their batches from the first.
+        bound.arguments["is_built_on_rank"] = lambda: (
+            wanted() or parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+    original(*bound.args, **bound.kwargs)

@@ -11,9 +11,8 @@ Shape letters: s tokens of this context-parallel rank.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ...layout import make as make_layout
 from ...layout.sharding import shard
 from .. import patching
 from ..checks.config import HIDDEN_STATES
-from ..patching import require_parameters
+from ..patching import Wrap, bound_to, given_to
 from .cut import BatchCut, cut_of_run, group_of, installed_layout
 from .packed import Pack, packs
 from .rope import check_length, fused_packed_rope, packed_rope
@@ -39,60 +38,51 @@ _NOT_SEQUENCES = (
 )  # fmt: skip
 
 
-def slicing_patches(layout: str) -> list[tuple[Any, str, Callable]]:
-    """(module, name, replacement) of each function that depends on the order of tokens in a run of
-    that layout.
-
-    Raises `RuntimeError` if one of Megatron's functions lacks an expected parameter.
-    """
-    name = "get_batch_on_this_cp_rank"
-    found = [(utils, name, batch_slicer(getattr(utils, name), layout))]
+def slicing_patches(layout: str) -> list[Wrap]:
+    """The functions that depend on the order of tokens in a run of that layout."""
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+    rows = [
+        Wrap(utils, "get_batch_on_this_cp_rank", ["batch"], partial(_sliced_batch, layout)),
+        Wrap(rope_utils, "_apply_rotary_pos_emb_thd", ["t", "cu_seqlens", "freqs", "cp_group"],
+             partial(packed_rope, layout, rotate)),
+        Wrap(mtp, "roll_tensor", ["tensor", "shifts", "dims", "cp_group", "packed_seq_params"],
+             partial(_rolled, layout, {})),
+    ]  # fmt: skip
+    if layout != "zigzag":  # Megatron's own
+        names = ["pos_emb", "seq_dim", "cp_group"]
+        around = partial(_sliced_rope, layout)
+        rows.append(Wrap(rope_utils, "get_pos_emb_on_this_cp_rank", names, around))
     name = "get_thd_batch_on_this_cp_rank"
     if hasattr(utils, name):  # until 0.17; later versions have one function for both
-        found.append((utils, name, packed_batch_slicer(getattr(utils, name), layout)))
-    name = "_apply_rotary_pos_emb_thd"
-    rotate = rope_utils._apply_rotary_pos_emb_bshd
-    found.append((rope_utils, name, packed_rope(getattr(rope_utils, name), rotate, layout)))
-    name = "get_pos_emb_on_this_cp_rank"
-    rope = rope_slicer(getattr(rope_utils, name), layout)
-    if layout != "zigzag":  # Megatron's own
-        found.append((rope_utils, name, rope))
+        names = ["batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"]
+        rows.append(Wrap(utils, name, names, partial(_sliced_packed_batch, layout)))
     name = "fused_apply_rotary_pos_emb_thd"
     if getattr(rope_utils, name, None) is not None:  # Transformer Engine is installed
-        fused = getattr(rope_utils, name)
-        found.append((rope_utils, name, fused_packed_rope(fused, layout)))
-    name = "roll_tensor"
-    found.append((mtp, name, roll(getattr(mtp, name), layout)))
-    return found
+        names = ["t", "cu_seqlens", "freqs", "cp_size", "cp_rank"]
+        rows.append(Wrap(rope_utils, name, names, partial(fused_packed_rope, layout)))
+    return rows
 
 
-def batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for `megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20).
+def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """`megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20).
 
     The original slices unpacked batches of a zigzag run.
     """
-    require_parameters(original, ["batch"], "utils.get_batch_on_this_cp_rank")
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        bound = signature.bind(*args, **kwargs)
-        batch, group = bound.arguments["batch"], bound.arguments.get("cp_group")
-        packed = batch.get("cu_seqlens") is not None
-        if packed and bound.arguments.get("is_hybrid_cp"):
-            return _of_own_group(batch, bound.arguments.get("hybrid_cp_group_func"), layout)
-        group = context_group(group)
-        if group.size() == 1 or (not packed and layout == "zigzag"):
-            return original(*args, **kwargs)
-        if packed:
-            documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
-            return take(batch, documents, cut_of_run(layout), group.size(), group.rank())
-        for key in [key for key, _ in _sequences(batch)]:
-            # An attention mask is [batch, 1, queries, keys], of which ranks divide the queries.
-            batch[key] = _shard(batch[key], layout, group, 2 if key == "attention_mask" else 1)
-        return batch
-
-    return get_batch_on_this_cp_rank
+    given = given_to(original, args, kwargs)
+    batch, group = given["batch"], given.get("cp_group")
+    packed = batch.get("cu_seqlens") is not None
+    if packed and given.get("is_hybrid_cp"):
+        return _of_own_group(batch, given.get("hybrid_cp_group_func"), layout)
+    group = context_group(group)
+    if group.size() == 1 or (not packed and layout == "zigzag"):
+        return original(*args, **kwargs)
+    if packed:
+        documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
+        return take(batch, documents, cut_of_run(layout), group.size(), group.rank())
+    for key in [key for key, _ in _sequences(batch)]:
+        # An attention mask is [batch, 1, queries, keys], of which ranks divide the queries.
+        batch[key] = _shard(batch[key], layout, group, 2 if key == "attention_mask" else 1)
+    return batch
 
 
 def _of_own_group(
@@ -116,25 +106,19 @@ def _of_own_group(
     return take(batch, documents, cut, group.size(), group.rank()) | {"hybrid_cp_group": group}
 
 
-def packed_batch_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for `megatron.core.utils.get_thd_batch_on_this_cp_rank`: (batch, params)."""
-    names = ["batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"]
-    require_parameters(original, names, "utils.get_thd_batch_on_this_cp_rank")
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def get_thd_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
-        asked = signature.bind(*args, **kwargs).arguments
-        size, rank = asked.pop("cp_size", None), asked.pop("cp_rank", None)
-        size = context_group(None).size() if size is None else size
-        rank = context_group(None).rank() if rank is None else rank
-        batch, params = original(**asked, cp_size=1, cp_rank=0)
-        documents = asked["cu_seqlens"], asked["cu_seqlens_padded"]
-        if size > 1:
-            batch = take(batch, documents, cut_of_run(layout), size, rank)
-        return batch, params
-
-    return get_thd_batch_on_this_cp_rank
+def _sliced_packed_batch(
+    layout: str, original: Callable, *args: Any, **kwargs: Any
+) -> tuple[dict[str, Any], Any]:
+    """`megatron.core.utils.get_thd_batch_on_this_cp_rank`: (batch, params)."""
+    given = given_to(original, args, kwargs)
+    size, rank = given.pop("cp_size", None), given.pop("cp_rank", None)
+    size = context_group(None).size() if size is None else size
+    rank = context_group(None).rank() if rank is None else rank
+    batch, params = original(**given, cp_size=1, cp_rank=0)
+    documents = given["cu_seqlens"], given["cu_seqlens_padded"]
+    if size > 1:
+        batch = take(batch, documents, cut_of_run(layout), size, rank)
+    return batch, params
 
 
 def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -167,19 +151,13 @@ def take(
     return batch
 
 
-def rope_slicer(original: Callable, layout: str) -> Callable:
-    """A replacement for `rope_utils.get_pos_emb_on_this_cp_rank`."""
-    require_parameters(
-        original, ["pos_emb", "seq_dim", "cp_group"], "rope_utils.get_pos_emb_on_this_cp_rank"
-    )
-
-    @functools.wraps(original)
-    def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any = None):
-        if cp_group is None:
-            raise ValueError("cp_group is None: positions per rank need the group of the rank")
-        return _shard(pos_emb, layout, cp_group, seq_dim)
-
-    return get_pos_emb_on_this_cp_rank
+def _sliced_rope(
+    layout: str, _: Callable, pos_emb: torch.Tensor, seq_dim: int, cp_group: Any = None
+) -> torch.Tensor:
+    """`rope_utils.get_pos_emb_on_this_cp_rank`."""
+    if cp_group is None:
+        raise ValueError("cp_group is None: positions per rank need the group of the rank")
+    return _shard(pos_emb, layout, cp_group, seq_dim)
 
 
 def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
@@ -257,46 +235,39 @@ def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> to
     return torch.cat([torch.from_numpy(layout.positions(rank, total)) for rank in ranks])
 
 
-def roll(original: Callable, layout: str) -> Callable:
-    """A replacement for `multi_token_prediction.roll_tensor` (0.16 to 0.20) in a run of that
-    layout.
+def _rolled(
+    layout: str, whole: dict[int, Pack], original: Callable, *args: Any, **kwargs: Any
+) -> tuple[Any, torch.Tensor | None]:
+    """`multi_token_prediction.roll_tensor` (0.16 to 0.20) in a run of that layout.
 
     The original runs without context parallelism, and for hidden states, which have gradients.
+    whole: sequences that are not packed, by their lengths.
     """
-    names = ["tensor", "shifts", "dims", "cp_group", "packed_seq_params"]
-    require_parameters(original, names, "multi_token_prediction.roll_tensor")
-    signature = inspect.signature(original)
-    whole: dict[int, Pack] = {}  # sequences that are not packed, by their lengths
-
-    @functools.wraps(original)
-    def roll_tensor(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        tensor, params, group = given["tensor"], given["packed_seq_params"], given["cp_group"]
-        if params is not None and getattr(params, "cp_group", None) is not None:
-            group = params.cp_group
-        if tensor is None or group is None or group.size() == 1:
+    bound = bound_to(original, args, kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    tensor, params, group = given["tensor"], given["packed_seq_params"], given["cp_group"]
+    if params is not None and getattr(params, "cp_group", None) is not None:
+        group = params.cp_group
+    if tensor is None or group is None or group.size() == 1:
+        return original(*args, **kwargs)
+    if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
+        raise ValueError(
+            f"roll_tensor with shifts={given['shifts']}, dims={given['dims']}: over "
+            "context-parallel ranks only the last dimension shifts, to the left by one token"
+        )
+    if tensor.requires_grad:  # hidden states that are mixed
+        if layout == "zigzag" and params is None:
             return original(*args, **kwargs)
-        if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
-            raise ValueError(
-                f"roll_tensor with shifts={given['shifts']}, dims={given['dims']}: over "
-                "context-parallel ranks only the last dimension shifts, to the left by one token"
-            )
-        if tensor.requires_grad:  # hidden states that are mixed
-            if layout == "zigzag" and params is None:
-                return original(*args, **kwargs)
-            raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
-        total = tensor.shape[-1] * group.size()
-        if params is None:
-            pack = whole.setdefault(total, Pack(total, (0, total), total, (0, total)))
-        else:
-            pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
-        index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
-        moved = exchange(tensor, *index, group)
-        return moved, moved.sum() if given.get("return_sum", True) else None
-
-    return roll_tensor
+        raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
+    total = tensor.shape[-1] * group.size()
+    if params is None:
+        pack = whole.setdefault(total, Pack(total, (0, total), total, (0, total)))
+    else:
+        pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
+    index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
+    moved = exchange(tensor, *index, group)
+    return moved, moved.sum() if given.get("return_sum", True) else None
 
 
 def exchange(

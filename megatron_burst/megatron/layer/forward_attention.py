@@ -9,7 +9,6 @@ whatever the number of chunks: infinitely many would save a fifth more. But chun
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,7 @@ from ...units import byte_size
 from .. import patching
 from ..attention.core_attention import AttentionCall, BurstCoreAttention
 from ..attention.plan_book import RowChunking
-from ..patching import log, require_parameters
+from ..patching import given_to, log
 from .attention_chunks import ChunkedHalf
 from .attention_rows import Angles, AttentionHalf, ChunkRows
 
@@ -38,38 +37,33 @@ _NONE = (
 
 def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what runs the attention half of layers in chunks of rows."""
-    original = TransformerLayer._forward_attention
     names = ["hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias",
              "packed_seq_params"]  # fmt: skip
-    require_parameters(original, names, "TransformerLayer._forward_attention")
-    patches.replace(TransformerLayer, "_forward_attention", _in_chunks(original, patches))
+    around = functools.partial(_in_chunks, patches)
+    patches.wrap(TransformerLayer, "_forward_attention", names, around)
 
 
-def _in_chunks(original: Callable, patches: patching.PatchSet) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _forward_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        core = getattr(self.self_attention, "core_attention", None)
-        if not isinstance(core, BurstCoreAttention) or core.sequence_chunks == 1:
-            return original(self, *args, **kwargs)
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
-        hidden, angles = given.pop("hidden_states"), given.pop("rotary_pos_emb", None)
-        params = given.pop("packed_seq_params", None)
-        asked = {name: given.pop(name, None) for name in ("attention_mask", "attention_bias")}
-        _check(self, given)
-        named = {"attention_mask": None}  # what else there is, is None
-        blocks = self.self_attention.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        rows = len(hidden) * blocks
-        table = Angles(self.self_attention, angles, hidden, params, rows)
-        half = AttentionHalf(self, original, named, table)
-        call = _call(half, hidden, asked, params, patches)
-        if call is None:
-            return original(self, *args, **kwargs)
-        kept = call.plan.keeps(current())
-        return ChunkedHalf(half, call, kept, half.parameters()).apply(hidden), None
-
-    return _forward_attention
+def _in_chunks(
+    patches: patching.PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    core = getattr(self.self_attention, "core_attention", None)
+    if not isinstance(core, BurstCoreAttention) or core.sequence_chunks == 1:
+        return original(self, *args, **kwargs)
+    given = given_to(original, (self, *args), kwargs)
+    hidden, angles = given.pop("hidden_states"), given.pop("rotary_pos_emb", None)
+    params = given.pop("packed_seq_params", None)
+    asked = {name: given.pop(name, None) for name in ("attention_mask", "attention_bias")}
+    _check(self, given)
+    named = {"attention_mask": None}  # what else there is, is None
+    blocks = self.self_attention.pg_collection.tp.size() if self.config.sequence_parallel else 1
+    rows = len(hidden) * blocks
+    table = Angles(self.self_attention, angles, hidden, params, rows)
+    half = AttentionHalf(self, original, named, table)
+    call = _call(half, hidden, asked, params, patches)
+    if call is None:
+        return original(self, *args, **kwargs)
+    kept = call.plan.keeps(current())
+    return ChunkedHalf(half, call, kept, half.parameters()).apply(hidden), None
 
 
 def _call(

@@ -19,7 +19,6 @@ Decides how many tiles, and which of them wait in host memory (`--burst-mlp-tile
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,44 +31,37 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from ...recompute import tile_counts
 from ...recompute.tiles import Fate, tiled
 from ..offload.tier import tier_of
-from ..patching import PatchSet, instead, log, require_parameters
+from ..patching import PatchSet, given_to, instead, log
 
 _TOLD = "MLP tiles"  # note: lines that were logged
 
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what runs MLPs in tiles, where a configuration asks for them."""
-    original = TransformerLayer._forward_mlp
     names = ["hidden_states", "inference_context", "padding_mask"]
-    require_parameters(original, names, "TransformerLayer._forward_mlp")
-    patches.replace(TransformerLayer, "_forward_mlp", _in_tiles(original, patches))
+    around = functools.partial(_in_tiles, patches)
+    patches.wrap(TransformerLayer, "_forward_mlp", names, around)
 
 
-def _in_tiles(original: Callable, patches: PatchSet) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _forward_mlp(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
-        hidden = given.pop("hidden_states")
-        inference = given.get("inference_context") is not None
-        count = 1 if inference else tiles_of(self, hidden)
-        if count == 1:
-            return original(self, *args, **kwargs)
-        _tell(patches, self.config.burst, count, hidden)
-        tier = tier_of(patches)
-        share = tier.going.fraction if tier is not None and tier.going is not None else 0.0
-        cut = functools.partial(tiled, tiles=count, fates=fates_of(count, share), host=tier)
-        del given["self"]
-        if self.is_moe_layer:
-            return forward_moe(self, original, hidden, given, cut)
-        return cut(
-            lambda tile: original(self, tile, **given),
-            hidden,
-            parameters=[*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
-        )
-
-    return _forward_mlp
+def _in_tiles(patches: PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    given = given_to(original, (self, *args), kwargs)
+    hidden = given.pop("hidden_states")
+    inference = given.get("inference_context") is not None
+    count = 1 if inference else tiles_of(self, hidden)
+    if count == 1:
+        return original(self, *args, **kwargs)
+    _tell(patches, self.config.burst, count, hidden)
+    tier = tier_of(patches)
+    share = tier.going.fraction if tier is not None and tier.going is not None else 0.0
+    cut = functools.partial(tiled, tiles=count, fates=fates_of(count, share), host=tier)
+    del given["self"]
+    if self.is_moe_layer:
+        return forward_moe(self, original, hidden, given, cut)
+    return cut(
+        lambda tile: original(self, tile, **given),
+        hidden,
+        parameters=[*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
+    )
 
 
 def _tell(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) -> None:
@@ -199,23 +191,17 @@ _WIDTH = 8  # numbers of a tile's backward for each of its input: fp32, where no
 
 def patch_final_norm(patches: PatchSet) -> None:
     """Add to a set of patches what runs final norms in tiles, where a configuration asks for it."""
-    original = TransformerBlock._build_layers
-    require_parameters(original, ["self"], "TransformerBlock._build_layers")
-    patches.replace(TransformerBlock, "_build_layers", _with_tiled_norm(original))
+    patches.wrap(TransformerBlock, "_build_layers", ["self"], _with_tiled_norm)
 
 
-def _with_tiled_norm(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def _build_layers(self: Any) -> None:
-        original(self)
-        norm = getattr(self, "final_layernorm", None)
-        burst = getattr(self.config, "burst", None)
-        # A norm without parameters is an identity in place of one.
-        if burst is None or burst.mlp_tiles == 1 or norm is None or not [*norm.parameters()]:
-            return
-        norm.forward = TiledNorm(norm, burst.mlp_tiles)
-
-    return _build_layers
+def _with_tiled_norm(original: Callable, self: Any) -> None:
+    original(self)
+    norm = getattr(self, "final_layernorm", None)
+    burst = getattr(self.config, "burst", None)
+    # A norm without parameters is an identity in place of one.
+    if burst is None or burst.mlp_tiles == 1 or norm is None or not [*norm.parameters()]:
+        return
+    norm.forward = TiledNorm(norm, burst.mlp_tiles)
 
 
 class TiledNorm:

@@ -9,7 +9,6 @@ checkpoints are those of the layer.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
 from ..checks.splitting import DELTA_NETS
-from ..patching import PatchSet, require_function, require_parameters
-from .state_layers import Kind, StateLayer, constructor, forward_of
+from ..patching import PatchSet, require_function
+from .state_layers import Kind, StateLayer, construct, forward
 
 _SILU = ("silu", "swish")
 
@@ -31,17 +30,13 @@ _SILU = ("silu", "swish")
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what makes gated delta nets pass states; for 0.19 and newer."""
     family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
-    original = family.__init__  # of further variants too
-    symbol = f"{family.__name__}.__init__"
-    require_parameters(original, ["config", "layer_number", "pg_collection"], symbol)
-    patches.replace(family, "__init__", constructor(original, KIND))
-    forward = GatedDeltaNet.forward
-    names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
-    require_parameters(forward, names, "GatedDeltaNet.forward")
+    names = ["config", "layer_number", "pg_collection"]
+    patches.wrap(family, "__init__", names, partial(construct, KIND))  # of further variants too
     names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
     require_function(GatedDeltaNet, "_gated_norm_and_a2a", names)
     require_function(GatedDeltaNet, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"])
-    patches.replace(GatedDeltaNet, "forward", forward_of(forward, KIND))
+    names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
+    patches.wrap(GatedDeltaNet, "forward", names, partial(forward, KIND))
 
 
 def _states(net: Any, config: Any, groups: Any) -> StateLayer:
@@ -133,32 +128,26 @@ _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 def patch_heads(patches: PatchSet) -> None:
     """Add to a set of patches what lets configurations have fewer such heads than ranks."""
-    original = TransformerConfig.__post_init__
-    require_parameters(original, ["self"], "TransformerConfig.__post_init__")
-    patches.replace(TransformerConfig, "__post_init__", _with_any_heads(original))
+    patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_heads)
 
 
-def _with_any_heads(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
-        heads = {name: getattr(self, name, None) for name in _HEADS}
-        delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
-        if not delta_net or None in heads.values() or ranks <= 1:
-            return original(self)
-        keys, values = counts = [int(n) for n in heads.values() if n is not None]
-        if keys < 1 or values % keys or any(n % tensor for n in counts):
-            return original(self)  # refuses them, and names the numbers that were given
-        # As many times the heads divide by the ranks: nothing else here reads their number.
-        try:
-            for name, count in heads.items():
-                setattr(self, name, count * ranks)
-            original(self)
-        finally:
-            for name, count in heads.items():
-                setattr(self, name, count)
-
-    return __post_init__
+def _with_any_heads(original: Callable, self: Any) -> None:
+    ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+    heads = {name: getattr(self, name, None) for name in _HEADS}
+    delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
+    if not delta_net or None in heads.values() or ranks <= 1:
+        return original(self)
+    keys, values = counts = [int(n) for n in heads.values() if n is not None]
+    if keys < 1 or values % keys or any(n % tensor for n in counts):
+        return original(self)  # refuses them, and names the numbers that were given
+    # As many times the heads divide by the ranks: nothing else here reads their number.
+    try:
+        for name, count in heads.items():
+            setattr(self, name, count * ranks)
+        original(self)
+    finally:
+        for name, count in heads.items():
+            setattr(self, name, count)
 
 
 def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
-from ..patching import PatchSet, require_parameters
-from .state_layers import Kind, StateLayer, constructor, forward_of, refusing
+from ..patching import PatchSet
+from .state_layers import Kind, StateLayer, construct, forward, refuse_states
 
 # Mixers of main that share heads in their own way: module, class.
 _OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
@@ -31,18 +32,14 @@ _OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what makes Mamba mixers pass states; for 0.19 and newer."""
-    original = MambaMixer.__init__
     names = ["config", "d_model", "layer_number", "pg_collection"]
-    require_parameters(original, names, "MambaMixer.__init__")
-    patches.replace(MambaMixer, "__init__", constructor(original, KIND))
-    forward = MambaMixer.forward
+    patches.wrap(MambaMixer, "__init__", names, partial(construct, KIND))
     names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
-    require_parameters(forward, names, "MambaMixer.forward")
-    patches.replace(MambaMixer, "forward", forward_of(forward, KIND))
+    patches.wrap(MambaMixer, "forward", names, partial(forward, KIND))
     for home, name in _OTHERS:
         if importlib.util.find_spec(home) is not None:
             mixer = getattr(importlib.import_module(home), name)
-            patches.replace(mixer, "__init__", refusing(mixer.__init__, name))
+            patches.wrap(mixer, "__init__", ["config"], partial(refuse_states, name))
 
 
 def _states(mixer: Any, config: Any, groups: Any) -> StateLayer:

@@ -11,8 +11,6 @@ depends on, and in place of which layers a forward of ours may run.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -36,6 +34,7 @@ from ..attention.plan_book import PLANS_KEPT, PlanBook
 from ..checks.config import check_config
 from ..data.cut import ONE_RANK, BatchCut, cut_of_run, group_of
 from ..data.packed import Pack
+from ..patching import bound_to, given_to
 
 
 @dataclass(frozen=True)
@@ -217,59 +216,41 @@ def states_passed(config: Any, groups: Any) -> bool:
     return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
 
 
-def constructor(original: Callable, kind: Kind) -> Callable:
-    """Wrap the constructor: where states are passed, the layer sees one context-parallel rank."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
-        if not states_passed(config, groups):
-            if kind.check_shared is not None and groups is not None and groups.cp.size() > 1:
-                kind.check_shared(config, groups.tp.size(), groups.cp.size())
-            return original(*bound.args, **bound.kwargs)
-        _refuse_other(self, kind)
-        alone: Any = copy.copy(groups)
-        alone.cp = ONE_RANK
-        bound.arguments["pg_collection"] = alone
-        original(*bound.args, **bound.kwargs)
-        setattr(self, _STATES, kind.states(self, config, groups))
-
-    return __init__
+def construct(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """The constructor: where states are passed, the layer sees one context-parallel rank."""
+    bound = bound_to(original, (self, *args), kwargs)
+    config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
+    if not states_passed(config, groups):
+        if kind.check_shared is not None and groups is not None and groups.cp.size() > 1:
+            kind.check_shared(config, groups.tp.size(), groups.cp.size())
+        return original(*bound.args, **bound.kwargs)
+    _refuse_other(self, kind)
+    alone: Any = copy.copy(groups)
+    alone.cp = ONE_RANK
+    bound.arguments["pg_collection"] = alone
+    original(*bound.args, **bound.kwargs)
+    setattr(self, _STATES, kind.states(self, config, groups))
 
 
-def forward_of(original: Callable, kind: Kind) -> Callable:
-    """Wrap the forward: ours runs in layers that pass states."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states = getattr(self, _STATES, None)
-        given = signature.bind(self, *args, **kwargs).arguments
-        if states is None:
-            return original(self, *args, **kwargs)
-        _refuse_inference(given)
-        return kind.forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
-
-    return forward
+def forward(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward: ours runs in layers that pass states."""
+    states = getattr(self, _STATES, None)
+    given = given_to(original, (self, *args), kwargs)
+    if states is None:
+        return original(self, *args, **kwargs)
+    _refuse_inference(given)
+    return kind.forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
 
 
-def refusing(original: Callable, name: str) -> Callable:
-    """Wrap the constructor of a layer that cannot pass states."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs).arguments
-        if states_passed(bound["config"], bound.get("pg_collection")):
-            raise ValueError(
-                f"{name}: only MambaMixer and GatedDeltaNet pass their state from rank to rank; "
-                f"{_INSTEAD}"
-            )
-        original(self, *args, **kwargs)
-
-    return __init__
+def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """The constructor of a layer that cannot pass states."""
+    given = given_to(original, (self, *args), kwargs)
+    if states_passed(given["config"], given.get("pg_collection")):
+        raise ValueError(
+            f"{name}: only MambaMixer and GatedDeltaNet pass their state from rank to rank; "
+            f"{_INSTEAD}"
+        )
+    original(self, *args, **kwargs)
 
 
 def _refuse_other(layer: Any, kind: Kind) -> None:

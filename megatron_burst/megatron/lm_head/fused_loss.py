@@ -12,10 +12,8 @@ tensor-parallel rank.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +29,7 @@ from ...linear_cross_entropy import describe, linear_cross_entropy
 from .. import patching
 from ..checks.features import LM_HEAD
 from ..checks.splitting import OLDEST
-from ..patching import core_version, require_parameters
+from ..patching import core_version, given_to
 from . import STARTUP
 from .mtp import rolled
 
@@ -40,24 +38,16 @@ Bound = tuple[bool, torch.Tensor | None]
 
 def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what models with a fused loss need."""
-    setup = LanguageModule.setup_embeddings_and_output_layer
-    loss = LanguageModule.compute_language_model_loss
-    require_parameters(setup, ["self"], "LanguageModule.setup_embeddings_and_output_layer")
-    require_parameters(loss, ["labels", "logits"], "LanguageModule.compute_language_model_loss")
-    patches.replace(LanguageModule, "setup_embeddings_and_output_layer", _with_lazy_head(setup))
-    patches.replace(LanguageModule, "compute_language_model_loss", _fusing(loss))
+    patches.wrap(LanguageModule, "setup_embeddings_and_output_layer", ["self"], _with_lazy_head)
+    names = ["labels", "logits"]
+    patches.wrap(LanguageModule, "compute_language_model_loss", names, _fusing)
     for model in _models():
-        names = ["labels", "loss_mask", "packed_seq_params"]
-        require_parameters(model.forward, names, f"{model.__name__}.forward")
-        patches.replace(model, "forward", _binding(model.forward))
+        patches.wrap(model, "forward", ["labels", "loss_mask", "packed_seq_params"], _binding)
     # Newer versions count correct predictions of the further heads from their logits; the fused
     # loss has computed the argmax by then.
-    counts = getattr(mtp, "_compute_mtp_acceptance_counts", None)
-    if counts is not None:
-        require_parameters(
-            counts, ["mtp_logits", "mtp_labels", "loss_mask"], "_compute_mtp_acceptance_counts"
-        )
-        patches.replace_function(mtp, "_compute_mtp_acceptance_counts", _counting(counts))
+    name = "_compute_mtp_acceptance_counts"
+    if hasattr(mtp, name):
+        patches.wrap(mtp, name, ["mtp_logits", "mtp_labels", "loss_mask"], _counting)
 
 
 def _models() -> tuple[type, ...]:
@@ -68,16 +58,12 @@ def _models() -> tuple[type, ...]:
     return GPTModel, importlib.import_module(f"{home}.hybrid_model").HybridModel
 
 
-def _with_lazy_head(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        original(self)
-        burst = getattr(self.config, "burst", None)
-        if burst is not None and burst.lm_head_loss != "off" and self.post_process:
-            _check_model(self, burst.lm_head_loss)
-            self.output_layer.forward = LazyHead(self.output_layer, burst.lm_head_loss)
-
-    return setup_embeddings_and_output_layer
+def _with_lazy_head(original: Callable, self: Any) -> None:
+    original(self)
+    burst = getattr(self.config, "burst", None)
+    if burst is not None and burst.lm_head_loss != "off" and self.post_process:
+        _check_model(self, burst.lm_head_loss)
+        self.output_layer.forward = LazyHead(self.output_layer, burst.lm_head_loss)
 
 
 def _check_model(model: Any, mode: str) -> None:
@@ -98,20 +84,14 @@ def _check_model(model: Any, mode: str) -> None:
         raise patching.user_error(f"{LM_HEAD} {mode} needs whole rows of the weight on every rank")
 
 
-def _binding(original: Callable) -> Callable:
+def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A model's forward whose output layer is lazy while it runs, if it has labels."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        head = getattr(getattr(self, "output_layer", None), "forward", None)
-        given = signature.bind(self, *args, **kwargs).arguments
-        if not isinstance(head, LazyHead) or given.get("labels") is None:
-            return original(self, *args, **kwargs)
-        with head.bound(_masks(self, given)):
-            return original(self, *args, **kwargs)
-
-    return forward
+    head = getattr(getattr(self, "output_layer", None), "forward", None)
+    given = given_to(original, (self, *args), kwargs)
+    if not isinstance(head, LazyHead) or given.get("labels") is None:
+        return original(self, *args, **kwargs)
+    with head.bound(_masks(self, given)):
+        return original(self, *args, **kwargs)
 
 
 def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
@@ -197,30 +177,26 @@ class LazyHead:
                 logging.getLogger("megatron_burst").info(line)
 
 
-def _fusing(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def compute_language_model_loss(self: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
-        if isinstance(logits, LazyLogits):
-            return logits.loss(logits, labels)
-        return original(self, labels, logits)
-
-    return compute_language_model_loss
+def _fusing(original: Callable, self: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
+    if isinstance(logits, LazyLogits):
+        return logits.loss(logits, labels)
+    return original(self, labels, logits)
 
 
-def _counting(original: Callable) -> Callable:
+def _counting(
+    original: Callable,
+    mtp_logits: Any,
+    mtp_labels: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *args: Any,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(correct predictions, unmasked tokens) without materializing the logits."""
-
-    @functools.wraps(original)
-    def counts(
-        mtp_logits: Any, mtp_labels: torch.Tensor, loss_mask: torch.Tensor, *args: Any, **named: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not isinstance(mtp_logits, LazyLogits) or mtp_logits.argmax is None:
-            return original(mtp_logits, mtp_labels, loss_mask, *args, **named)
-        counted = loss_mask.bool()
-        right = (mtp_logits.argmax.transpose(0, 1) == mtp_labels) & counted
-        return right.sum().float(), counted.sum().float()
-
-    return counts
+    if not isinstance(mtp_logits, LazyLogits) or mtp_logits.argmax is None:
+        return original(mtp_logits, mtp_labels, loss_mask, *args, **named)
+    counted = loss_mask.bool()
+    right = (mtp_logits.argmax.transpose(0, 1) == mtp_labels) & counted
+    return right.sum().float(), counted.sum().float()
 
 
 class LazyLogits:

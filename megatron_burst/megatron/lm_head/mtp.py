@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,21 +21,18 @@ from megatron.core.transformer import multi_token_prediction as mtp
 
 from .. import patching
 from ..attention.plan_book import splits_attention
-from ..patching import require_parameters
+from ..patching import bound_to, given_to, require_function
 
 
 def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what counts tokens over context-parallel groups."""
-    process = getattr(mtp, "process_mtp_loss", None)
-    if process is None:  # up to 0.16 this code is in GPTModel
-        roll = getattr(gpt_model, "roll_tensor", mtp.roll_tensor)
-        require_parameters(roll, ["tensor", "cp_group"], "gpt_model.roll_tensor")
-        patches.replace(gpt_model, "roll_tensor", _counting(roll))
+    if not hasattr(mtp, "process_mtp_loss"):  # up to 0.16 this code is in GPTModel
+        roll = require_function(gpt_model, "roll_tensor", ["tensor", "cp_group"])
+        patches.replace(gpt_model, "roll_tensor", functools.partial(_counting, roll))
         return
     names = ["labels", "loss_mask", "compute_language_model_loss", "config", "cp_group",
              "packed_seq_params"]  # fmt: skip
-    require_parameters(process, names, "multi_token_prediction.process_mtp_loss")
-    patches.replace_function(mtp, "process_mtp_loss", _normalized(process))
+    patches.wrap(mtp, "process_mtp_loss", names, _normalized)
 
 
 def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[torch.Tensor]:
@@ -48,7 +44,7 @@ def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[
         yield mask
 
 
-def _normalized(original: Callable) -> Callable:
+def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
     """process_mtp_loss with the counts of the group.
 
     Megatron divides each head's loss by the rank's own count, clamped to 1. Multiplying the loss
@@ -57,51 +53,37 @@ def _normalized(original: Callable) -> Callable:
     rank's count before rolling, which may be 0 where the rolled one is not. It therefore gets a
     configuration without that option whose scaling factor contains the group's count.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def process_mtp_loss(*args: Any, **named: Any) -> Any:
-        bound = signature.bind(*args, **named)
-        given = bound.arguments
-        config, group = given["config"], given.get("cp_group")
-        labels = given["labels"] if given["labels"] is not None else given.get("input_ids")
-        if group is None or group.size() == 1 or not splits_attention(group) or labels is None:
-            return original(*args, **named)
-        mask = given.get("loss_mask")
-        mask = torch.ones_like(labels) if mask is None else mask
-        packed = given.get("packed_seq_params")
-        if given["labels"] is None:  # labels will be the next inputs, which the last token lacks
-            (mask,) = rolled(mask, 1, group, packed)
-        masks = [mask, *rolled(mask, config.mtp_num_layers, group, packed)]
-        own = torch.stack([mask.sum() for mask in masks]).float()
-        whole = own.clone()
-        torch.distributed.all_reduce(whole, group=group)
-        factors = iter(group.size() * own[1:].clamp(min=1) / whole[1:].clamp(min=1))
-        loss = given["compute_language_model_loss"]
-        given["compute_language_model_loss"] = lambda *args: loss(*args) * next(factors)
-        if config.calculate_per_token_loss:
-            given["config"] = config = copy.copy(config)
-            config.calculate_per_token_loss = False
-            config.mtp_loss_scaling_factor = (
-                config.mtp_loss_scaling_factor * whole[0] / group.size()
-            )
-        return original(*bound.args, **bound.kwargs)
-
-    return process_mtp_loss
+    bound = bound_to(original, args, named)
+    given = bound.arguments
+    config, group = given["config"], given.get("cp_group")
+    labels = given["labels"] if given["labels"] is not None else given.get("input_ids")
+    if group is None or group.size() == 1 or not splits_attention(group) or labels is None:
+        return original(*args, **named)
+    mask = given.get("loss_mask")
+    mask = torch.ones_like(labels) if mask is None else mask
+    packed = given.get("packed_seq_params")
+    if given["labels"] is None:  # labels will be the next inputs, which the last token lacks
+        (mask,) = rolled(mask, 1, group, packed)
+    masks = [mask, *rolled(mask, config.mtp_num_layers, group, packed)]
+    own = torch.stack([mask.sum() for mask in masks]).float()
+    whole = own.clone()
+    torch.distributed.all_reduce(whole, group=group)
+    factors = iter(group.size() * own[1:].clamp(min=1) / whole[1:].clamp(min=1))
+    loss = given["compute_language_model_loss"]
+    given["compute_language_model_loss"] = lambda *args: loss(*args) * next(factors)
+    if config.calculate_per_token_loss:
+        given["config"] = config = copy.copy(config)
+        config.calculate_per_token_loss = False
+        config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * whole[0] / group.size()
+    return original(*bound.args, **bound.kwargs)
 
 
-def _counting(original: Callable) -> Callable:
+def _counting(original: Callable, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """roll_tensor whose count is that of the whole group, divided by its size."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def roll_tensor(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        moved, count = mtp.roll_tensor(*args, **named)  # looked up: it depends on the layout
-        group = signature.bind(*args, **named).arguments.get("cp_group")
-        if group is None or group.size() == 1 or not splits_attention(group):
-            return moved, count
-        count = count.float()
-        torch.distributed.all_reduce(count, group=group)
-        return moved, count / group.size()
-
-    return roll_tensor
+    moved, count = mtp.roll_tensor(*args, **named)  # looked up: it depends on the layout
+    group = given_to(original, args, named).get("cp_group")
+    if group is None or group.size() == 1 or not splits_attention(group):
+        return moved, count
+    count = count.float()
+    torch.distributed.all_reduce(count, group=group)
+    return moved, count / group.size()

@@ -14,8 +14,8 @@ get their own weight back. Transformer Engine (2.9 and later) keeps a reference 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from ...recompute.checkpoint import current
-from ..patching import PatchSet, require_function, require_parameters
+from ..patching import PatchSet, given_to, require_function, require_parameters
 from .demand import passes_in_flight
 from .tier import ASKED, tier_of
 
@@ -36,20 +36,15 @@ def patch_layers(patches: PatchSet) -> None:
     A layer that a checkpoint runs is left alone: the first time it saves nothing, and what it saves
     when it is run again is used at once.
     """
-    original = TransformerLayer.forward
-    patches.replace(TransformerLayer, "forward", _moving(original, patches))
+    patches.wrap(TransformerLayer, "forward", [], partial(_moving, patches))
 
 
-def _moving(original: Callable, patches: PatchSet) -> Callable:
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
-        if tier is None:
-            return original(self, *args, **kwargs)
-        with tier.call((*args, *kwargs.values())):
-            return original(self, *args, **kwargs)
-
-    return forward
+def _moving(patches: PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
+    if tier is None:
+        return original(self, *args, **kwargs)
+    with tier.call((*args, *kwargs.values())):
+        return original(self, *args, **kwargs)
 
 
 _COUNTS = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"]
@@ -62,20 +57,15 @@ def patch_steps(patches: PatchSet) -> None:
     runs first.
     """
     require_function(schedules, "get_pp_rank_microbatches", _COUNTS)
-    for name, parameters, wrap in (
+    for name, parameters, around in (
         ("get_forward_backward_func", [], _stepping),
         ("forward_step", ["input_tensor"], _passing),
     ):
-        original = require_function(schedules, name, parameters)
-        patches.replace_function(schedules, name, wrap(original, patches))
+        patches.wrap(schedules, name, parameters, partial(around, patches))
 
 
-def _stepping(original: Callable, patches: PatchSet) -> Callable:
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
-        return _step(original(*args, **kwargs), patches)
-
-    return get_forward_backward_func
+def _stepping(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Callable:
+    return _step(original(*args, **kwargs), patches)
 
 
 def _step(run: Callable, patches: PatchSet) -> Callable:
@@ -107,19 +97,13 @@ def _passes(model: Any, micro_batches: int) -> int:
     return passes_in_flight(warmup, total)
 
 
-def _passing(original: Callable, patches: PatchSet) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        tier = tier_of(patches) if torch.is_grad_enabled() else None
-        if tier is None:
-            return original(*args, **kwargs)
-        received = signature.bind(*args, **kwargs).arguments["input_tensor"]
-        with tier.forward_pass(received):
-            return original(*args, **kwargs)
-
-    return forward_step
+def _passing(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    tier = tier_of(patches) if torch.is_grad_enabled() else None
+    if tier is None:
+        return original(*args, **kwargs)
+    received = given_to(original, args, kwargs)["input_tensor"]
+    with tier.forward_pass(received):
+        return original(*args, **kwargs)
 
 
 _LINEAR = "LinearWithGradAccumulationAndAsyncCommunication"
@@ -136,12 +120,10 @@ def patch_weights(patches: PatchSet) -> None:
 
 
 def _noting(original: Callable, patches: PatchSet) -> Callable:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any) -> Any:
         if ASKED in patches.notes:
-            setattr(ctx, _WEIGHT, signature.bind(ctx, *args).arguments["weight"])
+            setattr(ctx, _WEIGHT, given_to(original, (ctx, *args), {})["weight"])
         return original(ctx, *args)
 
     return forward

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from ...config import OFF, BurstConfig
 from ...packing import Packing, Work, pack
 from ..data.cut import causal_window
-from ..patching import PatchSet, log, require_function
+from ..patching import PatchSet, log
 from . import documents
 from .documents import documents_of, micro_batch, names_of
 
@@ -36,18 +36,13 @@ def asked(burst: BurstConfig) -> bool:
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what gives Megatron's schedules packed micro-batches."""
-    name = "get_forward_backward_func"
-    original = require_function(schedules, name, [])
-    patches.replace_function(schedules, name, _packing(original, patches))
+    around = functools.partial(_packing, patches)
+    patches.wrap(schedules, "get_forward_backward_func", [], around)
 
 
-def _packing(original: Callable, patches: PatchSet) -> Callable:
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable:
-        run = original(*args, **kwargs)
-        return _packed(run, patches) if patches.notes.get(ASKED) else run
-
-    return get_forward_backward_func
+def _packing(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Callable:
+    run = original(*args, **kwargs)
+    return _packed(run, patches) if patches.notes.get(ASKED) else run
 
 
 def _packed(run: Callable, patches: PatchSet) -> Callable:
