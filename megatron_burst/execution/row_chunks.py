@@ -272,8 +272,10 @@ class ChunkedCall:
     ):
         self._groups, self._device, self._job = groups, keys[0].device.type, job
         self._shape, self._dtype = keys[0].shape, keys[0].dtype
+        self._value_width = keys[1].shape[3]
         self._tag = groups.calls.forward(identity, label, sink is not None)
-        self._backward_begun = False
+        self._differentiated: set[int] = set()
+        self._ended = False
         with groups.running(self._device):
             self._chunks = RowChunks(job, self._tag, keys, sink, max_logits, host=host)
 
@@ -310,22 +312,57 @@ class ChunkedCall:
 
         q_c, out_c, lse_c: of `forward`; dout_c [r, b, h, w]. In the accumulation dtype, or in
         `grad_wire_dtype` where ranks share heads; None where q needs no gradient. ValueError as of
-        `forward`.
+        `forward`, for results of other shapes, and for a chunk that had its backward. That results
+        of the same shapes are those of this chunk is for the caller to see to.
         """
         self._check(c, q_c)
-        if not self._backward_begun:
+        self._check_results(c, out_c, lse_c, dout_c)
+        if not self._differentiated:
             self._groups.calls.backward(self._tag)
-            self._backward_begun = True
+        self._differentiated.add(c)
         with self._groups.running(self._device):
             return self._chunks.backward(c, q_c.contiguous(), out_c.contiguous(), lse_c, dout_c)
 
     @torch.no_grad()
     def gradients(self) -> Gradients:
         """(dk [s, b, k, d], dv [s, b, k, w], dsink [h]) after the last chunk, once; each None where
-        it is not needed. dtypes as of `backward`."""
+        it is not needed. dtypes as of `backward`. Raises ValueError the second time, and where a
+        chunk had no backward."""
         self._groups.check()
+        missing = sorted(set(range(len(self._job.chunks))) - self._differentiated)
+        if missing and not self._ended:
+            raise ValueError(
+                f"gradients: chunks {missing} had no backward, so theirs would be missing; call "
+                "`backward` for every chunk first"
+            )
+        self._check_open("gradients")
+        self._ended = True
         with self._groups.running(self._device):
             return self._chunks.gradients()
+
+    def _check_open(self, name: str) -> None:
+        """Raise ValueError if the gradients were taken."""
+        if self._ended:
+            raise ValueError(
+                f"{name}: the gradients of this call were taken; make another with `plan.chunked`"
+            )
+
+    def _check_results(
+        self, c: int, out_c: torch.Tensor, lse_c: torch.Tensor, dout_c: torch.Tensor
+    ) -> None:
+        """Raise ValueError unless chunk c waits for its backward and these fit its queries."""
+        self._check_open("backward")
+        if c in self._differentiated:
+            raise ValueError(f"backward: chunk {c} had its backward, which counts once")
+        job, rows = self._job, self._job.chunks[c].rows
+        count, ranks = self._shape[0] if rows is None else len(rows), len(job.ulysses_links)
+        result = count, self._shape[1], job.heads, self._value_width
+        stats = count * ranks, self._shape[1], job.heads // ranks
+        given = {"out_c": (out_c, result), "lse_c": (lse_c, stats), "dout_c": (dout_c, result)}
+        for name, (tensor, wanted) in given.items():
+            got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)
+            if got != wanted:
+                raise ValueError(f"{name}: chunk {c} has {wanted}, got {got}")
 
     def _check(self, c: int, q_c: torch.Tensor) -> None:
         """Raise ValueError unless q_c are the queries of chunk c."""

@@ -250,7 +250,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
         tuple((without_tables(each.forward), without_tables(each.backward)) for each in scheduled),
         tuple(chunks),
         tuple(again),
-        _order(ring, None),
+        _order(ring, None) if ring.groups.topology.ulysses > 1 else None,
         hash(tuple(schedule.tables.digest for schedule in made)),
     )
 
@@ -268,7 +268,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     name = f"attention backward, side {backward.side}{which}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
-        order=_order(ring, rows),
+        order=_order(ring, rows) if ring.groups.topology.ulysses > 1 else None,
         forward=make_pass(f"attention forward{which}", forward, rank, works, device, kept),
         backward=make_pass(name, backward, rank, works, device, kept),
         recompute=partial,

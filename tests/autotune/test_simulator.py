@@ -96,19 +96,6 @@ def by_hand(grid, wanted, steps, pairs, moved):
 # --- by hand -------------------------------------------------------------------------------
 
 
-def test_a_flat_ring_over_two_nodes_pays_the_slow_link_at_every_step():
-    """0 -> 1 | 2 -> 3 |: each rank takes part in one slow hop per step, and waits for it."""
-    got = pass_time(there("ring", (2, 2)), sizes(), FREE, rates(intra=1, inter=8))
-    assert got == PassTime(seconds=3 * 8, compute=0, intra=3, inter=24)
-
-
-def test_two_levels_cross_once_and_then_turn_once_more():
-    """The slow hop of 8 starts first and lands before step 2; the fast ones take 1, before step 1
-    and, exposed, before step 3."""
-    got = pass_time(there("burst", (2, 2)), sizes(), FREE, rates(intra=1, inter=8))
-    assert got == PassTime(seconds=8 + 1, compute=0, intra=2, inter=8)
-
-
 def test_unequal_steps_cost_all_gather_nothing():
     """Rank r computes for 8 s at step r and for 1 s at the three others; on a ring it then waits
     for those that computed for long before it."""

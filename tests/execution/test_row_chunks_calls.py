@@ -164,12 +164,50 @@ def test_what_cannot_be_is_refused(choices, words):
         mb.prepare(*qkv, groups=rows.groups_of(BURST), **choices)
 
 
+EVERY = slice(None)
+
+
+def results(call, q, plan, c=0, lse=EVERY, out=EVERY):
+    """What the backward of a chunk is given, of its forward."""
+    part = q[plan.row_chunks[c]]
+    result = call.forward(c, part)
+    return c, part, result[0][out], result[1][lse], torch.ones_like(result[0])
+
+
+def twice(function, *given):
+    function(*given)
+    function(*given)
+
+
+def taken_twice(call, q, plan):
+    for c in range(3):
+        call.backward(*results(call, q, plan, c))
+    twice(call.gradients)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (lambda call, q, k, plan: call.forward(3, q[:4]), "c must be a chunk of the plan, 0 to 2"),
         (lambda call, q, k, plan: call.forward(0, q), r"q_c: chunk 0 .*take q\[plan.row_chunks"),
         (lambda call, q, k, plan: call.forward(0, q[:4].float()), "q_c: chunk 0 has queries"),
+        (
+            lambda call, q, k, plan: call.backward(*results(call, q, plan, lse=slice(1))),
+            r"lse_c: chunk 0 has \(4, .*got \(1, ",
+        ),
+        (
+            lambda call, q, k, plan: call.backward(*results(call, q, plan, out=slice(2))),
+            r"out_c: chunk 0 has \(4, .*got \(2, ",
+        ),
+        (
+            lambda call, q, k, plan: twice(call.backward, *results(call, q, plan)),
+            "chunk 0 had its backward",
+        ),
+        (
+            lambda call, q, k, plan: (call.backward(*results(call, q, plan)), call.gradients()),
+            r"chunks \[1, 2\] had no backward",
+        ),
+        (lambda call, q, k, plan: taken_twice(call, q, plan), "the gradients of this call were"),
         (lambda call, q, k, plan: plan.chunked(k[:4], k), "k: the plan was made for"),
         (lambda call, q, k, plan: plan.chunked(k, None), "v: the plan was made for"),
         (lambda call, q, k, plan: plan.chunked(k, call, torch.zeros(3)), "v: the plan was made"),

@@ -58,11 +58,7 @@ not count, as they are what is looked for:
 exit status: 0 advice, 1 nothing fits, 2 bad input
 """
 # Fields of `Settings` that a flag of the same name fixes.
-FIXED = (
-    "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "recompute", "store", "offload",
-    "sequence_chunks", "mlp_tiles", "optimizer_offload", "lm_head_loss", "gradients", "wire",
-    "algorithm", "side", "linear", "layout", "ulysses", "head_chunks", "placement",
-)  # fmt: skip
+FIXED = [name for name in flags.FIELDS if name not in ("micro_batches", "optimizer_bytes", "path")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

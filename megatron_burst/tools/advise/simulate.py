@@ -46,7 +46,6 @@ SAMPLES = 256
 
 def layer_under(model: Model, cluster: Cluster, run: Settings, faults: Faults) -> LayerTime:
     """One layer of the group that is slowed most."""
-    faults.check(cluster)
     found = [
         _slowed(layer_time(model, cluster, run, faults, None, _timed_in(each)), factor)
         for each, factor in _factors(model, cluster, run, faults)
@@ -59,7 +58,6 @@ def step_under(model: Model, cluster: Cluster, run: Settings, faults: Faults) ->
 
     The reduction of gradients and the gathering of parameters are as slow as their slowest NIC.
     """
-    faults.check(cluster)
     plain = step_time(model, cluster, run)
     before = _pipelined(_stages(model, cluster, run, None, None, 1.0), run)
     factors = _factors(model, cluster, run, faults)

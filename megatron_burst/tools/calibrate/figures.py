@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
@@ -22,37 +21,11 @@ from ...recompute.host.limits import host_limit
 from ...recompute.host.mover import BYTES, HostMemory, copy_rate
 from ..advise.shapes import models
 from . import kernels, layer, links
-from .ranks import Measured, Ranks, joined, repeated
+from .ranks import Figures, Measured, Ranks, joined, repeated
 
 FIGURES = 60  # repeated quantities, all in all, among which --minutes are shared out
-TIMES = ("launch", "latency", "posting", "exchange_start")  # short, so they vary, and matter less
 COPIES = {"cuda": 5, "cpu": 3}  # repeats of a copy to the host
 NOT_MEASURED = "NOT MEASURED: published or assumed"
-
-
-@dataclass
-class Figures:
-    """What is known so far, by "section.key" of a cluster file."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    spreads: list[float] = field(default_factory=list)
-
-    def add(self, key: str, one: Measured, more: str = "") -> None:
-        self.values[key] = float(f"{one.value:.4g}")
-        self.notes[key] = f"{one.note}; {more}" if more else one.note
-        if one.spread is not None and key.split(".")[1] not in TIMES:
-            self.spreads.append(one.spread)
-
-    def state(self, key: str, value: Any, note: str) -> None:
-        self.values[key], self.notes[key] = value, note
-
-    def cluster(self) -> Cluster:
-        nested: dict[str, dict[str, Any]] = {}
-        for key, value in self.values.items():
-            section, name = key.split(".")
-            nested.setdefault(section, {})[name] = value
-        return cluster_file.made(nested)
 
 
 def calibrate(wanted: Namespace) -> int:
@@ -171,14 +144,8 @@ def host_links(ranks: Ranks) -> tuple[Measured, Measured]:
 
 def _links(figures: Figures, ranks: Ranks, model: models.Model, gpu: Gpu) -> None:
     """Links that were measured, and what stands in for the others; collective."""
-    carried = links.links(ranks)
-    for name, one in carried.figures.items():
-        figures.add(f"links.{name}", one, carried.words.get(name, ""))
-    if carried.nics is not None and carried.alone is not None:
-        figures.add("links.nics", carried.nics)
-        figures.values["links.nics"] = round(carried.nics.value)
-        figures.add("links.nic_rate", carried.alone._replace(how="`inter`"))
-    if ranks.size > 1:
+    carried = links.links(ranks, figures)
+    if carried is not None:
         ranks.say("attention while links carry something")
         figures.add("links.slowdown", links.slowdown(ranks, model, carried))
     for name, value in stand_ins(gpu, ranks).items():

@@ -6,7 +6,7 @@ times are fitted to the formulas that the simulator uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...kernels.base import Scoring
 from ...kernels.registry import make
 from ...masks import Full
 from ..advise.shapes.models import Model
-from .ranks import Measured, Ranks, middle, worst
+from .ranks import Measured, Ranks, middle, repeated, worst
 
 CHUNKS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (64, 128, 256, 512)}  # rows
 EMPTY = 8  # rows of a tile that is all launching
@@ -48,6 +48,12 @@ def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
     return local_calls(kernel, Scoring(width**-0.5), Full(), q, keys, values, dout)
 
 
+def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
+    """The median of a call's seconds, and its spread."""
+    took = repeated(ranks.repeats(call), "")
+    return took.value, took.spread or 0.0
+
+
 def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
     """compute, launch, half_rows and backward of `Rates`, fitted to tiles of several sizes."""
     rows = (EMPTY, *CHUNKS[ranks.device.type])
@@ -57,7 +63,7 @@ def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
         for each in rows:
             calls = tile(ranks, model, each)
             for call in (calls.forward, calls.backward):
-                mid, spread = _median(ranks.repeats(call))
+                mid, spread = _median(ranks, call)
                 medians.append(mid)
                 spreads.append(spread)
         return [*medians, *spreads]
@@ -135,9 +141,7 @@ def products(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
         for m, k, n in sizes:
             left, right = torch.rand((m, k), **like), torch.rand((k, n), **like)
             into = torch.empty((m, n), **like)
-            taken.append(
-                _median(ranks.repeats(lambda a=left, b=right, c=into: torch.mm(a, b, out=c)))
-            )
+            taken.append(_median(ranks, lambda a=left, b=right, c=into: torch.mm(a, b, out=c)))
         return [mid for mid, _ in taken] + [spread for _, spread in taken]
 
     of_ranks = ranks.locally("matrix products", measure)
@@ -172,17 +176,11 @@ def memory(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
         shape = rows, 2, half, model.head_dim
         cut = data[: np.prod(shape)].view(shape).transpose(0, 1)
         joined = into[: np.prod(shape)].view(cut.shape)
-        plain = _median(ranks.repeats(lambda: into.copy_(data)))
-        return [*plain, *_median(ranks.repeats(lambda: joined.copy_(cut))), cut.numel()]
+        plain = _median(ranks, lambda: into.copy_(data))
+        return [*plain, *_median(ranks, lambda: joined.copy_(cut)), cut.numel()]
 
     took, spread, cutting, varies, moved = middle(ranks.locally("memory", measure))
     how = f"copies of {size >> 20} MiB on all ranks at once"
     return Measured(2 * size / took, spread, how), Measured(
         moved / cutting, varies, f"{how}, by heads"
     )
-
-
-def _median(samples: Sequence[float]) -> tuple[float, float]:
-    """The median and its spread, as `ranks.repeated` makes them."""
-    low, mid, high = np.quantile(samples, (0.25, 0.5, 0.75))
-    return float(mid), float((high - low) / 2 / mid)

@@ -9,7 +9,7 @@ and their number follows from the ratio.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...autotune.measure import (
     FIRST,
@@ -24,7 +24,7 @@ from ...autotune.measure import (
 )  # fmt: skip
 from ..advise.shapes.models import Model
 from .kernels import CHUNKS, tile
-from .ranks import Measured, Ranks, repeated
+from .ranks import Figures, Measured, Ranks, repeated
 
 LARGEST = {"cuda": 2**28, "cpu": 2**22}  # bytes of a message
 LONG = 0.05  # seconds that a message should take
@@ -36,82 +36,81 @@ LONGER = 2.0  # times as long as computing a message beside it is to take
 Pairs = Sequence[tuple[int, int]]  # ranks to send to and to receive from; empty where a rank rests
 
 
-@dataclass
-class LinkFigures:
-    """Figures of `Rates` by name, those that were measured; nics: of a node; alone: bytes per
-    second of one rank's NIC; words: about what else was seen. busiest: this rank's pairs with all
-    ranks sending, and their rate."""
+class Carried(NamedTuple):
+    """What one link class was measured with: seconds of a message without bytes, this rank's pairs
+    with all ranks sending, and their bytes per second."""
 
-    figures: dict[str, Measured] = field(default_factory=dict)
-    nics: Measured | None = None
-    alone: Measured | None = None
-    words: dict[str, str] = field(default_factory=dict)
-    busiest: tuple[Pairs, float] = ((), 1.0)
+    latency: Measured
+    pairs: Pairs
+    rate: float
 
 
-def links(ranks: Ranks) -> LinkFigures:
-    """All of it; collective. A link class that these ranks do not have is left out."""
-    seen = LinkFigures()
+def links(ranks: Ranks, figures: Figures) -> Carried | None:
+    """Add all of it to the figures of [links]; collective. A link class that these ranks do not
+    have is left out. Returns that within nodes, or else between; None without links."""
     if ranks.size < 2:
-        return seen
+        return None
     ranks.groups.connect([FLAT], ranks.device)
-    latencies = []
+    carried = []
     if ranks.nodes > 1:
         ranks.say("hops between nodes, alone and all at once")
-        latencies.append(_between(ranks, seen))
+        carried.append(_between(ranks, figures))
     if ranks.per_node > 1:
         ranks.say("hops within nodes, alone and all at once")
-        latencies.append(_within(ranks, seen))
-    slow = max(latencies, key=lambda each: each.value)
+        carried.append(_within(ranks, figures))
+    slow = max((each.latency for each in carried), key=lambda each: each.value)
     how = f"{CHAIN} messages of {SMALL} bytes in a row, the slower link class"
-    seen.figures["latency"] = slow._replace(how=how + slow.how)
+    figures.add("links.latency", slow._replace(how=how + slow.how))
     if not ranks.cuda:
-        pairs = seen.busiest[0]
+        pairs = carried[-1].pairs
         posting = repeated(ranks.rounds(lambda: _exchange(ranks, pairs, FIRST)[0]), "")
-        seen.figures["posting"] = posting._replace(how=f"{FIRST} bytes{posting.how}")
-    return seen
+        figures.add("links.posting", posting._replace(how=f"{FIRST} bytes{posting.how}"))
+    return carried[-1]
 
 
-def _within(ranks: Ranks, seen: LinkFigures) -> Measured:
-    """Adds what links within nodes carry; returns their latency."""
+def _within(ranks: Ranks, figures: Figures) -> Carried:
+    """Adds what links within nodes carry."""
     ring = around(ranks, "intra")
     latency, size = _sized(ranks, ring)
     other = 1 - ranks.groups.rank
     first_two = [(other, other)] if ranks.groups.rank < 2 else []
     one = _rate(ranks, "", first_two, size, latency)
-    seen.figures["intra"] = every = _rate(ranks, "all ranks at once", ring, size, latency)
-    seen.words["intra"] = f"two ranks alone {one.value:.3g}"
-    seen.busiest = ring, every.value
+    every = _rate(ranks, "all ranks at once", ring, size, latency)
+    figures.add("links.intra", every, f"two ranks alone {one.value:.3g}")
     first = ranks.node * ranks.per_node
     others = [first + index for index in range(ranks.per_node) if index != ranks.local]
     pairs = [(rank, rank) for rank in others]
     shared = _all_to_all(ranks, "the ranks of a node", pairs, every.value, latency)
-    seen.figures["exchange"], seen.figures["exchange_start"] = shared
-    return latency
+    _add_exchange(figures, shared)
+    return Carried(latency, ring, every.value)
 
 
-def _between(ranks: Ranks, seen: LinkFigures) -> Measured:
-    """Adds what links between nodes carry; returns their latency."""
+def _add_exchange(figures: Figures, shared: tuple[Measured, Measured]) -> None:
+    figures.add("links.exchange", shared[0])
+    figures.add("links.exchange_start", shared[1])
+
+
+def _between(ranks: Ranks, figures: Figures) -> Carried:
+    """Adds what links between nodes carry, and how many NICs a node has."""
     ring = around(ranks, "inter")
     latency, size = _sized(ranks, ring)
     alone = _rate(ranks, "one rank of each node", around(ranks, "inter", [0]), size, latency)
     every = _rate(ranks, "all ranks at once", ring, size, latency)
-    seen.nics = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
-    seen.alone = seen.figures["inter"] = alone
-    if seen.nics.value < ranks.per_node:
-        together = every.value * ranks.per_node / seen.nics.value
-        seen.figures["nic_shared"] = every._replace(value=together)
-    seen.busiest = ring, every.value
+    nics = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
+    figures.state("links.nics", round(nics.value), nics.note)
+    figures.add("links.nic_rate", alone._replace(how="`inter`"))
+    if nics.value < ranks.per_node:
+        together = every.value * ranks.per_node / nics.value
+        figures.add("links.nic_shared", every._replace(value=together))
     rank, size_ = ranks.groups.rank, ranks.size
     steps = range(ranks.per_node, size_, ranks.per_node)
     pairs = [((rank + step) % size_, (rank - step) % size_) for step in steps]
     shared = _all_to_all(ranks, "one rank of each node", pairs, every.value, latency)
     if ranks.per_node == 1:
-        seen.figures["exchange"], seen.figures["exchange_start"] = shared
-    seen.words["inter"] = (
-        f"all ranks at once {every.value:.3g} each, in an all-to-all {shared[0].value:.2f} of it"
-    )
-    return latency
+        _add_exchange(figures, shared)
+    more = f"all ranks at once {every.value:.3g} each, in an all-to-all {shared[0].value:.2f} of it"
+    figures.add("links.inter", alone, more)
+    return Carried(latency, ring, every.value)
 
 
 def _nics(ranks: Ranks, share: float, size: int, alone: float, latency: Measured) -> Measured:
@@ -193,10 +192,10 @@ def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pai
     return [] if route is None else route.pairs
 
 
-def slowdown(ranks: Ranks, model: Model, carried: LinkFigures) -> Measured:
+def slowdown(ranks: Ranks, model: Model, carried: Carried) -> Measured:
     """The fraction of `Rates`: local attention beside an exchange that outlasts it, over the same
     alone, less 1. The exchange is within nodes where there are such links. Collective."""
-    pairs, rate = carried.busiest
+    _, pairs, rate = carried
     rows = CHUNKS[ranks.device.type][-2]
     calls = tile(ranks, model, rows)
     once = max(ranks.each(seconds(calls.forward, ranks.device)))

@@ -9,20 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ...autotune import cluster_file
+from ...autotune.clusters import Cluster
 from ...autotune.measure import seconds
 from ...cli.doctor import machine
 from ...comm.consensus import Facts, agree
 from ...comm.groups import Groups
 
 LIMIT = timedelta(seconds=120)
+TIMES = ("launch", "latency", "posting", "exchange_start")  # short, so they vary, and matter less
 REPEATS = 5, 25  # of a figure, at least and at most
 
 
@@ -44,6 +47,31 @@ def repeated(samples: Sequence[float], how: str) -> Measured:
     """The figure of repeats of one quantity."""
     low, middle, high = quantiles(samples, n=4, method="inclusive")
     return Measured(middle, (high - low) / 2 / middle, f"{how}; median of {len(samples)}")
+
+
+@dataclass
+class Figures:
+    """What is known so far, by "section.key" of a cluster file."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    spreads: list[float] = field(default_factory=list)
+
+    def add(self, key: str, one: Measured, more: str = "") -> None:
+        self.values[key] = float(f"{one.value:.4g}")
+        self.notes[key] = f"{one.note}; {more}" if more else one.note
+        if one.spread is not None and key.split(".")[1] not in TIMES:
+            self.spreads.append(one.spread)
+
+    def state(self, key: str, value: Any, note: str) -> None:
+        self.values[key], self.notes[key] = value, note
+
+    def cluster(self) -> Cluster:
+        nested: dict[str, dict[str, Any]] = {}
+        for key, value in self.values.items():
+            section, name = key.split(".")
+            nested.setdefault(section, {})[name] = value
+        return cluster_file.made(nested)
 
 
 @dataclass(frozen=True)

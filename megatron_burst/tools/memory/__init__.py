@@ -39,13 +39,6 @@ least memory; ranks that are left are context-parallel. A Megatron command is re
 
 exit status: 0 it fits, 1 it does not, 2 bad input
 """
-# Fields of `Settings` that a flag of the same name sets.
-FIELDS = (
-    "tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch", "micro_batches", "store", "offload",
-    "sequence_chunks", "mlp_tiles", "ulysses", "head_chunks", "optimizer_offload",
-    "optimizer_bytes", "recompute", "lm_head_loss", "gradients", "wire", "linear", "placement",
-    "path", "algorithm", "layout", "side",
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_run(parser)
     add = parser.add_argument
     add("--reserve", default="4GiB", metavar="SIZE", help="of a GPU, not for tensors (4GiB)")
-    flags.add_fields(parser, FIELDS)
+    flags.add_fields(parser, flags.FIELDS)
     add("--no-distributed-optimizer", action="store_true", help="states on every rank")
     add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
     add("--longest", action="store_true", help="the longest sequence that fits")
@@ -111,7 +104,7 @@ def _read(
 ) -> tuple[clusters.Cluster, models.Model, settings.Settings, bool]:
     """The cluster, the model, the run, and whether its groups are given."""
     model, given = model_arguments.find(arguments.model, arguments.megatron)
-    given |= flags.given_fields(arguments, FIELDS)
+    given |= flags.given_fields(arguments, flags.FIELDS)
     if arguments.no_distributed_optimizer:
         given["distributed_optimizer"] = False
     if arguments.fsdp:

@@ -19,12 +19,11 @@ from .. import call_flags
 from ..call_flags import check_positive
 from . import language
 from .packs import PackScene, pack_scene
-from .passes import ScheduleScene, schedule_scene
-from .scans import ScanScene, scan_scene
+from .passes import schedule_scene
 from .scans import add_flags as add_scan
+from .scans import scan_scene
 from .scene import LayoutScene, MaskScene, Shards
-
-Scene = LayoutScene | MaskScene | PackScene | ScanScene | ScheduleScene
+from .words import Scene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
 POSITIONS = {"text": 256, "png": 1024}

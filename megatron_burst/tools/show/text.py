@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -37,16 +38,10 @@ def show(scene: words.Scene, rank: int | None = None) -> None:
     console = unwrapped()  # a terminal wraps a matrix better than rich does
     console.print(Text(words.title(scene), style="bold"))
     console.print(Text(words.subtitle(scene) + "\n", style="dim"))
-    if isinstance(scene, MaskScene):
-        parts = _mask(scene)
-    elif isinstance(scene, LayoutScene):
-        parts = _layouts(scene)
-    elif isinstance(scene, PackScene):
-        parts = _packs(scene)
-    elif isinstance(scene, ScanScene):
-        parts = _scan(scene)
-    else:
+    if isinstance(scene, ScheduleScene):
         parts = _schedule(scene, rank)
+    else:
+        parts = DRAWERS[type(scene)](scene)
     for part in parts:
         console.print(part)
     for line in words.caption(scene):
@@ -267,3 +262,11 @@ def _hop(scene: ScheduleScene, hop: Hop) -> str:
     part = share(*scene.rows(hop.chunk))
     some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
     return f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"
+
+
+DRAWERS: dict[type, Callable[[Any], Iterator[RenderableType]]] = {
+    MaskScene: _mask,
+    LayoutScene: _layouts,
+    PackScene: _packs,
+    ScanScene: _scan,
+}

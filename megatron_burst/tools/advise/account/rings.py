@@ -207,7 +207,9 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
     shared, x = run.ulysses, on_ring(x, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
     whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
-    each = room_bytes(x, run)
+    of = _row_sizes(x, run)
+    side = side_by_bytes(run, of)
+    each = room_bytes(x, run, of, side)
     own_query, own_keys = each("dquery", chunk), each("dkv", rows)
     if run.cp == 1:
         own_query, own_keys = chunk * x.query * 4, rows * x.kv * 4
@@ -215,7 +217,6 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
                 BYTES[run.wire], each("kv", 0))  # fmt: skip
     if run.cp == shared:
         return rest
-    side = side_of(x, run)
     forward, backward = (rooms_of or ring_rooms)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu",
@@ -248,11 +249,6 @@ def intra_of(run: Settings) -> int:
     return Topology(run.cp, node, run.ulysses, run.placement).intra_size
 
 
-def side_of(x: LayerSizes, run: Settings) -> str:
-    """What travels in backward. x: sizes on the ring."""
-    return side_by_bytes(run, _row_sizes(x, run))
-
-
 def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
     """The side of a run; where it is "auto", that with fewer bytes: keys go round once per row
     chunk of queries. sizes: of one rank on the ring."""
@@ -263,16 +259,18 @@ def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
     return "kv" if keys <= sent.query + sent.dquery else "query"
 
 
-def room_bytes(x: LayerSizes, run: Settings) -> Callable[[str, int], float]:
+def room_bytes(
+    x: LayerSizes, run: Settings, of: RowSizes, side: str
+) -> Callable[[str, int], float]:
     """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
-    message. x: sizes on the ring."""
-    of, least = _row_sizes(x, run), 0.0
+    message. x, of: sizes on the ring; side: what travels in backward."""
+    least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
                "dkv wire": x.kv * BYTES[run.wire], "dquery": x.query * F,
                "dquery wire": x.query * BYTES[run.wire], "out": (x.out + x.heads) * F,
                "out wire": of.forward.out}  # fmt: skip
     if run.path == "cpu":
-        travels = ("kv", side_of(x, run), "d" + side_of(x, run))
+        travels = ("kv", side, "d" + side)
         chunks = run.sequence_chunks
         longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
         exchanged = max(of.scattered_bytes(run.ulysses, again=True)) * (run.ulysses > 1)

@@ -78,16 +78,16 @@ class Faults:
         """Raise ValueError for a GPU or a node that the cluster does not have."""
         nodes = cluster.gpus // cluster.ranks_per_node
         for key in (*self.slow_ranks, *self.slow_links):
-            node = _node(key)
+            node, gpus = _named(key)
             if node is not None and node >= nodes:
                 raise ValueError(f"faults: {key!r}: there are {nodes} nodes, numbered from 0")
-            if max(_gpus(key), default=-1) >= cluster.gpus:
+            if max(gpus, default=-1) >= cluster.gpus:
                 raise ValueError(f"faults: {key!r}: there are {cluster.gpus} GPUs, from 0")
 
     def check_run(self, ranks: int) -> None:
         """Raise ValueError for a GPU that is none of the first `ranks`, which the run has."""
         for key in (*self.slow_ranks, *self.slow_links):
-            if max(_gpus(key), default=-1) >= ranks:
+            if max(_named(key)[1], default=-1) >= ranks:
                 raise ValueError(
                     f"faults: {key!r}: the run takes GPUs 0 to {ranks - 1}, so no other one slows "
                     "it"
@@ -107,8 +107,8 @@ class Faults:
             if isinstance(key, tuple):
                 slow = (numbers[:, None] == key[0]) & (numbers == key[1])
             else:
-                named = isinstance(key, str)
-                ends = nodes == _node(key) if named else nics == _nic(cluster, np.array(_gpus(key)))
+                node, gpus = _named(key)
+                ends = nodes == node if node is not None else nics == _nic(cluster, np.array(gpus))
                 slow = between & (ends[:, None] | ends)
             found[slow] = np.maximum(found[slow], factor)
         return found
@@ -119,9 +119,8 @@ class Faults:
             return True
         nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}
         near = range(min(nodes), max(nodes) + 1)
-        for key in self.slow_links:
-            node = _node(key)
-            if node in near or any(gpu // cluster.ranks_per_node in near for gpu in _gpus(key)):
+        for node, slow in map(_named, self.slow_links):
+            if node in near or any(gpu // cluster.ranks_per_node in near for gpu in slow):
                 return True
         return False
 
@@ -144,15 +143,11 @@ def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
     return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
 
 
-def _gpus(key: Link) -> tuple[int, ...]:
-    """The GPUs that a key names; none where it names a node."""
+def _named(key: Link) -> tuple[int | None, tuple[int, ...]]:
+    """The node that a key names, or else the GPUs."""
     if isinstance(key, str):
-        return ()
-    return key if isinstance(key, tuple) else (key,)
-
-
-def _node(key: Link) -> int | None:
-    return int(key.split()[1]) if isinstance(key, str) else None
+        return int(key.split()[1]), ()
+    return None, key if isinstance(key, tuple) else (key,)
 
 
 def _check_link(key: object) -> None:

@@ -9,7 +9,7 @@ offload, row chunks and tiles, from short lists.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
@@ -58,7 +58,9 @@ class TrainingGoal:
 def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
     """Every way to share the GPUs out, without options."""
     options = {k: v for k, v in want.pinned.items() if k not in (*GROUPS, "micro_batches")}
-    for tp, pp in product(_tensor(model, cluster, want), _stages(model, cluster, want)):
+    stages = [pp for pp in divisors(model.layers) if pp <= min(STAGES, cluster.gpus)]
+    sizes = want.values("tp", tensor_sizes(model, cluster)), want.values("pp", stages)
+    for tp, pp in product(*sizes):
         left = cluster.gpus // (tp * pp)
         if cluster.gpus % (tp * pp):
             continue
@@ -88,15 +90,6 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
         and model.ffn % tp == 0
         and model.carried(tp)
     ]
-
-
-def _tensor(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
-    return want.values("tp", tensor_sizes(model, cluster))
-
-
-def _stages(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
-    tried = [pp for pp in divisors(model.layers) if pp <= min(STAGES, cluster.gpus)]
-    return want.values("pp", tried)
 
 
 def _rows_fit(cluster: Cluster, want: TrainingGoal, tp: int, cp: int) -> bool:
@@ -187,9 +180,8 @@ STEP = 4 * 2**20  # tokens of a step that a suggestion is near
 
 def check_wanted(model: Model, cluster: Cluster, want: TrainingGoal) -> None:
     """Raise ValueError, with what would do, unless there is a way to share the GPUs out."""
-    names = [each.name for each in fields(Settings)]
     for name in want.pinned:
-        if name not in names or name not in SEARCHED:
+        if name not in SEARCHED:
             raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
     for reason in _reasons(model, cluster, want):
         raise ValueError(reason)

@@ -1,0 +1,282 @@
+"""Published tables and what is predicted of them: LoongTrain's and BurstEngine's attention, steps
+and memory, FPDT's longest sequences, with stored constants, and the fits of these."""
+
+from dataclasses import astuple
+from functools import partial
+
+import numpy as np
+import pytest
+
+from benchmarks.advise import attention_fit as table4
+from benchmarks.advise import burstengine_attention, fpdt
+from benchmarks.advise import burstengine_memory as memory
+from benchmarks.advise import burstengine_steps as burstengine
+from benchmarks.advise import loongtrain_steps as loongtrain
+from benchmarks.advise.fitting import errors, fit
+from benchmarks.advise.section import spread
+from megatron_burst.autotune.clusters import GB, OFF, Cluster
+from megatron_burst.tools.advise.account.memory import account
+from megatron_burst.tools.advise.forecast.attention_time import Rings, attention_time
+from megatron_burst.tools.advise.forecast.layer_time import visible
+from megatron_burst.tools.advise.forecast.step_time import model_operations, step_time
+
+K = 1024
+
+
+@pytest.fixture(scope="module")
+def rings():
+    return Rings()
+
+
+def loongtrain_errors(constants, rings):
+    rows = loongtrain.published()
+    found = [loongtrain.predicted(row, constants, rings).tokens_per_gpu(32) for row in rows]
+    return rows, found, errors(found, [row.published for row in rows])
+
+
+def burstengine_errors(constants, rings):
+    rows = burstengine.published()
+    found = [burstengine.predicted(row, constants, rings).seconds for row in rows]
+    return errors(found, [row.seconds for row in rows])
+
+
+def test_loongtrain_table_2(rings):
+    rows, found, off = loongtrain_errors(loongtrain.Constants(), rings)
+    assert len(rows) == 48
+    assert off.median < 0.015
+    assert off.p90 < 0.05
+    order = loongtrain.ranking(rows, found)
+    assert order.pairs == 89
+    assert len(order.wrong) <= 3
+
+
+def test_steps_are_off_by_no_more_than_is_said(rings):
+    """58 steps: LoongTrain's 48 on 32 A100 with four NICs per node, BurstEngine's 10 on A800."""
+    attention = partial(attention_time, rings=rings)
+    there = Cluster("a100", 32, nics=4, nic_rate=25 * GB)
+    found = [
+        row.published / step_time(row.model, there, row.run, attention=attention).tokens_per_gpu(32)
+        for row in loongtrain.published()
+    ]
+    found += [
+        step_time(
+            burstengine.MODEL, Cluster("a800", row.gpus), row.run, attention=attention
+        ).seconds
+        / row.seconds
+        for row in burstengine.published()
+    ]
+    off = np.abs(np.array(found) - 1)
+    assert len(off) == 58
+    assert np.median(off) == pytest.approx(0.037, abs=0.001)  # as the documentation says
+    assert off.max() == pytest.approx(0.177, abs=0.002)
+    assert off.max() <= OFF
+
+
+def test_a_ranking_finds_what_is_out_of_order():
+    rows = loongtrain.published()
+    assert loongtrain.ranking(rows, [row.published for row in rows]).wrong == []
+    order = loongtrain.ranking(rows, [-row.published for row in rows])
+    assert len(order.wrong) == order.pairs
+
+
+def test_burstengine_tables_2_and_5(rings):
+    off = burstengine_errors(burstengine.Constants(), rings)
+    assert off.median < 0.01
+    assert off.worst < 0.03
+
+
+def test_burstengine_table_3():
+    found = burstengine.speedups()
+    assert [point.published for point in found] == [1.72, 3.68]
+    assert max(abs(point.error) for point in found) < 0.1
+
+
+def test_pairs_of_masks():
+    """Eight blocks of the window's length: half of each and seven whole ones, of 32 causal."""
+    seq = 8 * burstengine.WINDOW
+    blocks = seq / burstengine.WINDOW * visible(seq) / burstengine.WINDOW
+    found = burstengine.pairs_of("sliding_window_32k_blockwise_balanced", seq)
+    assert found * blocks == pytest.approx(8 * 0.5 + 7)
+    assert burstengine.pairs_of("attention_masking", seq) == pytest.approx(2, rel=1e-4)
+
+
+def test_the_published_mfu_is_ours():
+    """From token rates of table 2, and of table 5 with 32,000 tokens for 32,768."""
+    for name, seq, scale in (("table2_ablation", 1 << 20, 1.0), ("table5_intra_node", 0, 1.024)):
+        for row in burstengine.table(f"burstengine_{name}"):
+            done = model_operations(burstengine.MODEL, seq or int(row["sequence"]))
+            mfu = done * float(row["tgs"]) * scale / 312e12
+            assert 100 * mfu == pytest.approx(float(row["mfu_percent"]), rel=2e-3)
+
+
+@pytest.mark.parametrize("module", [loongtrain, burstengine, table4])
+def test_constants_are_within_what_is_plausible(module):
+    values = zip(*map(astuple, (module.LOW, module.Constants(), module.HIGH)), strict=True)
+    assert all(low < value < high for low, value, high in values)
+
+
+def test_a_fit_finds_the_constants_that_made_the_numbers():
+    """Of y = a x^b, one point far off."""
+    x = np.linspace(1, 5, 20)
+    y = 3.0 * x**1.5
+    y[7] *= 2
+
+    def off(c):
+        return np.log(c[0] * x ** c[1] / y)
+
+    found = fit(off, (1.0, 1.0), (0.1, 0.1), (10.0, 10.0))
+    assert found == pytest.approx([3.0, 1.5], rel=0.01)
+    held = fit(off, (1.0, 1.0), (0.1, 0.1), (2.0, 10.0))
+    assert held[0] == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_fitting_again_finds_the_stored_constants(rings):
+    again = loongtrain.fitted(loongtrain.published(), rings=rings)
+    assert loongtrain_errors(again, rings)[2].median == pytest.approx(
+        loongtrain_errors(loongtrain.Constants(), rings)[2].median, abs=0.002
+    )
+    again = burstengine.fitted(burstengine.published(), rings=rings)
+    assert astuple(again) == pytest.approx(astuple(burstengine.Constants()), rel=0.02)
+
+
+@pytest.mark.slow
+def test_each_row_of_burstengine_from_the_others():
+    left = burstengine.leave_one_out(burstengine.published())
+    off = errors([point.predicted for point in left], [point.published for point in left])
+    assert off.median < 0.03
+
+
+# --- LoongTrain's table 4: attention -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(rings):
+    """Cells, and their predicted seconds."""
+    some = table4.cells()
+    return some, [table4.predicted(cell, table4.Constants(), rings) for cell in some]
+
+
+def test_the_table_has_88_different_cells(found):
+    some, _ = found
+    assert len({cell.label for cell in some}) == len(some) == 88
+    assert sum(cell.exchange == 0 for cell in some) == 8  # one ring: nothing to exchange
+    assert some[0].seconds == 0.2964
+
+
+def test_errors_are_below_the_targets(found):
+    some, times = found
+    off = errors([each.seconds for each in times], [cell.seconds for cell in some])
+    assert off.median <= 0.015
+    assert off.p90 <= 0.035
+    shared = [(sum(each.exchange), cell.exchange) for cell, each in zip(some, times, strict=True)
+              if cell.exchange]  # fmt: skip
+    assert errors(*zip(*shared, strict=True)).median < 0.06
+
+
+def test_the_choice_is_close_to_the_best(found):
+    some, times = found
+    lost = [each.loss for each in table4.choices(some, [each.seconds for each in times])]
+    assert len(lost) == 8
+    assert sum(lost) / 8 <= 0.005
+    assert max(lost) <= 0.02
+
+
+def test_constants_are_few():
+    assert len(astuple(table4.Constants())) <= 11
+    assert set(table4.UNITS) == set(vars(table4.Constants()))
+    assert table4.Constants().inter < table4.Constants().nic < 25e9  # the datasheet's
+
+
+def test_a_table_that_was_not_fitted():
+    """As far off as the page says: BurstEngine's benchmark, on 32 GPUs of another cluster."""
+    pairs = [
+        (burstengine_attention.predicted(*key), value)
+        for key, value in burstengine_attention.published().items()
+    ]
+    assert len(pairs) == 14
+    assert errors(*zip(*pairs, strict=True)).median < 0.08
+
+
+@pytest.mark.slow
+def test_the_fit_finds_these_constants():
+    """From another start too."""
+    stated = astuple(table4.Constants())
+    start = table4.Constants(*(1.2 * each for each in stated))
+    for begin in (table4.Constants(), start):
+        again = table4.fitted(table4.cells(), begin, rounds=30)
+        assert astuple(again) == pytest.approx(stated, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", table4.LEFT_OUT)
+def test_cells_left_out_are_predicted(what):
+    off = table4.leave_out(table4.LEFT_OUT[what], table4.cells())
+    assert off.median <= 0.025
+    assert off == pytest.approx(table4.LEAVE_OUT[what], abs=0.005)
+
+
+# --- BurstEngine's memory ------------------------------------------------------------------
+
+
+def test_ten_rows_within_the_targets():
+    section = memory.run()
+    found = spread(section.points)
+    assert len(section.points) == 10
+    assert found.median <= 0.05
+    assert found.worst <= 0.07
+    assert section.figures[0].met
+    assert spread(memory.left_out(memory.rows())).worst <= 0.08
+    assert memory.fitted(memory.rows()) == pytest.approx(memory.RESERVE, rel=0.1)
+
+
+def test_the_store_and_the_states_by_hand():
+    """32K rows of 40 layers: out in bf16 and lse in fp32; 13.9e9 parameters over 32 GPUs."""
+    runs = {label: run for label, (run, _) in memory.runs().items()}
+    none, half, whole = (
+        account(memory.MODEL, runs[label], every=False)
+        for label in ("+lm_head_loss_fusion", "+seq_selective_ckpt", "selective_ckpt_pp_instead")
+    )
+    results = 40 * 32768 * (5120 * 2 + 40 * 4)
+    assert half.peak.items["attention store"] == pytest.approx(results / 2)
+    assert whole.peak.items["attention store"] == pytest.approx(results)
+    layer = 4 * 5120**2 + 3 * 5120 * 13824
+    parameters = 40 * (layer + 2 * 5120) + 2 * 120_000 * 5120 + 5120
+    assert none.states["optimizer"] == pytest.approx(12 * parameters / 32)
+    assert none.states["parameters"] == pytest.approx(2 * parameters / 32)
+    assert none.states["gradients"] == pytest.approx(4 * parameters / 32)
+    assert none.peak.items["gathered weights"] == layer * (2 * 2 + 4)
+
+
+# --- FPDT's table: how many cells the account meets ----------------------------------------
+
+
+def test_as_many_cells_are_met_as_the_page_says():
+    found = fpdt.counts(fpdt.cells())
+    assert found["filled"][1] == 23
+    assert found["-"][1] == 17
+    assert found["filled"][0] >= 21
+    assert found["-"][0] >= 15
+
+
+@pytest.mark.parametrize(
+    ("published", "length", "right"),
+    [("-", 0, True), ("-", 64 * K, False), ("8M+", 4096 * K, True), ("8M+", 3072 * K, False),
+     ("1M", 512 * K, True), ("1M", 2048 * K, True), ("1M", 256 * K, False),
+     ("3M", 1024 * K, False), ("512K", 0, False)],
+)  # fmt: skip
+def test_what_counts_as_met(published, length, right):
+    assert fpdt.Cell("8B", "4 x 40g", published, length, "").right is right
+
+
+def test_states_and_host_by_hand():
+    """2.7B on 4 GPUs: 16 bytes of each parameter shared by 4, two layers and gradients of one
+    whole; the input of every layer, one layer's q, k, v, out and its gradient on the host."""
+    model = fpdt.MODELS["2.7B"]
+    seq, rows = 1024 * K, 256 * K
+    found = account(model, fpdt.run_of(model, 4, seq), every=False)
+    states = sum(found.states.values())
+    assert states == pytest.approx(16 * model.parameters / 4, rel=1e-6)
+    assert found.peak.items["gathered weights"] == (2 + 1) * 12 * 2560**2 * 2
+    chunks = 5 * rows * 2560 * 2 * (1 - 2 / 16)
+    assert found.host_bytes == pytest.approx(32 * rows * 2560 * 2 + chunks, rel=1e-6)
