@@ -133,7 +133,7 @@ def _has_seam(file: Path, place: SeamPlace) -> bool:
 def version_of(tree: Path) -> str:
     """The version in a tree's package_info.py."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?([^'\"\n]*)", text, re.M))
-    return ".".join(found.get(key, "?") for key in ("MAJOR", "MINOR", "PATCH")) + found.get(
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?([^'\"\n]*)", text, re.M))
+    return ".".join(parts.get(key, "?") for key in ("MAJOR", "MINOR", "PATCH")) + parts.get(
         "PRE_RELEASE", ""
     )

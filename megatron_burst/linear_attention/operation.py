@@ -84,9 +84,9 @@ def linear_attention(
     named = {"q": q, "k": k, "v": v, "decay": shared(home, decay), "beta": beta}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates)
-        asked = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
+        request = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
                         kernel=default(kernel, "auto"), final=return_final_state)  # fmt: skip
-        plan = _planned(groups, named, asked, initial_state, label)
+        plan = _planned(groups, named, request, initial_state, label)
     else:
         check_alone(plan, given)
         check_final(return_final_state)
@@ -99,7 +99,7 @@ def linear_attention(
     return (outs, finals) if return_final_state else outs
 
 
-def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any, label: object) -> Any:
+def _planned(groups: Any, named: dict[str, Any], make: Any, initial: Any, label: object) -> Any:
     """The plan of one call."""
     made = {**named, "initial_state": initial}
     if isinstance(groups, InProcessGroups):
@@ -107,7 +107,7 @@ def _planned(groups: Any, named: dict[str, Any], asked: Any, initial: Any, label
 
     def request(group: Groups, tensors: dict[str, Any]) -> Any:
         start = tensors.pop("initial_state")
-        return asked(group, tensors, initial=start)
+        return make(group, tensors, initial=start)
 
     return prepared(groups, made, request, label)
 

@@ -193,10 +193,10 @@ def prepare_linear(
     Raises the same ValueError on every rank.
     """
     options = Options.of(layout, cu_seqlens, algorithm, rates)
-    asked = partial(of_attention, options=options, form=default(form, "auto"),
+    request = partial(of_attention, options=options, form=default(form, "auto"),
                     kernel=default(kernel, "auto"), scale=scale)  # fmt: skip
     named = {"q": q, "k": k, "v": v, "decay": shared(groups, decay), "beta": beta}
-    return prepared(groups, named, lambda group, tensors: asked(group, tensors))
+    return prepared(groups, named, lambda group, tensors: request(group, tensors))
 
 
 def prepared(
@@ -328,6 +328,6 @@ def _longest(request: ChainRequest, job: ScanJob, both: Directions) -> int:
     """Bytes of the longest message that any rank sends, envelope and alignment included."""
     assert request.states is not None
     blocks = job.forward.program.blocks
-    found = [longest_message(hops, blocks, request.states) for hops in both.hops]
-    found.append((job.finals.message, len(job.finals.holders)))
-    return max(size + count * packing.ALIGNMENT for size, count in found) + packing.ENVELOPE
+    messages = [longest_message(hops, blocks, request.states) for hops in both.hops]
+    messages.append((job.finals.message, len(job.finals.holders)))
+    return max(size + count * packing.ALIGNMENT for size, count in messages) + packing.ENVELOPE

@@ -46,11 +46,11 @@ class Directions(NamedTuple):
     @property
     def digest(self) -> int:
         """A digest of the tables: ranks with different ones would exchange the wrong states."""
-        found = 0
+        digest = 0
         for hops in self.hops:
             for column in hops:
-                found = crc32(np.ascontiguousarray(column).tobytes(), found)
-        return found
+                digest = crc32(np.ascontiguousarray(column).tobytes(), digest)
+        return digest
 
 
 class ConvolutionWindow(NamedTuple):
@@ -107,22 +107,22 @@ def window(
     """The window of `width` rows that ends at each row."""
 
     def make() -> ConvolutionWindow:
-        found, me = chains_of(groups, sequence), groups.rank
-        order, ends = _around(found.table[found.of(me)], width - 1)
+        all_chains, me = chains_of(groups, sequence), groups.rank
+        order, ends = _around(all_chains.table[all_chains.of(me)], width - 1)
         indices = to_device(order, device), to_device(ends, device)
-        route, most = preceding_and_most(found, width, me)
+        route, most = preceding_and_most(all_chains, width, me)
         return ConvolutionWindow(paths(route, device), *indices, most)
 
     return _kept(groups, ("window", sequence, width, device), make)
 
 
-def _around(pieces: np.ndarray, back: int) -> tuple[np.ndarray, np.ndarray]:
+def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
     """`order` and `ends` of a `ConvolutionWindow`, for pieces in the order of rows."""
     first, length = pieces[:, 1], pieces[:, 2]
     rows, nth = int(length.sum()), np.arange(len(pieces))
-    before = rows + nth[:, None] * back + np.arange(back)
+    before = rows + nth[:, None] * reach + np.arange(reach)
     order = [part for i in nth for part in (before[i], np.arange(first[i], first[i] + length[i]))]
-    ends = [np.arange(f, f + n) + i * back for i, (f, n) in enumerate(pieces[:, 1:3].tolist())]
+    ends = [np.arange(f, f + n) + i * reach for i, (f, n) in enumerate(pieces[:, 1:3].tolist())]
     return _joined(order), _joined(ends)
 
 
@@ -132,11 +132,11 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 def _kept(groups: Groups, key: Any, make: Callable[[], Any]) -> Any:
     """What was made for `key`; what was not asked for the longest makes room for new things."""
-    found: dict[Any, Any] = groups.cache.setdefault("linear", {})
-    value = found.pop(key) if key in found else make()
-    while len(found) >= KEPT:
-        del found[next(iter(found))]
-    found[key] = value
+    made: dict[Any, Any] = groups.cache.setdefault("linear", {})
+    value = made.pop(key) if key in made else make()
+    while len(made) >= KEPT:
+        del made[next(iter(made))]
+    made[key] = value
     return value
 
 
@@ -194,24 +194,24 @@ class Program(NamedTuple):
         """Shapes of what a hop carries, in order: the transition, if maps have one, and the
         state."""
         heads, rows, columns = self.blocks.sizes if hop.block == WHOLE else self.blocks.shape
-        found = [torch.Size((states.batch, heads, rows, columns))]
+        shapes = [torch.Size((states.batch, heads, rows, columns))]
         transition = shape_of(states.form, states.batch, (heads, rows, columns))
         if hop.kind == MAP and transition is not None:
-            found.insert(0, torch.Size(transition))
-        return found
+            shapes.insert(0, torch.Size(transition))
+        return shapes
 
 
 def program(hops: Hops, chains: Chains, rank: int, blocks: Blocks) -> Program:
     """The part of `rank`."""
     own_rows = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
-    found: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
+    by_round: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
     for row in zip(*(column[own_rows].tolist() for column in hops), strict=True):
         number, source, destination, *hop = row
-        sends, receives = found.setdefault(number, ({}, {}))
+        sends, receives = by_round.setdefault(number, ({}, {}))
         way, peer = (sends, destination) if source == rank else (receives, source)
         way.setdefault(peer, []).append(StateHop(*hop))
     rounds = tuple(
-        Round(number, *(_parcels(way) for way in ways)) for number, ways in found.items()
+        Round(number, *(_parcels(way) for way in ways)) for number, ways in by_round.items()
     )
     own = chains.of(rank)
     return Program(

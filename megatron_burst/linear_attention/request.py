@@ -46,17 +46,17 @@ def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...
         raise ValueError(f"{name} must be a tensor {words}, and not sparse, got {tensor!r:.100}")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{name} must have one of the dtypes {DTYPES}, got {tensor.dtype}")
-    found = tuple(tensor.shape)
+    shape = tuple(tensor.shape)
     for sizes in shapes.values():
-        if len(sizes) == len(found) and all(
+        if len(sizes) == len(shape) and all(
             size > 0 if wanted is None else size == wanted
-            for size, wanted in zip(found, sizes, strict=True)
+            for size, wanted in zip(shape, sizes, strict=True)
         ):
             return
     wanted = " or ".join(
         str([("any" if size is None else size) for size in sizes]) for sizes in shapes.values()
     )
-    raise ValueError(f"{name} must be {words}, here {wanted}, got {list(found)}")
+    raise ValueError(f"{name} must be {words}, here {wanted}, got {list(shape)}")
 
 
 def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
@@ -205,7 +205,7 @@ def of_attention(
     heads, columns = v.shape[2:]
     if heads % few:
         raise ValueError(f"v: the {few} heads of q and k must divide its heads, got {heads}")
-    found = forms.of(decay, beta, form)
+    taken_form = forms.of(decay, beta, form)
     each = (rows, batch, heads)
     if decay is not None:
         check_tensor("decay", decay, {"s, b, h": each, "s, b, h, d": (*each, width), "h": (heads,)})
@@ -220,11 +220,11 @@ def of_attention(
     factor = width**-0.5 if scale is None else float(scale)
     sequence = sequence_of(groups, options.layout, rows * groups.size, options.cu_seqlens)
     inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
-    kernel = registry.make(kernel, found, inputs).name
-    kind = "matrix" if found.delta else found.decay
+    kernel = registry.make(kernel, taken_form, inputs).name
+    kind = "matrix" if taken_form.delta else taken_form.decay
     states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
-    local = LocalWork(found, kernel, factor)
-    more: Facts = {"form": found.name, "kernel": kernel, "scale": factor}
+    local = LocalWork(taken_form, kernel, factor)
+    more: Facts = {"form": taken_form.name, "kernel": kernel, "scale": factor}
     return _request(
         groups, sequence, {**tensors, "initial_state": initial}, states, local, options, more, final
     )

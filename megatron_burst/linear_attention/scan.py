@@ -47,9 +47,9 @@ class KnownStates:
         self._states: dict[tuple[int, int], torch.Tensor] = {}  # (piece it enters, block)
         # (block, piece after its last) -> first piece -> map of the run
         self._runs: dict[tuple[int, int], dict[int, Map]] = {}
-        for piece, found in own.items():
+        for piece, own_map in own.items():
             for block in range(blocks.number):
-                part = found.part(blocks.slices(block)) if blocks.number > 1 else found
+                part = own_map.part(blocks.slices(block)) if blocks.number > 1 else own_map
                 self._runs[block, piece + 1] = {piece: part}
 
     def receive(self, hop: StateHop, arrived: list[torch.Tensor]) -> None:
@@ -68,20 +68,20 @@ class KnownStates:
         map."""
         if hop.kind == MAP:
             maps = [self.map(hop.first, hop.last, block) for block in self._each(hop.block)]
-            found = [each.increment for each in maps]
+            increments = [each.increment for each in maps]
             if maps[0].transition is not None:
                 transitions = [each.transition for each in maps if each.transition is not None]
-                return [self._whole_transition(transitions), self.whole(found)]
-            return [self.whole(found)]
+                return [self._whole_transition(transitions), self.whole(increments)]
+            return [self.whole(increments)]
         states = [self.state(hop.first, block) for block in self._each(hop.block)]
         assert all(state is not None for state in states), "a hop carries a state that is zero"
         return [self.whole(states)]
 
     def state(self, piece: int, block: int) -> torch.Tensor | None:
         """The state that enters a piece; None for zero."""
-        found = self._states.get((piece, block))
-        if found is not None or self._begins[piece]:
-            return found
+        known = self._states.get((piece, block))
+        if known is not None or self._begins[piece]:
+            return known
         way = self._way(piece, block, lambda at: (at, block) in self._states or self._begins[at])
         state = self._states.get((way[0][0], block))
         for _, run in way:
@@ -205,11 +205,11 @@ class DirectedScan:
     def _own_map(self, maps: Map, initial: Initial, index: int) -> Map:
         """The map of a piece; where its document begins, from zero."""
         program, transition = self.program, maps.transition
-        found = Map(None if transition is None else transition[index], maps.increment[index])
+        own_map = Map(None if transition is None else transition[index], maps.increment[index])
         document = program.document[index]
         if program.begins[program.own[index]] and document in initial:
-            found = found._replace(increment=found(initial[document]))
-        return found
+            own_map = own_map._replace(increment=own_map(initial[document]))
+        return own_map
 
     def _exchange(
         self,
@@ -381,24 +381,24 @@ class StateScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        asked: Sequence[ScanCall],
+        calls: Sequence[ScanCall],
         groups: Groups | InProcessGroups,
         *flat: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         given = [ScanTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # pyright: ignore
-        results = _on_ranks(groups, _forward, asked, given)
+        results = _on_ranks(groups, _forward, calls, given)
         entering, finals = zip(*results, strict=True)
-        ctx.asked, ctx.groups = asked, groups
+        ctx.calls, ctx.groups = calls, groups
         ctx.kinds = [None if t is None else (t.dtype, t.shape) for t in flat]
         saved = ((each.decay, state) for each, state in zip(given, entering, strict=True))
         ctx.save_for_backward(*(t for pair in saved for t in pair))
-        return (*entering, *finals) if asked[0].leaving else entering
+        return (*entering, *finals) if calls[0].leaving else entering
 
     @staticmethod
     @first_order_only("mb.state_scan")
     def backward(ctx: Any, *arrived: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        asked, number = ctx.asked, len(ctx.asked)
-        for each in asked:
+        calls, number = ctx.calls, len(ctx.calls)
+        for each in calls:
             each.job.groups.check()
             each.job.groups.calls.backward(each.call)
         flat = ctx.saved_tensors  # asked for once: a checkpoint makes them anew
@@ -407,7 +407,7 @@ class StateScan(torch.autograd.Function):
         needs = [ctx.needs_input_grad[i : i + 3] for i in range(2, 2 + 3 * number, 3)]
         kinds = [ctx.kinds[i : i + 3] for i in range(0, 3 * number, 3)]
         every = saved, arrived[:number], finals, needs, kinds
-        results = _on_ranks(ctx.groups, _backward, asked, *every)
+        results = _on_ranks(ctx.groups, _backward, calls, *every)
         return None, None, *(t for result in results for t in result)
 
 
@@ -421,20 +421,20 @@ def _on_ranks(groups: Groups | InProcessGroups, function: Any, *of_each: Sequenc
             return [function(*(each[0] for each in of_each))]
 
 
-def _forward(asked: ScanCall, given: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward(scan: ScanCall, given: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Entering states and final states, or None."""
-    job, call, leaving = asked
+    job, call, leaving = scan
     dtype = job.forward.states.dtype
     decay, increment, start = (None if t is None else t.to(dtype) for t in given)
     assert increment is not None
     initial = {} if start is None else dict(enumerate(start))
-    found = job.forward.run(call, Map(decay, increment), initial, leaving)
-    final = job.finals.spread(call, found.leaving, start) if leaving else None
-    return found.entering, final
+    scanned = job.forward.run(call, Map(decay, increment), initial, leaving)
+    final = job.finals.spread(call, scanned.leaving, start) if leaving else None
+    return scanned.entering, final
 
 
 def _backward(
-    asked: ScanCall,
+    scan: ScanCall,
     saved: tuple[torch.Tensor | None, torch.Tensor],
     entered: torch.Tensor,
     final: torch.Tensor | None,
@@ -442,24 +442,24 @@ def _backward(
     kinds: Sequence[tuple[torch.dtype, torch.Size] | None],
 ) -> list[torch.Tensor | None]:
     """Gradients of decay, increment and initial state. entered, final: the gradients that came."""
-    job, call, _ = asked
+    job, call, _ = scan
     decay, entering = saved
     dtype = job.backward.states.dtype
     decay = None if decay is None else decay.to(dtype)
     last = {} if final is None else job.finals.collect(call, final)
     maps = Map(turned(decay, entering.dim()), entered.to(dtype))
-    found = job.backward.run(call, maps, last, kinds[2] is not None)
+    scanned = job.backward.run(call, maps, last, kinds[2] is not None)
     of_decay = of_initial = None
     if decay is not None and needs[0]:
-        of_decay = gradient(decay, found.entering, entering)
+        of_decay = gradient(decay, scanned.entering, entering)
     if kinds[2] is not None and needs[2]:
         of_initial = entering.new_zeros(kinds[2][1])
-        for document, state in found.leaving.items():
+        for document, state in scanned.leaving.items():
             of_initial[document] = state
         for document in job.finals.empty if final is not None else ():
             assert final is not None
             of_initial[document] = final[document]
-    results = of_decay, found.entering if needs[1] else None, of_initial
+    results = of_decay, scanned.entering if needs[1] else None, of_initial
     return [
         None if t is None or kind is None else t.to(kind[0])
         for t, kind in zip(results, kinds, strict=True)

@@ -57,9 +57,9 @@ def short_convolution(
         options = Options.of(layout, cu_seqlens)
 
         def request(group: Groups, tensors: dict[str, Any]) -> ChainRequest:
-            found = of_rows(group, tensors["x"], _width(weight), options)
+            checked = of_rows(group, tensors["x"], _width(weight), options)
             _check_weights(tensors["x"], weight, bias, activation)
-            return found
+            return checked
 
         plan = prepared(groups, {"x": x}, request, label)
     else:
@@ -113,9 +113,9 @@ def _convolved(
     kernel = weight.to(x.dtype).unsqueeze(1)
     shift = None if bias is None else bias.to(x.dtype)
     # Windows that reach from one piece into the rows before the next one are left out.
-    found = torch.nn.functional.conv1d(rows.permute(1, 2, 0), kernel, shift, groups=x.shape[2])
-    found = found.permute(2, 0, 1).index_select(0, window.ends).to(x.dtype)
-    return torch.nn.functional.silu(found) if activation == "silu" else found
+    rows_out = torch.nn.functional.conv1d(rows.permute(1, 2, 0), kernel, shift, groups=x.shape[2])
+    rows_out = rows_out.permute(2, 0, 1).index_select(0, window.ends).to(x.dtype)
+    return torch.nn.functional.silu(rows_out) if activation == "silu" else rows_out
 
 
 def _width(weight: Any) -> int:

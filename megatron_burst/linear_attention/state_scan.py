@@ -107,12 +107,12 @@ def scanned(
         one.groups.check()
         assert one.job is not None
         check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
-    asked: list[ScanCall] = [
+    calls: list[ScanCall] = [
         one.begin(label, start is not None, leaving)
         for one, start in zip(plans, starts, strict=True)
     ]
     flat = [t for shard in shards for t in shard.values()]
-    results: Any = StateScan.apply(asked, plan.groups, *flat)
+    results: Any = StateScan.apply(calls, plan.groups, *flat)
     count = len(plans)
     return list(results[:count]), list(results[count:]) if leaving else None
 

@@ -144,6 +144,13 @@ def installed(name: str) -> PatchSet | None:
     return _installed.get(name)
 
 
+def notes() -> dict[str, Any]:
+    """What the parts of BurstAttention share until `uninstall`: the notes of its set of patches, or
+    none that stay."""
+    patches = installed("burst")
+    return patches.notes if patches else {}
+
+
 def remove(name: str) -> bool:
     """Undo the set of that name; False when it was not installed."""
     patches = _installed.pop(name, None)
@@ -179,11 +186,11 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
     """Raise `RuntimeError` unless `function` takes (at least) the parameters `names`."""
     import megatron.core
 
-    found = list(inspect.signature(function).parameters)
-    missing = [name for name in names if name not in found]
+    parameters = list(inspect.signature(function).parameters)
+    missing = [name for name in names if name not in parameters]
     if missing:
         raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__}: {symbol} takes {found}, without "
+            f"Megatron-Core {megatron.core.__version__}: {symbol} takes {parameters}, without "
             f"{missing}; this version of megatron_burst does not support it"
         )
 
@@ -211,14 +218,14 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
     import megatron.core
 
     symbol = f"{home.__name__.removeprefix('megatron.')}.{name}"
-    found = getattr(home, name, None)
-    if found is None:
+    function = getattr(home, name, None)
+    if function is None:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} has no {symbol}; this version of "
             "megatron_burst does not support it"
         )
-    require_parameters(found, parameters, symbol)
-    return found
+    require_parameters(function, parameters, symbol)
+    return function
 
 
 class FoundSeam(NamedTuple):
@@ -243,17 +250,17 @@ def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
     seams of that patch of the series; None for all. Removing `patches` empties the seams. A
     tree without seams is left alone.
     """
-    found = [one for place, one in _seams() if purpose in (None, place.purpose)]
-    patches.on_undo(lambda: _close(found, empty=True))
-    for one in found:
+    seams = [one for place, one in _seams() if purpose in (None, place.purpose)]
+    patches.on_undo(lambda: _close(seams, empty=True))
+    for one in seams:
         setattr(one.owner, one.name, one.seam.bare)
     yield
-    _close(found, empty=False)
+    _close(seams, empty=False)
 
 
-def _close(found: list[FoundSeam], empty: bool) -> None:
+def _close(seams: list[FoundSeam], empty: bool) -> None:
     """Put the seams back in place, around whatever replaced their functions."""
-    for owner, name, call, seam in found:
+    for owner, name, call, seam in seams:
         now = inspect.getattr_static(owner, name)
         seam.inner = None if empty or now is seam.bare else now
         setattr(owner, name, call)
@@ -327,13 +334,10 @@ _TRANSLATE = "translate errors"
 
 def translate_with(translate: Callable[[str], str] | None) -> None:
     """Apply `translate` to all messages until `uninstall`; None leaves them as they are."""
-    patches = installed("burst")
-    if patches is not None:
-        patches.notes[_TRANSLATE] = translate
+    notes()[_TRANSLATE] = translate
 
 
 def user_error(text: str) -> ValueError:
     """The error to raise for a message that names flags."""
-    patches = installed("burst")
-    translate = patches.notes.get(_TRANSLATE) if patches else None
+    translate = notes().get(_TRANSLATE)
     return ValueError(text if translate is None else translate(text))

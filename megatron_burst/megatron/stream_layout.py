@@ -65,23 +65,23 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamCh
             "configure() seq_length, or name a layout"
         )])  # fmt: skip
     assert seq_length is not None
-    asked = burst.attention_layout or "zigzag"
-    bytes_of, found = {}, {"zigzag": plain}
+    attention = burst.attention_layout or "zigzag"
+    bytes_of, choices = {}, {"zigzag": plain}
     for stream in STREAMS:
-        apart: Any = None if stream == asked else asked
+        apart: Any = None if stream == attention else attention
         tried: Any = dataclasses.replace(burst, layout=stream, attention_layout=apart)
         bad = [*two_layout_problems(config, tried)]
         if stream != "zigzag":
             bad += layout_problems(config, stream)
         if not bad:
-            found[stream] = tried
-            bytes_of[stream] = sum(traffic(config, layers, stream, asked, seq_length))
+            choices[stream] = tried
+            bytes_of[stream] = sum(traffic(config, layers, stream, attention, seq_length))
     if len(bytes_of) < 2:
         return StreamChoice(plain, "other settings need it")
     best = min(bytes_of, key=lambda name: (bytes_of[name], name != "zigzag"))
     said = ", ".join(f"{name} {byte_size(bytes_of[name])}" for name in sorted(bytes_of))
     return StreamChoice(
-        found[best], f"states and rows between ranks in forward, per sequence: {said}"
+        choices[best], f"states and rows between ranks in forward, per sequence: {said}"
     )
 
 
@@ -111,9 +111,9 @@ def settle(args: Any, settings: Any) -> None:
     burst, wrong = flags.choices(args)
     if wrong or burst.layout != "auto":
         return
-    found, why = settled(settings, burst, getattr(settings, "seq_length", None))
-    args.burst_layout, args.burst_attention_layout = found.layout, found.attention_layout
-    log_choice(found, why)
+    choices, why = settled(settings, burst, getattr(settings, "seq_length", None))
+    args.burst_layout, args.burst_attention_layout = choices.layout, choices.attention_layout
+    log_choice(choices, why)
 
 
 def log_choice(burst: BurstConfig, why: str | None) -> None:

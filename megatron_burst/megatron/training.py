@@ -110,8 +110,8 @@ def _settle(args: Any) -> None:
     flags.settle(args)
     settings = command_line.settings_of(args)
     if open_:
-        found = adopted(flags.choices(args)[0], settings)
-        args.burst_layout, args.burst_attention_layout = found.layout, found.attention_layout
+        choices = adopted(flags.choices(args)[0], settings)
+        args.burst_layout, args.burst_attention_layout = choices.layout, choices.attention_layout
     stream_layout.settle(args, settings)
 
 
@@ -127,8 +127,8 @@ def check_flags(args: Any, argv: list[str]) -> None:
 
 
 def _facts(args: Any) -> dict[str, Any]:
-    found = command_line.settings_of(args)
-    sizes = {f"--{name.replace('_', '-')}": getattr(found, name, None) for name in _SIZES}
+    settings = command_line.settings_of(args)
+    sizes = {f"--{name.replace('_', '-')}": getattr(settings, name, None) for name in _SIZES}
     return flags.stated(args) | sizes
 
 
@@ -206,10 +206,10 @@ def _summing(forward_step: Callable, group: Any) -> Callable:
         output, loss_function = forward_step(*args, **named)
 
         def loss(*outputs: Any, **options: Any) -> Any:
-            found = loss_function(*outputs, **options)
-            if options or not isinstance(found, tuple):  # a call that is not for losses
-                return found
-            *first, reported = found
+            result = loss_function(*outputs, **options)
+            if options or not isinstance(result, tuple):  # a call that is not for losses
+                return result
+            *first, reported = result
             return *first, {name: _summed(value, group) for name, value in reported.items()}
 
         return output, loss

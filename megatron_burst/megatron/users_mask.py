@@ -72,16 +72,16 @@ def users_mask(path: str, layer: MaskLayer, batch: MaskBatch) -> Mask:
     Raises `ValueError` naming the flag where it raises, or returns no mask that ranks can compare.
     """
     function = mask_function(path)
-    asked = f"{FLAG} {path} for layer {layer.number}"
+    what = f"{FLAG} {path} for layer {layer.number}"
     try:
         mask = function(layer, batch)
     except Exception as error:  # the other ranks are told, instead of left waiting
-        raise ValueError(f"{asked}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
     if not isinstance(mask, Mask):
-        raise ValueError(f"{asked} returned {mask!r:.100}, which is no mask of mb.masks")
+        raise ValueError(f"{what} returned {mask!r:.100}, which is no mask of mb.masks")
     if type(mask).__repr__ is object.__repr__:
         raise ValueError(
-            f"{asked} returned a {type(mask).__name__} without a __repr__ of its own, by which "
+            f"{what} returned a {type(mask).__name__} without a __repr__ of its own, by which "
             "ranks compare masks: make it a dataclass"
         )
     return mask

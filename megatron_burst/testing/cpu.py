@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import importlib.util
 import sys
@@ -259,17 +258,19 @@ def _patch_training(patches: patching.PatchSet) -> None:
     """What the training loop of Megatron-LM needs besides."""
     from megatron.core.datasets import utils
 
-    initialize = importlib.import_module("megatron.training.initialize")
-    start = initialize.initialize_megatron
-
-    @functools.wraps(start)
-    def initialize_megatron(*args: Any, **named: Any) -> Any:
-        return start(*args, **named | {"allow_no_cuda": True})
-
-    patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
-    # The warm-up draws random inputs whose shapes depend on the context-parallel size. On the CPU
-    # one generator serves all devices, so the weights would depend on that size too.
-    patches.replace_function(initialize, "_warmup_jit_function", _nothing)
+    patch_start(patches, importlib.import_module("megatron.training.initialize"))
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         # A wheel holds the helpers compiled, and no makefile.
         patches.replace_function(utils, "compile_helpers", _nothing)
+
+
+def patch_start(patches: patching.PatchSet, initialize: Any) -> None:
+    """Let a module of Megatron-LM or of Megatron-Bridge start without a GPU."""
+
+    def without_cuda(original: Callable, *args: Any, **named: Any) -> Any:
+        return original(*args, **named | {"allow_no_cuda": True})
+
+    patches.wrap(initialize, "initialize_megatron", [], without_cuda)
+    # The warm-up draws random inputs whose shapes depend on the context-parallel size. On the CPU
+    # one generator serves all devices, so the weights would depend on that size too.
+    patches.replace_function(initialize, "_warmup_jit_function", _nothing)

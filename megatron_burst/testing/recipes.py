@@ -50,19 +50,10 @@ def enable() -> None:
             raise
         with _stand_in():
             importlib.import_module(_ADAPTERS)
-    setup = importlib.import_module("megatron.bridge.training.setup")
+    importlib.import_module("megatron.bridge.training.setup")
     initialize = importlib.import_module("megatron.bridge.training.initialize")
-    start = setup.initialize_megatron
-
-    @functools.wraps(start)
-    def initialize_megatron(*args: Any, **named: Any) -> Any:
-        return start(*args, **named | {"allow_no_cuda": True})
-
     with patching.patch_set(_NAME) as patches:
-        patches.replace_function(initialize, "initialize_megatron", initialize_megatron)
-        # The warm-up draws random inputs whose shapes depend on the context-parallel size. On the
-        # CPU one generator serves all devices, so the weights would depend on that size too.
-        patches.replace_function(initialize, "_warmup_jit_function", _nothing)
+        cpu.patch_start(patches, initialize)
         # A wheel of megatron-core holds the helpers compiled, and no makefile.
         patches.replace_function(initialize, "compile_helpers", _nothing)
 

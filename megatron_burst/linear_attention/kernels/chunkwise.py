@@ -98,19 +98,19 @@ class Vector:
         in the state behind the earlier block, which lies between them."""
         total, dtype = self.total, self.dtype
         a, k = a.expand_as(total), k.expand_as(total)
-        found = (a * k).sum(-1)[..., None, None]
-        while found.shape[-3] > 1:  # [..., blocks, rows, rows]
-            halves = (-1, 2, found.shape[-1])
+        scores = (a * k).sum(-1)[..., None, None]
+        while scores.shape[-3] > 1:  # [..., blocks, rows, rows]
+            halves = (-1, 2, scores.shape[-1])
             late, since = (x.unflatten(-2, halves)[..., 1, :, :] for x in (a, total))
             early, until = (x.unflatten(-2, halves)[..., 0, :, :] for x in (k, total))
             end = until[..., -1:, :]
             late = late * (since - end).to(dtype).exp()
             early = early * (end - until).to(dtype).exp()
             across = late @ early.transpose(-1, -2)
-            first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+            first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
             above = torch.cat([first, torch.zeros_like(first)], -1)
-            found = torch.cat([above, torch.cat([across, second], -1)], -2)
-        return found.squeeze(-3)
+            scores = torch.cat([above, torch.cat([across, second], -1)], -2)
+        return scores.squeeze(-3)
 
     def keys(self, k: torch.Tensor) -> Keys:
         """As `Scalar.keys`."""
@@ -402,14 +402,14 @@ class _Recomputed(torch.autograd.Function):
                 for result, gradient in zip(results, gradients, strict=True)
                 if gradient is not None and result.requires_grad
             ]
-            asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-            found: Any = [None] * len(asked)
-            if pairs and asked:
+            needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            of_needed: Any = [None] * len(needed)
+            if pairs and needed:
                 ends, arrived = zip(*pairs, strict=True)
-                found = torch.autograd.grad(ends, asked, arrived, allow_unused=True)
+                of_needed = torch.autograd.grad(ends, needed, arrived, allow_unused=True)
         each = iter(
             torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(asked, found, strict=True)
+            for leaf, gradient in zip(needed, of_needed, strict=True)
         )
         return None, *(next(each) if need else None for need in wanted)
 
@@ -472,13 +472,13 @@ class _Work(NamedTuple):
         chosen = [i for i, mapped in enumerate(self.cut.mapped) if mapped]
         grid = self._grid(chosen, v)
         rows = chunk_rows(grid, None, k, v, decay, beta, self.dtype)
-        found = piece_maps(self.form, grid, rows)
+        maps = piece_maps(self.form, grid, rows)
         if len(chosen) == len(self.cut.mapped):
-            return found
+            return maps
         spread = iter(range(len(chosen)))
         at = [next(spread) if mapped else None for mapped in self.cut.mapped]
         return tuple(
-            torch.stack([torch.zeros_like(x[0]) if i is None else x[i] for i in at]) for x in found
+            torch.stack([torch.zeros_like(x[0]) if i is None else x[i] for i in at]) for x in maps
         )
 
     def outputs(

@@ -47,11 +47,11 @@ class RecurrenceRun:
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
         states = entering.to(self.inputs.v.dtype).unbind()
-        found = [
+        outs = [
             _run(self.form, piece, state)[0]
             for piece, state in zip(self._pieces(), states, strict=True)
         ]
-        return torch.cat([self.inputs.v[:0], *found]).to(self.dtype)
+        return torch.cat([self.inputs.v[:0], *outs]).to(self.dtype)
 
     def _pieces(self) -> list[LinearInputs]:
         def split(x: torch.Tensor | None) -> list:
@@ -73,8 +73,8 @@ def _run(form: Form, piece: LinearInputs, state: torch.Tensor) -> tuple[torch.Te
             state = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
         if form.delta:
             assert piece.beta is not None
-            found = torch.einsum("bhdx,bhd->bhx", state, key)
-            value = piece.beta[t].unsqueeze(-1) * (value - found)
+            known = torch.einsum("bhdx,bhd->bhx", state, key)
+            value = piece.beta[t].unsqueeze(-1) * (value - known)
         state = state + torch.einsum("bhd,bhx->bhdx", key, value)
         outs.append(piece.scale * torch.einsum("bhdx,bhd->bhx", state, piece.q[t])[None])
     return torch.cat(outs), state

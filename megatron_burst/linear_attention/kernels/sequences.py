@@ -67,8 +67,8 @@ def load(
     package, constants = PACKAGES[name]
     module, _, function = path.rpartition(".")
     with package.blamed(name, "kernel='torch'"):
-        found = function_of(package.module(module, root=module.partition(".")[0]), function)
-        return fit(path, found, names, optional, constants)
+        code = function_of(package.module(module, root=module.partition(".")[0]), function)
+        return fit(path, code, names, optional, constants)
 
 
 def fit(
@@ -120,10 +120,10 @@ class SequencesRun:
             assert increment is not None
         at = np.flatnonzero(self.cut.mapped)
 
-        def spread(zeros: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        def spread(zeros: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             if len(lengths) == len(self.cut.lengths):
-                return found
-            return zeros.index_copy(0, to_device(at, zeros.device), found)
+                return rows
+            return zeros.index_copy(0, to_device(at, zeros.device), rows)
 
         kept = self.maps.transition
         return Maps(

@@ -152,6 +152,3 @@ def topology_key(config: Any) -> tuple:
         tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,
         burst.nccl_max_ctas,
     )  # fmt: skip
-
-
-KEPT = 64  # more than packed micro-batches in flight

@@ -42,9 +42,9 @@ def patch_attention(patches: patching.PatchSet) -> None:
 
 
 def _stock_core_attentions() -> tuple[type, ...]:
-    found = (DotProductAttention, getattr(transformer_engine, "TEDotProductAttention", None))
+    classes = (DotProductAttention, getattr(transformer_engine, "TEDotProductAttention", None))
     # Without Transformer Engine the second name is missing or a placeholder.
-    return tuple(c for c in found if isinstance(c, type) and hasattr(c, "forward"))
+    return tuple(c for c in classes if isinstance(c, type) and hasattr(c, "forward"))
 
 
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -102,6 +102,34 @@ class RowChunking(NamedTuple):
 WHOLE = RowChunking()
 
 
+T = TypeVar("T")
+
+
+class LayerPlans(OrderedDict[tuple, T]):
+    """Plans by what they were made for, the last `PLANS_KEPT` that layers asked for."""
+
+    def of(
+        self, key: tuple, make: Callable[[], T] | None, layer: str, shown: Callable[[], str]
+    ) -> T:
+        """The plan for `key`: made anew by the leader, which says how, and looked up by others.
+
+        layer, shown: the layer and what it was called with, for the `ValueError` where the leader
+        made none.
+        """
+        if make is not None:
+            self[key] = make()
+        elif key not in self:
+            raise ValueError(
+                f"{layer} got tensors that the lowest layer of its kind on this rank never saw, "
+                f"or not in its last {PLANS_KEPT} calls: {shown()}; sequence length, micro-batch "
+                "size and documents must be the same for all layers of a forward"
+            )
+        self.move_to_end(key)
+        if len(self) > PLANS_KEPT:
+            self.popitem(last=False)
+        return self[key]
+
+
 @dataclass
 class PlanBook:
     """The grid of one context-parallel group and the plans made over it.
@@ -114,7 +142,7 @@ class PlanBook:
     others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     _communicators: str = ""
     _lowest: dict[Hashable, int] = field(default_factory=dict)
-    _plans: OrderedDict[tuple, Plan] = field(default_factory=OrderedDict)
+    _plans: LayerPlans[Plan] = field(default_factory=lambda: LayerPlans())
     _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
@@ -148,20 +176,11 @@ class PlanBook:
     ) -> Plan:
         """The plan for these tensors; a collective if `leads`, a look-up otherwise."""
         key = (kind, pack, rows, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
-        if leads:
-            self._plans[key] = self._prepare(kind, q, k, v, pack, rows)
-        elif key not in self._plans:
-            raise ValueError(
-                "this layer got tensors that the lowest layer of its kind on this rank never saw, "
-                f"or not in its last {PLANS_KEPT} calls: query {tuple(q.shape)} {q.dtype}, key "
-                f"{tuple(k.shape)}, value {tuple(v.shape)}, documents {pack and pack.documents}; "
-                "sequence length, micro-batch size and documents must be the same for all layers "
-                "of a forward"
-            )
-        self._plans.move_to_end(key)
-        if len(self._plans) > PLANS_KEPT:
-            self._plans.popitem(last=False)
-        return self._plans[key]
+        make = (lambda: self._prepare(kind, q, k, v, pack, rows)) if leads else None
+        return self._plans.of(key, make, "this layer", lambda: (
+            f"query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)}, value {tuple(v.shape)}, "
+            f"documents {pack and pack.documents}"
+        ))  # fmt: skip
 
     def around(self, kind: LayerKind, q, k, v, pack: Pack | None = None) -> Around | None:
         """The exchanges of rows around attention over q, k, v of the stream; None if it has the
@@ -276,5 +295,4 @@ def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> Plan
 
 
 def _books() -> dict[tuple, PlanBook]:
-    patches = patching.installed("burst")
-    return patches.notes.setdefault("plan_books", {}) if patches else {}
+    return patching.notes().setdefault("plan_books", {})

@@ -34,18 +34,18 @@ def settings_of(args: Any) -> SimpleNamespace:
     With a yaml file the arguments have sections, whose entries are read like the others.
     """
     sections = (getattr(args, name, None) for name in ("language_model", "model_parallel"))
-    found = {k: x for section in sections if section is not None for k, x in vars(section).items()}
-    found |= vars(args)
-    if "num_query_groups" in found and not found.get("group_query_attention", True):
-        found["num_query_groups"] = None
-    if found.get("recompute_activations"):
-        found["recompute_granularity"] = "selective"
-    found["is_hybrid_model"] = any(found.get(name) for name in PATTERNS)
+    given = {k: x for section in sections if section is not None for k, x in vars(section).items()}
+    given |= vars(args)
+    if "num_query_groups" in given and not given.get("group_query_attention", True):
+        given["num_query_groups"] = None
+    if given.get("recompute_activations"):
+        given["recompute_granularity"] = "selective"
+    given["is_hybrid_model"] = any(given.get(name) for name in PATTERNS)
     for name in ("num_attention_heads", "num_query_groups"):
-        found.setdefault(name, None)
+        given.setdefault(name, None)
     for name in ("context_parallel_size", "tensor_model_parallel_size"):
-        found.setdefault(name, 1)
-    return SimpleNamespace(**found)
+        given.setdefault(name, 1)
+    return SimpleNamespace(**given)
 
 
 def takes_over(args: Any) -> bool:
@@ -158,18 +158,18 @@ def _asks(settings: Any, flag: str) -> Any:
 
 def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Settings that do not work with packed batches."""
-    asked = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
-    if not asked:
+    packs = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
+    if not packs:
         return
     if _asks(settings, "--mtp-hsm"):
-        yield Problem(f"--mtp-hsm with {asked[0]}: {HIDDEN_STATES}", remove=("--mtp-hsm",))
+        yield Problem(f"--mtp-hsm with {packs[0]}: {HIDDEN_STATES}", remove=("--mtp-hsm",))
     rope = getattr(settings, "position_embedding_type", None) == "rope"
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
     anew = burst.pack != "off"  # and documents lose the padding that --sft gave them
     fused = rope and getattr(settings, "apply_rope_fusion", False)
-    if fused and (anew or asked[0] != "--sft"):
+    if fused and (anew or packs[0] != "--sft"):
         yield Problem(
-            f"{asked[0]}{' and --burst-pack' if anew else ''} with fused rope, which supports only "
+            f"{packs[0]}{' and --burst-pack' if anew else ''} with fused rope, which supports only "
             "documents of multiples of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
@@ -217,20 +217,20 @@ _WITHOUT_ENGINE = (
 
 def idle(args: Any, argv: list[str]) -> str | None:
     """A line about flags that have no effect, if these arguments have some."""
-    asked = f"--context-parallel-algo {args.context_parallel_algo}"
+    ours = f"--context-parallel-algo {args.context_parallel_algo}"
     if args.context_parallel_algo == flags.OFF:
         alone = [name for name in flags.given(argv) if name not in flags.ALONE]
         if alone:
             return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
-        return f"{asked} does nothing at --context-parallel-size 1: Megatron's own attention runs"
+        return f"{ours} does nothing at --context-parallel-size 1: Megatron's own attention runs"
     elif _asks(args, LINEAR) not in (None, "auto") and linear_layers(settings_of(args)) is None:
         return f"{LINEAR} {_asks(args, LINEAR)} has no effect: no layer carries a state"
     else:
         theirs = [name for flag in _KERNELS for name in flags.given(argv, flag)]
         if theirs:
             return (
-                f"{', '.join(theirs)} choose a kernel of Megatron's own attention, which {asked} "
+                f"{', '.join(theirs)} choose a kernel of Megatron's own attention, which {ours} "
                 "replaces: --burst-kernel chooses the kernel that runs"
             )
     return None

@@ -53,13 +53,13 @@ def graph_problems(config: Any, store: float | None, states: bool = False) -> It
 
 def captured(config: Any) -> set[str]:
     """The modules that graphs of layers are limited to; empty for whole layers."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for name in _MODULES:
         value = getattr(config, name, None) or []
         items = value.split(",") if isinstance(value, str) else value
         items = items if isinstance(items, (list, tuple, set)) else [items]
-        found |= {str(getattr(item, "name", item)) for item in items}
-    return found - {"full"}
+        modules |= {str(getattr(item, "name", item)) for item in items}
+    return modules - {"full"}
 
 
 def graphs_asked(config: Any) -> tuple[str, str]:

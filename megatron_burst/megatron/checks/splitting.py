@@ -127,8 +127,8 @@ def megatrons_layouts(config: Any) -> Layouts | None:
 
     Megatron cuts batches as layers of linear attention want them.
     """
-    found = Layouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
-    return None if found == ("zigzag", "zigzag") else found
+    layouts = Layouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
+    return None if layouts == ("zigzag", "zigzag") else layouts
 
 
 def adopted(burst: BurstConfig, config: Any) -> BurstConfig:
@@ -231,18 +231,18 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     config: a `TransformerConfig` split over ranks, or any object with attributes of the same
     names.
     """
-    asked = linear_layers(config)
-    if asked is None or changing_groups(config):  # `hybrid_problems` names what changes groups
+    what = linear_layers(config)
+    if what is None or changing_groups(config):  # `hybrid_problems` names what changes groups
         return
     if burst.linear == "megatron":
-        yield from _heads_problems(config, burst, asked)
+        yield from _heads_problems(config, burst, what)
         return
     if core_version() < OLDEST:
-        found, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
+        version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
         yield Problem(
-            f"{asked} at --context-parallel-size {config.context_parallel_size}: passing the state "
+            f"{what} at --context-parallel-size {config.context_parallel_size}: passing the state "
             f"of these layers from rank to rank needs Megatron-Core {oldest} or newer, and this is "
-            f"{found}, whose own all-to-all of heads can run instead",
+            f"{version}, whose own all-to-all of heads can run instead",
             add=(f"{FLAG} megatron",),
         )
         return
@@ -255,7 +255,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         )
     if burst.layout not in (*LAYOUTS, "auto"):
         yield Problem(
-            f"{asked} with --burst-layout {burst.layout}: every row's predecessor is on another "
+            f"{what} with --burst-layout {burst.layout}: every row's predecessor is on another "
             "rank, and a state would travel between any two rows",
             add=("--burst-layout zigzag",),
         )
@@ -269,7 +269,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     yield from _indivisible(config, tensor, f"--tensor-model-parallel-size {tensor}")
 
 
-def _heads_problems(config: Any, burst: BurstConfig, asked: str) -> Iterator[Problem]:
+def _heads_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Problem]:
     """Unless Megatron's own all-to-all of heads can run."""
     if burst.layout not in ("zigzag", "auto"):
         yield Problem(

@@ -67,7 +67,7 @@ def angles_at(positions: torch.Tensor, rates: TurnRates, reach: int) -> torch.Te
     the result, a few MB are used.
     """
     half = rates.width // 2
-    found = torch.empty(
+    table = torch.empty(
         len(positions), rates.width, dtype=torch.float32, device=rates.per_position.device
     )
     for start in range(0, len(positions), _BLOCK):
@@ -75,12 +75,12 @@ def angles_at(positions: torch.Tensor, rates: TurnRates, reach: int) -> torch.Te
         angles = _product(some, rates)
         if reach > EXACT:
             angles = torch.where((some < EXACT)[:, None], angles, _reduced(some, rates))
-        rows = found[start : start + _BLOCK]
+        rows = table[start : start + _BLOCK]
         if rates.interleaved:
             rows.view(-1, half, 2).copy_(angles[:, :, None])
         else:
             rows.view(-1, 2, half).copy_(angles[:, None, :])
-    return found[:, None, None, :]
+    return table[:, None, None, :]
 
 
 def _product(positions: torch.Tensor, rates: TurnRates) -> torch.Tensor:

@@ -105,8 +105,7 @@ def settle_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
 
 def installed_layout() -> str | None:
     """The layout of this run, from `install` or from the first `configure`; None before both."""
-    patches = patching.installed("burst")
-    return patches.notes.get("layout") if patches else None
+    return patching.notes().get("layout")
 
 
 def cut_of_run(layout: str) -> BatchCut:
@@ -114,14 +113,13 @@ def cut_of_run(layout: str) -> BatchCut:
 
     Raises `ValueError` for layout balanced before a configuration says what its tokens cost.
     """
-    patches = patching.installed("burst")
-    found = patches.notes.get(_NOTE) if patches else None
-    if found is None and layout == "balanced":
+    cut = patching.notes().get(_NOTE)
+    if cut is None and layout == "balanced":
         raise ValueError(
             "layout balanced before configure(): batches are cut by what a token of this model "
             "costs; configure the model first"
         )
-    return found or BatchCut(layout)
+    return cut or BatchCut(layout)
 
 
 def unpacked() -> ValueError:

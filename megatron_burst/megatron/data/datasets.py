@@ -53,8 +53,7 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
 
 def documents_expected() -> bool:
     """Whether every batch of this run has to state where its documents end."""
-    patches = patching.installed("burst")
-    return patches is not None and patches.notes.get(_DOCUMENTS, False)
+    return patching.notes().get(_DOCUMENTS, False)
 
 
 def patch_masks(patches: patching.PatchSet) -> None:

@@ -188,8 +188,7 @@ class Packs:
 
 def packs() -> Packs:
     """The packs that data path, rotary embedding and attention share until `uninstall`."""
-    patches = patching.installed("burst")
-    return patches.notes.setdefault("packs", Packs()) if patches else Packs()
+    return patching.notes().setdefault("packs", Packs())
 
 
 def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
@@ -220,20 +219,20 @@ def _pack(total: int, bounds: np.ndarray, starts: np.ndarray, lengths: np.ndarra
 
 
 def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
-    found = values.detach().cpu().numpy().astype(np.int64)
-    if found.ndim == 2 and len(found) == 1:
-        found = found[0]
-    if found.ndim != 1:
+    ends = values.detach().cpu().numpy().astype(np.int64)
+    if ends.ndim == 2 and len(ends) == 1:
+        ends = ends[0]
+    if ends.ndim != 1:
         raise ValueError(
             f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
         )
-    found = found[: len(np.trim_zeros(found + 1, "b"))]  # NeMo pads to its longest with -1
-    if len(found) < 2 or found[0] != 0 or (np.diff(found) < 0).any() or found[-1] > total:
+    ends = ends[: len(np.trim_zeros(ends + 1, "b"))]  # NeMo pads to its longest with -1
+    if len(ends) < 2 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > total:
         raise ValueError(
             f"{name} must start at 0, never decrease and end by the {total} tokens of the pack, "
-            f"got {found.tolist()}"
+            f"got {ends.tolist()}"
         )
-    return found
+    return ends
 
 
 def _closed(total: int, *bounds: np.ndarray) -> tuple[int, ...]:

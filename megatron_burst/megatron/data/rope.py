@@ -293,8 +293,7 @@ def _rates(rope: Any) -> TurnRates:
 
 def tables() -> RotaryTables:
     """The rotary tables of the run, until `uninstall`."""
-    patches = patching.installed("burst")
-    return patches.notes.setdefault(_NOTE, RotaryTables()) if patches else RotaryTables()
+    return patching.notes().setdefault(_NOTE, RotaryTables())
 
 
 def is_blank(freqs: torch.Tensor) -> bool:

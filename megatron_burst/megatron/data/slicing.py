@@ -206,12 +206,12 @@ def gather_sequence(
     order = _order(output.shape[dim] * size, packed_seq_params, group, range(size), cutting=False)
     if size == 1:  # perhaps a micro-batch that has no process group
         return output.detach()
-    mine = output.detach().movedim(dim, 0).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(size)]
-    torch.distributed.all_gather(parts, mine, group=group)
+    own = output.detach().movedim(dim, 0).contiguous()
+    parts = [torch.empty_like(own) for _ in range(size)]
+    torch.distributed.all_gather(parts, own, group=group)
     index = torch.empty_like(order)
     index[order] = torch.arange(len(order))
-    return torch.cat(parts).index_select(0, index.to(mine.device)).movedim(0, dim)
+    return torch.cat(parts).index_select(0, index.to(own.device)).movedim(0, dim)
 
 
 def _group(group: Any, params: Any) -> Any:
@@ -275,8 +275,8 @@ def exchange(
 ) -> torch.Tensor:
     """`tensor` [..., s] of this rank, shifted by `mb.layout.successors`; a collective of
     `group`."""
-    mine = tensor.index_select(-1, sent)
-    received = [torch.empty_like(mine) for _ in range(group.size())]
-    torch.distributed.all_gather(received, mine, group=group)
+    own = tensor.index_select(-1, sent)
+    received = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(received, own, group=group)
     zero = tensor.new_zeros(*tensor.shape[:-1], 1)
     return torch.cat([tensor, *received, zero], dim=-1).index_select(-1, taken)

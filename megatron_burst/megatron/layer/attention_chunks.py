@@ -86,10 +86,10 @@ class ChunkedHalf:
             recall = _Recall(ring, index, _released(result))
             part, y = self._graph(hidden, each, needed, recall)
             inputs = [part] * needed + recall.leaves
-            found = sums.backward([y], inputs, [dy.index_select(0, each.mine)])
-            if dhidden is not None and found[0] is not None:
-                dhidden.index_add_(0, each.mine, found[0])
-            del y, recall, found
+            gradients = sums.backward([y], inputs, [dy.index_select(0, each.mine)])
+            if dhidden is not None and gradients[0] is not None:
+                dhidden.index_add_(0, each.mine, gradients[0])
+            del y, recall, gradients
         dk, dv, dsink = ring.gradients()
         del ring
         for each in rows:
@@ -101,10 +101,10 @@ class ChunkedHalf:
             ]
             if pairs:
                 outputs, grads = zip(*pairs, strict=True)
-                found = sums.backward(outputs, [part] * needed, grads)
-                if dhidden is not None and found[0] is not None:
-                    dhidden.index_add_(0, each.mine, found[0])
-                del outputs, grads, found
+                gradients = sums.backward(outputs, [part] * needed, grads)
+                if dhidden is not None and gradients[0] is not None:
+                    dhidden.index_add_(0, each.mine, gradients[0])
+                del outputs, grads, gradients
             del keys, pairs
         return dhidden, dsink, *sums.result()
 

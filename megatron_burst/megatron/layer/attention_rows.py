@@ -85,13 +85,13 @@ class AttentionHalf:
         (rows, *_), _, device = plan.signature[0]
         each = rows // self.blocks
         rank = self.layer.self_attention.pg_collection.tp.rank() if self.blocks > 1 else 0
-        found = []
+        chunks = []
         for chunk in plan.job.chunks:
             whole = torch.arange(rows, device=device) if chunk.rows is None else chunk.rows
             # Ascending, and equally many of each block.
             mine = whole.chunk(self.blocks)[rank] if len(whole) else whole
-            found.append(ChunkRows(whole, mine - rank * each))
-        return found
+            chunks.append(ChunkRows(whole, mine - rank * each))
+        return chunks
 
     def parameters(self) -> list[torch.Tensor]:
         """What of the layer gets a gradient here; the sink of core attention does not count."""
@@ -123,12 +123,12 @@ class AttentionHalf:
             with instead(self.core, "forward", stop), self.angles.only(rows) as angles:
                 self.original(self.layer, hidden, rotary_pos_emb=angles, **self.named)
         except _Stop as stopped:
-            found: Reached = stopped.args[0]
+            reached: Reached = stopped.args[0]
         else:
             raise RuntimeError("the layer has an attention half that calls no core attention")
         while len(utils._nvtx_range_messages) > ranges:  # of profiling, which the exception left
             utils.nvtx_range_pop()
-        return found
+        return reached
 
 
 class Angles:
@@ -196,5 +196,5 @@ def _latent(attention: Any, hidden: torch.Tensor, params: Any) -> tuple[Any, ...
     """The table that latent attention makes for all rows, and Yarn's scale if it has one."""
     rope = attention.rotary_pos_emb
     length = rope.get_rotary_seq_len(None, None, hidden, attention.config, params)
-    found = rope(length, packed_seq=params is not None)
-    return found if isinstance(found, tuple) else (found,)
+    table = rope(length, packed_seq=params is not None)
+    return table if isinstance(table, tuple) else (table,)

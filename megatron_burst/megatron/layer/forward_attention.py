@@ -52,14 +52,14 @@ def _in_chunks(
     given = given_to(original, (self, *args), kwargs)
     hidden, angles = given.pop("hidden_states"), given.pop("rotary_pos_emb", None)
     params = given.pop("packed_seq_params", None)
-    asked = {name: given.pop(name, None) for name in ("attention_mask", "attention_bias")}
+    masks = {name: given.pop(name, None) for name in ("attention_mask", "attention_bias")}
     _check(self, given)
     named = {"attention_mask": None}  # what else there is, is None
     blocks = self.self_attention.pg_collection.tp.size() if self.config.sequence_parallel else 1
     rows = len(hidden) * blocks
     table = Angles(self.self_attention, angles, hidden, params, rows)
     half = AttentionHalf(self, original, named, table)
-    call = _call(half, hidden, asked, params, patches)
+    call = _call(half, hidden, masks, params, patches)
     if call is None:
         return original(self, *args, **kwargs)
     kept = call.plan.keeps(current(), call.label)
@@ -69,7 +69,7 @@ def _in_chunks(
 def _call(
     half: AttentionHalf,
     hidden: torch.Tensor,
-    asked: dict[str, Any],
+    masks: dict[str, Any],
     params: Any,
     patches: patching.PatchSet,
 ) -> AttentionCall | None:
@@ -93,7 +93,7 @@ def _call(
             log(f"{FLAG} auto: {line}")
         if count == 1:
             return None
-    return half.core.call(q, k, v, reached.mask_type, asked, params, RowChunking(count, blocks))
+    return half.core.call(q, k, v, reached.mask_type, masks, params, RowChunking(count, blocks))
 
 
 def _check(layer: Any, given: dict[str, Any]) -> None:

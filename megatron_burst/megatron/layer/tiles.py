@@ -70,9 +70,9 @@ def _tell(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) -> No
         f"MLP tiles: {count} of {math.ceil(len(hidden) / count):,} rows (--burst-mlp-tiles "
         f"{burst.mlp_tiles}), computed again in backward or moved to the host"
     )
-    told = patches.notes.setdefault(_TOLD, set())
-    if line not in told:
-        told.add(line)
+    logged = patches.notes.setdefault(_TOLD, set())
+    if line not in logged:
+        logged.add(line)
         log(line)
 
 

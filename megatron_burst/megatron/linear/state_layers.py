@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
@@ -30,7 +29,7 @@ from ...linear_attention.plan import LinearPlan, prepare_linear
 from .. import patching
 from ..attention.core_attention import check_call, check_pack
 from ..attention.groups import book_of, topology_key
-from ..attention.plan_book import PLANS_KEPT, PlanBook
+from ..attention.plan_book import LayerPlans, PlanBook
 from ..checks.config import check_config
 from ..data.cut import ONE_RANK, BatchCut, cut_of_run, group_of
 from ..data.packed import Pack
@@ -65,7 +64,7 @@ class LinearBook:
     book: PlanBook
     startup: dict[LinearKind, str] = field(default_factory=dict)  # the line of each kind of layer
     _rates: Rates | None = None  # of the run's cluster file, once it was read
-    _plans: OrderedDict[tuple, LinearPlan] = field(default_factory=OrderedDict)
+    _plans: LayerPlans[LinearPlan] = field(default_factory=lambda: LayerPlans())
 
     def plan(
         self, kind: LinearKind, leads: bool, inputs: dict[str, Any], pack: Pack | None
@@ -74,20 +73,11 @@ class LinearBook:
         them); a collective if `leads`, a look-up otherwise."""
         shapes = tuple((x.shape, x.dtype, x.device.type) for x in inputs.values())
         key = kind, pack, shapes
-        if leads:
-            self._plans[key] = self._prepare(kind, inputs, pack)
-        elif key not in self._plans:
-            raise ValueError(
-                "this layer of linear attention got tensors that the lowest layer of its kind on "
-                f"this rank never saw, or not in its last {PLANS_KEPT} calls: "
-                f"{ {name: tuple(x.shape) for name, x in inputs.items()} }, documents "
-                f"{pack and pack.bounds}; sequence length, micro-batch size and documents must be "
-                "the same for all layers of a forward"
-            )
-        self._plans.move_to_end(key)
-        if len(self._plans) > PLANS_KEPT:
-            self._plans.popitem(last=False)
-        return self._plans[key]
+        make = (lambda: self._prepare(kind, inputs, pack)) if leads else None
+        return self._plans.of(key, make, "this layer of linear attention", lambda: (
+            f"{ {name: tuple(x.shape) for name, x in inputs.items()} }, documents "
+            f"{pack and pack.bounds}"
+        ))  # fmt: skip
 
     def _prepare(self, kind: LinearKind, inputs: dict[str, Any], pack: Pack | None) -> LinearPlan:
         groups = self.book.groups
@@ -116,8 +106,7 @@ class LinearBook:
 def linear_book(group: Any, key: tuple, book: PlanBook) -> LinearBook:
     """The plans over the grid of `book`, which is that of a context-parallel group and a
     topology; kept until `uninstall`."""
-    patches = patching.installed("burst")
-    books = patches.notes.setdefault("linear_books", {}) if patches else {}
+    books = patching.notes().setdefault("linear_books", {})
     if (group, key) not in books:
         books[group, key] = LinearBook(book)
     return books[group, key]

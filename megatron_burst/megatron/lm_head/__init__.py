@@ -9,5 +9,4 @@ STARTUP = "lm_head_startup"  # under this name the set of patches keeps the line
 
 def startup_line() -> str | None:
     """The log line of the fused loss in the first forward of this process; None without one."""
-    patches = patching.installed("burst")
-    return patches.notes.get(STARTUP) if patches else None
+    return patching.notes().get(STARTUP)

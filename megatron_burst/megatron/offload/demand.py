@@ -67,14 +67,14 @@ def choice(demand: HostDemand, node: Node, link: float) -> Chosen:
     )
 
 
-def too_small(fraction: float, told: Sequence[tuple[HostDemand, Node]]) -> str | None:
+def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, Node]]) -> str | None:
     """The error if what a fraction moves does not fit on the host of some rank; None if it fits.
 
-    told: of every rank, so that all raise with the same words.
+    of_ranks: of every rank, so that all raise with the same words.
     """
-    if not any(demand.cut for demand, _ in told):
+    if not any(demand.cut for demand, _ in of_ranks):
         return None
-    worst, node = max(told, key=lambda one: one[0].total / one[1].share)
+    worst, node = max(of_ranks, key=lambda one: one[0].total / one[1].share)
     # Blocks of changing sizes leave gaps: a little more than their sum may be needed.
     need = max(worst.total, math.ceil(1.1 * node.share))
     fitting = math.floor(100 * fraction * node.share / max(1, worst.total)) / 100
@@ -89,7 +89,7 @@ def too_small(fraction: float, told: Sequence[tuple[HostDemand, Node]]) -> str |
     )
 
 
-def line(fraction: float, mine: HostDemand, node: Node, link: float | None = None) -> str:
+def line(fraction: float, own: HostDemand, node: Node, link: float | None = None) -> str:
     """The line that says what is moved, with the numbers of this rank.
 
     link: with `auto`, bytes/s that the slower direction carries while all ranks of a node copy; the
@@ -98,17 +98,17 @@ def line(fraction: float, mine: HostDemand, node: Node, link: float | None = Non
     auto = link is not None
     parts = [f"--burst-offload {'auto: ' if auto else ''}{fraction:.3g} of what layers leave"]
     parts.append(
-        f"a layer's forward {'leaves' if auto else 'moves'} {byte_size(mine.call_bytes)} and takes "
-        f"{duration(mine.call_seconds)}"
+        f"a layer's forward {'leaves' if auto else 'moves'} {byte_size(own.call_bytes)} and takes "
+        f"{duration(own.call_seconds)}"
     )
     if link is not None:
-        chosen = choice(mine, node, link)
+        chosen = choice(own, node, link)
         parts.append(
             f"the link carries {rate(link, 'B/s')} with {node.ranks} ranks of a node copying: it "
             f"hides {chosen.link:.3g}, and the host holds {chosen.host:.3g}"
         )
     parts.append(
-        f"at most {byte_size(mine.total * (fraction if auto else 1))} per rank ({mine.passes} "
+        f"at most {byte_size(own.total * (fraction if auto else 1))} per rank ({own.passes} "
         f"micro-batches in flight), {byte_size(node.share)} allowed ({byte_size(node.limit)} per "
         f"node of {node.ranks} ranks)"
     )

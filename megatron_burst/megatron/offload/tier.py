@@ -36,11 +36,11 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: a copy would cost more than they fr
 
 def tier_of(patches: PatchSet) -> Tier | None:
     """The tier of the run; None if no configuration asked for one."""
-    asked = patches.notes.get(ASKED)
-    if asked is None:
+    burst = patches.notes.get(ASKED)
+    if burst is None:
         return None
     if TIER not in patches.notes:
-        patches.notes[TIER] = Tier(asked)
+        patches.notes[TIER] = Tier(burst)
     return patches.notes[TIER]
 
 
@@ -97,14 +97,14 @@ class Tier:
         on all ranks if what is asked does not fit on the host of one."""
         if self.first is None:
             return
-        mine, self.settled = self.first.demand(), True
+        own, self.settled = self.first.demand(), True
         self.first = self.host.spill = None
-        told = gather((mine, self.node, self.link))
+        of_ranks = gather((own, self.node, self.link))
         if self.auto:
-            self.fraction = min(choice(*one).fraction for one in told)
-        elif error := too_small(self.fraction, [(demand, node) for demand, node, _ in told]):
+            self.fraction = min(choice(*one).fraction for one in of_ranks)
+        elif error := too_small(self.fraction, [(demand, node) for demand, node, _ in of_ranks]):
             raise ValueError(error)
-        log(line(self.fraction, mine, self.node, self.link))
+        log(line(self.fraction, own, self.node, self.link))
 
     def abandon(self) -> None:
         """The step failed: what it left on the host goes with its graph."""
@@ -201,11 +201,11 @@ class Received:
     """What one forward pass received: a tensor, a list of tensors, or nothing."""
 
     def __init__(self, received: Any = None) -> None:
-        found = received if isinstance(received, (list, tuple)) else [received]
+        tensors = received if isinstance(received, (list, tuple)) else [received]
         # A leaf: what the schedule made for receiving, and no result that others may read.
         self._waiting = [
             one
-            for one in found
+            for one in tensors
             if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf
         ]
         self._moved: list[_Held] = []

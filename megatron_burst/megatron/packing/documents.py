@@ -55,13 +55,13 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
         raise ValueError(f"--burst-pack needs --micro-batch-size 1 and one length, got {shapes}")
     bounds = pack_of(total, batch["cu_seqlens"], batch.get("cu_seqlens_padded")).documents
     counts = (sequences["loss_mask"][0] != 0).cpu()
-    found = []
+    documents = []
     for start, end in pairwise(bounds):
         rows = counts[start:end].nonzero()
         if len(rows):
             end = start + int(rows[-1]) + 1
-            found.append({name: value[0, start:end] for name, value in sequences.items()})
-    return found
+            documents.append({name: value[0, start:end] for name, value in sequences.items()})
+    return documents
 
 
 def names_of(batch: dict[str, Any]) -> Document:
@@ -102,12 +102,12 @@ def gather(numbers: Sequence[int] | None, group: Any) -> list[list[int]]:
     """
     if group.size() == 1:
         return [_usable(numbers, 0)]
-    mine = [-1] if numbers is None else [len(numbers), *numbers]
-    heads = _all_gather(mine[:_FIRST], _FIRST, group)
+    own = [-1] if numbers is None else [len(numbers), *numbers]
+    heads = _all_gather(own[:_FIRST], _FIRST, group)
     for rank, head in enumerate(heads):
         _usable(None if head[0] < 0 else head, rank)
     longest = 1 + max(head[0] for head in heads)
-    tails = _all_gather(mine[_FIRST:], longest - _FIRST, group) if longest > _FIRST else None
+    tails = _all_gather(own[_FIRST:], longest - _FIRST, group) if longest > _FIRST else None
     return [
         (head + (tails[rank] if tails else []))[1 : 1 + head[0]] for rank, head in enumerate(heads)
     ]
@@ -122,16 +122,16 @@ def _usable(numbers: Sequence[int] | None, rank: int) -> list[int]:
 
 
 def _all_gather(numbers: Sequence[int], size: int, group: Any) -> list[list[int]]:
-    mine = torch.zeros(size, dtype=torch.int64)
-    mine[: len(numbers)] = torch.tensor(list(numbers), dtype=torch.int64)
-    mine = mine.to(device_of(group))
-    found = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(found, mine, group=group)
-    return [one.tolist() for one in found]
+    own = torch.zeros(size, dtype=torch.int64)
+    own[: len(numbers)] = torch.tensor(list(numbers), dtype=torch.int64)
+    own = own.to(device_of(group))
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    return [one.tolist() for one in gathered]
 
 
 def route(
-    mine: Sequence[Document],
+    own: Sequence[Document],
     homes: Sequence[Sequence[int]],
     lengths: Sequence[Sequence[int]],
     like: Document,
@@ -139,7 +139,7 @@ def route(
 ) -> dict[int, Document]:
     """Documents to where they are trained on: those of this rank by their number in the batch.
 
-    Numbers count the documents of rank 0, then of rank 1, and so on. mine: documents that this
+    Numbers count the documents of rank 0, then of rank 1, and so on. own: documents that this
     rank read; lengths: of all documents, by the rank that read them; homes: numbers of the
     documents that each rank trains on; like: names and dtypes of a document.
     """
@@ -150,18 +150,18 @@ def route(
     width = sum(value.element_size() for value in like.values())
     wanted = [sorted(n for n in home if n in read[me]) for home in homes]
     coming = [sorted(n for n in homes[me] if n in ns) for ns in read]
-    leaving = [_bytes(mine[n - firsts[me]], like) for numbers in wanted for n in numbers]
+    leaving = [_bytes(own[n - firsts[me]], like) for numbers in wanted for n in numbers]
     sent = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8)
     out_of, into = (
         [width * sum(size_of[n] for n in one) for one in side] for side in (wanted, coming)
     )
     received = _all_to_all(sent, out_of, into, group)
-    found, at = {}, 0
+    documents, at = {}, 0
     for number in (n for numbers in coming for n in numbers):
         end = at + width * size_of[number]
-        found[number] = _document(received[at:end], like, size_of[number])
+        documents[number] = _document(received[at:end], like, size_of[number])
         at = end
-    return found
+    return documents
 
 
 def _all_to_all(sent: torch.Tensor, out_of: list[int], into: list[int], group: Any) -> torch.Tensor:
@@ -179,13 +179,13 @@ def _bytes(document: Document, like: Document) -> torch.Tensor:
 
 
 def _document(data: torch.Tensor, like: Document, length: int) -> Document:
-    found, at = {}, 0
+    document, at = {}, 0
     for name, one in like.items():
         end = at + length * one.element_size()
         # A copy: a view needs an address that is a multiple of its element's size.
-        found[name] = data[at:end].clone().view(one.dtype)
+        document[name] = data[at:end].clone().view(one.dtype)
         at = end
-    return found
+    return document
 
 
 def device_of(group: Any) -> torch.device:

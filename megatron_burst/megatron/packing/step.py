@@ -55,25 +55,25 @@ def _packed(run: Callable, patches: PatchSet) -> Callable:
             return run(**named)
         iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
         multiple = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-        packed, found = step(
+        packed, packing = step(
             iterators if several else [iterators],
             named["num_microbatches"], named["seq_length"], work_of(config), multiple,
         )  # fmt: skip
-        if found is not None and not patches.notes.setdefault(_TOLD, False):
+        if packing is not None and not patches.notes.setdefault(_TOLD, False):
             patches.notes[_TOLD] = True
-            log(_summary(found, named["num_microbatches"]))
-        named["num_microbatches"] = _agreed(found.count if found else 0)
+            log(_summary(packing, named["num_microbatches"]))
+        named["num_microbatches"] = _agreed(packing.count if packing else 0)
         named["data_iterator"] = packed if several else packed[0]
         return run(**named)
 
     return forward_backward
 
 
-def _summary(found: Packing, count: int) -> str:
+def _summary(packing: Packing, count: int) -> str:
     return (
-        f"--burst-pack documents: in the first step {found.count} micro-batches on each of "
-        f"{len(found.places)} data-parallel ranks, {count} as the data loader made them; the "
-        f"busiest {found.imbalance:.3f} of their mean"
+        f"--burst-pack documents: in the first step {packing.count} micro-batches on each of "
+        f"{len(packing.places)} data-parallel ranks, {count} as the data loader made them; the "
+        f"busiest {packing.imbalance:.3f} of their mean"
     )
 
 
@@ -91,7 +91,7 @@ def step(
     if not read:
         return list(iterators), None
     try:
-        found, batches = _repacked(read[0], total, work, multiple)
+        packing, batches = _repacked(read[0], total, work, multiple)
     except ValueError:
         with contextlib.suppress(ValueError):
             _agreed(_FAILED)  # ranks that read nothing wait for the number of micro-batches
@@ -100,7 +100,7 @@ def step(
     packed = [
         None if one is None else iter([dict(batch) for batch in batches]) for one in iterators
     ]
-    return packed, found
+    return packed, packing
 
 
 def _repacked(
@@ -112,21 +112,21 @@ def _repacked(
     except ValueError as error:
         problem = error
     try:
-        told = documents.gather(None if problem else _numbers(samples), group)
+        of_ranks = documents.gather(None if problem else _numbers(samples), group)
     except ValueError as error:
         raise problem or error from None
-    lengths = [[number >> 1 for number in numbers] for numbers in told]
+    lengths = [[number >> 1 for number in numbers] for numbers in of_ranks]
     flat = [length for one in lengths for length in one]
-    found = pack(
-        flat, work, ranks=group.size(), capacity=total, multiple=multiple, given=_given(told)
+    packing = pack(
+        flat, work, ranks=group.size(), capacity=total, multiple=multiple, given=_given(of_ranks)
     )
-    homes = [[number for bin in places for number in bin] for places in found.places]
-    mine = [document for sample in samples for document in sample]
+    homes = [[number for bin in places for number in bin] for places in packing.places]
+    own = [document for sample in samples for document in sample]
     like = names_of(batches[0])
-    here = documents.route(mine, homes, lengths, like, group)
-    return found, [
+    here = documents.route(own, homes, lengths, like, group)
+    return packing, [
         micro_batch([here[number] for number in bin], like, total)
-        for bin in found.places[group.rank()]
+        for bin in packing.places[group.rank()]
     ]
 
 
@@ -139,10 +139,10 @@ def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
     ]
 
 
-def _given(told: Iterable[Iterable[int]]) -> list[list[int]]:
+def _given(of_ranks: Iterable[Iterable[int]]) -> list[list[int]]:
     """The documents of each sample, by their numbers in the batch."""
     samples: list[list[int]] = []
-    for index, number in enumerate(number for numbers in told for number in numbers):
+    for index, number in enumerate(number for numbers in of_ranks for number in numbers):
         if number & 1:
             samples.append([])
         samples[-1].append(index)
