@@ -87,7 +87,7 @@ def attention(
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plan.groups.check()
     plan.check(q, k, v, sink, max_logits)
-    kept = plan.keeps(frame)  # before the call counts: it may be refused
+    kept = plan.keeps(frame, label)  # before the call counts: it may be refused
     call = plan.groups.calls.forward(plan.identity, label, sink is not None)
     out: Any = Attention.apply(plan.job, plan.groups, call, kept, max_logits, sink, q, k, v)
     return out
@@ -107,7 +107,7 @@ def _in_process(
     shards = per_rank(plan.groups, q, k, v)
     for one, shard in zip(plan.ranks, shards, strict=True):
         one.check(*shard, sink, max_logits)
-    kept = plan.ranks[0].keeps(frame)
+    kept = plan.ranks[0].keeps(frame, label)
     begin = (one.groups.calls.forward for one in plan.ranks)
     calls = [each(plan.identity, label, sink is not None) for each in begin]
     jobs, flat = [one.job for one in plan.ranks], [t for shard in shards for t in shard]

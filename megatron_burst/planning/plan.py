@@ -134,8 +134,9 @@ class Plan:
                 "scores; pass max_logits to mb.prepare too"
             )
 
-    def keeps(self, frame: Frame | None) -> KeptResults | None:
-        """Where a call leaves or finds results: in `frame`, that of the checkpoint around it.
+    def keeps(self, frame: Frame | None, label: object) -> KeptResults | None:
+        """Where the call with this label leaves or finds results: in `frame`, that of the
+        checkpoint around it.
 
         Raises ValueError if the checkpoint wants what was not planned.
         """
@@ -149,7 +150,7 @@ class Plan:
                 f"plan: made with store={planned}, and the checkpoint around this call keeps "
                 f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
             )
-        return KeptResults(frame, self.call)
+        return KeptResults(frame, (self.call, label))
 
     def with_kernel(self, kernel: Kernel) -> Plan:
         """The same plan on another kernel that takes the work of this one's; for measuring."""

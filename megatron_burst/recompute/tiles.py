@@ -84,11 +84,9 @@ Fate = Literal["keep", "move", "recompute"]
 
 def slices_of(rows: int, tiles: int | Sequence[slice]) -> tuple[slice, ...]:
     """The tiles of a call, as slices that follow each other from 0 to `rows`."""
-    if not isinstance(tiles, int):
+    if isinstance(tiles, (list, tuple)):
         found = tuple(tiles)
-        ends = [0, *(s.stop for s in found)]
-        gaps = [s.start for s in found] != ends[:-1] or any(s.step not in (None, 1) for s in found)
-        if not found or gaps or ends[-1] != rows:
+        if not (found and _follow(found, rows)):
             raise ValueError(
                 f"tiled: tiles must be slices that follow each other from 0 to {rows}, got {found}"
             )
@@ -100,7 +98,20 @@ def slices_of(rows: int, tiles: int | Sequence[slice]) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0)))
 
 
+def _follow(tiles: Sequence[object], rows: int) -> bool:
+    """Are these slices that follow each other from 0 to `rows`, some perhaps empty?"""
+    end = 0
+    for tile in tiles:
+        if not isinstance(tile, slice) or tile.step not in (None, 1) or tile.start != end:
+            return False
+        if type(tile.stop) is not int or tile.stop < end:
+            return False
+        end = tile.stop
+    return end == rows
+
+
 def check_call(
+    fn: object,
     rows: int,
     others: Sequence[Any],
     parameters: Sequence[torch.Tensor],
@@ -109,6 +120,8 @@ def check_call(
     host: object,
 ) -> None:
     """Raise ValueError naming the argument that cannot be."""
+    if not callable(fn):
+        raise ValueError(f"tiled: fn must be a function or a module, got {fn!r}")
     for index, other in enumerate(others):
         if isinstance(other, torch.Tensor) and (other.ndim == 0 or other.shape[0] != rows):
             raise ValueError(
@@ -121,6 +134,8 @@ def check_call(
         )
     if "move" in fates and host is None:
         raise ValueError('tiled: fates has "move", which needs host=')
+    if host is not None and not hasattr(host, "saved"):
+        raise ValueError(f"tiled: host must be an mb.HostMemory, got {host!r}")
     if any(getattr(p, "_backward_hooks", None) for p in parameters):
         raise ValueError(
             "tiled: a parameter has a hook of Tensor.register_hook, which would see the gradient "
@@ -171,7 +186,8 @@ def tiled(
     """Run `fn(x, *others)` tile by tile over dim 0; output and gradients are those of one call.
 
     fn: `fn(x_tile, *other_tiles) -> y_tile`, each row of which depends on the same row of the
-    inputs only. It draws no random numbers, and does the same each time.
+    inputs only. It does the same each time: one that draws random numbers is refused where tiles
+    are computed again.
     x [rows, ...]; others: tensors [rows, ...], cut like `x`, or anything else, handed on as it is.
     parameters: all further tensors that `fn` computes gradients for; default: those of `fn`, if it
     is a module. Their gradients are summed over tiles in fp32 (fp64 for fp64), and reach autograd
@@ -191,10 +207,12 @@ def tiled(
                 "computes gradients for and that are not among its arguments; () for none"
             )
         parameters = tuple(fn.parameters())
+    if not isinstance(x, torch.Tensor) or x.ndim == 0:
+        raise ValueError(f"tiled: x must be a tensor [rows, ...], got {type(x).__name__}")
     slices = slices_of(x.shape[0], tiles)
     each = tuple(fates) if fates is not None else ("recompute",) * len(slices)
     used = tuple(p for p in dict.fromkeys(parameters) if p.requires_grad)
-    check_call(x.shape[0], others, used, slices, each, host)
+    check_call(fn, x.shape[0], others, used, slices, each, host)
     if not torch.is_grad_enabled():
         each = ("recompute",) * len(slices)  # no backward will come
     tensors = [t for t in (x, *others) if isinstance(t, torch.Tensor)]
@@ -291,10 +309,12 @@ class _Tiled(torch.autograd.Function):
         ctx.job, ctx.kept = job, {}
         ctx.like = [(t.shape, t.dtype, t.device) for t in inputs]
         needed = [t.requires_grad for t in inputs]
+        learns = any(needed) or bool(job.parameters)
+        runs_again = bool(again) and job.watched and learns
+        drawn = _random_numbers(inputs[0].device) if runs_again else []
         y = None
         for index, (rows, fate) in enumerate(zip(job.slices, job.fates, strict=True)):
             tile = [t[rows] for t in inputs]
-            learns = any(needed) or bool(job.parameters)
             if index == 0 and job.watched and not learns:
                 # Nothing that was named wants a gradient: then nothing else may.
                 part, graph = job.graph(tile, needed)
@@ -310,9 +330,19 @@ class _Tiled(torch.autograd.Function):
                 del graph
             if y is None:
                 y = part.new_empty((inputs[0].shape[0], *part.shape[1:]))
+            if (part.shape[1:], part.dtype) != (y.shape[1:], y.dtype):
+                raise ValueError(
+                    "tiled: fn must return rows of one shape and dtype, got "
+                    f"{list(y.shape[1:])} {y.dtype} and {list(part.shape[1:])} {part.dtype}"
+                )
             y[rows] = part.detach()
             del part, tile
         assert y is not None  # there is at least one tile
+        if runs_again and not all(map(torch.equal, drawn, _random_numbers(y.device))):
+            raise ValueError(
+                "tiled: fn drew random numbers (dropout, say), and would draw others when a tile "
+                'is computed again; give all tiles the fate "keep" or "move", or draw them outside'
+            )
         return y
 
     @staticmethod
@@ -340,6 +370,12 @@ class _Tiled(torch.autograd.Function):
             for whole, grad in zip([g for g in grads if g is not None], part, strict=True):
                 whole[rows] = 0 if grad is None else grad
         return None, None, *grads, *sums.result()
+
+
+def _random_numbers(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that `fn` may draw from; kept on the host, also CUDA's."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def _rows_of(saved: Sequence[torch.Tensor], rows: slice, there: slice) -> Sequence[torch.Tensor]:

@@ -273,6 +273,25 @@ def test_a_function_with_another_mask_the_second_time_is_told():
         out.sum().backward()
 
 
+def test_labelled_calls_that_swap_places_the_second_time_are_told():
+    """Nothing but the label tells them apart."""
+    groups = mb.Groups.in_process(inter=1, intra=2)
+    _, inputs = layers(groups, None, {})
+    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+    labels = iter(["a", "b", "b", "a"])
+
+    def both(*_):
+        outs = [
+            mb.attention(q, k, v, groups=groups, label=next(labels), layout="striped")
+            for _ in range(2)
+        ]
+        return torch.stack([out for each in outs for out in each])
+
+    out = mb.checkpoint(both, *inputs, keep=1.0)
+    with pytest.raises(ValueError, match="must do the same each time"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(("layout", "keep"), [("zigzag", 1.0), ("contiguous", 0.5)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_result_changed_in_place_is_noticed_where_it_is_what_was_kept(layout, keep, inside):

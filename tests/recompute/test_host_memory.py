@@ -218,12 +218,15 @@ def test_rates_are_those_of_the_copies():
     ("given", "name"),
     [
         ({"limit": 0}, "limit"), ({"limit": 1.5}, "limit"), ({"limit": True}, "limit"),
-        ({"rate": 0}, "rate"), ({"rate": -1.0}, "rate"), ({"ranks": 0}, "ranks"),
+        ({"rate": 0}, "rate"), ({"rate": -1.0}, "rate"), ({"rate": "fast"}, "rate"),
+        ({"ranks": 0}, "ranks"), ({"device": "gpu"}, "device"),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(given, name):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         mb.HostMemory(**{"limit": MIB, "device": "cpu", **given})
+    with pytest.raises(ValueError, match="tensor must be a tensor, got list"):
+        memory().move([1, 2])
     for fraction in (-0.1, 1.1, "half", True):
         with pytest.raises(ValueError, match="fraction must be a fraction from 0 to 1"):
             memory().move(torch.zeros(4), fraction)

@@ -226,6 +226,17 @@ REFUSED = {
     "tiles must be an integer from 1 on, got True": {"tiles": True},
     "follow each other from 0 to 4": {"tiles": [slice(0, 2), slice(3, 4)]},
     "follow each other from 0 to 4, got .slice.0, 4, 2": {"tiles": [slice(0, 4, 2)]},
+    r"follow each other from 0 to 4, got .slice.0, 3": {
+        "tiles": [slice(0, 3), slice(3, 2), slice(2, 4)]
+    },
+    r"follow each other from 0 to 4, got .1, 3": {"tiles": [1, 3]},
+    "tiles must be an integer from 1 on, got 2.5": {"tiles": 2.5},
+    "tiles must be an integer from 1 on, got 'auto'": {"tiles": "auto"},
+    "fn must be a function or a module, got None": {"fn": None},
+    "x must be a tensor .*, got list": {"x": [1.0]},
+    "host must be an mb.HostMemory, got 'cpu'": {"host": "cpu"},
+    "rows of one shape and dtype": {"fn": lambda x: x[:, : int(x[0, 0])]},
+    "fn drew random numbers": {"fn": torch.nn.functional.dropout},
     "fates must be 8 of keep, move, recompute": {"fates": ["keep"]},
     'fates has "move", which needs host=': {"fates": ["move"] * 8},
     "must return a tensor of 1 rows": {"fn": torch.sum},
@@ -235,8 +246,18 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused(words):
     asked = {"fn": lambda x, *_: x, "parameters": ()} | REFUSED[words]
+    x = torch.arange(1.0, 5.0)[:, None].repeat(1, 5).requires_grad_()
     with pytest.raises(ValueError, match=words):
-        mb.tiled(asked.pop("fn"), torch.ones(4, 3), *asked.pop("others", ()), **asked)
+        mb.tiled(asked.pop("fn"), asked.pop("x", x), *asked.pop("others", ()), **asked)
+
+
+def test_random_numbers_are_no_matter_where_no_tile_runs_again():
+    x = torch.ones(64, 8, requires_grad=True)
+    y = mb.tiled(torch.nn.functional.dropout, x, parameters=(), tiles=4, fates=["keep"] * 4)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())  # 2 where it was kept, 0 where not
+    with torch.no_grad():
+        mb.tiled(torch.nn.functional.dropout, x, parameters=(), tiles=4)
 
 
 @pytest.mark.parametrize("fate", ["keep", "recompute"])

@@ -62,7 +62,7 @@ def _in_chunks(
     call = _call(half, hidden, masks, params, patches)
     if call is None:
         return original(self, *args, **kwargs)
-    kept = call.plan.keeps(current())
+    kept = call.plan.keeps(current(), call.label)
     return ChunkedHalf(half, call, kept, half.parameters()).apply(hidden), None
 
 

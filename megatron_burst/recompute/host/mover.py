@@ -58,7 +58,10 @@ class HostMemory:
     ):
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device must be a device of torch, got {device!r}") from None
         cuda = self.device.type == "cuda"
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"ranks must be a number of processes from 1 on, got {ranks!r}")
@@ -66,7 +69,8 @@ class HostMemory:
             limit = host_limit() // ranks
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"limit must be a number of bytes from 1 on, got {limit!r}")
-        if rate is not None and (cuda or not rate > 0):
+        number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+        if rate is not None and (cuda or not number or not rate > 0):
             raise ValueError(
                 f"rate must be bytes per second of an emulated link on a CPU, got {rate!r} for "
                 f"{self.device.type}; None copies as fast as it can"
@@ -98,6 +102,8 @@ class HostMemory:
         Raises OutOfHostMemory, ValueError for a fraction outside 0 to 1.
         """
         check_fraction("fraction", fraction)
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"tensor must be a tensor, got {type(tensor).__name__}")
         if fraction == 0 or not movable(tensor, self.device.type):
             return Moved(tensor, None)
         with torch.no_grad():
