@@ -196,7 +196,7 @@ def prepare_linear(
     request = partial(of_attention, options=options, form=default(form, "auto"),
                     kernel=default(kernel, "auto"), scale=scale)  # fmt: skip
     named = {"q": q, "k": k, "v": v, "decay": shared(groups, decay), "beta": beta}
-    return prepared(groups, named, lambda group, tensors: request(group, tensors))
+    return prepared(groups, named, request)
 
 
 def prepared(
