@@ -303,49 +303,43 @@ def _window_problems(size: Any) -> Iterator[Problem]:
         )
 
 
-# Features that do not exist here.
-_UNSUPPORTED = excluded(
-    "{other}: {why}",
-    apply_query_key_layer_scaling="query-key layer scaling is not supported",
-    fp8_dot_product_attention="attention in fp8 is not supported",
-    fp8_multi_head_attention="attention in fp8 is not supported",
-    sequence_packing_scheduler=(
-        "it cuts packed batches by itself, for Megatron's own attention; --burst-pack documents "
-        "packs them over the data-parallel ranks"
+# Features of layers that do not exist here.
+_MODEL = (
+    Rule(lambda c, b: c.has("softmax_type") and c.softmax_type not in SOFTMAX_TYPES,
+         f"--softmax-type {{c.softmax_type}}: only {', '.join(SOFTMAX_TYPES)} are supported"),
+    Rule("attn_logit_softcapping",
+         "attention logit softcapping is not supported; leave attn_logit_softcapping unset"),
+    *excluded(
+        "{other}: {why}",
+        apply_query_key_layer_scaling="query-key layer scaling is not supported",
+        fp8_dot_product_attention="attention in fp8 is not supported",
+        fp8_multi_head_attention="attention in fp8 is not supported",
+        sequence_packing_scheduler=(
+            "it cuts packed batches by itself, for Megatron's own attention; --burst-pack "
+            "documents packs them over the data-parallel ranks"
+        ),
+        use_kitchen_attention="BurstAttention takes the place of the attention it asks for",
+        batch_invariant_mode=(
+            "partial results of ranks are merged, and their bits depend on how many there are; "
+            "Megatron's own attention has no such mode over ranks either"
+        ),
+        overlap_moe_expert_parallel_comm=(
+            "it runs layers in pieces on CUDA streams, those of one micro-batch between those of "
+            "another; with BurstAttention this was never tested"
+        ),
     ),
-    use_kitchen_attention="BurstAttention takes the place of the attention it asks for",
-    batch_invariant_mode=(
-        "partial results of ranks are merged, and their bits depend on how many there are; "
-        "Megatron's own attention has no such mode over ranks either"
-    ),
-    overlap_moe_expert_parallel_comm=(
-        "it runs layers in pieces on CUDA streams, those of one micro-batch between those of "
-        "another; with BurstAttention this was never tested"
-    ),
-)
+    Rule(lambda c, b: c.num_query_groups and (c.num_attention_heads or 0) % c.num_query_groups,
+         "--num-query-groups {c.num_query_groups} does not divide --num-attention-heads "
+         "{c.num_attention_heads}"),
+)  # fmt: skip
 
 
 def model_problems(config: Any) -> Iterator[Problem]:
     """Features of the layers of a `TransformerConfig` that BurstAttention lacks."""
-
-    def get(name: str, default: Any = None) -> Any:
-        return getattr(config, name, default)
-
-    if get("attention_dropout", 0):
+    if getattr(config, "attention_dropout", 0):
         yield dropout_problem(config.attention_dropout)
-    yield from _window_problems(get("window_size"))
-    if get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
-        yield Problem(
-            f"--softmax-type {config.softmax_type}: only {', '.join(SOFTMAX_TYPES)} are supported"
-        )
-    if get("attn_logit_softcapping"):
-        yield Problem(
-            "attention logit softcapping is not supported; leave attn_logit_softcapping unset"
-        )
-    yield from broken(_UNSUPPORTED, config)
-    heads, groups = get("num_attention_heads"), get("num_query_groups")
-    if groups and heads and heads % groups:
-        yield Problem(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
+    yield from _window_problems(getattr(config, "window_size", None))
+    yield from broken(_MODEL, config)
 
 
 def records_max_logits(config: Any) -> bool:

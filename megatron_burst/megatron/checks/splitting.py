@@ -145,13 +145,8 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Settings of a `TransformerConfig` that exclude the layouts of a run, or contradict them."""
     if not splits(config) or burst.algorithm == OFF:
         if burst.attention_layout not in (None, burst.layout):
-            yield Problem(
-                f"--burst-attention-layout {burst.attention_layout} is of BurstAttention over "
-                f"context-parallel ranks: it needs --context-parallel-algo burst and "
-                f"--context-parallel-size above 1, got {burst.algorithm} and "
-                f"{config.context_parallel_size}",
-                remove=("--burst-attention-layout",),
-            )
+            flag = f"--burst-attention-layout {burst.attention_layout}"
+            yield needs_ranks(flag, config, burst, ("--burst-attention-layout",))
         return
     if getattr(config, "burst", None) != burst:  # `configure` has not read them yet
         yield from _contradictions(config, burst)
