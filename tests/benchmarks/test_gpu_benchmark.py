@@ -205,11 +205,9 @@ def test_the_whole_call_ends_in_its_time_and_says_what_it_left_out(tmp_path):
     assert time.monotonic() - begun < 40
     assert "left out; results.jsonl has it all" in done.stdout
     text = (tmp_path / "tables.md").read_text()
-    assert "Left out when the time was spent" in text
-    # The rest of the tests, and measurements: which ones depends on how busy the machine is.
-    listed = [line for line in text.splitlines() if line.startswith("- ")]
-    assert "- all other tests" in listed
-    assert len(listed) > 1
+    # Besides the test: measurements, of which ones depends on how busy the machine is.
+    listed = text.split("Left out when the time was spent", 1)[1]
+    assert "test_hangs" in listed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -339,7 +339,7 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
     more = "--burst-attention-store 0.5 --burst-lm-head-loss recompute --burst-layout striped"
     singles = ["", *SWITCHES, *(f"{name} 2" for name in (*INTEGERS, *TEXTS, *LISTS))]
     lines = [f"{base} {one}" for base in (GOOD, f"{GOOD} {more}") for one in singles]
-    for words in (line.split() for line in (*lines, f"{GOOD} {STATES}")):
+    for words in (line.split() for line in (*lines, f"{GOOD} {STATES}", f"{GOOD} {HYBRID}")):
         command = parse(words)
         settings = vars(examined._config(command))
         known = settings.keys()
@@ -356,6 +356,7 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
     assert read - known - NO_FLAG == set()
 
 
+HYBRID = "--hybrid-layer-pattern M*-"
 STATES = "--experimental-attention-variant gated_delta_net --burst-linear megatron"
 
 

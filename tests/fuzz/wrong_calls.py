@@ -104,7 +104,7 @@ KEYWORDS = [
     ("kv_cache negative", {"kv_cache": -0.5}, ("kv_cache", "0 to 1", "-0.5")),
     ("kv_cache bool", {"kv_cache": True}, ("kv_cache", "0 to 1", "True")),
     ("kv_cache None", {"kv_cache": None}, ("kv_cache", "0 to 1", "None")),
-    ("kv_cache of queries", {"kv_cache": 0.5, "side": "query"}, ("kv_cache", "side kv")),
+    ("kv_cache of queries", {"kv_cache": 0.5, "side": "query"}, ("kv_cache", "side='kv'")),
     ("kv_cache and store", {"kv_cache": 0.5, "store": 0.5}, ("kv_cache=0.5", "store=0.5", "one")),
     ("store percent", {"store": 50}, ("store", "0 to 1", "50")),
     ("store text", {"store": "half"}, ("store", "0 to 1", "'half'")),
