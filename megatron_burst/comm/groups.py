@@ -10,7 +10,7 @@ ranks compare their counts when they make a plan, which needs no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -56,6 +56,13 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Autocast is off in it; where it is off already nothing is done, which costs less."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def check_label(label: object) -> None:
@@ -240,7 +247,7 @@ class Groups(_Uncopied):
         one, because no rank knows how far the others are. In it autocast is off for tensors of this
         type of device: precision is the plan's business."""
         try:
-            with torch.autocast(device, enabled=False):
+            with without_autocast(device):
                 yield
         except BaseException as error:
             if self.size > 1:
@@ -312,7 +319,7 @@ class _LocalRank(Groups):
 
     @contextmanager
     def running(self, device: str = "cpu") -> Iterator[None]:
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             yield  # what a failed call leaves is thrown away
 
     def check(self) -> None:
