@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,16 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from report import interleaved, markdown, progress, provenance, quartiles, spread
+from report import (
+    DOCS,
+    interleaved,
+    markdown,
+    progress,
+    provenance,
+    quartiles,
+    spread,
+    write_section,
+)
 from torch.distributed import _meta_registrations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,7 +53,6 @@ from megatron_burst.kernels.operators import CudaFlash
 from megatron_burst.schedule.topology import Topology
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
-LARGEST = 64  # ranks of the largest grid
 ROWS = 4096  # of each rank, where documents do not say otherwise
 
 
@@ -61,36 +70,34 @@ class NoOperator(CudaFlash):
         self.out = torch.empty(1, HEADS, 1 << 20, WIDTH, **like)
         self.lse = torch.empty(1, HEADS, 1 << 20, dtype=torch.float32, device="meta")
 
-    def forward(self, q, k, v, causal, bias, window, scale):
+    def forward(self, q, k, v, *_: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         self.calls += 1
-        (_, h, rows, _) = q.shape
+        h, rows = q.shape[1:3]
         return self.out[:, :h, :rows], self.lse[:, :h, :rows]
 
-    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+    def backward(self, dout, q, k, v, *_: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         self.calls += 1
         h, rows, (_, n, columns, _) = q.shape[1], q.shape[2], k.shape
         out, keys = self.out[:, :h, :rows], self.out[:, :n, :columns]
         return out, keys, keys
 
-    def forward_joined(self, q, k, v, causal, window, scale, lengths):
-        return self.forward(q, k, v, causal, None, window, scale)
-
-    def backward_joined(self, dout, q, k, v, out, lse, causal, window, scale, lengths):
-        return self.backward(dout, q, k, v, out, lse, causal, None, window, scale)
+    forward_joined: Any = forward
+    backward_joined: Any = backward
 
 
 class OneRank(mb.Groups):
     """A rank in the middle of a grid whose other ranks do not exist: it hears its own words."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, ulysses: int = 1):
-        self.topology, self.rank = Topology(size, min(size, 8), ulysses, "head_first"), dist.get_rank()
+        self.topology, self.rank = (
+            Topology(size, min(size, 8), ulysses, "head_first"),
+            dist.get_rank(),
+        )
         self.backend, self.devices, self.cache, self.calls = "fake", ("meta",), {}, Calls()
         self._communicators = SimpleNamespace(all={group})  # pyright: ignore
         counters, rings = Counters(), ("flat", "intra", "inter", "ulysses", "grid")
         channels: Any = {
-            (Channel(ring, gradient), "meta"): group
-            for ring in rings
-            for gradient in (False, True)
+            (Channel(ring, gradient), "meta"): group for ring in rings for gradient in (False, True)
         }
         self._place(
             lambda members: ProcessEndpoint(members.index(self.rank), members, channels, counters)
@@ -178,7 +185,7 @@ class Plain:
                 following, works = self.shift(k, v)
             r, c, causal = self.parts(step, rows)
             part, stats = self.operator.forward(
-                *(x.permute(1, 2, 0, 3) for x in (q[r], k[c], v[c])), causal, None, None, scale
+                *(x.permute(1, 2, 0, 3) for x in (q[r], k[c], v[c])), causal, scale
             )
             aten.merge_(out[r], lse[r], part.permute(2, 0, 1, 3), stats.permute(2, 0, 1))
             for work in works:
@@ -201,7 +208,7 @@ class Plain:
             given = dout[r], q[r], k[c], v[c], out[r]
             grads = self.operator.backward(
                 *(x.permute(1, 2, 0, 3) for x in given), lse[r].permute(1, 2, 0),
-                causal, None, None, scale,
+                causal, scale,
             )  # fmt: skip
             for work in sent:  # the gradients of these keys, from the rank before
                 work.wait()
@@ -248,12 +255,12 @@ class PlainUlysses(Plain):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         shared = [self.scatter(x).permute(1, 2, 0, 3) for x in (q, k, v)]
-        out, lse = self.operator.forward(*shared, True, None, None, 1.0)
+        out, lse = self.operator.forward(*shared, True, 1.0)
         return self.gather(out.permute(2, 0, 1, 3).contiguous()), lse
 
     def backward(self, dout, q, k, v, out, lse):
         shared = [self.scatter(x).permute(1, 2, 0, 3) for x in (dout, q, k, v, out)]
-        grads = self.operator.backward(*shared, lse, True, None, None, 1.0)
+        grads = self.operator.backward(*shared, lse, True, 1.0)
         return tuple(self.gather(x.permute(2, 0, 1, 3).contiguous()) for x in grads)
 
 
@@ -277,18 +284,18 @@ def cases(sizes: list[int]) -> Iterator[Case]:
         yield Case("dense", size)
         yield Case("dense, striped", size, options={"layout": "striped"})
         yield Case(f"window of {ROWS}", size, options={"mask": window})
-        for count, kind in ((40, "padded"), (100, "padded"), (100, "odd")):
-            yield documents(size, count, kind)
+        for number, kind in ((40, "padded"), (100, "padded"), (100, "odd")):
+            yield documents(size, number, kind)
         yield documents(size, 100, "odd", "striped")
         yield Case("2 head chunks", size, options={"head_chunks": 2})
         if size <= KV_HEADS:
             yield Case("ulysses", size, options={"algorithm": "ulysses"}, ulysses=size)
 
 
-def documents(size: int, count: int, kind: str, layout: str = "zigzag") -> Case:
+def documents(size: int, number: int, kind: str, layout: str = "zigzag") -> Case:
     """kind: padded to 2 x CP, as Megatron's loader does, and dealt out one by one; or odd."""
     rng, multiple = np.random.default_rng(0), 2 * size
-    lengths = rng.lognormal(0, 1, count)
+    lengths = rng.lognormal(0, 1, number)
     lengths = np.maximum(lengths * ROWS * size / lengths.sum(), 1).astype(int)
     if kind == "padded":
         lengths = -(-lengths // multiple) * multiple
@@ -298,7 +305,7 @@ def documents(size: int, count: int, kind: str, layout: str = "zigzag") -> Case:
     if kind == "padded":
         made = mb.layout.make(layout, cp_size=size, cu_seqlens=ends)
     options = {"layout": made, "mask": mb.masks.Documents(ends) & mb.masks.Causal()}
-    name = f"{count} documents, {kind}" + (f", {layout}" if layout != "zigzag" else "")
+    name = f"{number} documents, {kind}" + (f", {layout}" if layout != "zigzag" else "")
     return Case(name, size, int(ends[-1]) // size, options)
 
 
@@ -306,9 +313,9 @@ class Timed:
     """The runs of a case: ours and the plain loop's, forward and backward; and the plan."""
 
     def __init__(self, case: Case):
-        self.operator = NoOperator()
+        self.operator: Any = NoOperator()
         kernel = aten.AtenKernel("aten", self.operator)
-        group = dist.new_group(list(range(case.size)))
+        group: Any = dist.new_group(list(range(case.size)))
         groups = OneRank(group, case.size, case.ulysses)
         kind = PlainUlysses if case.ulysses > 1 else Plain
         plain = kind(self.operator, group, groups.rank, case.size)
@@ -324,7 +331,7 @@ class Timed:
             with mock.patch.dict(registry.KERNELS, {"aten": lambda *_: kernel}):
                 return mb.prepare(q, k, v, groups=groups, **options)
 
-        plan = prepare()
+        plan = self.plan_ = prepare()
         self.hops, out = case.size - 1 if case.ulysses == 1 else 1, {}
 
         def forward(name: str, attend: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -333,8 +340,8 @@ class Timed:
 
             return run
 
-        def backward(name: str) -> Callable[[], None]:
-            return lambda: torch.autograd.grad(out[name], (q, k, v), dout) and None
+        def backward(name: str) -> Callable[[], object]:
+            return lambda: torch.autograd.grad(out[name], (q, k, v), dout)
 
         self.runs: dict[str, Callable[[], Any]] = {
             "ours": forward("ours", lambda: mb.attention(q, k, v, plan=plan, label=0)),
@@ -366,6 +373,11 @@ def row(case: Case, repeats: int) -> list[str]:
     return [*cells, f"{1e3 * quartiles(plans['plan'])[1]:.1f}"]
 
 
+WHAT = (
+    "Processor time of the launching thread, without what is launched: medians, ratios with "
+    "quartiles. The plain loop is the dense one in every row but `ulysses`. Calls: of the "
+    "operator, forward/backward."
+)
 COLUMNS = (
     "ranks", "case", "calls", "forward, ms", "us per hop, ours / plain", "ratio",
     "backward, ms", "us per hop, ours / plain", "ratio", "plan, ms",
@@ -374,12 +386,18 @@ COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, LARGEST])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="seconds, small, no file is written")
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--profile", choices=["ours", "ours backward", "plain", "plain backward", "plan"])
+    parser.add_argument(
+        "--profile", choices=["ours", "ours backward", "plain", "plain backward", "plan"]
+    )
     args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.repeats = [8], 3
     torch.set_num_threads(1)
+    gc.disable()  # as timeit does: it would run in whatever is timed when it is due
     world, me = max(args.ranks), min(args.ranks) // 2
     dist.init_process_group("meta:fake,cpu:fake", rank=me, world_size=world, store=FakeStore())
     chosen = [case for case in cases(args.ranks) if case.name.startswith(args.only)]
@@ -392,7 +410,10 @@ def main() -> int:
             for case in chosen:
                 step(f"{case.size} ranks, {case.name}")
                 rows.append(row(case, args.repeats))
-    print(f"{provenance()}\n\n{markdown(COLUMNS, rows)}")
+    text = f"{provenance()} {WHAT}\n\n{markdown(COLUMNS, rows)}"
+    print(text)
+    if not (args.quick or args.only):
+        write_section(DOCS / "performance.md", "host", text)
     return 0
 
 

@@ -5,8 +5,9 @@ long one in silence, and a message of the same size for any other. The envelope 
 how long the message is, whose plan and which call it belongs to, and what it holds; a rank that is
 out of step gets an error instead of a number. A receive buffer has room for the longest message of
 the grid: gloo ends the process when more arrives than fits. On devices other than the CPU there is
-no envelope: reading it would stop the device at every hop (`calls` compares there). There tensors
-travel one by one, in one batch, so that the first rows of each can be sent from where they lie.
+no envelope: reading it would stop the device at every hop (`calls` compares there). There a rank
+sends its own tensors one by one, in one batch, from where they lie, so that nothing is copied; what
+it passes on, and sums, are one message there too, which costs the host half as much.
 """
 
 from __future__ import annotations

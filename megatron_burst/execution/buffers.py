@@ -20,6 +20,7 @@ from ..kernels.online_softmax import merge_
 from ..schedule.tables import ALL, Chunk
 from .job import RowPlace, Target, Tensors
 
+
 class Kind:
     """What the messages of a kind look like, found out once for each number of rows.
 
@@ -108,7 +109,7 @@ class PartialResults:
 
     def merge(self, target: Target, part: Message) -> None:
         """What was contributed to rows that lie apart goes to their places."""
-        self._contribute(target, part)
+        _contribute(self._total(target).message, target, part)
         self._buffers.give(target.total.family, part)
 
     def whole(self, target: Target) -> Tensors:
@@ -122,8 +123,9 @@ class PartialResults:
         if target.place.whole and target.total not in self._totals and kind == family:
             self._totals[target.total] = _Total(message, target.rows)
             return
-        self._total(target).filled |= target.rows
-        self._contribute(target, message)
+        total = self._total(target)
+        total.filled |= target.rows
+        _contribute(total.message, target, message)
         self._buffers.give(kind, message)
 
     def send(self, target: Target) -> Message:
@@ -154,18 +156,19 @@ class PartialResults:
             total = self._totals[target.total] = _Total(message)
         return total
 
-    def _contribute(self, target: Target, part: Message) -> None:
-        """Add `part` to the rows of the target, or merge it into them."""
-        whole, place = self._total(target).message.tensors, target.place
-        rows = taken(whole, place)
-        if target.total.family == "out":
-            merge_(*rows, *part.tensors)
-        else:
-            for total, new in zip(rows, part.tensors, strict=True):
-                total += new
-        if not isinstance(place.at, slice):
-            for tensor, total in zip(whole, rows, strict=True):
-                tensor.index_copy_(0, place.at, total)
+
+def _contribute(total: Message, target: Target, part: Message) -> None:
+    """Add `part` to the rows of the target, or merge it into them."""
+    place = target.place
+    rows = taken(total.tensors, place)
+    if target.total.family == "out":
+        merge_(*rows, *part.tensors)
+    else:
+        for sums, new in zip(rows, part.tensors, strict=True):
+            sums += new
+    if not isinstance(place.at, slice):
+        for tensor, row in zip(total.tensors, rows, strict=True):
+            tensor.index_copy_(0, place.at, row)
 
 
 def taken(tensors: Tensors, place: RowPlace) -> Tensors:

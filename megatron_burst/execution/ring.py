@@ -144,10 +144,12 @@ class Ring:
         for payload in exchange.arriving:
             message = self.buffers.take(self._wire[payload.hop.chunk.family], payload.count)
             if self._on_cpu:
-                given = message, self._envelope(payload)
+                envelope = self._envelope(payload)
+                receive = Receive(payload.hop.src, message.tensors, message, envelope)
             else:
-                given = (message,) if payload.packed else ()
-            receives.append(Receive(payload.hop.src, message.tensors, *given))
+                whole = message if payload.packed else None
+                receive = Receive(payload.hop.src, message.tensors, whole)
+            receives.append(receive)
             arriving.append((payload, message))
         label = _Label(self, exchange, boundary)
         pending = self.endpoint.exchange(exchange.channel, sends, receives, label)
@@ -397,7 +399,10 @@ def backward_rings(
     for part in head_chunks(job, rows.q.shape[2], k.shape[2]):
         h, n = part.heads, part.kv_heads
         q, dout, lse, delta, out = [None if x is None else of_heads(x, h) for x in rows]
-        own: dict[str, Any] = {"query": (q, dout, lse, delta), "kv": (of_heads(k, n), of_heads(v, n))}
+        own: dict[str, Any] = {
+            "query": (q, dout, lse, delta),
+            "kv": (of_heads(k, n), of_heads(v, n)),
+        }
         needed = zip(own["kv"], needs[1:], strict=True)
         sums = {
             "dquery": [own["query"][0].shape[1:]] if needs[0] else [],
