@@ -18,8 +18,8 @@ from ..comm.consensus import Facts, agree, attempt, identity
 from ..comm.groups import CALLS, Groups, InProcessGroups, check_label
 from ..comm.packing import CallTag
 from ..comm.rows import GRID
-from ..layout.chains import Chains
 from ..layout.layouts import Layout
+from ..layout.pieces import Chains
 from ..schedule.scans.blocks import Blocks, cut
 from ..units import byte_size
 from .kernels.base import RankPieces
