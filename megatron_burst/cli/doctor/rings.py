@@ -22,6 +22,7 @@ from ...comm.transport import Channel
 from ...schedule.algorithms import ALGORITHMS
 from ..megatron_arguments import MegatronCommand
 from . import machine, report
+from .kernels import dense
 from .report import Finding, note, ok, problem, status
 from .sizes import HierarchicalSizes, hierarchical_sizes
 
@@ -157,32 +158,6 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     whole = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for _ in range(4)]
     q, k, v, dout = whole
     return whole, dense(q, k, v, dout, torch.ones(length, length, dtype=torch.bool).tril())
-
-
-def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
-) -> list[torch.Tensor]:
-    """Attention and its gradients as a dense matrix, by formula, in float64, a head at a time: out,
-    dq, dk, dv. It shares no code with what it judges.
-
-    q, dout [s, 1, h, d]; k, v [t, 1, heads, d], where heads divides h; seen, bool [s, t]: which
-    pairs attend, in each row at least one. Scores are divided by sqrt(d).
-    """
-    results = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
-    out, dq, dk, dv = results
-    scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
-    for head in range(q.shape[2]):
-        shared = head // group
-        query, upper = q[:, 0, head].double(), dout[:, 0, head].double()
-        keys, values = k[:, 0, shared].double(), v[:, 0, shared].double()
-        p = (query @ keys.T * scale).masked_fill(~seen, -math.inf).softmax(dim=1)
-        out[:, 0, head] = p @ values
-        delta = (upper * out[:, 0, head]).sum(1, keepdim=True)
-        ds = p * (upper @ values.T - delta) * scale
-        dq[:, 0, head] = ds @ keys
-        dk[:, 0, shared] += ds.T @ query
-        dv[:, 0, shared] += p.T @ upper
-    return results
 
 
 def _worst(

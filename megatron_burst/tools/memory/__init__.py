@@ -30,7 +30,7 @@ from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.shapes import models
-from ..call_flags import check_png
+from ..call_flags import check_place
 
 EPILOG = """\
 K and M after a number of tokens are 1,024 and 1,048,576. Without --tp the size is chosen that takes
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the account. Returns the exit status."""
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
-    check_png(arguments.png)
+    check_place(arguments.png, "--png")
     cluster, model, base, chosen = _read(arguments)
     runs = [base] if chosen else list(layouts_of(model, cluster, base))
     if not runs:

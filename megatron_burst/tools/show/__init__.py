@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.png.suffix != ".png":
         raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
-    call_flags.check_png(arguments.png)
+    call_flags.check_place(arguments.png, "--png")
     from . import pictures
 
     pictures.draw(scene, arguments.png, rank)
