@@ -239,26 +239,19 @@ def test_repeats_are_counted(monkeypatch):
     assert len(ranks.Ranks(None, torch.device("cpu"), 1e9).repeats(lambda: None)) == 25
 
 
-class LiveMeter:
-    """Counts live tensors, as `layer.CudaMeter` asks CUDA's allocator."""
-
-    def __init__(self, live):
-        self.live = live
-
-    def begin(self):
-        self.before = self.live.bytes["device"]
-        self.live.forget()
-
-    def peak(self):
-        return self.live.peak.bytes - self.before
-
-
 def attention_peaks():
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
     here = ranks.Ranks(groups, torch.device("cpu"), 0.01)
+    model = mb.Model("small", 1, 512, 8, 2, 512, 1024)
+
+    def peak(call):
+        before = live.bytes["device"]
+        live.forget()
+        call()
+        return live.peak.bytes - before
+
     with LiveTensors() as live:
-        model = mb.Model("small", 1, 512, 8, 2, 512, 1024)
-        return layer.peaks(here, model, LiveMeter(live))
+        return layer.peaks(here, model, peak)
 
 
 @pytest.mark.world_size(4)

@@ -41,7 +41,8 @@ def kernels() -> Iterator[Finding]:
         outcomes = [_outcome(name, mask, inputs) for mask in MASKS.values()]
         right[name] = [isinstance(each, float) and each <= ERROR[dtype] for each in outcomes]
         yield _kernel(name, device, outcomes, ERROR[dtype])
-    taken = [make("auto", *inputs[:3], mask=mask).name for mask in MASKS.values()]
+    q, k, v, _ = inputs
+    taken = [make("auto", q, k, v, mask=mask).name for mask in MASKS.values()]
     words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
     broken = {name for i, name in enumerate(taken) if not right[name][i]}
     if broken:
@@ -56,17 +57,13 @@ def kernels() -> Iterator[Finding]:
 
 
 def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> float | Exception:
-    """The largest error of a kernel's results relative to the reference, NaN included, or the
-    exception with which it failed."""
+    """The largest error of a kernel's results beside the reference, or the exception with which it
+    failed."""
     try:
         both = [ring_of_two(each, mask, "query", inputs) for each in (name, "reference")]
     except Exception as failure:
         return failure
-    errors = [
-        (result.float() - right.float()).abs().max() / right.float().abs().max()
-        for result, right in zip(*both, strict=True)
-    ]
-    return torch.stack(errors).max().item()
+    return max(error(result, right) for result, right in zip(*both, strict=True))
 
 
 def _kernel(
@@ -75,10 +72,11 @@ def _kernel(
     """A kernel with wrong results is a problem; one that cannot run is only a note."""
     topic = f"kernel {name}"
     for off in outcomes:
-        if isinstance(off, float) and not off <= bound:  # written so that NaN is wrong
+        if isinstance(off, float) and off > bound:
             what = f"its results are off by {off:.1g} of the largest"
-            what = f"computes wrongly on {device.type}: {what}"
-            return problem(topic, what, "take another kernel")
+            return problem(
+                topic, f"computes wrongly on {device.type}: {what}", "take another kernel"
+            )
     causal, window = outcomes
     if isinstance(causal, Exception):
         reason = str(causal).split(";")[0].splitlines()[0]
@@ -87,6 +85,14 @@ def _kernel(
     return ok(
         topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
     )
+
+
+def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
+    """The largest difference relative to the largest value of what is exact, or of the `whole` that
+    it is a part of; inf where a result is not finite."""
+    largest = (exact if whole is None else whole).double().abs().max()
+    off = ((result.double() - exact.double()).abs().max() / largest).item()
+    return off if math.isfinite(off) else math.inf
 
 
 def ring_of_two(

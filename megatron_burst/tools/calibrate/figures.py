@@ -17,6 +17,7 @@ import torch
 from ...autotune import cluster_file
 from ...autotune.clusters import EXCHANGE, LATENCY, NIC, NVLINK, SLOWDOWN, Cluster
 from ...autotune.gpus import GPUS, Gpu, of_device
+from ...cli.doctor import machine
 from ...recompute.host.limits import host_limit
 from ...recompute.host.mover import BYTES, HostMemory, copy_rate
 from ..advise.shapes.models import Model
@@ -32,7 +33,7 @@ NOT_MEASURED = "NOT MEASURED: published or assumed"
 def calibrate(model: Model, wanted: Namespace) -> None:
     """Measure on all ranks, write on the first; wanted: the command's arguments. Raises the same
     ValueError on all of them."""
-    with joined(wanted.per_node, 60 * wanted.minutes / FIGURES) as ranks:
+    with joined(wanted.per_node, 60 * wanted.minutes / FIGURES, machine.own_device()) as ranks:
         ranks.agree(_fault(wanted) or {"--model": wanted.model, "--minutes": wanted.minutes,
                                        "--gpu": wanted.gpu})  # fmt: skip
         ranks.say(f"{ranks.nodes} nodes of {ranks.per_node} ranks on {ranks.device.type}")
