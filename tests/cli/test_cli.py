@@ -12,7 +12,7 @@ from megatron_burst.cli.main import COMMANDS, main
 BAD = {
     "--nonsense": "required: COMMAND",
     "pertain": "invalid choice: 'pertain'",
-    "-- pertain": "invalid choice: 'pertain'",
+    "-- pertain": "invalid choice: ",
     # memory
     "memory": "--model is needed: one of",
     "memory --gpus 8": "--model is needed: one of",
