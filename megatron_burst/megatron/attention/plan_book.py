@@ -27,7 +27,6 @@ about to do. Either all ranks take part or none does, by this rule:
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -286,7 +285,7 @@ class PlanBook:
 def priority_line(rings: Sequence[str]) -> str:
     """What the start-up line says of rings on Megatron's groups whose streams have normal priority;
     nothing where one queue keeps the order of launches."""
-    if not rings or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if not rings or patching.launches_in_order():
         return ""
     names = " ".join(dict.fromkeys("cp" if r in ("flat", "ulysses") else "hcp" for r in rings))
     return (
