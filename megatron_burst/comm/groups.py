@@ -10,7 +10,7 @@ ranks compare their counts when they make a plan, which needs no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -56,13 +56,6 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast is off in it; where it is off already nothing is done, which costs less."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def check_label(label: object) -> None:
@@ -259,8 +252,9 @@ class Groups(_Uncopied):
         """Around a call on these groups: if an error ends it half-way, `check` refuses the next
         one, because no rank knows how far the others are. In it autocast is off for tensors of this
         type of device: precision is the plan's business."""
+        on = torch.is_autocast_enabled(device)  # where it is off already nothing is done
         try:
-            with without_autocast(device):
+            with torch.autocast(device, enabled=False) if on else nullcontext():
                 yield
         except BaseException as error:
             if self.size > 1:
@@ -332,7 +326,7 @@ class _LocalRank(Groups):
 
     @contextmanager
     def running(self, device: str = "cpu") -> Iterator[None]:
-        with without_autocast(device):
+        with torch.autocast(device, enabled=False):
             yield  # what a failed call leaves is thrown away
 
     def check(self) -> None:

@@ -138,8 +138,13 @@ class ProcessEndpoint:
         some = (sends[0] if sends else receives[0]).tensors[0]
         group, ops = self.channels[channel, some.device.type], []
         for receive in receives:
-            peer = self.ranks[receive.peer]
-            for buffer in _buffers(receive):
+            buffers, message, peer = receive.tensors, receive.message, self.ranks[receive.peer]
+            if message is not None and message.flat is not None:
+                buffers = [message.flat]
+                if some.is_cpu and message.room is not None:  # more may come than is expected
+                    message.flat[-packing.ENVELOPE :] = 0  # an old one must not pass for a new one
+                    buffers = [message.room]
+            for buffer in buffers:
                 ops.append(dist.P2POp(dist.irecv, buffer, peer, group))
         for send in sends:
             peer = self.ranks[send.peer]
@@ -154,18 +159,6 @@ class ProcessEndpoint:
 
     def released(self, tensors: Tensors) -> None:
         pass
-
-
-def _buffers(receive: Receive) -> Tensors:
-    """What is filled: on the CPU of a message all its room, as more may come than is expected."""
-    message = receive.message
-    if message is None or message.flat is None:
-        return receive.tensors
-    if not message.flat.is_cpu:
-        return (message.flat,)
-    assert message.room is not None
-    message.flat[-packing.ENVELOPE :] = 0  # an old one must not pass for a new one
-    return (message.room,)
 
 
 def _words(ops: Sequence[dist.P2POp]) -> str:
