@@ -27,7 +27,7 @@ import torch
 
 from .aten import AtenKernel
 from .flash_packages import LENGTHS, MARGIN, PACKAGES, WINDOW, FlashFunctions, FlashPackage, load
-from .operators import Shown, Widths, heads_first, rows_first, stats_of
+from .operators import ONE_WIDTH, Shown, Widths, heads_first, rows_first, stats_of
 
 # Forward of FlashAttention 3 launches one block of threads per multiprocessor, each with its fixed
 # share of a rectangle: those that find theirs occupied by NCCL's kernels start when others have
@@ -127,7 +127,7 @@ def unfit(
     if deterministic and name == "flash4" and major == 12:
         return "has no deterministic gradients on compute capability 12"
     if widths[0] != widths[1] and not _two_widths(name, major, widths, newer):
-        return f"takes keys and values of one width, got {widths}"
+        return ONE_WIDTH
     widest, where = 256, ""
     if name == "flash4" and major in (10, 11):
         if widths == MLA:

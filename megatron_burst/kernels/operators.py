@@ -141,6 +141,7 @@ aten = torch.ops.aten
 
 Window = tuple[int, int]
 Widths = tuple[int, int]  # of queries and keys, and of values
+ONE_WIDTH = "takes keys and values of one width"  # and gets them padded
 
 
 class Shown(NamedTuple):
@@ -198,7 +199,7 @@ class CpuFlash:
     joins = False
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
-        return _unequal(widths)
+        return None if widths[0] == widths[1] else ONE_WIDTH
 
     def forward(self, q, k, v, shown, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -232,7 +233,7 @@ class CpuNarrow:
         if max(widths) > native.NARROW:
             return f"takes widths up to {native.NARROW}, got {max(widths)}"
         if native.serves(device.type):
-            return _unequal(widths)
+            return None if widths[0] == widths[1] else ONE_WIDTH
         return f"needs the compiled library of csrc/, and there is no {native.FILE}: `make csrc`"
 
     def forward(self, q, k, v, shown, scale):
@@ -256,8 +257,9 @@ class CudaFlash:
     joins = True
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
-        wide = max(widths) > 256
-        return f"takes widths up to 256, got {max(widths)}" if wide else _unequal(widths)
+        if max(widths) > 256:
+            return f"takes widths up to 256, got {max(widths)}"
+        return None if widths[0] == widths[1] else ONE_WIDTH
 
     def forward(self, q, k, v, shown, scale):
         q, k, v = (rows_first(x, shown.lengths) for x in (q, k, v))
@@ -331,13 +333,6 @@ def prefers_cudnn(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
     return capability in CUDNN_FIRST and version > 91500
-
-
-def _unequal(widths: Widths) -> str | None:
-    """The answer of operators that take one width."""
-    if widths[0] == widths[1]:
-        return None
-    return f"takes keys and values of one width, got {widths}"
 
 
 def _from_first(q: torch.Tensor, k: torch.Tensor, shown: Shown) -> Window:
