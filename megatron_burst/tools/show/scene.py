@@ -287,16 +287,16 @@ class ScheduleScene:
     @cached_property
     def held(self) -> int:
         """Bytes of copies of others' chunks, on their way or there, that a rank has at most."""
-        return max((self._held(rank) for rank in range(self.size)), default=0)
-
-    def _held(self, rank: int) -> int:
-        # A buffer is taken where its message starts.
-        levels = [sum(map(self.bytes, self.plan.kept_chunks(rank)))]
-        for boundary in self.plan.program(rank):
-            arriving = (h.chunk for h in boundary.posts if h.dst == rank)
-            taken = sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
-            levels.append(levels[-1] - sum(map(self.bytes, boundary.release)) + taken)
-        return max(levels)
+        most = 0
+        for rank in range(self.size):
+            now = sum(map(self.bytes, self.plan.kept_chunks(rank)))
+            most = max(most, now)
+            for boundary in self.plan.program(rank):  # takes a buffer where its message starts
+                arriving = (h.chunk for h in boundary.posts if h.dst == rank)
+                now += sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
+                now -= sum(map(self.bytes, boundary.release))
+                most = max(most, now)
+        return most
 
     # --- work ------------------------------------------------------------------------------
 

@@ -15,13 +15,13 @@ from rich.text import Text
 
 from ...cli.console import unwrapped
 from ...masks import Cover
-from ...schedule.tables import Chunk, Hop
+from ...schedule.tables import Chunk
 from ...units import byte_size
 from . import words
 from .colours import of_document, of_rank
 from .packs import PADDING, Holding, PackScene
 from .scans import ScanScene
-from .scene import Cell, LayoutScene, MaskScene, ScheduleScene, share
+from .scene import LayoutScene, MaskScene, ScheduleScene, share
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"
@@ -232,35 +232,25 @@ def _cell(scene: ScheduleScene, rank: int, boundary: int, released: list[Chunk])
     text = Text(no_wrap=True)
     cells = scene.cells(rank, boundary)
     for i, cell in enumerate(cells):
-        if i:
-            text.append("\n")
-        _append_pair(text, scene, rank, cell)
+        pair, kept = cell.pair, "*" if cell.kept else ""
+        label = f"q{pair.query} k{pair.key} {COVERS[cell.cover]}{kept}"
+        style = of_rank(scene.owner(rank, pair), scene.size)
+        text.append("\n" if i else "")
+        text.append(" ".join([label, *scene.parts(pair)]),
+                    style="dim" if cell.cover == Cover.EMPTY else style)  # fmt: skip
     if not cells and boundary < scene.steps:
         text.append(HIDDEN, style="dim")
     if released:
         text.append("\n" + " ".join(f"-{words.name_of(chunk)}" for chunk in released), style="dim")
-    sends = (hop for hop in scene.hops if hop.src == rank and hop.post == boundary)
-    for hop in sorted(
-        sends, key=lambda hop: (hop.chunk.accumulated, hop.link != "intra", hop.land)
-    ):
-        text.append("\n")
-        text.append(_hop(scene, hop), style="bold" if hop.link == "inter" else "")
+    sends = [hop for hop in scene.hops if hop.src == rank and hop.post == boundary]
+    sends.sort(key=lambda hop: (hop.chunk.accumulated, hop.link != "intra", hop.land))
+    for hop in sends:
+        late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
+        part = share(*scene.rows(hop.chunk))
+        some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
+        label = f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"
+        text.append(f"\n{label}", style="bold" if hop.link == "inter" else "")
     return text
-
-
-def _append_pair(text: Text, scene: ScheduleScene, rank: int, cell: Cell) -> None:
-    kept = "*" if cell.kept else ""
-    label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}{kept}"
-    label = " ".join([label, *scene.parts(cell.pair)])
-    style = of_rank(scene.owner(rank, cell.pair), scene.size)
-    text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)
-
-
-def _hop(scene: ScheduleScene, hop: Hop) -> str:
-    late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
-    part = share(*scene.rows(hop.chunk))
-    some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
-    return f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"
 
 
 DRAWERS: dict[type, Callable[[Any], Iterator[RenderableType]]] = {
