@@ -80,6 +80,11 @@ class Shards:
         return [sum(span.length for span in of_rank) for of_rank in self.spans]
 
     @property
+    def edges(self) -> np.ndarray:
+        """int64 [G + 1]: where each rank begins in shard order, and the end."""
+        return np.cumsum([0, *self.lengths])
+
+    @property
     def work(self) -> list[int]:
         return cost.work(self.layout, self.mask, self.seq_len)
 

@@ -49,7 +49,7 @@ def show(scene: words.Scene, rank: int | None = None) -> None:
 
 def _mask(scene: MaskScene) -> Iterator[RenderableType]:
     shards, order = scene.shards, scene.shards.order
-    edges = set(np.cumsum(shards.lengths)[:-1].tolist())
+    edges = set(shards.edges[1:-1].tolist())
     yield Text("global order", style="bold")
     yield _matrix(scene.computers, shards.size, set())
     yield Text("shard order: rank after rank", style="bold")
