@@ -546,10 +546,16 @@ def test_quick_imports_no_megatron_and_takes_what_torch_takes():
 # --- the report ----------------------------------------------------------------------------
 
 
+def printed(findings, as_json, capsys):
+    shown = report.Report(as_json)
+    shown.add(findings)
+    shown.end({"machine": {}})
+    return capsys.readouterr().out
+
+
 def test_report(capsys):
     findings = [ok("a", "fine [x]"), note("b", "so so " * 40), problem("c", "bad", "mend it")]
-    report.show(findings, {"machine": {}}, as_json=False)
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.rstrip() for line in printed(findings, False, capsys).splitlines()]
     at = lines[0].index("fine [x]")
     assert lines == [
         "ok       a".ljust(at) + "fine [x]",
@@ -559,8 +565,7 @@ def test_report(capsys):
         "1 problem, 1 note",
     ]
     assert [status(findings), status(findings[:2])] == [1, 0]
-    report.show(findings, {"machine": {}}, as_json=True)
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(printed(findings, True, capsys))
     assert told["counts"] == {"ok": 1, "note": 1, "problem": 1}
     assert told["findings"][2] == findings[2]._asdict()
 

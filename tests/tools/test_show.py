@@ -392,7 +392,7 @@ def test_an_algorithm_registered_later_is_drawn(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_arrows_are_filled_where_rows_travel_and_striped_for_partial_outputs(mask):
     scene = schedule_scene(shards(mask), Grid(1, 4), SIZES, "token_ring")
-    axes = timeline.draw(scene, None).axes[0]
+    axes = timeline.draw(scene).axes[0]
     filled = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_clip_path()]
     striped = [p for p in filled if p.get_hatch()]
     outs = [hop for hop in scene.hops if hop.chunk.family == "out"]

@@ -20,14 +20,10 @@ from .scans import ScanScene
 from .scene import LayoutScene, MaskScene, ScheduleScene
 
 
-def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
-    """Write the PNG of a scene; of a schedule, with `rank`, only that rank's part."""
+def draw(scene: words.Scene, path: Path) -> None:
+    """Write the PNG of a scene."""
     with lanes.styled():
-        if isinstance(scene, ScheduleScene):
-            figure = timeline.draw(scene, rank)
-        else:
-            figure = DRAWERS[type(scene)](scene)
-        lanes.save(figure, path)
+        lanes.save(DRAWERS[type(scene)](scene), path)
 
 
 def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
@@ -312,4 +308,5 @@ DRAWERS: dict[type, Callable[[Any], Figure]] = {
     LayoutScene: _layouts,
     PackScene: _packs,
     ScanScene: _scan,
+    ScheduleScene: timeline.draw,
 }

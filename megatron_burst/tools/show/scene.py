@@ -153,10 +153,16 @@ class ScheduleScene:
     plan: Schedule
     sizes: cost.Sizes
     backward: bool
+    only: int | None = None  # the rank that is drawn; None: all of them
 
     @property
     def size(self) -> int:
         return self.plan.grid.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that are drawn."""
+        return range(self.size) if self.only is None else [self.only]
 
     @cached_property
     def steps(self) -> int:
@@ -361,9 +367,12 @@ def schedule_scene(
     side: str = "auto",
     route: str = "auto",
     kv_cache: float = 0.0,
+    only: int | None = None,
 ) -> ScheduleScene:
     """The scene of one pass; "auto" is resolved by bytes, as for a plan. Raises ValueError for
     choices that do not go together."""
+    if only is not None and not 0 <= only < grid.size:
+        raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")
     if not backward and (side != "auto" or kv_cache):
         raise ValueError("--side and --kv-cache apply to backward; add --backward")
     if not 0 <= kv_cache <= 1:
@@ -383,4 +392,4 @@ def schedule_scene(
         plan = cost.backward_schedule(*call, side=side, route=route, kept=kept)
     else:
         plan = cost.forward_schedule(*call, route=route)
-    return ScheduleScene(shards, plan, sizes, backward)
+    return ScheduleScene(shards, plan, sizes, backward, only)

@@ -32,16 +32,12 @@ STRIP = 64  # characters of a rank's tokens, at most
 BAR = 24  # characters; the length of the busiest rank's bar
 
 
-def show(scene: words.Scene, rank: int | None = None) -> None:
-    """Print a scene; of a schedule, with `rank`, only that rank's part."""
+def show(scene: words.Scene) -> None:
+    """Print a scene."""
     console = unwrapped()  # a terminal wraps a matrix better than rich does
     console.print(Text(words.title(scene), style="bold"))
     console.print(Text(words.subtitle(scene) + "\n", style="dim"))
-    if isinstance(scene, ScheduleScene):
-        parts = _schedule(scene, rank)
-    else:
-        parts = DRAWERS[type(scene)](scene)
-    for part in parts:
+    for part in DRAWERS[type(scene)](scene):
         console.print(part)
     for line in words.caption(scene):
         console.print(Text(line))
@@ -182,27 +178,26 @@ def _hops(scene: ScanScene, rank: int, number: int) -> Text:
 # --- schedules -----------------------------------------------------------------------------
 
 
-def _schedule(scene: ScheduleScene, only: int | None) -> Iterator[RenderableType]:
+def _schedule(scene: ScheduleScene) -> Iterator[RenderableType]:
     table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 1))
     table.add_column("")
-    released = {} if only is None else scene.released(only)
+    released = {} if scene.only is None else scene.released(scene.only)
     last = max([scene.steps - 1, *(hop.post for hop in scene.hops), *released])
     for boundary in range(last + 1):
         table.add_column(f"step {boundary}" if boundary < scene.steps else f"after {boundary}")
     width = scene.plan.grid.intra
-    ranks = range(scene.size) if only is None else [only]
-    for rank in ranks:
+    for rank in scene.ranks:
         cells = [_cell(scene, rank, at, released.get(at, [])) for at in range(last + 1)]
-        last_of_node = only is None and rank % width == width - 1 and rank < scene.size - 1
+        last_of_node = rank % width == width - 1 and rank < scene.ranks[-1]
         table.add_row(f"rank {rank}", *cells, end_section=last_of_node)
     yield table
     yield Text()
-    for line in _legend(scene, released=only is not None):
+    for line in _legend(scene):
         yield Text("   ".join(line), style="dim")
     yield Text()
 
 
-def _legend(scene: ScheduleScene, released: bool) -> Iterator[list[str]]:
+def _legend(scene: ScheduleScene) -> Iterator[list[str]]:
     yield [
         f"{COVERS[Cover.FULL]} all visible",
         f"{COVERS[Cover.PARTIAL]} partly visible",
@@ -222,7 +217,7 @@ def _legend(scene: ScheduleScene, released: bool) -> Iterator[list[str]]:
     ]
     if scene.plan.kept:
         marks.append("* kept from forward")
-    if released:
+    if scene.only is not None:
         marks.append("-k0 released")
     yield marks
 
@@ -258,4 +253,5 @@ DRAWERS: dict[type, Callable[[Any], Iterator[RenderableType]]] = {
     LayoutScene: _layouts,
     PackScene: _packs,
     ScanScene: _scan,
+    ScheduleScene: _schedule,
 }

@@ -70,9 +70,9 @@ class _HopLanes:
         return len(ends)
 
 
-def draw(scene: ScheduleScene, only: int | None) -> Figure:
-    """The figure of one pass, or with `only` of that rank's part in it."""
-    ranks = list(range(scene.size)) if only is None else [only]
+def draw(scene: ScheduleScene) -> Figure:
+    """The figure of one pass."""
+    ranks, only = scene.ranks, scene.only
     made = [hop for hop in scene.hops if hop.src in ranks]
     missing = [hop for hop in scene.left_out if hop.src in ranks]
     lanes = _HopLanes([*made, *missing], ranks)
