@@ -32,6 +32,9 @@ BAD = {
     "doctor --device cpu": "--device belongs to --gpu-report FILE",
     # show, trace: more of them in tests/tools
     "show": "required: PICTURE",
+    "show picture": "invalid choice: 'picture'",
+    "show mask --colour": "unrecognized arguments",
+    "show mask --ranks x": "invalid int value: 'x'",
     "show mask --layout zagzig": "zagzig",
     "show mask --seq-len 0": "--seq-len must be at least 1",
     "show mask --png no/such/folder/x.png": "--png no/such/folder/x.png: its folder does not exist",

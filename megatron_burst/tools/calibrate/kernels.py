@@ -41,11 +41,11 @@ def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
 
 def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
     """`rows` queries that see as many keys, batch 1, with the kernel that "auto" takes."""
-    h, k = heads(model, ranks)
-    width, like = model.head_dim, {"device": ranks.device, "dtype": dtype(ranks)}
-    q, keys, values, dout = (torch.rand((rows, 1, n, width), **like) for n in (h, k, k, h))
+    (h, k), width = heads(model, ranks), model.head_dim
+    like = {"device": ranks.device, "dtype": dtype(ranks)}
+    q, keys, values = (torch.empty((rows, 1, n, width), **like) for n in (h, k, k))
     kernel = make("auto", q, keys, values, mask=Full(), beside_rings=ranks.size > 1)
-    return local_calls(kernel, Scoring(width**-0.5), Full(), q, keys, values, dout)
+    return local_calls(kernel, Scoring(width**-0.5), Full(), (q, keys, values), rows)
 
 
 def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
