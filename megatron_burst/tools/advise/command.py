@@ -33,7 +33,7 @@ def progress_shown() -> Iterator[Callable[[int, int], None]]:
     """A bar while the context lasts; gone when it ends, and none where there is no terminal."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("trying ways to share the GPUs out"),
+        TextColumn("searching parallel configurations"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

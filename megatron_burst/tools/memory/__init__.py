@@ -175,7 +175,7 @@ def show(
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
     else:
-        console.print(Text(does_not_fit(found, cluster, settings.flag_of), style="bold red"))
+        console.print(Text(does_not_fit(found, cluster), style="bold red"))
     console.print(Text(_step(time, cluster)))
     console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
 
