@@ -175,7 +175,7 @@ def show(found: Found) -> None:
     if binds is not None:
         console.print(Text(f"longest sequence: {run.seq:,} tokens; limited by {binds}"))
     elif left.fits:
-        console.print(Text(f"fits: {byte_size(left.device)} of every GPU free", style="green"))
+        console.print(Text(f"fits: {byte_size(left.device)} free on every GPU", style="green"))
     else:
         console.print(Text(does_not_fit(shown, cluster), style="bold red"))
     console.print(Text(_step(found.time(), cluster)))
