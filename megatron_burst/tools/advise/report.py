@@ -41,10 +41,10 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
         console.print(Text("  nothing that was tried gains 1 %"))
     _show_flags(console, found, command)
     run = found.best.run
-    without = dict.fromkeys(("algorithm", "side", "layout", "ulysses", "wire"), run.cp == 1)
-    without["linear"] = run.cp == 1 or not found.model.mixers
-    without["placement"] = not 1 < run.ulysses < run.cp
-    idle = [name for name in without if without[name] and name in found.want.pinned]
+    ring, shared = run.cp > 1, 1 < run.ulysses < run.cp
+    has_effect = {"algorithm": ring, "side": ring, "layout": ring, "ulysses": ring, "wire": ring,
+                  "linear": ring and found.model.mixers, "placement": shared}  # fmt: skip
+    idle = [name for name, has in has_effect.items() if name in found.want.pinned and not has]
     if idle:
         said = ", ".join(f"--{name}" for name in idle)
         console.print(Text(f"without effect in row 1: {said}", style="yellow"))

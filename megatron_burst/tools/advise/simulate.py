@@ -100,8 +100,7 @@ def _factors(
     found: list[tuple[Group, float]] = []
     usual = True
     for each in groups(run):
-        touched = faults.touches(cluster, each.members(run))
-        if touched:
+        if faults.slows(cluster, each.members(run)):
             found.append((each, drawn * float(faults.compute(each.members(run)).max())))
         elif usual:
             found.insert(0, (each, drawn))

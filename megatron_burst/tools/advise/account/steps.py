@@ -86,7 +86,9 @@ class LayerWalk:
         for kind in reversed(halves_of(part)):
             half = self._half(part, kind, "first", prefix)
             half.backward(self.tape)
-            self.tape.drop("dy", *([f"{prefix}y1"] if kind == MLP else []))
+            if kind == MLP:
+                self.tape.drop(f"{prefix}y1")
+            self.tape.drop("dy")
             self.tape.move(half.named("d x"), "dy", BETWEEN)
 
     def saved(self, part: LayerPart) -> float:
@@ -114,7 +116,8 @@ class LayerWalk:
                 half = self._half(part, kind, "again")
                 half.backward(tape)
                 tape.move(half.named("d x"), made, BETWEEN)
-            tape.drop("y1")
+            if kind == MLP:
+                tape.drop("y1")
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -108,17 +108,6 @@ class Faults:
             found[slow] = np.maximum(found[slow], factor)
         return found
 
-    def touches(self, cluster: Cluster, gpus: range) -> bool:
-        """Whether one of these neighbouring `gpus` of a `cluster`, or a link of one, is slow."""
-        if any(gpu in gpus for gpu in self.slow_ranks):
-            return True
-        nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}
-        near = range(min(nodes), max(nodes) + 1)
-        for node, slow in map(_ends, self.slow_links):
-            if node in near or any(gpu // cluster.ranks_per_node in near for gpu in slow):
-                return True
-        return False
-
     def disturbance(
         self, cluster: Cluster, gpus: Sequence[int], seed: Sequence[int] = ()
     ) -> Disturbance | None:
@@ -126,10 +115,14 @@ class Faults:
 
         seed: numbers that tell one draw from others, such as those of the draw and of the pass.
         """
-        ranks, links = self.compute(gpus), self.links(cluster, gpus)
-        if not self.jitter and (ranks == 1).all() and (links == 1).all():
+        if not self.jitter and not self.slows(cluster, gpus):
             return None
-        return Disturbance(ranks, links, self.jitter, (self.seed, *seed))
+        links = self.links(cluster, gpus)
+        return Disturbance(self.compute(gpus), links, self.jitter, (self.seed, *seed))
+
+    def slows(self, cluster: Cluster, gpus: Sequence[int]) -> bool:
+        """Whether one of these `gpus` of a `cluster`, or a link between two of them, is slow."""
+        return bool((self.compute(gpus) > 1).any() or (self.links(cluster, gpus) > 1).any())
 
 
 def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
@@ -152,7 +145,7 @@ def _ends(key: Link, name: str = "slow_links") -> tuple[int | None, tuple[int, .
             raise ValueError(f"faults: {name}: {gpu!r} is no number of a GPU")
     if len(gpus) == 2 and gpus[0] == gpus[1]:
         raise ValueError(f"faults: slow_links: {key!r} goes from a GPU to itself: name two")
-    return None, gpus
+    return None, cast("tuple[int, ...]", gpus)
 
 
 PASSES = 2  # forward, backward
