@@ -1,11 +1,13 @@
 """What would make a run fit: every change that is named does, and no change that does not."""
 
+import argparse
 import re
 from dataclasses import replace
 
 import pytest
 
 from megatron_burst.autotune import clusters
+from megatron_burst.tools import memory
 from megatron_burst.tools.advise.account.fitting import changes, does_not_fit
 from megatron_burst.tools.advise.account.memory import account, fit
 from megatron_burst.tools.advise.settings import Settings
@@ -51,6 +53,15 @@ def test_words_are_flags_that_there_are():
     assert re.match(
         r"does not fit: \d+ GB at TP 4, 24 of it states, where 81 are there; add ", said
     )
+
+
+def test_flags_that_are_named_are_taken():
+    run = Settings(MEGA // 8, cp=8, distributed_optimizer=False)
+    said = changes(LLAMA, on(8), run)[0].said
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    assert said == "--distributed-optimizer"
+    assert parser.parse_args([said]).distributed_optimizer
 
 
 def test_host_memory_that_is_too_small_says_so():

@@ -49,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--reserve", default="4GiB", metavar="SIZE", help="of a GPU, not for tensors (4GiB)")
     flags.add_fields(parser, flags.FIELDS)
-    add("--no-distributed-optimizer", action="store_true", help="states on every rank")
-    add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
     add("--longest", action="store_true", help="the longest sequence that fits")
     add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
     add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND", help="a Megatron command")
@@ -112,10 +110,6 @@ def _read(
     """The cluster, the model, the run, and whether its groups are given."""
     model, given = model_arguments.find(arguments.model, arguments.megatron)
     given |= flags.given_fields(arguments, flags.FIELDS)
-    if arguments.no_distributed_optimizer:
-        given["distributed_optimizer"] = False
-    if arguments.fsdp:
-        given["fsdp"] = True
     if arguments.seq is not None:
         given["seq"] = tokens_of(arguments.seq, "--seq")
     if "seq" not in given and not arguments.longest:
