@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class Faults:
                         f"faults: {name}[{key!r}] must say how many times as long it takes, from "
                         f"1, got {factor!r}; half the rate is 2.0"
                     )
-                _ends(key, name)
+                _check_key(name, key)
         if not isinstance(self.jitter, (int, float)) or not 0 <= self.jitter < 1:
             raise ValueError(f"faults: jitter must be a fraction from 0, got {self.jitter!r}")
         for name, least in (("seed", 0), ("draws", 1)):
@@ -131,21 +131,28 @@ def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
     return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
 
 
-def _ends(key: Link, name: str = "slow_links") -> tuple[int | None, tuple[int, ...]]:
-    """The node that a key of `name` names, or else the GPUs. ValueError where it names neither."""
-    linked = name == "slow_links"
-    if linked and isinstance(key, str):
+def _ends(key: Link) -> tuple[int | None, tuple[int, ...]]:
+    """The node that a key names, or else the GPUs."""
+    if isinstance(key, str):
+        return int(key.split()[1]), ()
+    return None, key if isinstance(key, tuple) else (key,)
+
+
+def _check_key(name: str, key: object) -> None:
+    """Raise ValueError unless it names a GPU, or in `slow_links` a node or two GPUs."""
+    gpus = (key,)
+    if name == "slow_links" and isinstance(key, str):
         word, _, number = key.partition(" ")
         if word != "node" or not number.isdecimal():
             raise ValueError(f'faults: slow_links: {key!r} is no GPU, no pair and no "node 3"')
-        return int(number), ()
-    gpus = key if linked and isinstance(key, tuple) and len(key) == 2 else (key,)
+        return
+    if name == "slow_links" and isinstance(key, tuple) and len(key) == 2:
+        gpus = key
     for gpu in gpus:
         if type(gpu) is not int or gpu < 0:
             raise ValueError(f"faults: {name}: {gpu!r} is no number of a GPU")
-    if len(gpus) == 2 and gpus[0] == gpus[1]:
+    if len(set(gpus)) < len(gpus):
         raise ValueError(f"faults: slow_links: {key!r} goes from a GPU to itself: name two")
-    return None, cast("tuple[int, ...]", gpus)
 
 
 PASSES = 2  # forward, backward
