@@ -122,7 +122,7 @@ bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: o
 bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account, into docs/how-long.md; ARGS=--measure: beside live tensors on 4 CPU ranks
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.memory $(ARGS)
 
-bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into docs/performance.md
+bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, tables and a picture, into runs/packed
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
 
 bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.md
