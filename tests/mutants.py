@@ -37,7 +37,7 @@ NEAR = {
     "layout": "layout", "layout/layouts": "layout balanced", "layout/balanced": "balanced",
     "masks": "masks", "schedule": "schedule", "kernels": "kernels",
     "comm": "edges", "execution": "edges", "autotune": "simulator", "attention": "every",
-    "masks/tiling": "tiles", "schedule/cost": "cost",
+    "masks/tiling": "tiles", "schedule/cost": "cost row_chunks",
     "schedule/sizes": "cost", "execution/row_chunks": "row_chunks_calls",
     "execution/visiting": "row_chunks_host",
     "planning": "row_chunks", "layout/row_chunks": "row_chunks",
@@ -53,7 +53,7 @@ NEAR = {
     "linear_attention/program": "short_convolution",
     "linear_attention/operation": "linear_attention_ranks",
 }  # fmt: skip
-SECONDS = {"layout", "balanced", "tiles", "consensus", "cost", "bundles"}  # tests that take seconds
+SECONDS = {"layout", "balanced", "tiles", "consensus"}  # tests that take seconds
 
 
 class Mutant(NamedTuple):
