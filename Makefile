@@ -119,10 +119,10 @@ bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, int
 bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: overlap, the fraction of `auto`, bytes
 	@$(PY) benchmarks/offload.py $(ARGS)
 
-bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account, into docs/how-long.md; ARGS=--measure: beside live tensors on 4 CPU ranks
+bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account; ARGS=--measure: beside live tensors on 4 CPU ranks
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.memory $(ARGS)
 
-bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into docs/performance.md
+bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, tables and a picture, into runs/packed
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
 
 bench-host: $(VENV)/.ready-test ## what attention costs the host, beside a plain ring loop, into docs/performance.md; ARGS=--only dense
