@@ -6,7 +6,6 @@ Groups that are made here to fail wait two seconds.
 import os
 import signal
 from datetime import timedelta
-from itertools import pairwise
 
 import pytest
 import torch
@@ -64,7 +63,9 @@ def trained(algorithm, delta):
         torch.autograd.grad((run * weights).sum(), leaves, retain_graph=True)
         for run in (runs[2], runs[1], out)
     ]
-    assert all(torch.equal(a, b) for some in zip(*grads, strict=True) for a, b in pairwise(some))
+    for one, same, other in zip(*grads, strict=True):
+        assert torch.equal(one, same)
+        close(other, one)  # with final states more pieces have maps: other products, other bits
     spread = finals[0].numel() * 8 * (world - 1) * len(plan.job.finals.held_by(groups.rank))
     return out.detach(), grads[0], finals.detach(), sum(sent) - spread, 3 * sum(plan.traffic()[0])
 
