@@ -24,8 +24,8 @@ exp(-G_j) alone may overflow, and is never taken. A decay that leaves nothing, a
 as one of `FLOORS`: differences of sums are numbers. Sums are in float64, because small differences
 of large sums are what is left over.
 
-Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each, c rows of a
-chunk, d width of keys, w width of values, x any width.
+Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each,
+c rows of a chunk, d width of keys, w width of values, x any width.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ FLOORS = {torch.float32: -1e4, torch.float64: -1500.0}
 class Keys(NamedTuple):
     """Keys as the state meets them: read [n, p, b, g, r | 1, c, d], with what was there before the
     chunk; written, what is left of them after it. Where a decay is one number per head the keys
-    stay as they are, shared by the heads, and the factors [n, p, b, g, r, c, 1] go to the side of the
-    values. kept [n, p, b, g, r, 1 | d, 1]: of the state, over the chunk."""
+    stay as they are, shared by the heads, and the factors [n, p, b, g, r, c, 1] go to the side of
+    the values. kept [n, p, b, g, r, 1 | d, 1]: of the state, over the chunk."""
 
     read: torch.Tensor
     written: torch.Tensor
@@ -67,8 +67,8 @@ class Scalar:
         self.dtype = dtype
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """a_t^T D k_j [..., n, p, b, g, r, c, c] where j <= t, else 0; k [n, p, b, g, 1, c, d], a as
-        many or several of these."""
+        """a_t^T D k_j [..., n, p, b, g, r, c, c] where j <= t, else 0; k [n, p, b, g, 1, c, d], a
+        like k or several of these."""
         away = self.total.unsqueeze(-1) - self.total.unsqueeze(-2)
         return (a @ k.transpose(-1, -2)) * away.to(self.dtype).masked_fill(
             _later(away.shape[-1], away.device), float("-inf")
@@ -82,7 +82,7 @@ class Scalar:
         return Keys(k, k, self._entering(), left, kept)
 
     def read(self, q: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """What q [n, p, b, g, 1, c, d] finds of states [n, p, b, g, r, d, x] from before the chunk."""
+        """What q [n, p, b, g, 1, c, d] finds of states [n, p, b, g, r, d, x] before the chunk."""
         return (q @ states) * self._entering()
 
     def _entering(self) -> torch.Tensor:
@@ -136,8 +136,8 @@ def _later(size: int, device: torch.device) -> torch.Tensor:
 
 
 SIZE = 64  # rows of a chunk
-# Of a segment's keys in the accumulation dtype: what it holds besides is up to 50 times as much, and
-# what it launches besides its chunks is the same for more of them.
+# Of a segment's keys in the accumulation dtype: it holds up to 50 times as much besides, and
+# launches as much besides its chunks however many there are.
 SEGMENT_BYTES = 16 << 20
 
 
@@ -189,7 +189,7 @@ def _segments(spans: Sequence[tuple[int, int]], most: int) -> Iterator[Segment]:
 
 
 def gather(x: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-    """[s, b, h, ...] -> the segment's chunks [n, p, b, h, c, ...], zero where a piece has no row."""
+    """[s, b, h, ...] -> the segment's chunks [n, p, b, h, c, ...], zero where there is no row."""
     rows, parts = segment.chunks * SIZE, []
     for start, stop in segment.spans:
         part = x[start:stop]
@@ -217,8 +217,9 @@ class Rows(NamedTuple):
     beta: torch.Tensor | None
 
     def gathered(self, segment: Segment, dtype: torch.dtype) -> Rows:
-        """Those of a segment."""
-        return Rows(*(None if x is None else gather(x, segment, dtype) for x in self))  # pyright: ignore[reportArgumentType]
+        """Those of a segment, for nobody to differentiate."""
+        chunks = (None if x is None else gather(x, segment, dtype).detach() for x in self)
+        return Rows(*chunks)  # pyright: ignore[reportArgumentType]
 
 
 class Passed(NamedTuple):
@@ -300,7 +301,7 @@ class _Inverse(torch.autograd.Function):
             unit = unit.expand(lower.shape)
             known = torch.linalg.solve_triangular(lower, unit, upper=False, unitriangular=True)
         ctx.save_for_backward(known)
-        return known.detach()
+        return known.detach()  # pyright: ignore[reportOptionalMemberAccess]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -332,7 +333,9 @@ class ChunkwiseRun:
             self.maps = Maps(found[0], found[1])
             # Outputs take k, v, decay and beta from there: what they make of the gradients arrives
             # where the maps' are added to it.
-            given = [x if other is None else other for x, other in zip(given, found[2:], strict=True)]
+            given = [
+                x if other is None else other for x, other in zip(given, found[2:], strict=True)
+            ]
         self.rows = Rows(inputs.q, *given)  # pyright: ignore[reportArgumentType]
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
@@ -393,19 +396,18 @@ class _Work:
         of_states = torch.zeros_like(states) if of_behind is None else of_behind
         for segment, state in zip(reversed(group.segments), reversed(entered), strict=True):
             going = len(segment.spans)
-            some = Rows(*(x if x is None else x.detach() for x in rows.gathered(segment, self.dtype)))  # pyright: ignore
+            some = rows.gathered(segment, self.dtype)
             leaves = [(x.requires_grad_(), grad) for x, grad in zip(some, grads, strict=True)
                       if x is not None and grad is not None]  # fmt: skip
             state = state.detach().requires_grad_()
             with torch.enable_grad():
                 keep = of_out is not None and group.mapped
                 passed = self._pass(some, segment, state, keep)
-            pairs = []
-            if of_out is not None:
-                pairs.append((passed.outputs, gather(of_out, segment, self.dtype)))
+            made, arrived = [], []
+            if of_out is not None and passed.outputs is not None:
+                made, arrived = [passed.outputs], [gather(of_out, segment, self.dtype)]
             if of_behind is not None or segment is not group.segments[-1]:
-                pairs.append((passed.states, of_states[:going]))
-            made, arrived = zip(*pairs, strict=True)
+                made, arrived = [*made, passed.states], [*arrived, of_states[:going]]
             *found, of_state = torch.autograd.grad(
                 made, [*(x for x, _ in leaves), state], arrived, allow_unused=True
             )
@@ -463,8 +465,10 @@ class _MapsOfPieces(torch.autograd.Function):
                 if work.form.delta and of_transition is not None:
                     of_starts = torch.stack([of_transition[i] for i in group.pieces])
                     of_behind = torch.cat([of_starts, of_behind], -1)
-                work.gradients(rows, group, _unit(work, rows, group), None, of_behind, grads)
-        if grads.decay is not None and of_transition is not None and not work.form.delta:
+                # A column that nobody asks for is left out: what grew to inf in it would be NaN.
+                start = _unit(work, rows, group) * (of_behind != 0).any(-2, keepdim=True)
+                work.gradients(rows, group, start, None, of_behind, grads)
+        if of_transition is not None and not work.form.delta and rows.decay is not None:
             _add_kept_gradient(work, grads.decay, rows.decay, of_transition)
         return None, *grads[1:]
 
@@ -475,6 +479,7 @@ class _OutputsOfPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, *given: torch.Tensor | None) -> torch.Tensor:
         *tensors, entering = given
+        assert entering is not None
         rows = Rows(*tensors)  # pyright: ignore[reportArgumentType]
         ctx.work = work
         ctx.save_for_backward(*given)
@@ -527,10 +532,12 @@ def _kept(work: _Work, decay: torch.Tensor) -> torch.Tensor:
 
 
 def _add_kept_gradient(
-    work: _Work, grad: torch.Tensor, decay: torch.Tensor, of_kept: torch.Tensor
+    work: _Work, grad: torch.Tensor | None, decay: torch.Tensor, of_kept: torch.Tensor
 ) -> None:
-    """Add to `grad` what `_kept` makes of the gradient of its result. Where that is zero, so is
-    this, also of a factor that has grown beyond all numbers."""
+    """Add to `grad`, if it is wanted, what `_kept` makes of the gradient of its result. Where that
+    is zero, so is this, also of a factor that has grown beyond all numbers."""
+    if grad is None:
+        return
     of_total = torch.where(of_kept == 0, 0, of_kept * _kept(work, decay)).to(grad.dtype)
     parts = zip(grad.split(work.cut.lengths), decay.split(work.cut.lengths), of_total, strict=True)
     for part, logs, of_piece in parts:
