@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_burst.layout.chains import Chains
+from megatron_burst.layout.pieces import Chains
 
 from .maps import apply, reduced
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_burst.layout import chains, make
-from megatron_burst.layout.chains import Chains
+from megatron_burst.layout.pieces import Chains
 
 from .settings import Setting
 

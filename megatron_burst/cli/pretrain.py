@@ -22,20 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On several ranks: torchrun --nproc-per-node N -m megatron_burst pretrain SCRIPT ... "
         "The added flags are in the group megatron-burst of: megatron-burst pretrain SCRIPT --help"
     )
-    parser.add_argument(
-        "--cpu",
-        action="store_true",
-        help="run without GPUs, for tests and debugging: maps CUDA to the CPU (slow)",
-    )
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="a training script, such as Megatron-LM's pretrain_gpt.py"
-    )
-    parser.add_argument(
-        "arguments",
-        metavar="...",
-        nargs=argparse.REMAINDER,
-        help="flags of the script and of BurstAttention",
-    )
+    add = parser.add_argument
+    add("--cpu", action="store_true",
+        help="run without GPUs, for tests and debugging: maps CUDA to the CPU (slow)")  # fmt: skip
+    add("script", metavar="SCRIPT",
+        help="a training script, such as Megatron-LM's pretrain_gpt.py")  # fmt: skip
+    add("arguments", metavar="...", nargs=argparse.REMAINDER,
+        help="flags of the script and of BurstAttention")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -68,7 +61,12 @@ def _install(cpu: bool) -> None:
         # This imports Megatron-Core.
         importlib.import_module("megatron_burst.megatron.attention.core_attention")
     except ImportError as error:
-        raise ValueError(f"{_version()} cannot be used: {error}") from error
+        try:
+            info = importlib.import_module("megatron.core.package_info")
+            found = f"Megatron-Core {info.__version__}"
+        except ImportError:
+            found = "Megatron-Core (which is not installed, nor beside SCRIPT)"
+        raise ValueError(f"{found} cannot be used: {error}") from error
     if not megatron.training_available():
         raise ValueError(
             "there is no megatron.training to import: SCRIPT must lie in a checkout of Megatron-LM,"
@@ -80,11 +78,3 @@ def _install(cpu: bool) -> None:
         megatron.install()
     except (ImportError, RuntimeError) as error:
         raise ValueError(str(error)) from error
-
-
-def _version() -> str:
-    try:
-        info = importlib.import_module("megatron.core.package_info")
-    except ImportError:
-        return "Megatron-Core (which is not installed, nor beside SCRIPT)"
-    return f"Megatron-Core {info.__version__}"

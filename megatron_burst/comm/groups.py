@@ -10,7 +10,7 @@ ranks compare their counts when they make a plan, which needs no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
-from .consensus import Facts, agree
+from .consensus import Facts, agree, attempt
 from .local import LocalEndpoint, RankSwitch
 from .packing import CallTag
 from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
@@ -215,9 +215,16 @@ class Groups(_Uncopied):
         A collective on the host, which `prepare` makes too. For programs that use one plan for
         many steps on a device that cannot check every message (CUDA): call it every so many.
         """
-        self.check()
-        so_far: Facts = {CALLS: self.calls}
-        agree(so_far, self.gather)
+        self.compare({})
+
+    def compare(self, facts: Facts) -> None:
+        """As `compare_calls`, and all ranks must state the same `facts`, name -> value."""
+
+        def stated() -> Facts:
+            self.check()
+            return facts | {CALLS: self.calls}
+
+        agree(attempt(stated), self.gather)
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Make the process groups that these channels lack for tensors of such a device; collective
@@ -229,6 +236,12 @@ class Groups(_Uncopied):
         """What the rings travel on so far, in words; empty for one rank, and in one process."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
+    @property
+    def of_normal_priority(self) -> list[str]:
+        """The rings on given groups of NCCL whose kernels queue behind those of attention, unless
+        CUDA_DEVICE_MAX_CONNECTIONS is 1."""
+        return self._communicators.of_normal_priority if self.devices and self.size > 1 else []
+
     def expect(self, message: int) -> None:
         """From now on a `message` of so many bytes may come."""
         for end in (self.ring, self.ulysses, self.grid):
@@ -239,8 +252,9 @@ class Groups(_Uncopied):
         """Around a call on these groups: if an error ends it half-way, `check` refuses the next
         one, because no rank knows how far the others are. In it autocast is off for tensors of this
         type of device: precision is the plan's business."""
+        on = torch.is_autocast_enabled(device)  # where it is off already nothing is done
         try:
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(device, enabled=False) if on else nullcontext():
                 yield
         except BaseException as error:
             if self.size > 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .balanced import Balanced, Window
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
+
+if TYPE_CHECKING:
+    from .balanced import Window
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 # Of each argument besides cp_size the layouts that take it.
@@ -58,7 +60,10 @@ def make(
 
 
 def _maker(name: str, packed: bool) -> Callable[..., Any]:
-    special = {"block_striped": BlockStriped, "balanced": Balanced}
+    if name == "balanced":
+        from .balanced import Balanced  # a solver, which other layouts do not need
+
+        return Balanced
     if name == "zigzag" and packed:
         return DocumentZigzag
-    return special.get(name) or LAYOUTS[name]
+    return BlockStriped if name == "block_striped" else LAYOUTS[name]

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chains import Chains, rows_before
 from .layouts import Layout, Span, document_bounds, integer
+from .pieces import Chains, rows_before
 
 
 class Route(NamedTuple):

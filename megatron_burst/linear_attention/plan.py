@@ -18,8 +18,8 @@ from ..comm.consensus import Facts, agree, attempt, identity
 from ..comm.groups import CALLS, Groups, InProcessGroups, check_label
 from ..comm.packing import CallTag
 from ..comm.rows import GRID
-from ..layout.chains import Chains
 from ..layout.layouts import Layout
+from ..layout.pieces import Chains
 from ..schedule.scans.blocks import Blocks, cut
 from ..units import byte_size
 from .kernels.base import RankPieces
@@ -46,8 +46,8 @@ class LinearPlan:
     groups: the rank's. sequence: layout, length and documents. device, signature: of the tensors it
     was made for, by name. states: what travels, None if only rows of a convolution do. local: form,
     kernel and scale of linear attention, None for a plan of another operation. algorithm: which
-    runs, and why, if it was left open. job: what this rank executes. identity: digest of what all
-    ranks agreed on, the same on each.
+    runs, and why, if it was left open. job: what this rank executes. facts: what all ranks agreed
+    on, the same on each; identity: digest of it.
     """
 
     groups: Groups
@@ -59,6 +59,7 @@ class LinearPlan:
     algorithm: str
     why: str
     job: ScanJob | None
+    facts: Facts
     identity: int
 
     @property
@@ -123,6 +124,11 @@ class LinearPlan:
                     + (f" on {tensor.device}" if tensor is not None else "")
                     + "; call mb.prepare_linear for these tensors"
                 )
+
+    def compare(self) -> None:
+        """Raise the same ValueError on every rank unless all have this plan, or make it now with
+        `prepare_linear`, and made the same calls."""
+        self.groups.compare(self.facts)
 
     def cut(self, final: bool) -> RankPieces:
         """The pieces of this rank. final: are final states wanted?"""
@@ -283,7 +289,7 @@ def _prepare(
     groups.connect([GRID], agreed.device)
     return LinearPlan(
         groups, agreed.sequence, agreed.device, agreed.signature, agreed.states, agreed.local,
-        algorithm, why, job, identity(facts),
+        algorithm, why, job, facts, identity(facts),
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ import torch
 
 from ..comm.groups import Groups
 from ..comm.rows import Paths, paths
-from ..layout.chains import Chains, chains
 from ..layout.layouts import Layout
+from ..layout.pieces import Chains, chains
 from ..layout.routes import preceding_and_most
 from ..layout.sharding import to_device
 from ..schedule.scans import SCANS

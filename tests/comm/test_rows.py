@@ -9,7 +9,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.comm.rows import exchange_rows
-from megatron_burst.layout.chains import chains
+from megatron_burst.layout.pieces import chains
 from megatron_burst.layout.routes import Route, preceding, relayout
 
 WORLDS = [(1, 1), (1, 2), (3, 1), (2, 2), (2, 4)]

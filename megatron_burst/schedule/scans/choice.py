@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ...layout.chains import Chains
+from ...layout.pieces import Chains
 from ...units import duration
 from ..topology import Topology
 from . import SCANS

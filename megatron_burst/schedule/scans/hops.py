@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...layout.chains import Chains
+from ...layout.pieces import Chains
 from ..topology import Topology
 
 STATE, MAP = 0, 1

@@ -10,8 +10,9 @@ versions, and the doctor's findings. `--device cpu` is a dry run, and the file s
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch.cuda import nccl
 from ...cli.doctor import installed, library, machine, report
 from ...cli.doctor.report import Finding, note, ok, status
 from ...kernels.flash_packages import PACKAGES as FLASH
-from . import accuracy, document, overlap, times
+from . import accuracy, document, times
 
 FORMAT = 1  # of the JSON
 
@@ -33,10 +34,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     """
     writes = machine.rank() == 0
     check(path if writes else None, device_name)
-    device = torch.device(device_name)
-    if device.type == "cuda":
-        torch.cuda.set_device(machine.local_rank())
-        device = torch.device("cuda", machine.local_rank())
+    device = machine.own_device() if device_name == "cuda" else torch.device("cpu")
     shown = report.Report(as_json=False)
     limit = machine.variables().get("CUDA_DEVICE_MAX_CONNECTIONS")
     facts: document.Facts = {
@@ -44,17 +42,19 @@ def run(path: Path, device_name: str, quick: bool) -> int:
         "gpus": machine.gpus() if device.type == "cuda" else [], "versions": versions(device),
         "accuracy": [], "times": [], "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": limit},
     }  # fmt: skip
-    measuring = overlap.measured(device, facts["overlap"])
+    measuring = times.overlap(device, facts["overlap"])
     if not writes:
         list(measuring)
         return 0  # whatever the findings: torchrun would end rank 0, which reports them
-    sections = [
+    sections: list[tuple[str, Iterable[Finding]]] = [
         ("", _device(facts)),
         ("measuring overlap", measuring),
         ("comparing kernels with float64", accuracy.kernels(device, facts["accuracy"])),
         ("timing kernels", times.kernels(device, facts["times"])),
-        *([] if quick else [("trying what is installed", _installation())]),
     ]
+    if not quick:
+        tried = chain(installed.versions(), library.library(), installed.hooks())
+        sections.append(("trying what is installed", tried))
     for doing, section in sections:
         shown.add(section, doing)
         _write(path, facts, shown)  # whatever ends this process next
@@ -126,9 +126,3 @@ def _device(facts: document.Facts) -> Iterator[Finding]:
         yield note("device", document.DRY)
     for gpu in dict.fromkeys(facts["gpus"]):
         yield ok("device", f"{facts['gpus'].count(gpu)} x {gpu}")
-
-
-def _installation() -> Iterator[Finding]:
-    yield from installed.versions()
-    yield from library.library()
-    yield from installed.hooks()

@@ -1,7 +1,7 @@
 """`megatron-burst show`: draw masks, layouts, schedules and scans of states, as text or as PNG.
 
-This module holds the flags and the size limits. `scene`, `passes`, `packs` and `scans` compute what
-is drawn; `text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
+This module holds the flags and the size limits. `scene`, `packs` and `scans` compute what is drawn;
+`text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
 draw.
 """
 
@@ -19,10 +19,9 @@ from .. import call_flags
 from ..call_flags import check_positive
 from . import language
 from .packs import PackScene, pack_scene
-from .passes import schedule_scene
 from .scans import add_flags as add_scan
 from .scans import scan_scene
-from .scene import LayoutScene, MaskScene, Shards
+from .scene import LayoutScene, MaskScene, Shards, schedule_scene
 from .words import Scene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
@@ -107,18 +106,17 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw what the flags ask for. Raises ValueError for bad flags."""
     scene = scene_of(arguments)
-    rank = getattr(arguments, "rank", None)
     if arguments.png is None:
         from . import text
 
-        text.show(scene, rank)
+        text.show(scene)
         return
     if arguments.png.suffix != ".png":
         raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
-    call_flags.check_png(arguments.png)
+    call_flags.check_place(arguments.png, "--png")
     from . import pictures
 
-    pictures.draw(scene, arguments.png, rank)
+    pictures.draw(scene, arguments.png)
     print(arguments.png)
 
 
@@ -145,12 +143,10 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     shards = Shards(mask, layout, seq_len, arguments.mask, arguments.layout)
     if arguments.picture == "mask":
         return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
-    if arguments.rank is not None and not 0 <= arguments.rank < grid.size:
-        raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {arguments.rank}")
     return schedule_scene(
         shards, grid, _sizes(arguments, seq_len // grid.size), arguments.algorithm,
         backward=arguments.backward, side=arguments.side, route=arguments.route,
-        kv_cache=arguments.kv_cache,
+        kv_cache=arguments.kv_cache, only=arguments.rank,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...layout.chains import Chains, chains
+from ...layout.pieces import Chains, chains
 from ...schedule.scans import SCANS
 from ...schedule.scans.hops import MAP, WHOLE, Hops, Task
 from ...schedule.tables import Grid

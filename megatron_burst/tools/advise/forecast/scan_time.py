@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ....autotune.clusters import Cluster
 from ....layout import make
-from ....layout.chains import chains
+from ....layout.pieces import chains
 from ....schedule.scans import SCANS, timing
 from ....schedule.scans.choice import blocks_for, choose
 from ....schedule.scans.hops import Task
