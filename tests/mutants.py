@@ -381,7 +381,7 @@ MUTANTS = [
     Mutant("planning/build.py",
            "Channel(hop.ring, hop.chunk.accumulated)",
            "Channel(hop.ring, False)", "gradients and activations share a communicator"),
-    Mutant("execution/ring.py", "[(shape, job.wire_dtype) for", "[(shape, total) for",
+    Mutant("execution/ring.py", "[(shape, wire) for", "[(shape, total) for",
            "grad_wire_dtype is ignored"),
     Mutant("execution/ring.py",
            "out = self.out if call.queries.owner == self.me else None",
@@ -464,7 +464,7 @@ MUTANTS = [
     Mutant("comm/local.py", "        self.mailboxes.clear()", "        pass",
            "a failed call's messages stay"),
     Mutant("comm/transport.py",
-           "t.numel() * t.element_size()", "t.numel()", "elements pass for bytes"),
+           "t.nbytes", "t.numel()", "elements pass for bytes"),
     # packing
     Mutant("packing/solver.py", "with_room = self.room >= length", "with_room = self.room >= 0",
            "documents go where there is no room"),
