@@ -124,7 +124,7 @@ def on_grid(
         cuts = row_cuts(
             workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
         )
-        wants = [wanted(workload.mask, shards, spans) for _, shards in cuts]
+        wants = [wanted(workload.mask, shards, spans) for _, shards, _ in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
     longer, wires = rates.backward * seconds, ONE_NIC
     if nodes is not None:

@@ -23,16 +23,26 @@ class Documents(VectorMask):
     flash_compatible = True
 
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray, padding: Sequence[int] = ()):
-        self.bounds = document_bounds(cu_seqlens)
-        self.bounds.flags.writeable = False
+        self._bounds = document_bounds(cu_seqlens)
+        self._bounds.flags.writeable = False
         documents = len(self.bounds) - 1
-        self.padding = padding_documents(padding, documents)
+        self._padding = padding_documents(padding, documents)
         # By what `document` returns: 0 is before the first, so document i is i + 1. Documents
         # without a position may pass for padding.
         self._hidden = np.zeros(documents + 2, dtype=bool)
         self._hidden[1:-1] = np.diff(self.bounds) == 0
         self._hidden[[index + 1 for index in self.padding]] = True
         self._hidden_before = np.concatenate([[0], np.cumsum(self._hidden)])
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """int64 [documents + 1]: the cumulative lengths, read-only: plans are made from them."""
+        return self._bounds
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The indices of documents that are padding, ascending."""
+        return self._padding
 
     @property
     def cacheable(self) -> bool:

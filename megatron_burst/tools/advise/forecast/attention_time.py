@@ -126,7 +126,7 @@ def made(ring: RingKey) -> RingPasses:
     topology, mask, layout = ring.topology, Causal(), make(ring.layout, cp_size=ring.topology.size)
     queries = spans = ring_spans(layout, topology, ring.seq)
     if ring.chunks > 1:
-        *_, (_, queries) = row_cuts(layout, topology, ring.seq, ring.chunks)
+        *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
     want = wanted(mask, queries, spans)
     wires = Wires(places=places(topology, ring.nodes))
