@@ -151,7 +151,7 @@ def test_row_chunks_ask_for_the_spans_of_each_rank_once():
     assert positions == [[[0, 1, 14, 15], [4, 5, 10, 11]], [[2, 3, 12, 13], [6, 7, 8, 9]]]
     assert first.shards == tuple(map(tuple, first.own))
     (shared,) = next(row_cuts(zigzag, Topology(2, 2, 2), 16, 2)).shards
-    assert [p for span in shared for p in span.positions()] == [0, 1, 4, 5, 10, 11, 14, 15]
+    assert [p for span in shared for p in span.positions()] == [0, 1, 14, 15, 4, 5, 10, 11]
 
 
 def test_everything_is_one_bundle_of_each_owner():
