@@ -12,7 +12,7 @@ from ..layout import Span
 from ..masks import Mask
 from ..masks.seen import Seen, counted, rows_seen, united
 from .bundles import Bundles, bundled
-from .tables import ALL, FAMILIES, Grid, Pairs, Side
+from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers, joined
 
 GRAIN = 1024  # intervals of rows are told in steps of a shard's length over this, or of one row
 
@@ -91,18 +91,49 @@ class Demand:
         """Does `rank` compute with the travelling chunk of `owner`? Arrays of ranks."""
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
 
-    def family(self, accumulated: bool) -> int:
-        """The index of the travelling family, or of its gradient, in `FAMILIES`."""
-        return FAMILIES.index("d" * accumulated + self.side)
+    @property
+    def sent_families(self) -> tuple[str, ...]:
+        """What travels: copies of one side and, where these are needed, their gradients."""
+        return (self.side, "d" + self.side) if self.gradients else (self.side,)
 
     def pairs(
-        self, rank: np.ndarray, step: np.ndarray, owner: np.ndarray, rows: np.ndarray
+        self,
+        rank: np.ndarray,
+        step: np.ndarray,
+        owner: np.ndarray,
+        rows: np.ndarray,
+        own: np.ndarray | None = None,
     ) -> Pairs:
-        """`rank` computes with these rows of the travelling chunk of `owner` at `step`."""
+        """`rank` computes with these rows of the travelling chunk of `owner` at `step`.
+
+        And every rank with its own chunk, at steps `own` [G], default 0: it waits for no hop, so it
+        hides the first ones.
+        """
+        home = np.flatnonzero(self.visible.diagonal()).astype(rank.dtype)
+        rank, owner = (np.concatenate([home, each]) for each in (rank, owner))
+        step = np.concatenate([np.zeros_like(home) if own is None else own[home], step])
+        rows = np.concatenate([np.full(len(home), ALL), rows])
         whole = np.broadcast_to(np.int64(ALL), rows.shape)
         if self.side == "kv":
             return Pairs(rank, step, query=rank, key=owner, query_rows=whole, key_rows=rows)
         return Pairs(rank, step, query=owner, key=rank, query_rows=rows, key_rows=whole)
+
+    def as_tables(
+        self,
+        steps: int,
+        pairs: Pairs,
+        parts: Sequence[Transfers],
+        kept: Kept = NONE_KEPT,
+        travelling: Bundles | None = None,
+    ) -> Tables:
+        """The schedule of these pairs and of all parts of the transfers.
+
+        travelling: the bundles of the travelling side, where the algorithm has cut some.
+        """
+        queries, keys = self.wanted.queries, self.wanted.keys
+        if travelling is not None:
+            queries, keys = (queries, travelling) if self.side == "kv" else (travelling, keys)
+        return Tables(steps, pairs, joined(parts), kept, queries, keys)
 
 
 def everything(size: int, rows: int = 1) -> Wanted:

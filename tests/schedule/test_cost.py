@@ -6,6 +6,7 @@ import pytest
 import wants
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_cases import sends
 
 from megatron_burst import layout, masks
 from megatron_burst.layout import Span
@@ -200,7 +201,7 @@ def test_the_bytes_of_all_ranks_are_those_of_each_message(
     each = []
     for rank in range(grid.size):
         sent = {"intra": 0, "inter": 0}
-        for hop in plan.sends(rank):
+        for hop in sends(plan, rank):
             sent[hop.link] += payload(hop)
         each.append(Traffic(**sent))
         assert traffic(plan, rank, have) == each[-1]

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
+from schedule_cases import sends
 
 import megatron_burst as mb
 from megatron_burst import masks
@@ -246,7 +247,7 @@ def test_totals_are_the_traffic_of_all_ranks(algorithm, mask, side):
                 total.bytes for (name, _), total in scene.totals.items() if name == link
             )
         assert sum(total.hops for total in scene.totals.values()) == sum(
-            len(list(scene.plan.sends(rank))) for rank in range(4)
+            len(list(sends(scene.plan, rank))) for rank in range(4)
         )
 
 

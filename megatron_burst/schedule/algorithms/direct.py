@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..demand import Demand
-from ..tables import ALL, RINGS, Kept, Tables, Transfers, joined
+from ..tables import Kept, Tables, transfers
+from .flat_ring import FlatRing
 
 
 def all_gather(demand: Demand) -> Tables:
@@ -26,33 +27,16 @@ def all_gather(demand: Demand) -> Tables:
 def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
     chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""
-    size, bundles = demand.grid.size, demand.travelling
-    owner, step = np.ogrid[:size, :size]
-    there = (owner + step) % size
-    rows = bundles.bits(np.take_along_axis(bundles.wanted, there[bundles.owner], axis=1))
-    from_forward = step >= size - demand.kept
-
-    def moves(rows: np.ndarray, gradient: bool) -> Transfers:
-        owner, step = np.nonzero(rows)
-        user, flat = (owner + step) % size, np.full_like(owner, RINGS.index("flat"))
-        family, rows = np.full_like(owner, demand.family(gradient)), rows[owner, step]
-        if gradient:  # complete after its step, and at home a step later
-            land = np.full_like(step, size + 1) if at_end else step + 2
-            return Transfers(family, owner, rows, user, owner, flat, step + 1, land)
-        post = np.maximum(step - ahead, 0)
-        return Transfers(family, owner, rows, owner, user, flat, post, step)
-
-    of, at = np.nonzero(rows)
-    own = np.flatnonzero(demand.visible.diagonal())
-    pairs = demand.pairs(
-        np.concatenate([own, there[of, at]]),
-        np.concatenate([np.zeros_like(own), at]),
-        np.concatenate([own, of]),
-        np.concatenate([np.full(len(own), ALL), rows[of, at]]),
-    )
-    stays, keeper = np.nonzero((rows * from_forward).T)
-    kept = Kept(there[keeper, stays], keeper, rows[keeper, stays])
-    transfers = [moves(rows * ~from_forward, False)]
-    if demand.gradients:
-        transfers += [moves(rows, True)]
-    return Tables(size, pairs, joined(*transfers), kept, demand.wanted.queries, demand.wanted.keys)
+    ring = FlatRing(demand, demand.travelling)
+    rank, step, owner, rows = ring.met
+    sent = ~ring.from_forward[step]
+    post = np.maximum(step - ahead, 0)
+    copies = (owner, rows, owner, rank, post, step)
+    parts = [transfers(demand.side, "flat", *(column[sent] for column in copies))]
+    if demand.gradients:  # complete after its step, and at home a step later
+        land = np.full_like(step, ring.size + 1) if at_end else step + 2
+        family = "d" + demand.side
+        parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
+    by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
+    kept = Kept(*(column[by_step] for column in (rank, owner, rows)))
+    return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows), parts, kept)

@@ -14,6 +14,7 @@ import numpy as np
 from ..bundles import Bundles
 from ..demand import Demand, RowBytes
 from ..tables import Grid
+from ..topology import divisors
 
 HOLDS = 32  # times the memory of a rank's own chunks: what a tile may hold by default
 
@@ -45,8 +46,8 @@ def shapes(grid: Grid) -> list[Shape]:
     """All there are; those with one query chunk or one key chunk are rings in what they send."""
     return [
         Shape(grid.inter // across, across, grid.intra // within, within)
-        for across in _divisors(grid.inter)
-        for within in _divisors(grid.intra)
+        for across in divisors(grid.inter)
+        for within in divisors(grid.intra)
     ]
 
 
@@ -163,7 +164,3 @@ def wanted_by(bundles: Bundles, shape: Shape, family: str) -> np.ndarray:
     by_node = by_node.any(axis=2 if family == "kv" else 1)
     by_rank = by_node.reshape(*by_node.shape[:2], key_ranks, query_ranks)
     return np.logical_or.reduce(by_rank, axis=3 if family == "kv" else 2)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
