@@ -149,6 +149,16 @@ def peers(groups: Groups, link: str) -> Peers | None:
     return None
 
 
+def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
+    """`peers` on the channel that a ring's own messages take, connected. Collective."""
+    found = peers(groups, ring)
+    if found is None:
+        return None
+    found = found._replace(channel=Channel(ring, False))
+    groups.connect([found.channel], device)
+    return found
+
+
 def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pending]:
     """A function that starts an exchange of `size` bytes with each of the peers, and returns what
     waits for its end. The channel must be connected."""

@@ -12,42 +12,25 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
+from .. import __version__
 
-class SubCommand(NamedTuple):
-    """A sub-command: its name, its module, and its line in the help."""
-
-    name: str
-    module: str
-    help: str
-
-
-COMMANDS = (
-    SubCommand(
-        "pretrain",
+# Name: module, line in the help.
+COMMANDS = {
+    "pretrain": (
         "megatron_burst.cli.pretrain",
         "run a Megatron-LM script with the flags of BurstAttention",
     ),
-    SubCommand("recipe", "megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
-    SubCommand("show", "megatron_burst.tools.show", "draw masks, layouts and schedules"),
-    SubCommand(
-        "doctor", "megatron_burst.cli.doctor", "check this installation and your Megatron command"
-    ),
-    SubCommand(
-        "patch", "megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"
-    ),
-    SubCommand(
-        "advise", "megatron_burst.tools.advise.command", "which settings are fastest, and how fast"
-    ),
-    SubCommand("memory", "megatron_burst.tools.memory", "what a run holds in memory, by item"),
-    SubCommand(
-        "calibrate", "megatron_burst.tools.calibrate", "measure a cluster, for `advise --cluster`"
-    ),
-    SubCommand(
-        "trace", "megatron_burst.tools.trace", "record when each rank computes, sends and waits"
-    ),
-)
+    "recipe": ("megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
+    "show": ("megatron_burst.tools.show", "draw masks, layouts and schedules"),
+    "doctor": ("megatron_burst.cli.doctor", "check this installation and your Megatron command"),
+    "patch": ("megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
+    "advise": ("megatron_burst.tools.advise.command", "which settings are fastest, and how fast"),
+    "memory": ("megatron_burst.tools.memory", "what a run holds in memory, by item"),
+    "calibrate": ("megatron_burst.tools.calibrate", "measure a cluster, for `advise --cluster`"),
+    "trace": ("megatron_burst.tools.trace", "record when each rank computes, sends and waits"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,15 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status, 0 where it gives none, or 2 for bad input."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="megatron-burst", description="BurstAttention for Megatron.")
+    parser.add_argument("--version", action="version", version=f"megatron-burst {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     named, run = next((word for word in argv if not word.startswith("-")), None), None
-    for command in COMMANDS:
-        description = f"{command.help[0].upper()}{command.help[1:]}."
-        sub = commands.add_parser(command.name, help=command.help, description=description)
-        if command.name == named:
-            module = importlib.import_module(command.module)
-            module.add_arguments(sub)
-            run = module.run
+    for name, (module, text) in COMMANDS.items():
+        description = f"{text[0].upper()}{text[1:]}."
+        sub = commands.add_parser(name, help=text, description=description)
+        if name == named:
+            command = importlib.import_module(module)
+            command.add_arguments(sub)
+            run = command.run
+    if not argv:
+        parser.print_help()
+        return 0
     arguments = parser.parse_args(argv)
     assert run is not None  # the parser has ended the program for any other word
     try:

@@ -31,13 +31,9 @@ class Tried(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--check",
-        metavar="PATH",
-        type=Path,
-        required=True,
-        help="a Megatron-LM tree, or any folder that contains megatron/core",
-    )
+    add = parser.add_argument
+    add("--check", metavar="PATH", type=Path, required=True,
+        help="a Megatron-LM tree, or any folder that contains megatron/core")  # fmt: skip
     parser.epilog = "Exit status: 0 patched, 1 patchable, 2 neither."
 
 

@@ -22,20 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On several ranks: torchrun --nproc-per-node N -m megatron_burst pretrain SCRIPT ... "
         "The added flags are in the group megatron-burst of: megatron-burst pretrain SCRIPT --help"
     )
-    parser.add_argument(
-        "--cpu",
-        action="store_true",
-        help="run without GPUs, for tests and debugging: maps CUDA to the CPU (slow)",
-    )
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="a training script, such as Megatron-LM's pretrain_gpt.py"
-    )
-    parser.add_argument(
-        "arguments",
-        metavar="...",
-        nargs=argparse.REMAINDER,
-        help="flags of the script and of BurstAttention",
-    )
+    add = parser.add_argument
+    add("--cpu", action="store_true",
+        help="run without GPUs, for tests and debugging: maps CUDA to the CPU (slow)")  # fmt: skip
+    add("script", metavar="SCRIPT",
+        help="a training script, such as Megatron-LM's pretrain_gpt.py")  # fmt: skip
+    add("arguments", metavar="...", nargs=argparse.REMAINDER,
+        help="flags of the script and of BurstAttention")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:

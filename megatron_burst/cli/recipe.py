@@ -28,24 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On several ranks: torchrun --nproc-per-node N -m megatron_burst recipe NAME ... "
         "Overrides: train.train_iters=100 model.context_parallel_size=8 burst.store=0.3"
     )
-    parser.add_argument("--list", action="store_true", help="list the ready-made recipes and exit")
-    parser.add_argument(
-        "--print", action="store_true", help="print the recipe after all overrides and exit"
-    )
-    parser.add_argument(
-        "--cpu",
-        action="store_true",
-        help="run without GPUs, for tests: fp32, gloo, Megatron's local layers (slow)",
-    )
-    parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a ready-made recipe, or one of Megatron-Bridge"
-    )
-    parser.add_argument(
-        "overrides",
-        metavar="OVERRIDE",
-        nargs=argparse.REMAINDER,
-        help="setting=value, for a setting of the recipe, or burst.X=value",
-    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="list the ready-made recipes and exit")
+    add("--print", action="store_true", help="print the recipe after all overrides and exit")
+    add("--cpu", action="store_true",
+        help="run without GPUs, for tests: fp32, gloo, Megatron's local layers (slow)")  # fmt: skip
+    add("name", metavar="NAME", nargs="?", help="a ready-made recipe, or one of Megatron-Bridge")
+    add("overrides", metavar="OVERRIDE", nargs=argparse.REMAINDER,
+        help="setting=value, for a setting of the recipe, or burst.X=value")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:

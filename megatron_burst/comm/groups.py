@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
-from .consensus import Facts, agree
+from .consensus import Facts, agree, attempt
 from .local import LocalEndpoint, RankSwitch
 from .packing import CallTag
 from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
@@ -215,9 +215,16 @@ class Groups(_Uncopied):
         A collective on the host, which `prepare` makes too. For programs that use one plan for
         many steps on a device that cannot check every message (CUDA): call it every so many.
         """
-        self.check()
-        so_far: Facts = {CALLS: self.calls}
-        agree(so_far, self.gather)
+        self.compare({})
+
+    def compare(self, facts: Facts) -> None:
+        """As `compare_calls`, and all ranks must state the same `facts`, name -> value."""
+
+        def stated() -> Facts:
+            self.check()
+            return facts | {CALLS: self.calls}
+
+        agree(attempt(stated), self.gather)
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Make the process groups that these channels lack for tensors of such a device; collective

@@ -46,8 +46,8 @@ class LinearPlan:
     groups: the rank's. sequence: layout, length and documents. device, signature: of the tensors it
     was made for, by name. states: what travels, None if only rows of a convolution do. local: form,
     kernel and scale of linear attention, None for a plan of another operation. algorithm: which
-    runs, and why, if it was left open. job: what this rank executes. identity: digest of what all
-    ranks agreed on, the same on each.
+    runs, and why, if it was left open. job: what this rank executes. facts: what all ranks agreed
+    on, the same on each; identity: digest of it.
     """
 
     groups: Groups
@@ -59,6 +59,7 @@ class LinearPlan:
     algorithm: str
     why: str
     job: ScanJob | None
+    facts: Facts
     identity: int
 
     @property
@@ -122,6 +123,11 @@ class LinearPlan:
                     + (f" on {tensor.device}" if tensor is not None else "")
                     + "; call mb.prepare_linear for these tensors"
                 )
+
+    def compare(self) -> None:
+        """Raise the same ValueError on every rank unless all have this plan, or make it now with
+        `prepare_linear`, and made the same calls."""
+        self.groups.compare(self.facts)
 
     def cut(self, final: bool) -> RankPieces:
         """The pieces of this rank. final: are final states wanted?"""
@@ -282,7 +288,7 @@ def _prepare(
     groups.connect([GRID], agreed.device)
     return LinearPlan(
         groups, agreed.sequence, agreed.device, agreed.signature, agreed.states, agreed.local,
-        algorithm, why, job, identity(facts),
+        algorithm, why, job, facts, identity(facts),
     )  # fmt: skip
 
 

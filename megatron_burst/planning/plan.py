@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..comm import packing
+from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..comm.transport import Channel
 from ..execution.function import KeptResults
@@ -53,8 +54,8 @@ class Plan:
     groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
     the objects that these name. signature: shapes, dtypes and device of q, k, v. sizes: this rank's
     share in its ring. passes: the schedules of forward and backward, of every chunk of rows.
-    identity: digest of what all ranks agreed on, the same on each; digest: of the tables of the
-    schedules. job: what this rank executes.
+    facts: what all ranks agreed on, the same on each; identity: digest of it; digest: of the tables
+    of the schedules. job: what this rank executes.
     again: of every chunk what is computed again, if calls keep something until then. choice:
     why, where the algorithm was left open.
     """
@@ -66,6 +67,7 @@ class Plan:
     signature: Signature
     sizes: cost.Sizes
     passes: tuple[tuple[Schedule, Schedule], ...]
+    facts: Facts
     identity: int
     digest: int
     job: Job
@@ -133,6 +135,11 @@ class Plan:
                 f"max_logits: kernel {self.kernel.name} of this plan cannot tell the largest "
                 "scores; pass max_logits to mb.prepare too"
             )
+
+    def compare(self) -> None:
+        """Raise the same ValueError on every rank unless all have this plan, or make it now with
+        `prepare`, and made the same calls; one all-gather on the host, as in `prepare`."""
+        self.groups.compare(self.facts)
 
     def keeps(self, frame: Frame | None, label: object) -> KeptResults | None:
         """Where the call with this label leaves or finds results: in `frame`, that of the

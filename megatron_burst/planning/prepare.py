@@ -133,6 +133,7 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         chunks=made.chunks,
         order=made.order,
     )
+    facts = _with_tables(request, made.digest).facts
     return Plan(
         groups=groups,
         options=options,
@@ -141,7 +142,8 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         signature=signature(*request.tensors),
         sizes=sizes,
         passes=made.schedules,
-        identity=identity(_with_tables(request, made.digest).facts),
+        facts=facts,
+        identity=identity(facts),
         digest=made.digest,
         job=job,
         again=made.again,

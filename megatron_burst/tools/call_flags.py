@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 
 from ..schedule.tables import SIDES
 
@@ -32,7 +33,10 @@ def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-def check_png(path: object) -> None:
-    """Raise ValueError where a picture is asked for and matplotlib is not there to draw it."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
+def check_place(path: Path | None, flag: str) -> None:
+    """Raise ValueError where the folder of a file to be written does not exist, or where it is a
+    picture and matplotlib is not there to draw it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: its folder does not exist")
+    if path is not None and flag == "--png" and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")

@@ -17,7 +17,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst import flags
 from megatron_burst.cli.doctor import hazards as examined
-from megatron_burst.cli.doctor import installed, machine, report, rings
+from megatron_burst.cli.doctor import installed, kernels, machine, report, rings
 from megatron_burst.cli.doctor.hazards import hazards, refusals
 from megatron_burst.cli.doctor.report import Finding, note, ok, problem, status
 from megatron_burst.cli.doctor.sizes import hierarchical_sizes
@@ -489,16 +489,14 @@ def test_network_interfaces(tmp_path):
 
 
 def test_kernels_are_run_not_asked():
-    kernels = {f.topic: f for f in installed.kernels()}
-    assert set(kernels) == {f"kernel {name}" for name in (*installed.KERNELS, "auto")}
+    told = {f.topic: f for f in kernels.kernels()}
+    assert set(told) == {f"kernel {name}" for name in (*kernels.KERNELS, "auto")}
     if not torch.cuda.is_available():
-        assert kernels["kernel aten"].level == "ok"
-        assert re.match(
-            r"runs on cpu, within \de-\d\d of the reference; windows: within \de-\d\d$",
-            kernels["kernel aten"].what,
-        )
-        assert kernels["kernel aten_cudnn"].level == "note"
-        assert "cuda" in kernels["kernel aten_cudnn"].what
+        within = r"runs on cpu, within \de-\d\d of the reference; windows: within \de-\d\d$"
+        assert told["kernel aten"].level == "ok"
+        assert re.match(within, told["kernel aten"].what)
+        assert told["kernel aten_cudnn"].level == "note"
+        assert "cuda" in told["kernel aten_cudnn"].what
 
     class Broken(torch.autograd.Function):
         @staticmethod
@@ -509,10 +507,10 @@ def test_kernels_are_run_not_asked():
         def backward(ctx, dout):
             return dout
 
-    real = installed.attention
+    real = kernels.attention
     broken = lambda *a, **k: [Broken.apply(x) for x in real(*a, **k)]  # noqa: E731
-    with mock.patch.object(installed, "attention", broken):
-        findings = {f.topic: f for f in installed.kernels()}
+    with mock.patch.object(kernels, "attention", broken):
+        findings = {f.topic: f for f in kernels.kernels()}
     assert findings.pop("kernel auto").level == "problem"
     levels = {f.level for f in findings.values()}
     assert levels == {"problem", "note"}  # what ran is wrong, what did not run is not there

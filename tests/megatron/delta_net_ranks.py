@@ -160,11 +160,14 @@ def train(
         return history, told
 
 
+RECOMPUTE = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+
+
 def recomputed():
     """As `train`, with recomputed layers and two micro-batches in flight."""
-    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    choices = {"store": 1.0}
-    return train("zigzag", 2, choices, steps=2, flight=2, recompute_num_layers=1, **full)
+    return train("zigzag", 2, {"store": 1.0}, steps=2, flight=2, **RECOMPUTE)
 
 
 def refused(layout, cp, options, odd=None):
@@ -177,7 +180,7 @@ def refused(layout, cp, options, odd=None):
     return None
 
 
-def plans_made(**options):
+def plans_made(options):
     """How many plans a step of the model makes on two ranks, and how many calls take one."""
     from megatron_burst.megatron.linear import delta_net, state_layers
 

@@ -15,6 +15,7 @@ from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.places import Nodes
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
+from megatron_burst.megatron.data.packed import Pack
 from megatron_burst.megatron.linear import state_layers
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
@@ -29,17 +30,23 @@ def written(path, **fields):
     return cluster
 
 
+def packs(total):
+    """Two packs of so many tokens, each of two documents."""
+    return [Pack(total, (0, end, total), total, (0, end, total)) for end in (9, 20)]
+
+
 def planned(path):
-    """Of two plans in a row of a layer on 2 nodes of 2 ranks: (rates, candidate) of each that chose
-    anything, the start-up line, and which files were read."""
+    """Of plans of two packs in a row of a layer on 2 nodes of 2 ranks: (rates, candidate) of each
+    that chose anything, the start-up line, and which files were read."""
     book = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
     kind = plan_book.LayerKind(
         mb.BurstConfig("auto", cluster=path), True, None, None, (8, 4, 16, 16)
     )
-    q, k = torch.zeros(64, 1, 8, 16).bfloat16(), torch.zeros(64, 1, 4, 16).bfloat16()
+    shapes = {"q": (64, 1, 8, 16), "k": (64, 1, 4, 16), "v": (64, 1, 4, 16)}
+    tensors = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
     read, asked = cluster_file.read, []
     with mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)):
-        plans = [book.plan(kind, True, q, k, k) for _ in range(2)]
+        plans = [book.plan(kind, True, tensors, pack) for pack in packs(256)]
     choices = [(p.choice.rates, p.choice.taken) for p in plans if p.choice is not None]
     return choices, book.startup, asked
 
@@ -73,22 +80,24 @@ def test_ranks_that_share_a_nic_are_told_so(tmp_path):
 
 def planned_states(path):
     """Of two plans of a layer that carries states: what they say, and which files were read."""
-    grid = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
-    book = state_layers.linear_book(dist.group.WORLD, (), grid)
+    book, lines = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2)), []
     burst = mb.BurstConfig("burst", cluster=path)
     kind = state_layers.LinearKind(burst, "linear", (4, 4, 16, 16, 4), plan_book.BatchCut("zigzag"))
     inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
     read, asked = cluster_file.read, []
-    with mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)):
-        made = [book.plan(kind, True, inputs, None) for _ in range(2)]
-    return [plan.why for plan in made], book.startup[kind], asked
+    with (
+        mock.patch.object(cluster_file, "read", lambda name: asked.append(name) or read(name)),
+        mock.patch.object(book, "log", lines.append),
+    ):
+        made = [book.plan(kind, True, inputs, pack) for pack in packs(32)]
+    return [plan.why for plan in made], lines, asked
 
 
 @pytest.mark.world_size(4)
 def test_layers_that_carry_states_take_them_too(ranks, tmp_path):
     path = str(tmp_path / "mine.toml")
     written(path)
-    for whys, startup, asked in ranks(4).run(planned_states, path):
+    for whys, (startup,), asked in ranks(4).run(planned_states, path):
         assert [why.endswith("at given rates") for why in whys] == [True, True]
         assert startup.endswith(f"; rates of {path}")
         assert asked == [path]
@@ -96,15 +105,14 @@ def test_layers_that_carry_states_take_them_too(ranks, tmp_path):
 
 def lines_of_kinds():
     """What two plans each of two kinds of layers log on this rank."""
-    grid = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
-    book, told = state_layers.LinearBook(grid), []
+    book, told = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2)), []
     inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
     with mock.patch.object(logging.getLogger("megatron_burst"), "info", told.append):
         for form in ("linear", "scalar_decay") * 2:
             burst, sizes = mb.BurstConfig("burst"), (4, 4, 16, 16, 4)
             kind = state_layers.LinearKind(burst, form, sizes, plan_book.BatchCut("zigzag"))
             more = {"decay": torch.zeros(8, 1, 4)} if form == "scalar_decay" else {}
-            book.plan(kind, True, inputs | more, None)
+            book.plan(kind, True, inputs | more)
     return told
 
 

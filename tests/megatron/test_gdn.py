@@ -75,8 +75,9 @@ def test_recomputed_with_two_micro_batches_in_flight(four, one):
     same(four(ranks.recomputed), one[:2])
 
 
-def test_one_plan_per_micro_batch(four):
-    assert four(ranks.plans_made) == [(1, 3)] * 4
+@pytest.mark.parametrize(("changes", "calls"), [({}, 3), (ranks.RECOMPUTE, 6)])
+def test_one_plan_per_micro_batch(four, changes, calls):
+    assert four(ranks.plans_made, changes) == [(1, calls)] * 4
 
 
 def test_parameters_and_checkpoints_are_those_of_megatron(four):

@@ -137,8 +137,8 @@ def test_what_the_function_is_told():
         burst = mb.BurstConfig(mask="own_masks:noting")
         kind = LayerKind(burst, True, (8, 0), None, (4, 4, 8, 8), number=3)
         pack = pack_of(32, torch.tensor([0, 12, 30]))
-        kind.mask(pack, 32)
-        kind.mask(None, 64)
+        kind.own_mask(pack, 32)
+        kind.own_mask(None, 64)
     finally:
         del own_masks.noting
     layer = MaskLayer(number=3, causal=True, window=(8, 0))

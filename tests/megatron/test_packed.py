@@ -232,14 +232,14 @@ def test_old_plans_are_dropped():
     groups = mb.Groups.in_process(intra=1)
     book = plan_book.PlanBook(groups=groups, startup="said")
     kind = plan_book.LayerKind(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
-    q = k = v = torch.zeros(300, 1, 1, 4)
+    tensors = dict.fromkeys("qkv", torch.zeros(300, 1, 1, 4))
     packs = [pack_of(300, ends(0, end, 300)) for end in range(1, plan_book.PLANS_KEPT + 2)]
     for pack in packs:
-        book.plan(kind, True, q, k, v, pack)
+        book.plan(kind, True, tensors, pack)
     assert len(book._plans) == plan_book.PLANS_KEPT
-    assert book.plan(kind, False, q, k, v, packs[1]) is not None
+    assert book.plan(kind, False, tensors, packs[1]) is not None
     with pytest.raises(ValueError, match=f"last {plan_book.PLANS_KEPT} calls"):
-        book.plan(kind, False, q, k, v, packs[0])
+        book.plan(kind, False, tensors, packs[0])
 
 
 def test_rope_of_newer_versions_is_told_the_longest_document_besides():

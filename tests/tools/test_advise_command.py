@@ -156,7 +156,7 @@ def test_flags_of_a_family(name, flags):
 
 
 def test_pictures(tmp_path, capsys):
-    path = tmp_path / "folder" / "advice.png"
+    path = tmp_path / "advice.png"
     assert main([*BASE, "--top", "1", "--png", str(path), "--json"]) == 0
     json.loads(capsys.readouterr().out)
     assert path.read_bytes()[:4] == b"\x89PNG"

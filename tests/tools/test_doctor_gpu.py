@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import megatron_burst as mb
 from megatron_burst.cli.doctor import installed, library
+from megatron_burst.cli.doctor.kernels import dense
 from megatron_burst.cli.doctor.report import problem
-from megatron_burst.cli.doctor.rings import dense
 from megatron_burst.cli.main import main
 from megatron_burst.kernels import registry
-from megatron_burst.tools.gpu_report import accuracy, document, overlap, times
+from megatron_burst.tools.calibrate.ranks import Ranks
+from megatron_burst.tools.gpu_report import accuracy, document, times
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -108,7 +111,7 @@ def test_what_is_no_machine_stays():
 @pytest.mark.parametrize("how", ["wrong", "nan"])
 def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
     """Of any part, by four times torch's error; a right kernel passes the same way."""
-    right = accuracy._ring
+    right = accuracy.ring_of_two
 
     def ring(kernel, *rest):
         results = right("reference", *rest)
@@ -117,7 +120,7 @@ def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
             results[part][5, 0, 0, 0] += 0.5 if how == "wrong" else float("nan")
         return results
 
-    monkeypatch.setattr(accuracy, "_ring", ring)
+    monkeypatch.setattr(accuracy, "ring_of_two", ring)
     monkeypatch.setattr(accuracy, "KERNELS", ("aten", "reference"))
     monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
     records = []
@@ -130,14 +133,14 @@ def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
 
 
 def test_a_kernel_that_breaks_is_told_and_the_others_run(monkeypatch):
-    right = accuracy._ring
+    right = accuracy.ring_of_two
 
     def ring(kernel, *rest):
         if kernel == "aten":
             raise RuntimeError("an illegal memory access\nsecond line")
         return right(kernel, *rest)
 
-    monkeypatch.setattr(accuracy, "_ring", ring)
+    monkeypatch.setattr(accuracy, "ring_of_two", ring)
     monkeypatch.setattr(accuracy, "KERNELS", ("aten", "reference"))
     records = []
     broken, fine, _ = accuracy.kernels(CPU, records)
@@ -186,8 +189,8 @@ def hidden(kind):
         time.sleep(seconds)
         return lambda: None
 
-    found = overlap.compared(lambda: begin(0.15), lambda: begin(0.1), CPU)
-    return found["hidden"]
+    here = Ranks(mb.Groups.flat(dist.group.WORLD), CPU, 0.0)
+    return times.compared(here, lambda: begin(0.15), lambda: begin(0.1))["hidden"]
 
 
 def test_what_runs_at_once_is_hidden_and_what_waits_is_not(ranks):
@@ -250,14 +253,14 @@ def test_what_was_measured_before_the_end_of_the_process_is_in_the_file(monkeypa
 
 BROKEN = """
 import sys
-from megatron_burst.tools.gpu_report import overlap
+from megatron_burst.tools.gpu_report import times
 from megatron_burst.cli.main import main
 
-def pairs(groups, device):
+def pairs(ranks, record):
     raise RuntimeError("NCCL error: unhandled system error")
     yield
 
-overlap._pairs = pairs
+times._pairs = pairs
 sys.exit(main(["doctor", "--gpu-report", sys.argv[1], "--device", "cpu", "--quick"]))
 """
 

@@ -25,8 +25,7 @@ from megatron_burst.schedule.algorithms import ALGORITHMS
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.tools import show
 from megatron_burst.tools.show import colours, language, timeline
-from megatron_burst.tools.show.passes import kind_of, schedule_scene, share
-from megatron_burst.tools.show.scene import MaskScene, Shards
+from megatron_burst.tools.show.scene import MaskScene, Shards, kind_of, schedule_scene, share
 
 ROOT = Path(mb.__file__).parent.parent
 SIZES = cost.Sizes(8, 1, 8, 2, 16, 16, 2, 4, 4, (True, True, True))
@@ -519,14 +518,6 @@ def test_bad_input_is_one_line_and_code_2(arguments, problem, capsys):
     assert out == ""
     assert problem in err
     assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["--", "dance"]])
-def test_unknown_commands_end_with_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_missing_matplotlib_is_named_with_the_cure(monkeypatch, capsys):

@@ -40,52 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `doctor`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--tensor-model-parallel-size", type=int, metavar="N", help="default: that of COMMAND, or 1"
-    )
-    parser.add_argument(
-        "--context-parallel-size",
-        type=int,
-        metavar="N",
+    add = parser.add_argument
+    add("--tensor-model-parallel-size", type=int, metavar="N",
+        help="default: that of COMMAND, or 1")  # fmt: skip
+    add("--context-parallel-size", type=int, metavar="N",
         help="default: that of COMMAND, or 1; with --distributed all processes that are left",
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="default: that of this machine"
-    )
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="under torchrun: check and time the process groups",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="skip the trials of kernels, compiled operators and Megatron's hooks",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    parser.add_argument(
-        "--gpu-report",
-        type=Path,
-        metavar="FILE",
-        help="examine this GPU and write what to send back",
-    )
-    parser.add_argument(
-        "--device",
-        choices=["cuda", "cpu"],
-        help="of --gpu-report; cpu is a dry run (default: cuda)",
-    )
-    parser.add_argument(
-        "megatron",
-        nargs=argparse.REMAINDER,
-        metavar="[--] COMMAND",
-        help="your Megatron command, with all its flags",
-    )
+    )  # fmt: skip
+    add("--gpus-per-node", type=int, metavar="N", help="default: that of this machine")
+    add("--distributed", action="store_true",
+        help="under torchrun: check and time the process groups")  # fmt: skip
+    add("--quick", action="store_true",
+        help="skip the trials of kernels, compiled operators and Megatron's hooks")  # fmt: skip
+    add("--json", action="store_true", help="print JSON, for scripts")
+    add("--gpu-report", type=Path, metavar="FILE",
+        help="examine this GPU and write what to send back")  # fmt: skip
+    add("--device", choices=["cuda", "cpu"],
+        help="of --gpu-report; cpu is a dry run (default: cuda)")  # fmt: skip
+    add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND",
+        help="your Megatron command, with all its flags")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the findings. Returns the exit status."""
-    from . import machine, rings  # these import torch, which takes seconds
-
     if arguments.megatron[:1] == ["--"]:
         del arguments.megatron[0]
     if arguments.gpu_report is not None or arguments.device is not None:
@@ -96,8 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     words = [f"{flag}={size}" for flag, size in own.items() if size is not None]
     command = parse([*words, *arguments.megatron])  # a flag of the command's own comes later, wins
+    per_node = arguments.gpus_per_node
+    # Refuses what no machine could have, before torch is imported, which takes seconds.
+    hierarchical_sizes(command.tp, command.cp, command.tp if per_node is None else per_node)
+    from . import machine, rings
+
     if arguments.distributed:
-        return rings.run(command, arguments.gpus_per_node, arguments.json)
+        return rings.run(command, per_node, arguments.json)
     here = machine.describe()
     read = list(_read(arguments, command, here))  # bad input ends the command before output
     shown = Report(arguments.json)
@@ -125,9 +106,9 @@ def _gpu(arguments: argparse.Namespace) -> int:
 
 
 def _tried() -> Iterator[Finding]:
-    from . import installed, library
+    from . import installed, kernels, library
 
-    yield from installed.kernels()
+    yield from kernels.kernels()
     yield from library.library()
     yield from installed.hooks()
 

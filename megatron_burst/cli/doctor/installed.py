@@ -1,39 +1,29 @@
-"""Checks of what is installed: versions, local-attention kernels, Megatron's hooks.
+"""Checks of what is installed: versions, and whether the hooks fit Megatron.
 
-Versions are read without importing anything. Each kernel runs on a small input and is compared with
-the reference, and the hooks are installed into this Megatron and removed again. `TESTED` lists the
-versions of Megatron-Core that the tests cover.
+Versions are read without importing anything. The hooks are installed into this Megatron and removed
+again. `TESTED` lists the versions of Megatron-Core that the tests cover.
 """
 
 from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.cuda import nccl
 
-from ... import masks
-from ...attention import attention
-from ...comm.groups import Groups
 from ...kernels import torch_release
 from ...kernels.flash_packages import PACKAGES as FLASH
 from ...kernels.flash_packages import load
 from ...kernels.packages import NotInstalled
-from ...kernels.registry import KERNELS, make
 from ..patch import version_of
 from .report import Finding, note, ok, problem
 
 TESTED = ("0.16", "0.19")
 INSTALL = 'pip install "megatron-burst[megatron]"'
-# The largest error of a kernel that rounding explains, relative to its largest result.
-ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-WIDTH = 128
-MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
@@ -119,93 +109,6 @@ def megatron_version() -> str | None:
         if Path(folder, "package_info.py").is_file():
             return version_of(Path(folder).parents[1])
     return version("megatron-core", "megatron_core")
-
-
-def kernels() -> Iterator[Finding]:
-    """Each local-attention kernel, run forward and backward on this machine's device, and the
-    kernels that "auto" selects."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    outcomes: dict[str, list[float | Exception]] = {}
-    for name in KERNELS:
-        outcomes[name] = [_outcome(name, device, mask) for mask in MASKS.values()]
-        yield _kernel(name, device, outcomes[name])
-    x = torch.empty(1, 1, 1, WIDTH, device=device, dtype=_dtype(device))
-    taken = [make("auto", x, x, x, mask=mask).name for mask in MASKS.values()]
-    words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
-    broken = {n for i, n in enumerate(taken) if not isinstance(outcomes[n][i], float)}
-    if broken:
-        others = [
-            name for name, each in outcomes.items() if all(isinstance(x, float) for x in each)
-        ]
-        yield problem(
-            "kernel auto",
-            f"takes {words}, but {', '.join(sorted(broken))} does not work here",
-            f"--burst-kernel {' or '.join(others) or 'reference'}",
-        )
-    else:
-        yield ok("kernel auto", f"takes {words}")
-
-
-def _kernel(name: str, device: torch.device, outcomes: Sequence[float | Exception]) -> Finding:
-    """A kernel with wrong results is a problem; one that cannot run is only a note."""
-    topic = f"kernel {name}"
-    wrong = next((each for each in outcomes if isinstance(each, Wrong)), None)
-    if wrong is not None:
-        return problem(topic, f"computes wrongly on {device.type}: {wrong}", "take another kernel")
-    causal, window = outcomes
-    if isinstance(causal, Exception):
-        reason = str(causal).split(";")[0].splitlines()[0]
-        return note(topic, f"not usable on {device.type}: {reason}")
-    windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
-    return ok(
-        topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
-    )
-
-
-class Wrong(ArithmeticError):
-    """A kernel ran, and its results are off by more than rounding."""
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _outcome(name: str, device: torch.device, mask: masks.Mask) -> float | Exception:
-    """The error of a kernel, or the exception with which it failed."""
-    try:
-        return _compare(name, device, mask)
-    except Exception as failure:
-        return failure
-
-
-def _compare(name: str, device: torch.device, mask: masks.Mask) -> float:
-    """The largest error of a kernel's results over a ring of two, relative to the reference.
-
-    The case has grouped heads, a length that is no power of two, and travelling queries, none of
-    which torch's own operators are tested with. Raises `Wrong` for more than rounding.
-    """
-    dtype = _dtype(device)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(200, 1, heads, WIDTH) for heads in (4, 2, 2)] * 2
-    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    results = [_ring(each, inputs, mask) for each in (name, "reference")]
-    error = 0.0
-    for result, right in zip(*results, strict=True):
-        off = ((result - right).abs().max() / right.abs().max()).item()
-        if not off <= ERROR[dtype]:  # written so that NaN fails, which max() would pass over
-            raise Wrong(f"its results are off by {off:.1g} of the largest")
-        error = max(error, off)
-    return error
-
-
-def _ring(kernel: Any, inputs: Sequence[torch.Tensor], mask: masks.Mask) -> list[torch.Tensor]:
-    """Outputs and gradients of two ranks in this process, in float32."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    shards = [[leaves[i], leaves[i + 3]] for i in range(3)]
-    groups = Groups.in_process(intra=2)
-    outs = attention(*shards, groups=groups, mask=mask, kernel=kernel, side="query")
-    (outs[0].float().square().sum() + outs[1].float().square().sum()).backward()
-    return [x.detach().float() for x in (*outs, *(leaf.grad for leaf in leaves)) if x is not None]
 
 
 def hooks() -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,16 @@ import megatron_burst as mb
 
 from ...autotune import measure
 from ...comm.communicators import memory_taken
-from ...comm.transport import Channel
 from ...schedule.algorithms import ALGORITHMS
 from ..megatron_arguments import MegatronCommand
 from . import machine, report
+from .kernels import dense, error
 from .report import Finding, note, ok, problem, status
 from .sizes import HierarchicalSizes, hierarchical_sizes
 
 ROWS, WIDTH = 8, 16  # per rank; of a head
 LIMIT = timedelta(seconds=60)
+Value = TypeVar("Value")
 TOLERANCE = {torch.float64: 1e-10, torch.bfloat16: 2e-2}  # of the largest value
 
 
@@ -37,10 +38,8 @@ def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> i
             "--distributed runs on all ranks: torchrun --nproc-per-node N -m megatron_burst doctor "
             "--distributed"
         )
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(machine.local_rank())
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=LIMIT)
+    backend = {"cuda": "nccl", "cpu": "gloo"}[machine.own_device().type]
+    dist.init_process_group(backend, timeout=LIMIT)
     try:
         return examine(command, gpus_per_node, as_json)
     finally:
@@ -49,11 +48,10 @@ def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> i
 
 def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
     """Check groups made from the default process group. Returns the same status on all ranks."""
-    here: list[dict[str, Any]] = [machine.describe()] * dist.get_world_size()
-    dist.all_gather_object(here, here[dist.get_rank()])
+    here = _of_ranks(machine.describe())
     hosts = [one["host"] for one in here]
     per_node = hosts.count(hosts[0]) if gpus_per_node is None else gpus_per_node
-    before = memory_taken(_device())
+    before = memory_taken(machine.own_device())
     groups, sizes = _context_groups(command, per_node)
     findings = list(_nodes(here, per_node))
     findings.append(ok("sizes", f"{sizes.intra} x {sizes.inter}: {sizes.reason}"))
@@ -113,6 +111,13 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
         yield note("hosts", f"differ in (GPUs, NICs): {sorted(sets)}", "the slowest sets the pace")
 
 
+def _of_ranks(value: Value) -> list[Value]:
+    """The value of every rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 # --- correctness ---------------------------------------------------------------------------
 
 
@@ -126,14 +131,12 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
     cases += [(name, "kv", groups) for name, groups in made[1:]]
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
     whole, wanted = _oracle(ring.size, dtype)
-    of_ranks: list[tuple[float, str]]
     for algorithm, side, groups in cases:
         try:
             own = _worst(groups, algorithm, side, whole, wanted), ""
         except Exception as error:
             own = math.inf, f"{type(error).__name__}: {error}"
-        of_ranks = [own] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        of_ranks = _of_ranks(own)
         worst = max(error for error, _ in of_ranks)
         topic = f"attention {algorithm}, side {side}"
         if worst <= TOLERANCE[dtype]:
@@ -159,50 +162,19 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     return whole, dense(q, k, v, dout, torch.ones(length, length, dtype=torch.bool).tril())
 
 
-def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
-) -> list[torch.Tensor]:
-    """Attention and its gradients as a dense matrix, by formula, in float64, a head at a time: out,
-    dq, dk, dv. It shares no code with what it judges.
-
-    q, dout [s, 1, h, d]; k, v [t, 1, heads, d], where heads divides h; seen, bool [s, t]: which
-    pairs attend, in each row at least one. Scores are divided by sqrt(d).
-    """
-    results = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
-    out, dq, dk, dv = results
-    scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
-    for head in range(q.shape[2]):
-        shared = head // group
-        query, upper = q[:, 0, head].double(), dout[:, 0, head].double()
-        keys, values = k[:, 0, shared].double(), v[:, 0, shared].double()
-        p = (query @ keys.T * scale).masked_fill(~seen, -math.inf).softmax(dim=1)
-        out[:, 0, head] = p @ values
-        delta = (upper * out[:, 0, head]).sum(1, keepdim=True)
-        ds = p * (upper @ values.T - delta) * scale
-        dq[:, 0, head] = ds @ keys
-        dk[:, 0, shared] += ds.T @ query
-        dv[:, 0, shared] += p.T @ upper
-    return results
-
-
 def _worst(
     groups: mb.Groups, algorithm: Any, side: Any, whole: list[torch.Tensor], wanted: list
 ) -> float:
     """The largest error of this rank's out, dq, dk, dv, relative to the largest value of each."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     first, second = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
     rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (first, second)])
-    q, k, v, dout = (x[rows].to(device) for x in whole)
+    q, k, v, dout = (x[rows].to(machine.own_device()) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
     out = mb.attention(q, k, v, groups=groups, algorithm=algorithm, side=side, layout="zigzag")
     out.backward(dout)
-    worst = 0.0
-    for got, right in zip((out, q.grad, k.grad, v.grad), wanted, strict=True):
-        assert got is not None
-        difference = (got.detach().cpu().double() - right[rows]).abs() / right.abs().max()
-        worst = max(worst, difference.max().item() if difference.isfinite().all() else math.inf)
-    return worst
+    results = (x.detach().cpu() for x in (out, q.grad, k.grad, v.grad) if x is not None)
+    return max(error(got, right[rows], right) for got, right in zip(results, wanted, strict=True))
 
 
 # --- bandwidth -----------------------------------------------------------------------------
@@ -210,20 +182,15 @@ def _worst(
 
 def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
     """The rate at which each rank sends to its neighbour while all ranks send, per ring."""
-    topology = groups.topology
-    for ring, width in (("intra", topology.intra_size), ("inter", topology.inter_size)):
-        name = f"bandwidth {ring}"
-        if width < 2:
+    device = machine.own_device()
+    for ring in ("intra", "inter"):
+        name, route = f"bandwidth {ring}", measure.ring_peers(groups, ring, device)
+        if route is None:
             yield note(name, "there is no such ring")
             continue
-        route = measure.peers(groups, ring)
-        assert route is not None  # as `width` says
-        route = route._replace(channel=Channel(ring, False))
-        groups.connect([route.channel], _device())
-        _, speeds = measure.link_speeds(groups, route, _device())
-        rates = [0.0] * dist.get_world_size()
-        dist.all_gather_object(rates, speeds[groups.rank])
-        low, median = min(rates) / 1e9, sorted(rates)[len(rates) // 2] / 1e9
+        _, speeds = measure.link_speeds(groups, route, device)
+        rates = sorted(_of_ranks(speeds[groups.rank]))
+        low, median = rates[0] / 1e9, rates[len(rates) // 2] / 1e9
         yield ok(name, f"{median:.3g} GB/s per rank and direction (median), slowest {low:.3g}")
 
 
@@ -234,11 +201,7 @@ def _communicators(groups: mb.Groups, before: int | None) -> Finding:
     """What the rings used here travel on, and the memory of all that were made, with what their
     first messages took."""
     what = f"{groups.communicators}; in Megatron activations travel on its own groups"
-    after = memory_taken(_device())
+    after = memory_taken(machine.own_device())
     if before is not None and after is not None:
         what += f"; all that were made here take {(after - before) / 2**20:.0f} MiB of GPU memory"
     return note("communicators", what)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from ...attention import attention
-from ...comm.consensus import agree
 from ...config import Auto, BurstConfig
 from ...layout import Balanced, DocumentZigzag, Layout
 from ...planning.plan import Plan
@@ -213,16 +212,13 @@ class BurstCoreAttention(MegatronModule):
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         kind, book, pack = self._layer_kind(mask_type), self._book(packed_seq_params), None
-        try:
+        with book.refusing(self.leads):
             check_call(mask_type, others, packed_seq_params, self.cut)
             if packed_seq_params is not None:
                 pack = self._pack(book, packed_seq_params, query)
-        except ValueError as error:
-            if self.leads:  # ranks whose call was right raise it too
-                agree(error, book.groups.gather)
-            raise
+        tensors = {"q": query, "k": key, "v": value}
         return AttentionCall(
-            plan=book.plan(kind, self.leads, query, key, value, pack, rows),
+            plan=book.plan(kind, self.leads, tensors, pack, rows),
             sink=self.softmax_offset,
             max_logits=self._largest(query) if kind.max_logits else None,
             label=self._layer,

@@ -1,12 +1,15 @@
-"""The plan book: plans and process groups that the attention layers of a model share.
+"""The plan book: plans and process groups that the layers of a model share.
 
 Making a plan is a collective of the context-parallel group, because ranks compare what they are
-about to do. Either all ranks make a plan or none does, by this rule:
+about to do. Either all ranks take part or none does, by this rule:
 
-- Layers are grouped by their `LayerKind`, which is known when they are built and the same on all
-  ranks. In each group the lowest layer of this rank, the leader, makes the plan.
-- The leader makes it in every forward, even if it made the same plan before, so that all ranks
-  raise the same error if some were called differently. Other layers look the plan up.
+- Layers are grouped by their kind (`LayerKind`, or `LinearKind` of linear attention), which is
+  known when they are built and the same on all ranks. In each group the lowest layer of this rank,
+  the leader, makes the plan.
+- The leader takes part in every forward, so that all ranks raise the same error if some were called
+  differently. Where this rank has the plan already it only states what the plan was made of, in the
+  same exchange as ranks that make theirs. Other layers look the plan up, and so does every layer
+  that backward runs again: the forward of that micro-batch has compared it.
 - With a mask of the user's (`--burst-mask`) every layer is a kind of its own: its mask is known
   only when it is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves forward and recompute,
@@ -25,18 +28,19 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from ...autotune import cluster_file
+from ...autotune.rates import Rates
 from ...comm.consensus import agree
 from ...comm.groups import Groups
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
-from ...layout import Layout
 from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionKeywords
 from ...planning.plan import Plan
@@ -48,47 +52,7 @@ from ..users_mask import MaskBatch, MaskLayer, users_mask
 from .relayout import Around, Moves, exchange_line
 
 PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What is known about an attention layer when it is built; the same on all ranks."""
-
-    burst: BurstConfig
-    causal: bool
-    window: tuple[int | None, int | None] | None  # left and right, None for no limit
-    softmax_scale: float | None
-    head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
-    max_logits: bool = False  # record the largest logit of each head
-    number: int = 0  # of the layer, from 1 on; 0 where its mask does not depend on it
-    cut: BatchCut | None = (
-        None  # of packed batches; None for that of a layout which needs only a name
-    )
-    stream: BatchCut | None = (
-        None  # of the tokens outside attention, where they have another layout
-    )
-
-    def layout(self, pack: Pack, cp_size: int) -> Layout:
-        """Which positions of a pack each rank holds."""
-        return pack.layout(self.attention, cp_size)
-
-    @property
-    def attention(self) -> BatchCut:
-        """How attention cuts a sequence."""
-        return self.cut or BatchCut(self.burst.layout)
-
-    def mask(self, pack: Pack | None, seq_len: int) -> Mask:
-        """The mask of such a layer, for one sequence of `seq_len` tokens over all ranks or for the
-        documents of a pack. Raises `ValueError` for a mask of the user's that is none."""
-        if self.burst.mask is not None:
-            layer = MaskLayer(self.number, self.causal, self.window)
-            batch = MaskBatch(seq_len, None if pack is None else pack.documents)
-            mask = users_mask(self.burst.mask, layer, batch)
-        else:
-            mask = Causal() if self.causal else Full()
-            if self.window is not None:
-                mask = mask & Window(*self.window)
-        return mask if pack is None else mask & pack.mask
+Tensors = Mapping[str, Any]  # of a call by name; only shapes, dtypes and device count
 
 
 class RowChunking(NamedTuple):
@@ -102,54 +66,119 @@ class RowChunking(NamedTuple):
 WHOLE = RowChunking()
 
 
-T = TypeVar("T")
+class Kind(Protocol):
+    """What is known about a layer when it is built; hashable, and the same on all ranks."""
+
+    def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
+        """The mask of a batch, where only a function of the user's knows it; ValueError from it."""
+        ...
+
+    def prepare(
+        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunking, own: Any
+    ) -> Any:
+        """A new plan; a collective. own: what `own_mask` has returned."""
+        ...
 
 
-class LayerPlans(OrderedDict[tuple, T]):
-    """Plans by what they were made for, the last `PLANS_KEPT` that layers asked for."""
+@dataclass(frozen=True)
+class LayerKind:
+    """The `Kind` of a layer of softmax attention."""
 
-    def of(
-        self, key: tuple, make: Callable[[], T] | None, layer: str, shown: Callable[[], str]
-    ) -> T:
-        """The plan for `key`: made anew by the leader, which says how, and looked up by others.
+    burst: BurstConfig
+    causal: bool
+    window: tuple[int | None, int | None] | None  # left and right, None for no limit
+    softmax_scale: float | None
+    head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
+    max_logits: bool = False  # record the largest logit of each head
+    number: int = 0  # of the layer, from 1 on; 0 where its mask does not depend on it
+    # Of packed batches; None for that of a layout which needs only a name.
+    cut: BatchCut | None = None
+    # Of the tokens outside attention, where they have another layout.
+    stream: BatchCut | None = None
 
-        layer, shown: the layer and what it was called with, for the `ValueError` where the leader
-        made none.
-        """
-        if make is not None:
-            self[key] = make()
-        elif key not in self:
-            raise ValueError(
-                f"{layer} got tensors that the lowest layer of its kind on this rank never saw, "
-                f"or not in its last {PLANS_KEPT} calls: {shown()}; sequence length, micro-batch "
-                "size and documents must be the same for all layers of a forward"
-            )
-        self.move_to_end(key)
-        if len(self) > PLANS_KEPT:
-            self.popitem(last=False)
-        return self[key]
+    @property
+    def attention(self) -> BatchCut:
+        """How attention cuts a sequence."""
+        return self.cut or BatchCut(self.burst.layout)
+
+    def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
+        """That of `--burst-mask`, for one sequence of `seq_len` tokens over all ranks or for the
+        documents of a pack. Raises `ValueError` for one that is none."""
+        if self.burst.mask is None:
+            return None
+        layer = MaskLayer(self.number, self.causal, self.window)
+        batch = MaskBatch(seq_len, None if pack is None else pack.documents)
+        return users_mask(self.burst.mask, layer, batch)
+
+    def prepare(
+        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunking, own: Any
+    ) -> Plan:
+        """The plan for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
+        q, k, v = tensors.values()
+        known = self, *(t.shape for t in (q, k, v))
+        keywords = self.burst.keywords() | book.chosen.get(known, {})
+        mask = own
+        if mask is None:
+            mask = Causal() if self.causal else Full()
+            if self.window is not None:
+                mask = mask & Window(*self.window)
+        if pack is not None:
+            mask = mask & pack.mask
+            keywords["layout"] = pack.layout(self.attention, book.groups.size)
+        keywords["mask"], keywords["softmax_scale"] = mask, self.softmax_scale
+        keywords["sequence_chunks"], keywords["row_blocks"] = rows
+        rates = book.rates(self.burst) if keywords.get("algorithm") == "auto" else None
+        prepared = prepare(
+            q,
+            k,
+            v,
+            groups=book.groups,
+            needs_grad=(True, True, True),
+            max_logits=nothing_seen(q) if self.max_logits else None,
+            rates=rates,
+            **keywords,
+        )
+        plan = cast(Plan, prepared)  # of real groups, so this rank's own
+        if plan.choice is not None:
+            book.chosen[known] = plan.choice.call
+        if book.startup is None:
+            more = "" if rates is None else f"; rates of {self.burst.cluster}"
+            if self.burst.mask is not None:
+                more += f"; masks of {self.burst.mask}, called for every layer"
+            if self.stream is not None:
+                more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
+            book.startup = plan.describe() + more
+            book.log(book.startup)
+        elif book.groups.communicators != book.communicators:
+            book.log(book.groups.communicators)
+        book.communicators = book.groups.communicators
+        return plan
 
 
 @dataclass
 class PlanBook:
     """The grid of one context-parallel group and the plans made over it.
 
-    others: the books of groups that hold single micro-batches of the same layers, by their ranks.
+    startup: the line of the first plan of softmax attention; communicators, logged: those of the
+    rings, and further kinds of layers, that have been logged.
+    chosen: what "auto" has become, by kind and shapes. others: the books of groups that hold single
+    micro-batches of the same layers, by their ranks.
     """
 
     groups: Groups
     startup: str | None = None
+    communicators: str = ""
+    logged: set[Hashable] = field(default_factory=set)
+    chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
-    _communicators: str = ""
     _lowest: dict[Hashable, int] = field(default_factory=dict)
-    _plans: LayerPlans[Plan] = field(default_factory=lambda: LayerPlans())
-    _chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
+    _plans: OrderedDict[tuple, Any] = field(default_factory=OrderedDict)
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
+    _rates: Rates | None = None  # of the run's cluster file, once it was read
 
-    def join(self, kind: Hashable, layer_number: int) -> bool:
-        """Register a layer; True if it is the leader of its kind (a `LayerKind`, or what other
-        layers have in its place).
+    def join(self, kind: Kind, layer_number: int) -> bool:
+        """Register a layer; True if it is the leader of its kind.
 
         A rebuilt layer with the leader's number leads too. Thus leadership depends only on the
         order of construction, never on when old models are garbage-collected.
@@ -164,23 +193,52 @@ class PlanBook:
             self.others[ranks] = PlanBook(make_groups())
         return self.others[ranks]
 
+    @contextmanager
+    def refusing(self, leads: bool) -> Iterator[None]:
+        """Inside, a layer's call is checked; if a leader's is refused, ranks whose call was right
+        raise the same ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            if leads:
+                agree(error, self.groups.gather)
+            raise
+
     def plan(
         self,
-        kind: LayerKind,
+        kind: Kind,
         leads: bool,
-        q,
-        k,
-        v,
+        tensors: Tensors,
         pack: Pack | None = None,
         rows: RowChunking = WHOLE,
-    ) -> Plan:
-        """The plan for these tensors; a collective if `leads`, a look-up otherwise."""
-        key = (kind, pack, rows, *((t.shape, t.dtype, t.device.type) for t in (q, k, v)))
-        make = (lambda: self._prepare(kind, q, k, v, pack, rows)) if leads else None
-        return self._plans.of(key, make, "this layer", lambda: (
-            f"query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)}, value {tuple(v.shape)}, "
-            f"documents {pack and pack.documents}"
-        ))  # fmt: skip
+    ) -> Any:
+        """The plan for these tensors; a collective if `leads`, but for layers that run again in
+        backward, a look-up otherwise."""
+        # Private, and what torch's own checkpoint asks: is this thread inside a backward?
+        again = torch._C._current_graph_task_id() != -1
+        with self.refusing(leads and not again):
+            own = kind.own_mask(pack, len(tensors["q"]) * self.groups.size)
+        shapes = tuple((t.shape, t.dtype, t.device.type) for t in tensors.values())
+        # Ranks compare masks by their repr, and functions may return another for every batch.
+        key = kind, pack, rows, None if own is None else repr(own), shapes
+        plan = self._plans.get(key)
+        if plan is not None:
+            if leads and not again:
+                plan.compare()
+        elif leads:
+            plan = self._plans[key] = kind.prepare(self, tensors, pack, rows, own)
+        else:
+            shown = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
+            raise ValueError(
+                f"this layer got tensors that the lowest layer of its kind on this rank never saw, "
+                f"or not in its last {PLANS_KEPT} calls: {shown}, documents "
+                f"{pack and pack.documents}; sequence length, micro-batch size and documents must "
+                "be the same for all layers of a forward"
+            )
+        self._plans.move_to_end(key)
+        if len(self._plans) > PLANS_KEPT:
+            self._plans.popitem(last=False)
+        return plan
 
     def around(self, kind: LayerKind, q, k, v, pack: Pack | None = None) -> Around | None:
         """The exchanges of rows around attention over q, k, v of the stream; None if it has the
@@ -199,10 +257,6 @@ class PlanBook:
         lengths, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
         if lengths is None:
             raise ValueError("packed_seq_params: cu_seqlens_q is None; it says where documents end")
-        self._refuse_cross_attention(total, params)
-        return self._packs.of(total, lengths, padded)
-
-    def _refuse_cross_attention(self, total: int, params: Any) -> None:
         for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
             keys, queries = getattr(params, name), getattr(params, name.replace("_kv", "_q"))
             if keys is None or keys is queries:
@@ -212,56 +266,19 @@ class PlanBook:
                     f"packed_seq_params: {name} differs from that of the queries; cross-attention "
                     "is not split, only self-attention is"
                 )
+        return self._packs.of(total, lengths, padded)
 
-    def _prepare(self, kind: LayerKind, q, k, v, pack: Pack | None, rows: RowChunking) -> Plan:
-        try:
-            mask = kind.mask(pack, q.shape[0] * self.groups.size)
-        except ValueError as error:
-            agree(error, self.groups.gather)  # ranks whose mask was right raise it too
-            raise
-        known = kind, *(t.shape for t in (q, k, v))
-        keywords = kind.burst.keywords()
-        keywords |= self._chosen.get(known, {})
-        keywords["mask"], keywords["softmax_scale"] = mask, kind.softmax_scale
-        if pack is not None:
-            keywords["layout"] = kind.layout(pack, self.groups.size)
-        keywords["sequence_chunks"], keywords["row_blocks"] = rows
-        rates = None
-        if keywords.get("algorithm") == "auto" and kind.burst.cluster is not None:
-            rates = cluster_file.read(kind.burst.cluster).run_rates(self.groups.topology.per_node)
-        prepared = prepare(
-            q,
-            k,
-            v,
-            groups=self.groups,
-            needs_grad=(True, True, True),
-            max_logits=nothing_seen(q) if kind.max_logits else None,
-            rates=rates,
-            **keywords,
-        )
-        plan = cast(Plan, prepared)  # of real groups, so this rank's own
-        if plan.choice is not None:
-            self._chosen[known] = plan.choice.call
-        more = "" if rates is None else f"; rates of {kind.burst.cluster}"
-        if kind.burst.mask is not None:
-            more += f"; masks of {kind.burst.mask}, called for every layer"
-        if kind.stream is not None and self.startup is None:
-            more += exchange_line(self.groups, kind.stream, kind.attention, pack, (q, k, v))
-        self._log(plan, more)
-        return plan
+    def rates(self, burst: BurstConfig) -> Rates | None:
+        """Those of `--burst-cluster`, whose file is read once; None without it."""
+        if burst.cluster is not None and self._rates is None:
+            per_node = self.groups.topology.per_node
+            self._rates = cluster_file.read(burst.cluster).run_rates(per_node)
+        return self._rates
 
-    def _log(self, plan: Plan, more: str) -> None:
-        """The start-up line, and what communicators a later plan has added."""
-        lines = []
-        if self.startup is None:
-            self.startup = plan.describe() + more
-            lines.append(self.startup)
-        elif self.groups.communicators != self._communicators:
-            lines.append(self.groups.communicators)
-        self._communicators = self.groups.communicators
-        if lines and torch.distributed.get_rank() == 0:
-            for line in lines:
-                logging.getLogger("megatron_burst").info(line)
+    def log(self, line: str) -> None:
+        """Log a line about plans, on rank 0."""
+        if torch.distributed.get_rank() == 0:
+            logging.getLogger("megatron_burst").info(line)
 
 
 def nothing_seen(query: torch.Tensor) -> torch.Tensor:

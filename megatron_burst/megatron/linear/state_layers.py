@@ -11,25 +11,18 @@ depends on, and in place of which layers a forward of ours may run.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
-import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from ...autotune import cluster_file
-from ...autotune.rates import Rates
-from ...comm.consensus import agree
 from ...config import OFF, BurstConfig
-from ...layout import Layout
 from ...layout import make as make_layout
 from ...linear_attention.plan import LinearPlan, prepare_linear
-from .. import patching
 from ..attention.core_attention import check_call, check_pack
-from ..attention.groups import book_of, topology_key
-from ..attention.plan_book import LayerPlans, PlanBook
+from ..attention.groups import book_of
+from ..attention.plan_book import PlanBook, RowChunking, Tensors
 from ..checks.config import check_config
 from ..data.cut import ONE_RANK, BatchCut, cut_of_run, group_of
 from ..data.packed import Pack
@@ -50,66 +43,33 @@ class LinearKind:
     cut: BatchCut
     scale: float | None = None  # of queries, None for that of `mb.linear_attention`
 
-    def layout(self, pack: Pack | None, cp_size: int) -> Layout:
-        """Which positions each rank holds, of a sequence or of a pack."""
-        if pack is not None:
-            return pack.layout(self.cut, cp_size)
-        return make_layout(self.cut.name, cp_size=cp_size)
+    def own_mask(self, pack: Pack | None, seq_len: int) -> None:
+        """None: such layers are causal."""
 
-
-@dataclass
-class LinearBook:
-    """The plans of layers that carry states, made over the grid of a `PlanBook`."""
-
-    book: PlanBook
-    startup: dict[LinearKind, str] = field(default_factory=dict)  # the line of each kind of layer
-    _rates: Rates | None = None  # of the run's cluster file, once it was read
-    _plans: LayerPlans[LinearPlan] = field(default_factory=lambda: LayerPlans())
-
-    def plan(
-        self, kind: LinearKind, leads: bool, inputs: dict[str, Any], pack: Pack | None
+    def prepare(
+        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunking, own: None
     ) -> LinearPlan:
-        """The plan for tensors like `inputs` (q, k, v, decay, beta as `mb.linear_attention` takes
-        them); a collective if `leads`, a look-up otherwise."""
-        shapes = tuple((x.shape, x.dtype, x.device.type) for x in inputs.values())
-        key = kind, pack, shapes
-        make = (lambda: self._prepare(kind, inputs, pack)) if leads else None
-        return self._plans.of(key, make, "this layer of linear attention", lambda: (
-            f"{ {name: tuple(x.shape) for name, x in inputs.items()} }, documents "
-            f"{pack and pack.bounds}"
-        ))  # fmt: skip
-
-    def _prepare(self, kind: LinearKind, inputs: dict[str, Any], pack: Pack | None) -> LinearPlan:
-        groups = self.book.groups
-        cluster = kind.burst.cluster if kind.burst.linear == "auto" else None
-        if cluster is not None and self._rates is None:
-            self._rates = cluster_file.read(cluster).run_rates(groups.topology.per_node)
+        """The plan for q, k, v, decay and beta as `mb.linear_attention` takes them."""
+        groups, burst = book.groups, self.burst
+        if pack is None:
+            layout = make_layout(self.cut.name, cp_size=groups.size)
+        else:
+            layout = pack.layout(self.cut, groups.size)
+        rates = book.rates(burst) if burst.linear == "auto" else None
         plan = prepare_linear(
-            **inputs,
-            form=kind.form,
+            **tensors,
+            form=self.form,
             groups=groups,
-            layout=kind.layout(pack, groups.size),
+            layout=layout,
             cu_seqlens=None if pack is None else pack.bounds,
-            algorithm=kind.burst.linear,
-            scale=kind.scale,
-            rates=None if cluster is None else self._rates,
+            algorithm=burst.linear,
+            scale=self.scale,
+            rates=rates,
         )
-        if kind not in self.startup:
-            self.startup[kind] = plan.describe() + (
-                "" if cluster is None else f"; rates of {cluster}"
-            )
-            if torch.distributed.get_rank() == 0:
-                logging.getLogger("megatron_burst").info(self.startup[kind])
+        if self not in book.logged:
+            book.logged.add(self)
+            book.log(plan.describe() + ("" if rates is None else f"; rates of {burst.cluster}"))
         return plan
-
-
-def linear_book(group: Any, key: tuple, book: PlanBook) -> LinearBook:
-    """The plans over the grid of `book`, which is that of a context-parallel group and a
-    topology; kept until `uninstall`."""
-    books = patching.notes().setdefault("linear_books", {})
-    if (group, key) not in books:
-        books[group, key] = LinearBook(book)
-    return books[group, key]
 
 
 class StateCall(TypedDict):
@@ -142,7 +102,6 @@ class StateLayer:
         self.label = max(1, layer_number or 1)
         self.kind = LinearKind(burst, form, sizes, cut_of_run(burst.layout), scale)
         self.book = book_of(config, pg_collection)
-        self.plans = linear_book(pg_collection.cp, topology_key(config), self.book)
         self.leads = self.book.join(self.kind, self.label)
 
     def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
@@ -152,15 +111,9 @@ class StateLayer:
         dtypes and device count. packed_seq_params: as Megatron gives them to the layer, or None.
         Raises `ValueError`, on all ranks if this layer leads.
         """
-        try:
+        with self.book.refusing(self.leads):
             pack = self._pack(len(inputs["q"]), packed_seq_params)
-        except ValueError as error:
-            if self.leads:  # ranks whose call was right raise it too
-                agree(error, self.book.groups.gather)
-            raise
-        return StateCall(
-            plan=self.plans.plan(self.kind, self.leads, inputs, pack), label=self.label
-        )
+        return StateCall(plan=self.book.plan(self.kind, self.leads, inputs, pack), label=self.label)
 
     def _pack(self, rows: int, params: Any) -> Pack | None:
         check_call(AttnMaskType.causal, {}, params, self.kind.cut)

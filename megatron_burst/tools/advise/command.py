@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...autotune import clusters
 from .. import model_arguments
-from ..call_flags import check_png
+from ..call_flags import check_place
 from . import advice, flags, report
 from .search.packed import NAMED
 from .shapes.model import Model
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the advice. Returns the exit status."""
     if arguments.recipe and arguments.json:
         raise ValueError("--recipe and --json print different things: give one of them")
-    check_png(arguments.png)
+    check_place(arguments.png, "--png")
     model, seq = _model(arguments)
     try:
         with progress_shown() as tell:

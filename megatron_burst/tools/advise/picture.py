@@ -136,11 +136,9 @@ def step_of(advice: Advice) -> StepSpans:
 
 
 def draw(advice: Advice, path: Path) -> None:
-    """Write the PNG, and the folders it lies in. ValueError for packed documents, whose rings
-    differ from pack to pack."""
+    """Write the PNG. ValueError for packed documents, whose rings differ from pack to pack."""
     if advice.lengths:
         raise ValueError("--png draws one sequence: leave --packed out, or --png")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with lanes.styled():
         lanes.save(_figure(advice), path, lanes.ALL_SHADES)
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...autotune.gpus import GPUS
+from ..advise.shapes import models
+
 EPILOG = """\
 On all ranks of the cluster, for instance on each of two nodes:
   torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST -m megatron_burst \\
@@ -24,9 +27,6 @@ GPU; the file says so beside each figure.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `calibrate`."""
-    from ...autotune.gpus import GPUS
-    from ..advise.shapes.models import NAMED
-
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
@@ -36,16 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME", help=f"whose published figures stand in for what is not measured: "
         f"{', '.join(GPUS)} (by the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",
-        help=f"whose sizes are measured: {', '.join(NAMED)}, ... (llama3-8b)")  # fmt: skip
+        help=f"whose sizes are measured: {', '.join(models.NAMED)}, ... (llama3-8b)")  # fmt: skip
     add("--per-node", type=int, metavar="N",
         help="ranks of a node (those that share a host name)")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and write. Raises the same ValueError on all ranks."""
-    from .figures import calibrate
+    if not arguments.minutes > 0:
+        raise ValueError(f"--minutes must be above 0, got {arguments.minutes}")
+    model = models.named(arguments.model)
+    if arguments.gpu is not None and arguments.gpu.lower() not in GPUS:
+        raise ValueError(f"--gpu {arguments.gpu}: unknown; one of {', '.join(GPUS)}")
+    from .figures import calibrate  # imports torch, which takes seconds
 
-    return calibrate(arguments)
-
-
-__all__ = ["add_arguments", "run"]
+    calibrate(model, arguments)
+    return 0

@@ -17,9 +17,11 @@ import torch
 from ...autotune import cluster_file
 from ...autotune.clusters import EXCHANGE, LATENCY, NIC, NVLINK, SLOWDOWN, Cluster
 from ...autotune.gpus import GPUS, Gpu, of_device
+from ...cli.doctor import machine
 from ...recompute.host.limits import host_limit
 from ...recompute.host.mover import BYTES, HostMemory, copy_rate
-from ..advise.shapes import models
+from ..advise.shapes.models import Model
+from ..call_flags import check_place
 from . import kernels, layer, links
 from .ranks import Figures, Measured, Ranks, joined, repeated
 
@@ -28,15 +30,12 @@ COPIES = {"cuda": 5, "cpu": 3}  # repeats of a copy to the host
 NOT_MEASURED = "NOT MEASURED: published or assumed"
 
 
-def calibrate(wanted: Namespace) -> int:
+def calibrate(model: Model, wanted: Namespace) -> None:
     """Measure on all ranks, write on the first; wanted: the command's arguments. Raises the same
     ValueError on all of them."""
-    if not wanted.minutes > 0:
-        raise ValueError(f"--minutes must be above 0, got {wanted.minutes}")
-    with joined(wanted.per_node, 60 * wanted.minutes / FIGURES) as ranks:
+    with joined(wanted.per_node, 60 * wanted.minutes / FIGURES, machine.own_device()) as ranks:
         ranks.agree(_fault(wanted) or {"--model": wanted.model, "--minutes": wanted.minutes,
                                        "--gpu": wanted.gpu})  # fmt: skip
-        model = models.named(wanted.model)
         ranks.say(f"{ranks.nodes} nodes of {ranks.per_node} ranks on {ranks.device.type}")
         cluster, notes = measured(ranks, model, wanted)
         fault = None
@@ -49,19 +48,14 @@ def calibrate(wanted: Namespace) -> int:
         ranks.say(f"wrote {wanted.out}: {cluster.described}")
         if lacks := missing(ranks):
             ranks.say(f"not measured: {lacks}")
-    return 0
 
 
 def _fault(wanted: Namespace) -> ValueError | None:
-    """What is wrong with the flags, before anything is measured."""
+    """What is wrong with the flags on this machine, before anything is measured."""
     try:
-        models.named(wanted.model)
-        if wanted.gpu is not None and wanted.gpu.lower() not in GPUS:
-            raise ValueError(f"--gpu {wanted.gpu}: unknown; one of {', '.join(GPUS)}")
         if wanted.gpu is not None and not torch.cuda.is_available():
             raise ValueError(f"--gpu {wanted.gpu}: torch sees no GPU here; leave it out")
-        if not wanted.out.absolute().parent.is_dir():
-            raise ValueError(f"--out {wanted.out}: its folder does not exist")
+        check_place(wanted.out, "--out")
     except ValueError as error:
         return error
     return None
@@ -79,9 +73,7 @@ def missing(ranks: Ranks) -> str:
     return "; ".join(lacks)
 
 
-def measured(
-    ranks: Ranks, model: models.Model, wanted: Namespace
-) -> tuple[Cluster, Mapping[str, str]]:
+def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Mapping[str, str]]:
     """The cluster, and how each figure was found; collective."""
     figures = Figures()
     chunks = kernels.CHUNKS[ranks.device.type]
@@ -142,7 +134,7 @@ def host_links(ranks: Ranks) -> tuple[Measured, Measured]:
     )
 
 
-def _links(figures: Figures, ranks: Ranks, model: models.Model, gpu: Gpu) -> None:
+def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
     """Links that were measured, and what stands in for the others; collective."""
     carried = links.links(ranks, figures)
     if carried is not None:

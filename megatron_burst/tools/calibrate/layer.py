@@ -6,7 +6,7 @@ here. The command measures it on a GPU, from the statistics of the caching alloc
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -22,31 +22,20 @@ from .ranks import Ranks
 ROWS = {"cuda": 8192, "cpu": 128}  # of a rank
 
 
-class MemoryMeter(Protocol):
-    """Measures the peak bytes of tensors since `begin`, less those that existed then."""
-
-    def begin(self) -> None: ...
-
-    def peak(self) -> int: ...
+Peak = Callable[[Callable[[], object]], int]  # the peak bytes of tensors that a call makes
 
 
-class CudaMeter:
+def cuda_peak(call: Callable[[], object]) -> int:
     """By the statistics of CUDA's caching allocator."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.before = device, 0
-
-    def begin(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self.before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - self.before
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
-def peaks(ranks: Ranks, model: Model, meter: MemoryMeter) -> tuple[float, float]:
+def peaks(ranks: Ranks, model: Model, peak_of: Peak) -> tuple[float, float]:
     """(measured, as the account has it): the peak bytes of one call, forward and backward, of the
     rank with the highest peak. Collective.
 
@@ -63,9 +52,7 @@ def peaks(ranks: Ranks, model: Model, meter: MemoryMeter) -> tuple[float, float]
         attention(*leaves, groups=ranks.groups, algorithm="burst").backward(dout)
 
     call()
-    meter.begin()
-    call()
-    return max(ranks.each(float(meter.peak()))), accounted(model, run_of(ranks))
+    return max(ranks.each(float(peak_of(call)))), accounted(model, run_of(ranks))
 
 
 def run_of(ranks: Ranks) -> Settings:
@@ -89,7 +76,7 @@ def compared(ranks: Ranks, model: Model) -> str:
     """A line on how they compare, for the cluster file; on a GPU only. Collective."""
     if not ranks.cuda:
         return ""
-    measured, account = peaks(ranks, model, CudaMeter(ranks.device))
+    measured, account = peaks(ranks, model, cuda_peak)
     free, total = torch.cuda.mem_get_info(ranks.device)
     others = max(ranks.each(float(total - free - torch.cuda.memory_reserved(ranks.device))))
     return (

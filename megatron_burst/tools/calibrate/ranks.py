@@ -122,23 +122,26 @@ class Ranks:
     def rounds(self, once: Callable[[], float]) -> list[float]:
         """Seconds of repeats that all ranks begin together, by the slowest rank; the first repeat
         does not count. The same on every rank. once: seconds of one, 0 on a rank that rests."""
-        took: list[float] = []
-        for turn in range(1 + REPEATS[1]):
-            self.each(0.0)
-            slowest = max(self.each(once()))
-            if turn:
-                took.append(slowest)
-            if len(took) >= REPEATS[0] and sum(took) > self.seconds:
-                break
-        return took
+        return self._repeated(lambda: self._together(once))
+
+    def slowest(self, call: Callable[[], object]) -> float:
+        """Seconds of a call that all ranks begin together, by the slowest rank."""
+        return self._together(lambda: seconds(call, self.device))
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
         """Seconds of repeats on this rank alone; the first one, which may compile, does not
         count."""
-        seconds(call, self.device)
+        return self._repeated(lambda: seconds(call, self.device))
+
+    def _together(self, once: Callable[[], float]) -> float:
+        self.each(0.0)
+        return max(self.each(once()))
+
+    def _repeated(self, once: Callable[[], float]) -> list[float]:
+        once()
         took: list[float] = []
         while len(took) < REPEATS[0] or (sum(took) < self.seconds and len(took) < REPEATS[1]):
-            took.append(seconds(call, self.device))
+            took.append(once())
         return took
 
     def locally(self, what: str, measure: Callable[[], Sequence[float]]) -> list[list[float]]:
@@ -150,8 +153,7 @@ class Ranks:
         try:
             figures = measure()
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            fault = ValueError(f"{what}: {type(error).__name__}: {first[:200]}")
+            fault = ValueError(f"{what}: {first_line(error)}")
         self.agree(fault or {"figures": len(figures)})
         header = torch.tensor(figures, dtype=torch.float64)
         return [one.tolist() for one in self.groups.gather(header)]
@@ -175,18 +177,21 @@ def worst(of_ranks: Sequence[Sequence[float]]) -> float:
     )  # fmt: skip
 
 
+def first_line(error: Exception) -> str:
+    """An error with the beginning of what it says."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
 @contextmanager
-def joined(per_node: int | None, budget: float) -> Iterator[Ranks]:
+def joined(per_node: int | None, budget: float, device: torch.device) -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     per_node: ranks of a node, None for those that share a host; budget: seconds that one figure may
-    take. Raises ValueError on all ranks alike where they are no nodes of equal size.
+    take; device: of this rank. Raises ValueError on all ranks alike where they are no nodes of
+    equal size.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", machine.local_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if machine.launched():
         dist.init_process_group(backend, timeout=LIMIT)
     else:

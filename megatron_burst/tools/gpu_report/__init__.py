@@ -20,7 +20,7 @@ from torch.cuda import nccl
 from ...cli.doctor import installed, library, machine, report
 from ...cli.doctor.report import Finding, note, ok, status
 from ...kernels.flash_packages import PACKAGES as FLASH
-from . import accuracy, document, overlap, times
+from . import accuracy, document, times
 
 FORMAT = 1  # of the JSON
 
@@ -33,10 +33,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     """
     writes = machine.rank() == 0
     check(path if writes else None, device_name)
-    device = torch.device(device_name)
-    if device.type == "cuda":
-        torch.cuda.set_device(machine.local_rank())
-        device = torch.device("cuda", machine.local_rank())
+    device = machine.own_device() if device_name == "cuda" else torch.device("cpu")
     shown = report.Report(as_json=False)
     limit = machine.variables().get("CUDA_DEVICE_MAX_CONNECTIONS")
     facts: document.Facts = {
@@ -44,7 +41,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
         "gpus": machine.gpus() if device.type == "cuda" else [], "versions": versions(device),
         "accuracy": [], "times": [], "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": limit},
     }  # fmt: skip
-    measuring = overlap.measured(device, facts["overlap"])
+    measuring = times.overlap(device, facts["overlap"])
     if not writes:
         list(measuring)
         return 0  # whatever the findings: torchrun would end rank 0, which reports them

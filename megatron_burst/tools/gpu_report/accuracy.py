@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import masks
-from ...attention import attention
+from ...cli.doctor.kernels import dense, ring_of_two
 from ...cli.doctor.report import Finding, note, ok, problem
-from ...cli.doctor.rings import dense
-from ...comm.groups import Groups
 from ...kernels.registry import KERNELS, make
 
 BOUND = 3.0
@@ -91,7 +89,7 @@ def ratio(record: Record) -> float:
 
 def _judged(name: Any, case: Case, side: Any, inputs: Sequence[torch.Tensor], truth: Any) -> Record:
     try:
-        return {"errors": _errors(_ring(name, case.mask, side, inputs), truth)}
+        return {"errors": _errors(ring_of_two(name, case.mask, side, inputs), truth)}
     except ValueError as reason:  # it does not fit here, and says so
         text = str(reason).removeprefix("rank 0: ")
         return {"refused": text.split(";")[0].splitlines()[0]}
@@ -137,24 +135,3 @@ def _stock(inputs: Sequence[torch.Tensor], seen: torch.Tensor) -> list[torch.Ten
     out, dq, dk, dv = (x.detach().permute(2, 0, 1, 3) for x in (out, *grads))
     dk, dv = (x.float().unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
     return [out, dq, dk, dv]
-
-
-def _ring(
-    kernel: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """out, dq, dk, dv of two ranks: of four equal pieces the first holds 0 and 3, as zigzag has
-    it."""
-    pieces = [x.chunk(4) for x in inputs]
-    *qkv, douts = ([torch.cat([p[0], p[3]]), torch.cat([p[1], p[2]])] for p in pieces)
-    for shards in qkv:
-        for x in shards:
-            x.requires_grad_()
-    groups = Groups.in_process(intra=2)
-    outs = attention(*qkv, groups=groups, layout="zigzag", mask=mask, kernel=kernel, side=side)
-    torch.autograd.backward(outs, douts)
-    results = [[x.detach() for x in outs], *([x.grad for x in shards] for shards in qkv)]
-    whole = []
-    for first, second in results:
-        (a, d), (b, c) = first.chunk(2), second.chunk(2)
-        whole.append(torch.cat([a, b, c, d]))
-    return whole

@@ -16,7 +16,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -26,11 +26,11 @@ from ...cli.console import wrapped
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
-from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
+from ..advise.account.fitting import best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.shapes import models
-from ..call_flags import check_png
+from ..call_flags import check_place
 
 EPILOG = """\
 K and M after a number of tokens are 1,024 and 1,048,576. Without --tp the size is chosen that takes
@@ -56,11 +56,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND", help="a Megatron command")
 
 
+class Found(NamedTuple):
+    """What is shown: the account of a run, the cluster it is on, and what limits the longest
+    sequence, None where that was not asked for."""
+
+    account: Account
+    cluster: clusters.Cluster
+    binds: str | None
+
+    @property
+    def left(self) -> MemoryLeft:
+        return fit(self.account, self.cluster)
+
+    def time(self) -> StepTime | str:
+        """The time of a step; or why none is predicted: rings need equally many ranks on each
+        node."""
+        try:
+            return step_time(self.account.model, self.cluster, self.account.run)
+        except ValueError as error:
+            return str(error)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the account. Returns the exit status."""
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
-    check_png(arguments.png)
+    check_place(arguments.png, "--png")
     cluster, model, base, chosen = _read(arguments)
     runs = [base] if chosen else list(layouts_of(model, cluster, base))
     if not runs:
@@ -69,34 +90,20 @@ def run(arguments: argparse.Namespace) -> int:
             f"--pp {base.pp} fits; give --tp and --cp"
         )
     if arguments.longest:
-        found = best(model, cluster, runs)
-        shown = account(model, found.run)
+        longest = best(model, cluster, runs)
+        found = Found(account(model, longest.run), cluster, longest.binds)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
-        shown, found = min(accounts, key=lambda one: one.peak.bytes), None
-    left = fit(shown, cluster)
-    time = _time(model, cluster, shown.run)
+        found = Found(min(accounts, key=lambda one: one.peak.bytes), cluster, None)
     if arguments.png is not None:
         from . import picture
 
-        picture.draw(shown, cluster, arguments.png)
+        picture.draw(found.account, cluster, arguments.png)
     if arguments.json:
-        print(json.dumps(facts(shown, cluster, left, time, _binds(found)), indent=1))
+        print(json.dumps(facts(found), indent=1))
     else:
-        show(shown, cluster, left, time, _binds(found))
-    return 0 if left.fits else 1
-
-
-def _time(model: models.Model, cluster: clusters.Cluster, run: settings.Settings) -> StepTime | str:
-    """The time of a step; or why none is predicted: rings need equally many ranks on each node."""
-    try:
-        return step_time(model, cluster, run)
-    except ValueError as error:
-        return str(error)
-
-
-def _binds(found: Longest | None) -> str | None:
-    return None if found is None else found.binds
+        show(found)
+    return 0 if found.left.fits else 1
 
 
 def _read(
@@ -146,16 +153,11 @@ def _groups(
 # --- what is printed ---------------------------------------------------------------------------
 
 
-def show(
-    found: Account,
-    cluster: clusters.Cluster,
-    left: MemoryLeft,
-    time: StepTime | str,
-    binds: str | None,
-) -> None:
+def show(found: Found) -> None:
     """Print the peak by item, what is left, and the time of a step."""
-    console, run, peak = wrapped(), found.run, found.peak
-    console.print(Text(_headline(found, cluster)))
+    (shown, cluster, binds), left = found, found.left
+    console, run, peak = wrapped(), shown.run, shown.peak
+    console.print(Text(_headline(shown, cluster)))
     table = Table(box=None, pad_edge=False)
     table.add_column("item")
     table.add_column("bytes per GPU", justify="right")
@@ -165,9 +167,9 @@ def show(
     table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
     table.add_row(f"there is, less {byte_size(cluster.reserve)} for others",
                   byte_size(cluster.room), "")  # fmt: skip
-    for item, size in found.host.items():
+    for item, size in shown.host.items():
         table.add_row(Text(f"host: {item}"), byte_size(size), "")
-    if found.host_bytes:
+    if shown.host_bytes:
         table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
     console.print(table)
     if binds is not None:
@@ -175,8 +177,8 @@ def show(
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
     else:
-        console.print(Text(does_not_fit(found, cluster, settings.flag_of), style="bold red"))
-    console.print(Text(_step(time, cluster)))
+        console.print(Text(does_not_fit(shown, cluster, settings.flag_of), style="bold red"))
+    console.print(Text(_step(found.time(), cluster)))
     console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
 
 
@@ -191,28 +193,22 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
     )
 
 
-def facts(
-    found: Account,
-    cluster: clusters.Cluster,
-    left: MemoryLeft,
-    time: StepTime | str,
-    binds: str | None,
-) -> dict[str, Any]:
+def facts(found: Found) -> dict[str, Any]:
     """The same as plain data: bytes, seconds."""
-    run = found.run
+    (shown, cluster, binds), time, run = found, found.time(), found.account.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
     return {
-        "model": found.model.name,
+        "model": shown.model.name,
         "seq": run.seq,
         "groups": groups,
-        "peak": {"bytes": found.peak.bytes, "phase": found.peak.phase,
-                 "items": dict(found.peak.items)},
-        "phases": [{"phase": p.phase, "bytes": p.bytes} for p in found.peaks],
-        "host": dict(found.host),
+        "peak": {"bytes": shown.peak.bytes, "phase": shown.peak.phase,
+                 "items": dict(shown.peak.items)},
+        "phases": [{"phase": p.phase, "bytes": p.bytes} for p in shown.peaks],
+        "host": dict(shown.host),
         "room": cluster.room,
         "host_room": round(cluster.host_per_rank),
-        "fits": left.fits,
-        "not_counted": list(found.model.uncounted),
+        "fits": found.left.fits,
+        "not_counted": list(shown.model.uncounted),
         "binds": binds,
         "seconds": None if isinstance(time, str) else time.seconds,
         "mfu": None if isinstance(time, str) else time.mfu,

@@ -1,7 +1,7 @@
 """`megatron-burst show`: draw masks, layouts, schedules and scans of states, as text or as PNG.
 
-This module holds the flags and the size limits. `scene`, `passes`, `packs` and `scans` compute what
-is drawn; `text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
+This module holds the flags and the size limits. `scene`, `packs` and `scans` compute what is drawn;
+`text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
 draw.
 """
 
@@ -19,10 +19,9 @@ from .. import call_flags
 from ..call_flags import check_positive
 from . import language
 from .packs import PackScene, pack_scene
-from .passes import schedule_scene
 from .scans import add_flags as add_scan
 from .scans import scan_scene
-from .scene import LayoutScene, MaskScene, Shards
+from .scene import LayoutScene, MaskScene, Shards, schedule_scene
 from .words import Scene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.png.suffix != ".png":
         raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
-    call_flags.check_png(arguments.png)
+    call_flags.check_place(arguments.png, "--png")
     from . import pictures
 
     pictures.draw(scene, arguments.png, rank)

@@ -16,9 +16,8 @@ from ..lanes import box
 from . import timeline, words
 from .colours import GREY, INK, PAPER, RULE, WARN, channels, mixed, of_document, of_rank
 from .packs import PADDING, Holding, PackScene
-from .passes import ScheduleScene
 from .scans import ScanScene
-from .scene import LayoutScene, MaskScene
+from .scene import LayoutScene, MaskScene, ScheduleScene
 
 
 def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:

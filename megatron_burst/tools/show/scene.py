@@ -1,23 +1,34 @@
-"""The content of pictures of masks and layouts, read from those that run; `passes` has schedules.
+"""The content of pictures of masks, layouts and schedules, read from those that run.
 
-A scene holds numbers only; `text`, `png` and `timeline` decide how they look.
+A scene holds numbers only; `text`, `pictures` and `timeline` decide how they look. Of a schedule
+this module decides what counts as left out, what a rank holds, and which choices go together; the
+schedule comes from `cost`, as that of a plan does.
 
 Shape letters: G ranks, S positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ...layout import Layout, Span
-from ...masks import Mask
+from ...masks import Cover, Mask
 from ...schedule import cost
-from ...schedule.demand import Wanted, wanted
+from ...schedule.algorithms import ALGORITHMS
+from ...schedule.bundles import spans_of
+from ...schedule.demand import Wanted, everything, wanted
 from ...schedule.rings import Schedule
+from ...schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
+
+KINDS = {"kv": "", "query": "", "dkv": "gradient", "dquery": "gradient", "out": "partial output"}
+COUNTED = 99  # rows of a chunk up to which a share is told in rows
+Kind = tuple[str, str]  # link class, and what a hop carries in the words of `KINDS`
 
 
 @dataclass(frozen=True)
@@ -109,3 +120,262 @@ class LayoutScene:
 
     rows: tuple[Shards, ...]
     best: str | None  # the name of the layout with the least imbalance; None if not asked for
+
+
+class Cell(NamedTuple):
+    """One of the pairs that a rank computes at a step."""
+
+    pair: Pair
+    cover: Cover  # of its rows, by the visible position pairs
+    share: float  # of the position pairs of the busiest (rank, step)
+    kept: bool  # its travelling chunk was kept from forward
+
+
+class Total(NamedTuple):
+    """Hops of one kind over all ranks: those made, and those if every rank saw everything."""
+
+    hops: int = 0
+    bytes: int = 0
+    hops_of_all: int = 0
+    bytes_of_all: int = 0
+
+
+@dataclass(frozen=True)
+class ScheduleScene:
+    """One pass, from boundary to boundary."""
+
+    shards: Shards
+    plan: Schedule
+    sizes: cost.Sizes
+    backward: bool
+
+    @property
+    def size(self) -> int:
+        return self.plan.grid.size
+
+    @cached_property
+    def steps(self) -> int:
+        """How many there are before the draining."""
+        return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
+
+    @cached_property
+    def end(self) -> int:
+        """The boundary by which the last hop has landed and the last pair is computed."""
+        return max([self.steps, *(hop.land for hop in self.hops)])
+
+    # --- what is computed ------------------------------------------------------------------
+
+    def owner(self, rank: int, pair: Pair) -> int:
+        """Whose chunk `rank` had to be sent for this pair; of two, the keys'."""
+        return pair.key if pair.key != rank else pair.query
+
+    def cells(self, rank: int, step: int) -> list[Cell]:
+        """What `rank` computes at `step`; nothing if it waits."""
+        return self._cells.get((rank, step), [])
+
+    def most(self, rank: int) -> int:
+        """How many pairs `rank` computes at one step, at most."""
+        return max((len(self.cells(rank, step)) for step in range(self.steps)), default=0)
+
+    @cached_property
+    def _counts(self) -> list[tuple[int, int, Pair, int]]:
+        """Rank, step, pair, and how many visible position pairs it has."""
+        columns = (column.tolist() for column in self.plan.tables.pairs)
+        rows = [(rank, step, Pair(*pair)) for rank, step, *pair in zip(*columns, strict=True)]
+        return [(rank, step, pair, self._visible(pair)) for rank, step, pair in rows]
+
+    @cached_property
+    def _cells(self) -> dict[tuple[int, int], list[Cell]]:
+        most, cells = max(int(self._work.max()), 1), defaultdict(list)
+        kept = [self.plan.kept_chunks(rank) for rank in range(self.size)]
+        for rank, step, pair, count in self._counts:
+            stays = any(c.owner == pair.key and c.rows & pair.key_rows for c in kept[rank])
+            cells[rank, step].append(Cell(pair, self._cover(pair, count), count / most, stays))
+        return dict(cells)
+
+    def _visible(self, pair: Pair) -> int:
+        """The number of visible position pairs of its rows."""
+        query, key, *rows = pair
+        if rows == [ALL, ALL]:
+            return int(self.shards.pairs[query, key])
+        tables, spans = self.plan.tables, self.shards.spans
+        queries = spans_of(tables.queries.ranges(query, rows[0]), spans[query])
+        keys = spans_of(tables.keys.ranges(key, rows[1]), spans[key])
+        return cost.visible_pairs(self.shards.mask, queries, keys)
+
+    def _cover(self, pair: Pair, count: int) -> Cover:
+        rows = self.rows(Chunk("query", *pair[::2]))[0] * self.rows(Chunk("kv", *pair[1::2]))[0]
+        return Cover.EMPTY if not count else Cover.FULL if count == rows else Cover.PARTIAL
+
+    # --- what travels ----------------------------------------------------------------------
+
+    def rows(self, chunk: Chunk) -> tuple[int, int]:
+        """How many rows of how many of its owner's."""
+        bundles, owner = self.plan.tables.bundles(chunk.family), np.array([chunk.owner] * 2)
+        rows, of = bundles.rows_of(owner, np.array([chunk.rows, ALL])).tolist()
+        return rows, of
+
+    def parts(self, pair: Pair) -> list[str]:
+        """The shares of its chunks that take part; nothing for whole ones."""
+        chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
+        return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
+
+    def partial(self, chunk: Chunk) -> bool:
+        """Are there rows of its owner's that it lacks?"""
+        rows, of = self.rows(chunk)
+        return rows < of
+
+    def ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Its rows as (first, stop) in its owner's shard, in their order there."""
+        return sorted(self.plan.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows))
+
+    def bytes(self, chunk: Chunk) -> int:
+        """Bytes of one message."""
+        return self.rows(chunk)[0] * getattr(self.plan.row_bytes, chunk.family)
+
+    @cached_property
+    def hops(self) -> list[Hop]:
+        return list(self.plan.tables.transfers.hops(self.plan.grid))
+
+    @cached_property
+    def families(self) -> list[str]:
+        """Those that travel, also where everything is visible."""
+        travelling = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
+        return [family for family in FAMILIES if family in travelling]
+
+    @cached_property
+    def _full(self) -> ScheduleScene:
+        """The same pass where every rank sees everything and keeps nothing."""
+        rows = everything(self.size, self.shards.lengths[0])
+        return replace(self, plan=replace(self.plan, wanted=rows, kept=0))
+
+    @cached_property
+    def left_out(self) -> list[Hop]:
+        """The hops that the schedule would also make if every pair of shards were visible.
+
+        None where the rows that are seen let the algorithm take other ways: no hop is then the same
+        hop with fewer rows.
+        """
+        made = {_way(hop) for hop in self.hops}
+        missing = [hop for hop in self._full.hops if _way(hop) not in made]
+        return missing if len(missing) + len(made) == len(self._full.hops) else []
+
+    @property
+    def totals(self) -> dict[Kind, Total]:
+        """The hops and bytes by link class and by what they carry."""
+        sums: dict[Kind, Counter[str]] = defaultdict(Counter)
+        for scene, of in ((self, ""), (self._full, "_of_all")):
+            for hop in scene.hops:
+                sums[kind_of(hop)].update({f"hops{of}": 1, f"bytes{of}": scene.bytes(hop.chunk)})
+        return {kind: Total(**sums[kind]) for kind in sorted(sums, key=in_order)}
+
+    @property
+    def once_per_node(self) -> int:
+        """Bytes between nodes if each row, and each row of its gradient, crosses once for every
+        other node whose ranks want it."""
+        bundles, grid = self.plan.travelling, self.plan.grid
+        nodes = np.logical_or.reduce(bundles.wanted.reshape(-1, *grid), axis=2)
+        nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
+        side, each = self.plan.side, self.plan.row_bytes
+        row = getattr(each, side) * (self.plan.kept == 0) + getattr(each, "d" + side)
+        return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
+
+    def released(self, rank: int) -> dict[int, list[Chunk]]:
+        """Boundary: chunks of others that `rank` has no more use for."""
+        return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes of copies of others' chunks, on their way or there, that a rank has at most."""
+        return max((self._held(rank) for rank in range(self.size)), default=0)
+
+    def _held(self, rank: int) -> int:
+        # A buffer is taken where its message starts.
+        levels = [sum(map(self.bytes, self.plan.kept_chunks(rank)))]
+        for boundary in self.plan.program(rank):
+            arriving = (h.chunk for h in boundary.posts if h.dst == rank)
+            taken = sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
+            levels.append(levels[-1] - sum(map(self.bytes, boundary.release)) + taken)
+        return max(levels)
+
+    # --- work ------------------------------------------------------------------------------
+
+    @property
+    def computed(self) -> int:
+        """The number of the G x G pairs of shards with a visible position pair."""
+        return int((self.shards.pairs > 0).sum())
+
+    @cached_property
+    def _work(self) -> np.ndarray:
+        """int64 [steps, G]: visible position pairs."""
+        work = np.zeros((self.steps, self.size), dtype=np.int64)
+        for rank, step, _, count in self._counts:
+            work[step, rank] += count
+        return work
+
+    @property
+    def work(self) -> list[int]:
+        """Visible pairs that each rank computes."""
+        return self._work.sum(axis=0).tolist()
+
+    @property
+    def imbalance(self) -> float:
+        """As `cost.imbalance`, over the steps of this schedule."""
+        total = int(self._work.sum())
+        return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
+
+
+def share(rows: int, of: int) -> str:
+    """Which part of a chunk so many rows are; nothing for all of it."""
+    if rows == of:
+        return ""
+    return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
+
+
+def kind_of(hop: Hop) -> Kind:
+    """Its link class and what it carries."""
+    return hop.link, KINDS[hop.chunk.family]
+
+
+def in_order(kind: Kind) -> tuple[str, bool]:
+    """The key by which kinds of hops are sorted."""
+    return kind[1], kind[0] != "intra"
+
+
+def _way(hop: Hop) -> tuple[str, int, int, int, int]:
+    return *hop.chunk[:2], hop.src, hop.dst, hop.post
+
+
+def schedule_scene(
+    shards: Shards,
+    grid: Grid,
+    sizes: cost.Sizes,
+    algorithm: str = "burst",
+    *,
+    backward: bool = False,
+    side: str = "auto",
+    route: str = "auto",
+    kv_cache: float = 0.0,
+) -> ScheduleScene:
+    """The scene of one pass; "auto" is resolved by bytes, as for a plan. Raises ValueError for
+    choices that do not go together."""
+    if not backward and (side != "auto" or kv_cache):
+        raise ValueError("--side and --kv-cache apply to backward; add --backward")
+    if not 0 <= kv_cache <= 1:
+        raise ValueError(f"--kv-cache must be in 0..1, got {kv_cache}")
+    if kv_cache and side == "query":
+        raise ValueError("--kv-cache: with side query no keys travel; use --side kv")
+    keep_none = [name for name, each in ALGORITHMS.items() if not each.keeps]
+    if kv_cache and algorithm in keep_none:
+        raise ValueError(
+            f"--kv-cache: {algorithm} computes elsewhere in backward than in forward and keeps no "
+            "keys; leave out --kv-cache or take another --algorithm than "
+            f"{', '.join(keep_none)}"
+        )
+    call = algorithm, grid, shards.wanted, sizes
+    if backward:
+        kept = round(kv_cache * (grid.size - 1))
+        plan = cost.backward_schedule(*call, side=side, route=route, kept=kept)
+    else:
+        plan = cost.forward_schedule(*call, route=route)
+    return ScheduleScene(shards, plan, sizes, backward)

@@ -20,9 +20,8 @@ from ...units import byte_size
 from . import words
 from .colours import of_document, of_rank
 from .packs import PADDING, Holding, PackScene
-from .passes import Cell, ScheduleScene, share
 from .scans import ScanScene
-from .scene import LayoutScene, MaskScene
+from .scene import Cell, LayoutScene, MaskScene, ScheduleScene, share
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"

@@ -23,7 +23,7 @@ from ...schedule.tables import Chunk, Hop
 from ...units import byte_size
 from ..lanes import ArrowLook, ArrowPlace, arrow, box, dashed_arrow, headed, inches
 from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
-from .passes import Cell, Kind, ScheduleScene, kind_of, share
+from .scene import Cell, Kind, ScheduleScene, in_order, kind_of, share
 from .words import FAMILIES, LETTERS, caption, name_of, subtitle, title
 
 UNIT = 0.3  # inches of the height of a box with one pair
@@ -51,7 +51,7 @@ class _HopLanes:
         by_rank: dict[tuple[int, Kind], list[Hop]] = defaultdict(list)
         for hop in hops:
             by_rank[hop.src, kind_of(hop)].append(hop)
-        kinds = sorted({kind for _, kind in by_rank}, key=lambda k: (k[1], k[0] != "intra"))
+        kinds = sorted({kind for _, kind in by_rank}, key=in_order)
         for rank in ranks:
             names, first = {}, 0
             for kind in kinds:

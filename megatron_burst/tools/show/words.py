@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from ...schedule.tables import Chunk, Grid
 from ...units import byte_size
 from .packs import Holding, PackScene
-from .passes import KINDS, ScheduleScene
 from .scans import ScanScene
-from .scene import LayoutScene, MaskScene, Shards
+from .scene import KINDS, LayoutScene, MaskScene, ScheduleScene, Shards
 
 Scene = MaskScene | LayoutScene | PackScene | ScanScene | ScheduleScene
 LONGEST = 60  # characters of a mask in a title

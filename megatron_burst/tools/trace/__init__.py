@@ -15,6 +15,7 @@ from .. import call_flags
 from . import record
 
 RANKS = 16  # the most processes that this command starts
+SIZES = ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_chunks")
 
 EPILOG = """\
 examples:
@@ -57,7 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Record or read a trace, and write the files asked for. Raises ValueError for bad flags."""
     if not (arguments.png or arguments.chrome):
         raise ValueError("say what to write: --png FILE or --chrome FILE")
-    call_flags.check_png(arguments.png)
+    call_flags.check_place(arguments.png, "--png")
+    call_flags.check_place(arguments.chrome, "--chrome")
     trace = record.load(arguments.events) if arguments.events else _run(arguments)
     if arguments.chrome:
         record.save(trace, arguments.chrome)
@@ -70,10 +72,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> record.Trace:
-    from . import local
-
-    call_flags.check_positive(arguments, local.SIZES)
+    call_flags.check_positive(arguments, SIZES)
     ranks = arguments.nodes * arguments.ranks_per_node
     if ranks > RANKS:
         raise ValueError(f"--nodes x --ranks-per-node: at most {RANKS} processes, got {ranks}")
+    from . import local  # imports torch, which takes seconds
+
     return local.run(arguments)

@@ -26,9 +26,6 @@ from ...comm.groups import Groups
 from ...planning.prepare import prepare
 from .record import PASS, Trace, TraceEvent, events_of
 
-# Flags of the command that are sizes of the call, which is causal, fp32, batch 1, zigzag.
-SIZES = ("nodes", "ranks_per_node", "tokens", "heads", "kv_heads", "width", "head_chunks")
-
 
 def title(call: Namespace) -> str:
     """The call in words."""

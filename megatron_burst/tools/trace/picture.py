@@ -26,8 +26,7 @@ SHORTEST = 5e-5  # seconds of a bar, so that it is seen
 
 
 def draw(trace: Trace, path: Path) -> None:
-    """Write the PNG of a trace, and the folders it lies in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the PNG of a trace."""
     with lanes.styled():
         lanes.save(_figure(trace), path, lanes.ALL_SHADES)
 

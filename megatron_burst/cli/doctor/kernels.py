@@ -1,0 +1,142 @@
+"""Local-attention kernels, run on a ring of two ranks in this process and compared with a truth.
+
+The doctor compares each with the reference; its GPU report with the dense formula in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ... import masks
+from ...attention import attention
+from ...comm.groups import Groups
+from ...kernels.registry import KERNELS, make
+from .report import Finding, note, ok, problem
+
+# The largest error of a kernel that rounding explains, relative to its largest result.
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LENGTH, HEADS, WIDTH = 400, (4, 2, 2, 4), 128  # of q, k, v and the gradient of the result
+MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
+
+
+def kernels() -> Iterator[Finding]:
+    """Each local-attention kernel, run forward and backward on this machine's device, and the
+    kernels that "auto" selects.
+
+    The case has grouped heads, a length that is no power of two, and travelling queries, none of
+    which torch's own operators are tested with.
+    """
+    cuda = torch.cuda.is_available()
+    device, dtype = (
+        torch.device("cuda" if cuda else "cpu"),
+        torch.bfloat16 if cuda else torch.float32,
+    )
+    draw, right = torch.Generator().manual_seed(0), {}
+    inputs = [torch.randn(LENGTH, 1, h, WIDTH, generator=draw).to(device, dtype) for h in HEADS]
+    for name in KERNELS:
+        outcomes = [_outcome(name, mask, inputs) for mask in MASKS.values()]
+        right[name] = [isinstance(each, float) and each <= ERROR[dtype] for each in outcomes]
+        yield _kernel(name, device, outcomes, ERROR[dtype])
+    q, k, v, _ = inputs
+    taken = [make("auto", q, k, v, mask=mask).name for mask in MASKS.values()]
+    words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
+    broken = {name for i, name in enumerate(taken) if not right[name][i]}
+    if broken:
+        others = [name for name, each in right.items() if all(each)]
+        yield problem(
+            "kernel auto",
+            f"takes {words}, but {', '.join(sorted(broken))} does not work here",
+            f"--burst-kernel {' or '.join(others) or 'reference'}",
+        )
+    else:
+        yield ok("kernel auto", f"takes {words}")
+
+
+def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> float | Exception:
+    """The largest error of a kernel's results beside the reference, or the exception with which it
+    failed."""
+    try:
+        both = [ring_of_two(each, mask, "query", inputs) for each in (name, "reference")]
+    except Exception as failure:
+        return failure
+    return max(error(result, right) for result, right in zip(*both, strict=True))
+
+
+def _kernel(
+    name: str, device: torch.device, outcomes: Sequence[float | Exception], bound: float
+) -> Finding:
+    """A kernel with wrong results is a problem; one that cannot run is only a note."""
+    topic = f"kernel {name}"
+    for off in outcomes:
+        if isinstance(off, float) and off > bound:
+            what = f"its results are off by {off:.1g} of the largest"
+            return problem(
+                topic, f"computes wrongly on {device.type}: {what}", "take another kernel"
+            )
+    causal, window = outcomes
+    if isinstance(causal, Exception):
+        reason = str(causal).split(";")[0].splitlines()[0]
+        return note(topic, f"not usable on {device.type}: {reason}")
+    windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
+    return ok(
+        topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
+    )
+
+
+def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
+    """The largest difference relative to the largest value of what is exact, or of the `whole` that
+    it is a part of; inf where a result is not finite."""
+    largest = (exact if whole is None else whole).double().abs().max()
+    off = ((result.double() - exact.double()).abs().max() / largest).item()
+    return off if math.isfinite(off) else math.inf
+
+
+def ring_of_two(
+    kernel: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """out, dq, dk, dv of two ranks in this process: of four equal pieces the first holds 0 and 3,
+    as zigzag has it."""
+    pieces = [x.chunk(4) for x in inputs]
+    *qkv, douts = ([torch.cat([p[0], p[3]]), torch.cat([p[1], p[2]])] for p in pieces)
+    for shards in qkv:
+        for x in shards:
+            x.requires_grad_()
+    groups = Groups.in_process(intra=2)
+    outs = attention(*qkv, groups=groups, layout="zigzag", mask=mask, kernel=kernel, side=side)
+    torch.autograd.backward(outs, douts)
+    results = [[x.detach() for x in outs], *([x.grad for x in shards] for shards in qkv)]
+    whole = []
+    for first, second in results:
+        (a, d), (b, c) = first.chunk(2), second.chunk(2)
+        whole.append(torch.cat([a, b, c, d]))
+    return whole
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
+) -> list[torch.Tensor]:
+    """Attention and its gradients as a dense matrix, by formula, in float64, a head at a time: out,
+    dq, dk, dv. It shares no code with what it judges.
+
+    q, dout [s, 1, h, d]; k, v [t, 1, heads, d], where heads divides h; seen, bool [s, t]: which
+    pairs attend, in each row at least one. Scores are divided by sqrt(d).
+    """
+    results = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
+    out, dq, dk, dv = results
+    scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
+    for head in range(q.shape[2]):
+        shared = head // group
+        query, upper = q[:, 0, head].double(), dout[:, 0, head].double()
+        keys, values = k[:, 0, shared].double(), v[:, 0, shared].double()
+        p = (query @ keys.T * scale).masked_fill(~seen, -math.inf).softmax(dim=1)
+        out[:, 0, head] = p @ values
+        delta = (upper * out[:, 0, head]).sum(1, keepdim=True)
+        ds = p * (upper @ values.T - delta) * scale
+        dq[:, 0, head] = ds @ keys
+        dk[:, 0, shared] += ds.T @ query
+        dv[:, 0, shared] += p.T @ upper
+    return results

@@ -1,0 +1,81 @@
+"""How often four ranks make plans: once for the lengths of a micro-batch, and in no backward."""
+
+import collections
+from unittest import mock
+
+import packed_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from packed_ranks import HEADS, LENGTHS, TOTAL, WIDTH
+
+OTHERS = LENGTHS[::-1]  # documents of another micro-batch, without padding between them
+
+
+def counted(happens):
+    """What `happens` does in a layer's core attention: how often a plan was made and compared with
+    that of the other ranks. It gets ``forward(lengths, recompute)`` -> a scalar."""
+    from megatron.core.tensor_parallel import random
+
+    from megatron_burst.megatron.attention import plan_book
+
+    counts, prepare, compare = collections.Counter(), plan_book.prepare, plan_book.Plan.compare
+
+    def forward(lengths, recompute=False):
+        asked, x = packed_ranks.params(lengths, None), torch.ones(TOTAL // 4, HEADS, WIDTH)
+
+        def layer(x):
+            return core(x, x, x, packed_seq_params=asked)
+
+        x.requires_grad_()
+        return (random.checkpoint(layer, False, x) if recompute else layer(x)).sum()
+
+    def noting(name, function):
+        return lambda *args, **named: counts.update([name]) or function(*args, **named)
+
+    with (
+        packed_ranks.core_attention("striped") as core,
+        mock.patch.object(plan_book, "prepare", noting("made", prepare)),
+        mock.patch.object(plan_book.Plan, "compare", noting("compared", compare)),
+    ):
+        try:
+            happens(forward)
+        except ValueError as error:
+            return str(error)
+    return counts["made"], counts["compared"]
+
+
+def recomputed(forward):
+    """Two micro-batches in flight."""
+    first, second = forward(LENGTHS, True), forward(OTHERS, True)
+    second.backward()
+    first.backward()
+
+
+def again(forward):
+    for lengths in (LENGTHS, OTHERS, LENGTHS, LENGTHS):
+        forward(lengths).backward()
+
+
+def on_rank_two(forward):
+    """All have a plan of these lengths, but one rank asks for another."""
+    forward(LENGTHS)
+    forward(OTHERS if dist.get_rank() == 2 else LENGTHS)
+
+
+def known_elsewhere(forward):
+    """As before, with a plan that all have."""
+    forward(OTHERS)
+    on_rank_two(forward)
+
+
+@pytest.mark.parametrize(("happens", "counts"), [(recomputed, (2, 0)), (again, (2, 2))])
+def test_a_plan_is_made_once_for_the_lengths_of_a_micro_batch(four, happens, counts):
+    assert four(counted, happens) == [counts] * 4
+
+
+@pytest.mark.parametrize("happens", [on_rank_two, known_elsewhere])
+def test_a_known_plan_is_compared_with_those_of_the_others(four, happens):
+    found = four(counted, happens)
+    assert found == found[:1] * 4
+    assert found[0].startswith("ranks disagree: rank 0 has mask ")
