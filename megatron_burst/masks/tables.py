@@ -94,7 +94,19 @@ class Documents(VectorMask):
         return f"Documents({self.bounds.tolist()}{padding})"
 
 
-class BlockSparse(VectorMask):
+class _Table(Mask):
+    """A mask that its square table describes."""
+
+    table: np.ndarray
+
+    @cached_property
+    def digest(self) -> str:
+        """Shape and hash of the table, which stand for it in the mask's repr."""
+        digest = hashlib.blake2b(np.packbits(self.table).tobytes(), digest_size=8).hexdigest()
+        return f"<{self.table.shape[0]} x {self.table.shape[1]}, {digest}>"
+
+
+class BlockSparse(_Table, VectorMask):
     """Query block i sees key block j where table[i, j] (BurstEngine section 3.4).
 
     table: bool or 0/1, [n, n]. block: positions per block; n * block is the sequence length.
@@ -118,11 +130,6 @@ class BlockSparse(VectorMask):
         sums = self._sums
         seen = sums[bottom, stop] - sums[top, stop] - sums[bottom, first] + sums[top, first]
         return cover_where(seen == 0, seen == (bottom - top) * (stop - first))
-
-    @cached_property
-    def digest(self) -> str:
-        """Shape and hash of the table, which stand for it in the mask's repr."""
-        return _digest(self.table)
 
     @cached_property
     def _sums(self) -> np.ndarray:
@@ -159,7 +166,7 @@ class BlockSparse(VectorMask):
         return f"BlockSparse({self.digest}, block={self.block})"
 
 
-class Dense(Mask):
+class Dense(_Table):
     """Query q sees key k where table[q, k]: for masks that no other class describes.
 
     table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank. Raises
@@ -168,11 +175,6 @@ class Dense(Mask):
 
     def __init__(self, table: np.ndarray):
         self.table = _square(table)
-
-    @cached_property
-    def digest(self) -> str:
-        """Shape and hash of the table, which stand for it in the mask's repr."""
-        return _digest(self.table)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[q, k]
@@ -218,8 +220,3 @@ def _square(table: np.ndarray) -> np.ndarray:
     table = given.astype(bool)
     table.flags.writeable = False  # plans keep what they made for it
     return table
-
-
-def _digest(table: np.ndarray) -> str:
-    digest = hashlib.blake2b(np.packbits(table).tobytes(), digest_size=8).hexdigest()
-    return f"<{table.shape[0]} x {table.shape[1]}, {digest}>"

@@ -54,17 +54,6 @@ def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
     return _by_link(schedule, schedule.tables.transfers, sizes)
 
 
-def busiest_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
-    """The payload bytes of the rank that sends most, for each link class."""
-    moved = schedule.tables.transfers
-    each = message_bytes(schedule, moved, sizes)
-    between = moved.between(schedule.grid)
-    most = (
-        int(np.bincount(moved.src, np.where(between == link, each, 0), 1).max()) for link in (0, 1)
-    )
-    return Traffic(*most)
-
-
 def message_bytes(schedule: Schedule, moved: Transfers, sizes: Sizes) -> np.ndarray:
     """int64: payload bytes of each of these transfers of a schedule."""
     each = np.array(sizes.row_bytes(schedule), dtype=np.int64)
@@ -78,14 +67,6 @@ def rows_sent(tables: Tables, moved: Transfers) -> np.ndarray:
     for which, bundles in ((of_keys, tables.keys), (~of_keys, tables.queries)):
         rows[which] = bundles.rows_of(moved.owner[which], moved.rows[which])
     return rows
-
-
-def kept_bytes(schedule: Schedule, rank: int, sizes: Sizes) -> int:
-    """Memory of the keys and values of others that `rank` kept from forward for this backward."""
-    tables = schedule.tables
-    of = tables.kept.rank == rank
-    rows = tables.keys.rows_of(tables.kept.owner[of], tables.kept.rows[of])
-    return int(rows.sum()) * sizes.backward.kv
 
 
 def _by_link(schedule: Schedule, moved: Transfers, sizes: Sizes) -> Traffic:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout.layouts import Shards, counted
 from ..masks import Mask
-from ..masks.seen import Seen, counted, rows_seen, united
+from ..masks.seen import Seen, rows_seen, united
 from .bundles import Bundles, bundled
 from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers, joined
 
@@ -145,9 +145,7 @@ def everything(size: int, rows: int = 1) -> Wanted:
     return Wanted(visible, bundles, bundles)
 
 
-def wanted(
-    mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
-) -> Wanted:
+def wanted(mask: Mask, q_shards: Shards, k_shards: Shards) -> Wanted:
     """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Wanted(

@@ -16,11 +16,9 @@ from megatron_burst.schedule.cost import (
     Sizes,
     Traffic,
     best_layout,
-    busiest_traffic,
     forward_schedule,
     imbalance,
     imbalance_of,
-    kept_bytes,
     pair_shares,
     total_traffic,
     traffic,
@@ -126,7 +124,6 @@ def test_gradients_nobody_needs_do_not_travel(needs, kv, query):
     for side, wanted in (("kv", kv), ("query", query)):
         got = backward_traffic("ring", grid, 0, have, side)
         assert got.total == activations[side] + wanted
-        assert have.gradients_travel(side) == (wanted > 0)
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(1, 4), Grid(2, 2), Grid(2, 4), Grid(4, 2)])
@@ -205,13 +202,7 @@ def test_the_bytes_of_all_ranks_are_those_of_each_message(
             sent[hop.link] += payload(hop)
         each.append(Traffic(**sent))
         assert traffic(plan, rank, have) == each[-1]
-        held = plan.kept_chunks(rank)
-        keys = [plan.tables.keys.ranges(chunk.owner, chunk.rows) for chunk in held]
-        rows = sum(stop - first for ranges in keys for first, stop in ranges)
-        assert kept_bytes(plan, rank, have) == rows * row["kv"]
     assert total_traffic(plan, have) == sum(each, start=Traffic())
-    most = Traffic(max(x.intra for x in each), max(x.inter for x in each))
-    assert busiest_traffic(plan, have) == most
 
 
 def test_a_window_over_many_ranks_by_hand():
@@ -248,7 +239,6 @@ def test_rows_go_no_further_than_they_are_seen_on_the_causal_ring():
     sent = [traffic(plan, rank, have).total / half for rank in range(4)]
     assert sent == [3, 3 + 3, 3 + 2, 3 + 1]
     assert total_traffic(plan, have).total == 18 * half
-    assert busiest_traffic(plan, have).total == 6 * half
     whole = forward_schedule("ring", grid, want.whole(), have, route="ring")
     assert total_traffic(whole, have).total == 24 * half
 
@@ -268,8 +258,9 @@ def test_a_window_of_4k_over_64_ranks_of_16k_rows(name, whole, rows, busiest):
     for demanded, mean in ((want.whole(), whole), (want, rows)):
         plan = forward_schedule("burst", grid, demanded, have)
         assert total_traffic(plan, have).total / 64 / 2**20 == mean
-    most = busiest_traffic(plan, have)
-    assert Traffic(most.intra >> 20, most.inter >> 20) == busiest
+    each = [traffic(plan, rank, have) for rank in range(64)]
+    most = max(x.intra for x in each), max(x.inter for x in each)
+    assert Traffic(*(size >> 20 for size in most)) == busiest
 
 
 def test_kept_keys_leave_only_gradients_to_be_sent():
@@ -278,7 +269,6 @@ def test_kept_keys_leave_only_gradients_to_be_sent():
         plan = backward_schedule("ring", Grid(1, 4), "kv", have, kept=kept)
         assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
         assert len(plan.kept_chunks(0)) == kept
-        assert kept_bytes(plan, 0, have) == kept * 15360
 
 
 # --- work ----------------------------------------------------------------------------------

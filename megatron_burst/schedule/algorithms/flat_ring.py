@@ -1,4 +1,4 @@
-"""One ring over all ranks: where every chunk is at every step, for the algorithms that go round it."""
+"""One ring over all ranks: where every chunk is at every step, for algorithms that go round it."""
 
 from __future__ import annotations
 
