@@ -236,6 +236,12 @@ class Groups(_Uncopied):
         """What the rings travel on so far, in words; empty for one rank, and in one process."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
+    @property
+    def of_normal_priority(self) -> list[str]:
+        """The rings on given groups of NCCL whose kernels queue behind those of attention, unless
+        CUDA_DEVICE_MAX_CONNECTIONS is 1."""
+        return self._communicators.of_normal_priority if self.devices and self.size > 1 else []
+
     def expect(self, message: int) -> None:
         """From now on a `message` of so many bytes may come."""
         for end in (self.ring, self.ulysses, self.grid):

@@ -61,6 +61,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     # by name would keep it after `uninstall`.
     from . import training as training_hooks
     from .attention import hooks as attention_hooks
+    from .data import loader
     from .data.rope import rope_patches
     from .data.slicing import slicing_patches
     from .layer import forward_attention, tiles
@@ -89,6 +90,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         hooks.patch_layers(patches)
         hooks.patch_weights(patches)
         hooks.patch_steps(patches)
+        loader.patch(patches)
         packing_step.patch(patches)
         for patch in states:
             patch(patches)

@@ -305,6 +305,11 @@ def log(line: str) -> None:
         logging.getLogger(_NAME).info(line)
 
 
+def launches_in_order() -> bool:
+    """Whether CUDA was told to have one queue for all streams; only lines of the log go by it."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def show_log(patches: PatchSet | None = None) -> None:
     """Show this package's log on standard output, until `patches` (if given) are removed.
 

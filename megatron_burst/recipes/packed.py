@@ -44,7 +44,7 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     batch = given_to(original, args, kwargs)["batch"]
     group = context_group()
     rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
-    documents = _trimmed(batch["cu_seqlens"]), None  # where documents start, padding included
+    documents = batch["cu_seqlens"], None  # where documents start, padding included
     rows_of_all = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
     return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
 
@@ -52,14 +52,3 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
 def _spans(x: torch.Tensor, rows: list[torch.Tensor]) -> bool:
     """Whether this entry of a batch has one value per token."""
     return bool(rows) and x.shape == rows[0].shape
-
-
-def _trimmed(lengths: torch.Tensor) -> torch.Tensor:
-    """Cumulative lengths [1, n] without the entries of -1 that pad them to the longest."""
-    if lengths.dim() > 1 and lengths.shape[0] != 1:
-        raise ValueError(
-            "packed sequences need train.micro_batch_size=1, got cu_seqlens of shape "
-            f"{tuple(lengths.shape)}"
-        )
-    lengths = lengths.reshape(-1)
-    return lengths[lengths >= 0]

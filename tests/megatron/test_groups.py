@@ -9,6 +9,7 @@ import session
 from test_parity import TOLERANCE, TWO_BY_TWO, worst
 
 from megatron_burst.megatron.attention.groups import node_warning
+from megatron_burst.megatron.attention.plan_book import priority_line
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,24 @@ def test_rings_share_megatrons_groups_with_megatron(four, common, train, flags, 
         late[0][name].remove(("to", 1))
         late[0][name].append(("to", 1))
         assert out_of_order(late) == {name}
+
+
+@pytest.mark.parametrize(
+    ("rings", "connections", "named"),
+    [
+        (["intra", "inter"], None, "--high-priority-stream-groups hcp,"),
+        (["flat"], "8", "--high-priority-stream-groups cp,"),
+        (["inter", "ulysses"], "", "--high-priority-stream-groups hcp cp,"),
+        (["flat"], "1", None),
+        ([], None, None),
+    ],
+)
+def test_rings_that_wait_for_kernels_to_drain_are_named(monkeypatch, rings, connections, named):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    line = priority_line(rings)
+    assert (named in line and ", ".join(rings) in line) if named else line == ""
 
 
 def test_communicators_that_come_later_are_logged_once(four, common):

@@ -1,6 +1,8 @@
 """Packed batches on a fake GPU: what describes them is read once, what places them is sent once."""
 
+import gc
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention.plan_book import PlanBook
 from megatron_burst.megatron.data import packed
 from megatron_burst.megatron.data.cut import BatchCut
+from megatron_burst.megatron.data.loader import Batches
 from megatron_burst.megatron.data.rope import packed_rope
 from megatron_burst.megatron.data.slicing import take
 
 ENDS = (0, 5, 17, 24)  # of no multiples of anything
+CUT = BatchCut("striped")
 
 
 class Group:
@@ -57,7 +61,7 @@ def params(ends, **others):
 def test_layers_read_what_describes_a_batch_once(reads):
     ends, apply, book = torch.tensor(ENDS), rope(), PlanBook(groups=None)  # pyright: ignore
     batch = {name: torch.arange(24)[None] for name in ("tokens", "labels", "position_ids")}
-    take(batch, (ends, None), BatchCut("striped"), 2, 1)
+    take(batch, (ends, None), CUT, 2, 1)
     angles, tokens = torch.rand(24, 1, 1, 4), torch.rand(12, 2, 4)
     for _ in range(3):  # layers
         for _ in "qk":
@@ -81,6 +85,30 @@ def test_equal_lengths_in_tensors_of_their_own_are_no_cross_attention(reads):
         book.pack(24, both)
 
 
+@pytest.mark.parametrize("send", [
+    lambda lengths: lengths.to("meta"),
+    lambda lengths: mock.patch.object(torch.Tensor, "cuda", lambda x: x.to("meta"))(lengths.cuda)(),
+])  # fmt: skip
+def test_what_a_loader_made_is_known_on_the_device_without_reading_it(send):
+    """On "meta", where nothing can be read, as a script sends it and takes a view of the copy."""
+    whole, room = torch.tensor([[*ENDS, 24, 24]]), torch.tensor([[*ENDS, -1, -1]])
+    batch = {"tokens": torch.arange(24)[None], "cu_seqlens": whole, "cu_seqlens_padded": room}
+    loaded = next(Batches(iter([batch, ("no", "dict")])))
+    assert loaded["tokens"] is batch["tokens"]
+    sent, padded = (send(loaded[name]) for name in ("cu_seqlens", "cu_seqlens_padded"))
+    assert type(sent) is torch.Tensor
+    ends = sent[0, :4]
+    del sent
+    gc.collect()
+    assert packed.packs().of(24, ends).bounds == ENDS
+    pack = packed.packs().of(24, ends, padded.squeeze(0))
+    assert pack.bounds == ENDS
+    assert packed.packs().values(ends[1::2]).tolist() == [5, 24]
+    for other in (ends + 0, ends.int(), ends.add_(1)):  # computed, or other lengths since
+        with pytest.raises(NotImplementedError):
+            packed.packs().of(24, other)
+
+
 def test_padded_lengths_are_read_once_too(reads):
     ends, room, apply = torch.tensor((0, 3, 9)), torch.tensor((0, 5, 24)), rope()
     book, layer = PlanBook(groups=None), params(ends, cu_seqlens_q_padded=room)  # pyright: ignore
@@ -102,7 +130,7 @@ def test_the_host_waits_for_nothing_and_sends_each_index_once():
         batch = {name: torch.ones(1, 24, device="cuda") for name in ("tokens", "labels", "mask")}
         angles, tokens = (torch.ones(s, device="cuda") for s in ((24, 1, 1, 4), (12, 2, 4)))
         with NoSync() as mode:
-            take(batch, (ends, None), BatchCut("striped"), 2, 1)
+            take(batch, (ends, None), CUT, 2, 1)
             assert mode.uploads == 1
             for _ in range(6):
                 apply(tokens, ends, angles, cp_group=Group())

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -147,6 +147,7 @@ class LayerKind:
                 more += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
+            more += priority_line(book.groups.of_normal_priority)
             book.startup = plan.describe() + more
             book.log(book.startup)
         elif book.groups.communicators != book.communicators:
@@ -279,6 +280,19 @@ class PlanBook:
         """Log a line about plans, on rank 0."""
         if torch.distributed.get_rank() == 0:
             logging.getLogger("megatron_burst").info(line)
+
+
+def priority_line(rings: Sequence[str]) -> str:
+    """What the start-up line says of rings on Megatron's groups whose streams have normal priority;
+    nothing where one queue keeps the order of launches."""
+    if not rings or patching.launches_in_order():
+        return ""
+    names = " ".join(dict.fromkeys("cp" if r in ("flat", "ulysses") else "hcp" for r in rings))
+    return (
+        f"; messages of rings on Megatron's groups ({', '.join(rings)}) have normal priority and "
+        "may wait for attention's kernels to drain: add --high-priority-stream-groups "
+        f"{names}, or on GPUs before Blackwell export CUDA_DEVICE_MAX_CONNECTIONS=1"
+    )
 
 
 def nothing_seen(query: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ...layout import Layout, successors
@@ -158,6 +159,7 @@ class Packs:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
         self._cut: OrderedDict[tuple, None] = OrderedDict()
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
@@ -173,6 +175,20 @@ class Packs:
             vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
             known = entries[with_padding] = held, state, pack
         return known[2]
+
+    def note_values(self, sent: torch.Tensor, host: torch.Tensor) -> None:
+        """Remember that `sent`, contiguous on a device, says what `host` says now."""
+        self._values[sent] = sent._version, host.numpy().flatten()
+
+    def values(self, lengths: torch.Tensor) -> np.ndarray:
+        """What cumulative lengths say; waits for a device, unless they are a view of noted ones."""
+        base = lengths if lengths._base is None else lengths._base
+        known: Any = self._values.get(base)
+        if known and known[0] == lengths._version and base.dtype == lengths.dtype:
+            host = known[1]
+            strides = [step * lengths.itemsize for step in lengths.stride()]
+            return as_strided(host[lengths.storage_offset() :], lengths.shape, strides)
+        return lengths.detach().cpu().numpy()
 
     def note_cut(self, pack: Pack) -> None:
         """Remember that this process cut a batch of such documents."""
@@ -219,11 +235,11 @@ def _pack(total: int, bounds: np.ndarray, starts: np.ndarray, lengths: np.ndarra
 
 
 def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
-    ends = values.detach().cpu().numpy().astype(np.int64)
+    ends = packs().values(values).astype(np.int64)
     if ends.ndim == 2 and len(ends) == 1:
         ends = ends[0]
     if ends.ndim != 1:
-        raise ValueError(
+        raise patching.user_error(
             f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
         )
     ends = ends[: len(np.trim_zeros(ends + 1, "b"))]  # NeMo pads to its longest with -1
