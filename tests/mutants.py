@@ -45,7 +45,7 @@ NEAR = {
     "comm/consensus": "consensus", "kernels/online_softmax": "merge",
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
     "schedule/demand": "bundles", "schedule/algorithms/two_way": "two_way",
-    "schedule/algorithms/token_ring": "two_way", "schedule/algorithms/flat_ring": "two_way",
+    "schedule/algorithms/token_ring": "two_way", "schedule/algorithms/direct": "two_way",
     "packing": "packing",
     "comm/rows": "rows", "linear_attention": "state_scan",
     "schedule/scans/blocks": "state_scan", "linear_attention/plan": "linear_attention_ranks",
@@ -66,9 +66,7 @@ class Mutant(NamedTuple):
 
 _ALGORITHMS = "schedule/algorithms"
 _MULTICAST, _RAILS = f"{_ALGORITHMS}/multicast.py", "schedule/rails.py"
-_BURST, _DIRECT, _TWO_WAY, _FLAT_RING = (
-    f"{_ALGORITHMS}/{name}.py" for name in ("burst", "direct", "two_way", "flat_ring")
-)
+_BURST, _DIRECT, _TWO_WAY = (f"{_ALGORITHMS}/{name}.py" for name in ("burst", "direct", "two_way"))
 
 MUTANTS = [
     # tile grid
@@ -236,17 +234,17 @@ MUTANTS = [
            "chunks are sent when they are needed, and not a step ahead"),
     Mutant(_DIRECT, "sent = ~ring.from_forward[step]", "sent = step >= 0",
            "kept chunks are sent straight all the same"),
-    Mutant(_DIRECT, "if demand.gradients:", "if demand.gradients and not demand.kept:",
+    Mutant(_DIRECT, "for family in gradient:", "for family in gradient * (not demand.kept):",
            "gradients of kept chunks stay where they are"),
     Mutant("schedule/algorithms/direct.py", "ahead=demand.grid.size", "ahead=1",
            "all_gather waits with its sends"),
     Mutant("schedule/algorithms/direct.py", ", at_end=True)", ")",
            "all_gather waits for every gradient a step later"),
-    Mutant(_FLAT_RING, "post = step + (family != self.demand.side)", "post = step",
+    Mutant(_DIRECT, "axis=1), step + (family != self.demand.side)", "axis=1), step",
            "a gradient of a half leaves before its step"),
-    Mutant(_FLAT_RING, "np.pad(later[:, 1:], ((0, 0), (0, 1)))", "later",
+    Mutant(_DIRECT, "np.pad(later[:, 1:], ((0, 0), (0, 1)))", "later",
            "halves and queries go one hop too far"),
-    Mutant(_FLAT_RING, "np.flip(self.wanted & ~self.from_forward, axis=1)",
+    Mutant(_DIRECT, "np.flip(self.wanted & ~self.from_forward, axis=1)",
            "np.flip(self.wanted, axis=1)", "kept halves are sent"),
     Mutant("schedule/demand.py", "else (travelling, keys)", "else (queries, keys)",
            "sets of halves are read as sets of bundles"),
@@ -256,7 +254,7 @@ MUTANTS = [
            "if demand.row_bytes.dkv:", "partial outputs stay where they are"),
     Mutant(_TWO_WAY, "goes[2 * ahead <= back] = WAYS[0]", "goes[2 * ahead <= back] = WAYS[1]",
            "rows that the next rank alone sees go all the way round"),
-    Mutant(_FLAT_RING, "np.logical_or.accumulate(self.wanted, axis=1)", "self.wanted",
+    Mutant(_DIRECT, "np.logical_or.accumulate(self.wanted, axis=1)", "self.wanted",
            "a gradient stops where nobody adds to it"),
     Mutant("schedule/algorithms/token_ring.py", "if demand.kept:", "if False:",
            "keys are kept that never came"),

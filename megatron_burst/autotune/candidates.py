@@ -16,10 +16,9 @@ from ..masks import Mask
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, Traffic
-from ..schedule.demand import Wanted, wanted
+from ..schedule.demand import Wanted, row_cuts, wanted
 from ..schedule.head_shares import shareable
 from ..schedule.rings import Schedule
-from ..schedule.row_cut import row_cuts
 from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator

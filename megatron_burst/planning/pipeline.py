@@ -25,10 +25,9 @@ from ..options import ring_algorithm
 from ..recompute import selection
 from ..schedule import cost
 from ..schedule.cost import Sizes
-from ..schedule.demand import Wanted, wanted
+from ..schedule.demand import Wanted, row_cuts, wanted
 from ..schedule.head_shares import shared_rows
 from ..schedule.rings import Schedule
-from ..schedule.row_cut import row_cuts
 from ..schedule.tables import Grid
 from .build import Works, make_pass
 from .validate import Request
@@ -77,12 +76,6 @@ class RingRequest:
         """Positions of the whole sequence."""
         return self.request.tensors[0].shape[0] * self.groups.size
 
-    @property
-    def members(self) -> Shards:
-        """The spans of each rank that shares heads with this one, before they do."""
-        ranks = self.groups.topology.ulysses_group(self.groups.rank)
-        return [self.request.layout.spans(rank, self.seq_len) for rank in ranks]
-
 
 def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Passes:
     """The whole pipeline for one rank; arguments as of `RingRequest`."""
@@ -129,7 +122,8 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.seq_len
     ranks = groups.topology.ulysses_group(groups.rank)
-    cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.keys, ring.members)]
+    whole_shards = [layout.spans(rank, length) for rank in ranks]
+    cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.keys, whole_shards)]
     if options.sequence_chunks > 1:
         count, blocks = options.sequence_chunks, options.row_blocks
         cuts = [
@@ -244,7 +238,10 @@ def without_tables(schedule: Schedule) -> Schedule:
 
 def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
     """What this rank runs of the schedules."""
-    chunks, again = [], []
+    chunks, again, order = [], [], None
+    if ring.groups.topology.ulysses > 1:
+        ranks = ring.groups.topology.ulysses_group(ring.groups.rank)
+        order = _order(ring, [ring.request.layout.spans(rank, ring.seq_len) for rank in ranks])
     for c, each in enumerate(scheduled):
         chunk = _row_chunk(ring, each, f", rows {c}" if len(scheduled) > 1 else "")
         chunks.append(chunk)
@@ -258,7 +255,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
         tuple((without_tables(each.forward), without_tables(each.backward)) for each in scheduled),
         tuple(chunks),
         tuple(again),
-        _order(ring, ring.members),
+        order,
         hash(tuple(schedule.tables.digest for schedule in made)),
     )
 
@@ -276,7 +273,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     name = f"attention backward, side {backward.side}{which}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
-        order=_order(ring, members),
+        order=_order(ring, members) if ring.groups.topology.ulysses > 1 else None,
         forward=make_pass(f"attention forward{which}", forward, rank, works, device, kept),
         backward=make_pass(name, backward, rank, works, device, kept),
         recompute=partial,

@@ -223,19 +223,14 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
     return bundle, np.arange(len(start)) - np.repeat(first, count), start
 
 
-def first_rows(shard: Sequence[Span]) -> list[int]:
-    """The row at which each span of a shard begins, and the number of rows."""
-    return [0, *accumulate(span.length for span in shard)]
-
-
 def spans_of(
     ranges: Sequence[tuple[int, int]], shard: Sequence[Span], starts: Sequence[int] | None = None
 ) -> list[Span]:
     """The positions of these rows of a shard, as spans in the order of the rows.
 
-    starts: `first_rows` of the shard, where several ranges of it are asked for.
+    starts: the row at which each span begins, and the number of rows, where they are known.
     """
-    starts = starts or first_rows(shard)
+    starts = starts or [0, *accumulate(span.length for span in shard)]
     found = []
     for first, stop in ranges:
         at = bisect_right(starts, first) - 1  # the span that holds the first of these rows

@@ -1,18 +1,26 @@
-"""What a pass asks of an algorithm: which pairs to compute, and which rows have to travel."""
+"""What a pass asks of an algorithm: which pairs to compute, and which rows have to travel.
+
+Of a call in row chunks, each chunk asks for itself: `row_cuts` says which queries it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from ..layout import Layout, Span
 from ..layout.layouts import Shards, counted
+from ..layout.row_chunks import row_chunks, runs
 from ..masks import Mask
 from ..masks.seen import Seen, rows_seen, united
-from .bundles import Bundles, bundled
-from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers, joined
+from .bundles import Bundles, bundled, spans_of
+from .head_shares import shared_rows
+from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers
+from .topology import Topology
 
 GRAIN = 1024  # intervals of rows are told in steps of a shard's length over this, or of one row
 
@@ -133,7 +141,8 @@ class Demand:
         queries, keys = self.wanted.queries, self.wanted.keys
         if travelling is not None:
             queries, keys = (queries, travelling) if self.side == "kv" else (travelling, keys)
-        return Tables(steps, pairs, joined(parts), kept, queries, keys)
+        moved = Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return Tables(steps, pairs, moved, kept, queries, keys)
 
 
 def everything(size: int, rows: int = 1) -> Wanted:
@@ -184,3 +193,30 @@ def _bundles(seen: Seen, size: int) -> Bundles:
     return bundled(
         owner, first, np.where(last, rows[owner], np.append(first[1:], 0)) - first, covered
     )
+
+
+# --- row chunks ------------------------------------------------------------------------------
+
+
+class RowCut(NamedTuple):
+    """One chunk: its rows of a shard, the same ones of every rank; for each rank of a ring the
+    spans of its queries, those of the whole ulysses group; and for each rank those of its own."""
+
+    rows: np.ndarray
+    shards: tuple[tuple[Span, ...], ...]
+    own: tuple[list[Span], ...]
+
+
+def row_cuts(
+    layout: Layout, topology: Topology, seq_len: int, count: int, blocks: int = 1
+) -> Iterator[RowCut]:
+    """`count` chunks; blocks: of sequence parallelism, see `layout.row_chunks`."""
+    members = [topology.ulysses_group(member) for member in topology.ring(0)]
+    # Asked for once, not per chunk: a rank may hold two spans of every document of a pack.
+    whole = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+    starts = [[0, *accumulate(span.length for span in spans)] for spans in whole]
+    for rows in row_chunks(layout, seq_len // layout.cp_size, count, blocks):
+        taken = runs(rows)
+        own = tuple(spans_of(taken, *each) for each in zip(whole, starts, strict=True))
+        shards = (shared_rows([own[rank] for rank in ranks]).spans for ranks in members)
+        yield RowCut(rows, tuple(shards), own)

@@ -12,7 +12,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 from zlib import crc32
@@ -206,8 +206,3 @@ def transfers(
     codes = FAMILIES.index(family), RINGS.index(ring)
     families, rings = (np.full(len(owner), code, dtype=np.int8) for code in codes)
     return Transfers(families, owner, rows, src, dst, rings, post, land)
-
-
-def joined(parts: Sequence[Transfers]) -> Transfers:
-    """The rows of all parts, one part after another."""
-    return Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

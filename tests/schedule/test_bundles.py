@@ -16,8 +16,7 @@ from megatron_burst.masks import seen as seen_module
 from megatron_burst.masks.seen import rows_seen
 from megatron_burst.schedule import bundles as module
 from megatron_burst.schedule.bundles import bundled, spans_of
-from megatron_burst.schedule.demand import GRAIN, everything, wanted
-from megatron_burst.schedule.row_cut import row_cuts
+from megatron_burst.schedule.demand import GRAIN, everything, row_cuts, wanted
 from megatron_burst.schedule.topology import Topology
 
 # Three ranks. Of rank 0's six rows, 0-1 and 4 are wanted by both others, 2 by rank 2, 3 and 5 by

@@ -1,16 +1,19 @@
 """From each owner straight to the ranks that use its chunk, and gradients straight back.
 
-Rank r meets the chunk of r - t at step t, as on one ring. What saves bytes where a mask leaves each
-chunk few readers (documents, windows) costs them where a ring would have used the fast links.
+Rank r meets the chunk of r - t at step t, as on one ring (`FlatRing`, which the algorithms that do
+go round one ring share). What saves bytes where a mask leaves each chunk few readers (documents,
+windows) costs them where a ring would have used the fast links.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import Kept, Tables, transfers
-from .flat_ring import FlatRing
+from ..tables import Kept, Tables, Transfers, transfers
+
+Entries = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def all_gather(demand: Demand) -> Tables:
@@ -28,15 +31,59 @@ def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
     chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""
     ring = FlatRing(demand, demand.travelling)
-    rank, step, owner, rows = ring.met
+    rank, step, owner, rows = ring.entries(ring.wanted)
     sent = ~ring.from_forward[step]
     post = np.maximum(step - ahead, 0)
     copies = (owner, rows, owner, rank, post, step)
-    parts = [transfers(demand.side, "flat", *(column[sent] for column in copies))]
-    if demand.gradients:  # complete after its step, and at home a step later
+    copy, *gradient = demand.sent_families
+    parts = [transfers(copy, "flat", *(column[sent] for column in copies))]
+    for family in gradient:  # complete after its step, and at home a step later
         land = np.full_like(step, ring.size + 1) if at_end else step + 2
-        family = "d" + demand.side
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
     by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
     kept = Kept(*(column[by_step] for column in (rank, owner, rows)))
     return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows), parts, kept)
+
+
+class FlatRing:
+    """One way round: arrays [owner, step], and of what the ranks want [bundle, step].
+
+    way: 1: at step t a chunk is with the rank t behind its owner, -1: with the one t before it.
+    bundles: those that go this way.
+    """
+
+    def __init__(self, demand: Demand, bundles: Bundles, way: int = 1):
+        self.size = demand.grid.size
+        steps = np.arange(self.size, dtype=np.int32)
+        self.demand, self.bundles = demand, bundles
+        self.here = (steps[:, None] + way * steps) % self.size
+        self.wanted = np.take_along_axis(bundles.wanted, self.here[bundles.owner], axis=1)
+        # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
+        self.from_forward = steps >= self.size - demand.kept
+
+    def moves(self, family: str) -> np.ndarray:
+        """bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
+
+        A copy while a rank further along wants it, a gradient from the first rank on that adds.
+        """
+        if family != self.demand.side:
+            return np.logical_or.accumulate(self.wanted, axis=1)
+        sent = np.flip(self.wanted & ~self.from_forward, axis=1)
+        later = np.flip(np.logical_or.accumulate(sent, axis=1), axis=1)
+        return np.pad(later[:, 1:], ((0, 0), (0, 1)))
+
+    def hops(self, family: str) -> Transfers:
+        """The hops to the next rank this way.
+
+        A copy travels beside the step that computes with it. A gradient is complete only after the
+        step, so it travels beside the next one; when it lands, the receiver has its own part ready.
+        """
+        rank, step, owner, rows = self.entries(self.moves(family))
+        after, post = np.roll(self.here, -1, axis=1), step + (family != self.demand.side)
+        return transfers(family, "flat", owner, rows, rank, after[owner, step], post, post + 1)
+
+    def entries(self, which: np.ndarray) -> Entries:
+        """Rank, step, owner and rows, wherever some of these bundles of an owner are."""
+        at, rows = self.bundles.sets(which)
+        owner, step = np.divmod(at.astype(np.int32), self.size)
+        return self.here[owner, step], step, owner, rows

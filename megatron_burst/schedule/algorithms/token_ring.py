@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..demand import Demand
 from ..tables import Tables, transfers
-from .flat_ring import FlatRing
+from .direct import FlatRing
 
 
 def tables(demand: Demand) -> Tables:
@@ -39,8 +39,9 @@ def tables(demand: Demand) -> Tables:
         (FlatRing(demand, bundles, way) for way in (1, -1)),
         key=lambda ring: (ring.moves(demand.side).sum(axis=1) * bundles.rows).sum(),
     )
-    parts, (rank, step, owner, rows) = [ring.hops(demand.side)], ring.met
+    parts = [ring.hops(demand.side)]
+    rank, step, owner, rows = met = ring.entries(ring.wanted)
     if getattr(demand.row_bytes, family):
         # Complete after the step, so it travels beside the next one.
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, step + 2)]
-    return demand.as_tables(ring.size, demand.pairs(*ring.met), parts)
+    return demand.as_tables(ring.size, demand.pairs(*met), parts)

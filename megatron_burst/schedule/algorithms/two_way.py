@@ -15,7 +15,7 @@ import numpy as np
 from ..bundles import Bundles
 from ..demand import Demand
 from ..tables import Kept, Tables
-from .flat_ring import FlatRing
+from .direct import FlatRing
 
 WAYS = (1, -1)  # to the next rank, to the one before
 
@@ -25,10 +25,12 @@ def tables(demand: Demand) -> Tables:
     halves = demand.travelling.split(len(WAYS))
     goes = _ways(demand, halves)
     ways = [FlatRing(demand, halves.where(goes == way), way) for way in WAYS]
-    pairs = demand.pairs(*map(np.concatenate, zip(*(way.met for way in ways), strict=True)))
-    kept = Kept(*map(np.concatenate, zip(*(way.kept for way in ways), strict=True)))
+    met = (way.entries(way.wanted) for way in ways)
+    pairs = demand.pairs(*map(np.concatenate, zip(*met, strict=True)))
+    stays = (way.entries(way.wanted & way.from_forward) for way in ways)
+    rank, _, owner, rows = map(np.concatenate, zip(*stays, strict=True))
     parts = [way.hops(family) for family in demand.sent_families for way in ways]
-    return demand.as_tables(demand.grid.size, pairs, parts, kept, halves)
+    return demand.as_tables(demand.grid.size, pairs, parts, Kept(rank, owner, rows), halves)
 
 
 def _ways(demand: Demand, halves: Bundles) -> np.ndarray:

@@ -27,8 +27,7 @@ from ....layout import make
 from ....masks import Causal
 from ....options import ring_algorithm
 from ....schedule.cost import backward_schedule, forward_schedule, ring_spans
-from ....schedule.demand import wanted
-from ....schedule.row_cut import row_cuts
+from ....schedule.demand import row_cuts, wanted
 from ....schedule.sizes import Sizes
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
