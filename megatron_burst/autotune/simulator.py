@@ -192,6 +192,7 @@ def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
     """Start one pass more at every boundary, as `execution.ring.run` does."""
+    # Head chunks run one boundary apart, so that the hops of one travel while another computes.
     waiting, running = list(runs), []
     while waiting or running:
         if waiting:

@@ -175,6 +175,7 @@ def bundled(
     """
     size = wanted.shape[1]
     wanted = wanted.copy()
+    # What its owner wants never travels, and would tell apart rows that travel alike.
     wanted[np.arange(len(owner)), owner] = False
     bundle, number, start = _numbered(owner, wanted)
     most = most or _most(size)
@@ -194,6 +195,7 @@ def bundled(
 
 def _most(size: int) -> int:
     """How many bundles each of `size` ranks may have."""
+    # `wanted` has a line per bundle and a column per rank, and there are as many owners as ranks.
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 

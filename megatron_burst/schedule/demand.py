@@ -167,6 +167,8 @@ def wanted(mask: Mask, q_shards: Shards, k_shards: Shards) -> Wanted:
 def _bundles(seen: Seen, size: int) -> Bundles:
     """The bundles of so many shards."""
     rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
+    # In cells of equal size, so that runs of rows are found by a cumulative sum over a fixed grid
+    # and not by sorting the edges of a million parts.
     grain = max(1, int(rows.max(initial=1)) // GRAIN)
     ends = -(-rows // grain)
     cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and its end

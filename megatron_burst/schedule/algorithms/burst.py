@@ -85,6 +85,8 @@ class _Path:
         Inner step 0 adds to the sum that this rank gathers for its node (at outer step 0: for
         itself), so it sends nothing within the node; the node's sum then crosses to the next one.
         """
+        # A copy sets out from its owner, so it makes its hops at the first steps; a gradient ends at
+        # its owner, so it makes them at the last ones, from the first rank on that adds to it.
         hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
         step = np.arange(length, dtype=hops.dtype)
         return step >= length - hops if gradient else step < hops
@@ -97,12 +99,14 @@ class _Path:
         if axis == 1:
             wanted = np.logical_or.reduce(wanted, axis=2)
             sent = np.logical_or.reduce(sent, axis=2) if self.demand.kept else wanted
+        # Turned, the ring counts from its end: the farthest rank is the first one that adds.
         return _farthest(sent), _farthest(_turned(wanted, axis))
 
     def _choose_way(self, axis: int) -> None:
         """Turn the rings along an axis if that sends fewer bytes."""
         sizes, side, kept = self.demand.row_bytes, self.demand.side, self.demand.kept
         each = getattr(sizes, side), getattr(sizes, "d" + side)
+        # Two ranks have one way; and where copies and gradients are as large, turning swaps them.
         if self.rings[axis - 1] < 3 or (each[0] == each[1] and not kept):
             return
         before = self.here, self.wanted, self.hops
@@ -145,6 +149,8 @@ class _Path:
         the receiver has its own part ready.
         """
         gradient = family != self.demand.side
+        # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
+        # node ends at the owner, so nothing of them has to come home from another node.
         owner, step, at, rows = self._entries(self.moves(2, gradient))
         src, dst = (x.reshape(-1)[at] for x in (self.here, np.roll(self.here, -1, axis=2)))
         post = step + gradient
@@ -159,6 +165,8 @@ class _Path:
         the next outer step.
         """
         width, first, gradient = self.rings.intra, self.here[:, :, 0], family != self.demand.side
+        # Only the first rank of the inner ring crosses, on the owner's rail: the NICs of all ranks
+        # of a node carry something at once, each the chunks of its own index.
         owner, outer, at, rows = self._entries(self.moves(1, gradient))
         src, dst = (x.reshape(-1)[at] for x in (first, np.roll(first, -1, axis=1)))
         post = outer * width + (width + (width > 1) if gradient else 0)

@@ -174,6 +174,8 @@ class Ways:
         needs = (self.use != 0) & ~self.from_forward & self.served
         land = self._by_node(np.where(needs, step - WITHIN * self.peer, NEVER)).min(axis=2)
         land = np.maximum(land, self.depth)
+        # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from
+        # it to the next one takes.
         for way, node, above in self._levels(hops.through):
             np.minimum.at(land, (way, above), land[way, node] - self.between)
             land = np.maximum(land, self.depth)
@@ -186,6 +188,7 @@ class Ways:
         hops, step = self.hops, self.step[self.owner]
         adds = (self.use != 0) & self.served
         done = self._by_node(np.where(adds, step + 1 + WITHIN * self.peer, 0)).max(axis=2)
+        # A gate's sum is complete when the last of its own ranks and of the gates behind it is in.
         for way, node, above in self._levels(hops.through):
             np.maximum.at(done, (way, above), done[way, node] + self.between)
         post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])

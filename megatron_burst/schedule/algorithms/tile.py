@@ -145,12 +145,12 @@ class _Family:
         """between, within: where they are posted and land, each [nodes] and [nodes, ranks]."""
         gate = self.there[:, :, 0]
         node = np.bitwise_or.reduce(self.rows, axis=2)
-        node[:, 0] = 0
+        node[:, 0] = 0  # of the owner's own node: handed to its peers below, without crossing
         owner, u = np.nonzero(node)
         ends, times = (owner, gate[owner, u]), (at[u] for at in between)
         parts = [_transfers(family, "inter", owner, node[owner, u], ends, home, times)]
         rows = self.rows.copy()
-        rows[:, :, 0] = 0
+        rows[:, :, 0] = 0  # the gate has them from the hop above
         owner, u, v = np.nonzero(rows)
         ends, times = (gate[owner, u], self.there[owner, u, v]), (at[u, v] for at in within)
         return [*parts, _transfers(family, "intra", owner, rows[owner, u, v], ends, home, times)]

@@ -42,6 +42,7 @@ def tables(demand: Demand) -> Tables:
     parts = [ring.hops(demand.side)]
     rank, step, owner, rows = met = ring.entries(ring.wanted)
     if getattr(demand.row_bytes, family):
-        # Complete after the step, so it travels beside the next one.
+        # Complete after the step, so it travels beside the next one; straight to the owner, the
+        # other way than the ring goes, so that the two do not share a link.
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, step + 2)]
     return demand.as_tables(ring.size, demand.pairs(*met), parts)
