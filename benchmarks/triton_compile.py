@@ -1,9 +1,11 @@
 """Compile the Triton attention kernels for devices that are not here; print registers and spills.
 
 Needs Triton, whose package brings the assembler, and no GPU. For every entry of
-`megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it compiles the launch with and
-without masks and asks ptxas what became of it. A kernel that does not compile, or that wants more
-shared memory than the device has, ends the run with status 1.
+`megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it records what `TritonKernel`
+launches for a causal pair, with and without masks, and lets Triton's own JIT compile that, as for a
+GPU of this kind: with its hints about pointers and strides that 16 divides. ptxas says what became
+of it. A kernel that does not compile, that wants more shared memory than the device has, or that
+loads more of a mask than its bits ends the run with status 1.
 
     python -m benchmarks.triton_compile --devices 90 --widths 128
 """
@@ -19,56 +21,77 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_burst.kernels import triton_kernel
+from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.blocks import BlockSizes, blocks
+from megatron_burst.layout import Span
+from megatron_burst.masks import Causal
 
 # bytes a block of threads may have
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 DEVICES = (80, 90, 100)
-DTYPES = {"bf16": 2, "fp32": 4}  # Triton's name -> bytes
-RECORDING = "forward_maximum"  # the forward, recording the largest scores
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+KERNELS = "forward", "forward_maximum", "backward_keys", "backward_queries"
+HEADS = 32, 8  # of queries, of keys
+# What a thread may load of a tile's mask, bytes: its share of the bits, twice if there is little,
+# and which table it is. A word for every row and column would be 64 to 256.
+MASK_LOADS = 24
+WAITING = 100  # lines of a loop that only waits, at most
 
 
 class Launch(NamedTuple):
     device: int
     kernel: str
     width: int
-    masked: bool
     dtype: str
     size: BlockSizes
 
 
 class Made(NamedTuple):
-    """What the assembler says of one launch; spills in bytes per thread."""
+    """What the assembler says of one launch: spills in bytes per thread; loads: bytes that a thread
+    loads or copies from addresses for every tile, those of tensors by descriptors left out."""
 
     registers: int
     spills: int
     shared: int
+    loads: int
 
 
 def main() -> int:
     args = _arguments()
     launches = list(_launches(args))
     failed, table = 0, Table("device", "kernel", "dtype", "width", "masks", "blocks", "registers",
-                             "spilled", "shared KB")  # fmt: skip
+                             "spilled", "shared KB", "mask B")  # fmt: skip
     for launch in track(launches, description="compiling", console=Console(stderr=True)):
-        try:
-            made = build(launch)
-            words = [str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"]
-            failed += made.shared > SHARED[launch.device]
-        except Exception as error:  # the compiler's own kinds
-            words, failed = [f"{type(error).__name__}: {error}"[:60], "", ""], failed + 1
         size = launch.size
         shape = f"{size.rows} x {size.columns}, {size.warps} warps, {size.stages} stages"
-        masks = "yes" if launch.masked else "no"
-        table.add_row(f"sm_{launch.device}", launch.kernel, launch.dtype, str(launch.width), masks,
-                      shape, *words)  # fmt: skip
+        shown = f"sm_{launch.device}", launch.kernel, launch.dtype, str(launch.width)
+        try:
+            made = build(launch)
+        except Exception as error:  # the compiler's own kinds
+            failed += 1
+            table.add_row(*shown, "", shape, f"{type(error).__name__}: {error}"[:60])
+            continue
+        for masked, one in made.items():
+            mask = one.loads - made[False].loads
+            failed += one.shared > SHARED[launch.device] or mask > most(size)
+            words = str(one.registers), str(one.spills), f"{one.shared / 1024:.0f}"
+            table.add_row(*shown, "yes" if masked else "no", shape, *words, str(mask))
     Console(width=120).print(table)
     return 1 if failed else 0
+
+
+def most(size: BlockSizes) -> int:
+    """`MASK_LOADS` where loads run ahead of their use; else the compiler may place each word where
+    it is used, once for every pair."""
+    return MASK_LOADS if size.stages > 1 else 4 + size.rows * size.columns // (8 * size.warps)
 
 
 def _arguments() -> argparse.Namespace:
@@ -87,26 +110,69 @@ def _arguments() -> argparse.Namespace:
 
 
 def _launches(args: argparse.Namespace) -> Iterator[Launch]:
-    kernels = "forward", RECORDING, "backward_keys", "backward_queries"
-    for device, kernel, dtype, width in product(args.devices, kernels, args.dtypes, args.widths):
-        size = blocks(device, kernel.split("_")[0], width, DTYPES[dtype])
-        for masked in (False, True):
-            chosen = BlockSizes(*args.blocks) if args.blocks else size
-            yield Launch(device, kernel, width, masked, dtype, chosen)
+    for device, kernel, dtype, width in product(args.devices, KERNELS, args.dtypes, args.widths):
+        size = blocks(device, kernel.split("_")[0], width, DTYPES[dtype].itemsize)
+        yield Launch(device, kernel, width, dtype, BlockSizes(*args.blocks or size))
 
 
-def build(launch: Launch) -> Made:
-    """Compile one launch and ask the assembler."""
-    from triton.compiler import ASTSource
+def build(launch: Launch) -> dict[bool, Made]:
+    """Compile a kernel as it is launched for wholly visible tiles, and for masked ones: by whether
+    it has masks."""
+    from triton.runtime import driver
 
-    from megatron_burst.kernels import triton_code
+    driver.set_active(Device(launch.device))  # nothing is launched from this process
+    made = {}
+    for code, given, named in _recorded(launch):
+        found = code.warmup(*given, grid=(1,), **named)
+        made[named["MASKED"]] = assembled(found, launch.device)
+    return made
 
-    code = getattr(triton_code, "forward" if launch.kernel == RECORDING else launch.kernel)
-    constants = _constants(launch)
-    signature = {name: _type(name, launch, constants) for name in code.arg_names}
-    source = ASTSource(code, signature, constants)
-    options = {"num_warps": launch.size.warps, "num_stages": launch.size.stages}
-    return compiled(source, launch.device, options)
+
+class Device:
+    """What Triton's JIT asks of the driver before it launches: a device that is not here."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # what was compiled for one serves no other
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """(kernel, arguments, constants and options) of each launch of a pair that sees itself."""
+    size, found = launch.size, []
+    rows = 2 * size.rows * size.columns  # several blocks of both sides, and 16 divides it
+
+    def recording(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
+        options = {"num_warps": size.warps, "num_stages": size.stages}
+        return lambda *given, **constants: found.append((code, given, constants | options))
+
+    def tensor(heads: int, *width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(rows, 1, heads, *width, dtype=dtype)  # memory that nobody touches
+
+    (h, k), d, dtype = HEADS, launch.width, DTYPES[launch.dtype]
+    q, dout, keys, values = (tensor(n, d, dtype=dtype) for n in (h, h, k, k))
+    kernel, spans, scoring = triton_kernel.TritonKernel(size), [Span(0, 1, rows)], Scoring(1.0)
+    work = kernel.work_for(Causal(), spans, spans)
+    assert work is not None
+    with mock.patch.object(triton_kernel, "_launch", recording):
+        if launch.kernel.startswith("forward"):
+            largest = torch.empty(h) if launch.kernel == "forward_maximum" else None
+            kernel.forward(q, keys, values, work, scoring, tensor(h, d), tensor(h), largest)
+        else:
+            by_queries = launch.kernel == "backward_queries"  # alone where only dq is wanted
+            sums = None if by_queries else tensor(k, d)
+            given = Rows(q, dout, tensor(h), tensor(h)), keys, values, work, scoring
+            kernel.backward(*given, tensor(h, d), sums, sums)
+    return found
 
 
 def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
@@ -115,44 +181,14 @@ def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
     from triton.backends.compiler import GPUTarget
 
     found = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
-    return assembled(found.asm["ptx"], device, found.metadata.shared)
+    return assembled(found, device)
 
 
-def _constants(launch: Launch) -> dict[str, Any]:
-    size = launch.size
-    constants: dict[str, Any] = {
-        "CAP": 0.0, "MASKED": launch.masked,
-        "PRECISION": "ieee" if launch.dtype == "fp32" else "tf32",
-        "M": size.rows, "N": size.columns, "D": launch.width, "W": launch.width,
-    }  # fmt: skip
-    if launch.kernel == "forward":
-        constants["max_logits"] = None
-    if launch.kernel == "backward_keys":
-        constants |= {"DQ": True, "DK": True, "DV": True}
-    return constants
-
-
-def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
-    """Of an argument, as Triton writes types."""
-    size, atomic = launch.size, launch.kernel == "backward_keys"
-    rows = dict.fromkeys(("q", "dout", "out", "dq"), size.rows)
-    rows |= dict.fromkeys(("k", "v", "dk", "dv"), size.columns)
-    if name in constants:
-        return "constexpr"
-    if name in rows and not (name == "dq" and atomic):
-        kind = launch.dtype if name in ("q", "k", "v", "dout") else "fp32"
-        return f"tensordesc<{kind}[{rows[name]},1,1,{launch.width}]>"
-    if name in ("lse", "delta", "dq", "max_logits"):
-        return "*fp32"
-    if name in ("programs", "others", "tables", "bits"):
-        return "*i32"
-    return "fp32" if name == "scale" else "i32"
-
-
-def assembled(ptx: str, device: int, shared: int) -> Made:
-    """What the assembler says of a kernel in PTX that takes `shared` bytes."""
+def assembled(kernel: Any, device: int) -> Made:
+    """What the assembler says of a compiled kernel."""
     from triton.backends.nvidia.compiler import get_ptxas
 
+    ptx = kernel.asm["ptx"]
     assembler = get_ptxas(device).path  # there is one for older devices and one for newer
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
@@ -167,7 +203,27 @@ def assembled(ptx: str, device: int, shared: int) -> Made:
         ).stderr
     registers, stores = (re.search(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill st"))
     assert registers is not None, said
-    return Made(int(registers[1]), int(stores[1]) if stores else 0, shared)
+    spills = int(stores[1]) if stores else 0
+    return Made(int(registers[1]), spills, kernel.metadata.shared, loads(ptx))
+
+
+def loads(ptx: str) -> int:
+    """Bytes that a thread loads or copies from addresses in one round of the innermost loop; of
+    those that wait for a copy, and are a few lines long, none."""
+    lines, labels, loop = ptx.splitlines(), {}, range(0)
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$\w+):", line):
+            labels[label[1]] = number
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if jump and number - labels.get(jump[1], number) > WAITING:
+            loop = loop or range(labels[jump[1]], number)
+    total = 0
+    for line in lines[loop.start : loop.stop]:
+        if copied := re.search(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", line):
+            total += int(copied[1], 0)
+        if loaded := re.search(r"ld\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\s", line):
+            total += int(loaded[1] or 1) * int(loaded[2]) // 8
+    return total
 
 
 if __name__ == "__main__":

@@ -415,7 +415,7 @@ MUTANTS = [
            "m = torch.ones_like(wide[..., :1])", "the stand-in of tiny gradients underflows"),
     Mutant("kernels/aten.py", "torch.where(m == 0, torch.ones_like(m), m)", "m",
            "the stand-in of a zero row is NaN"),
-    Mutant("kernels/aten.py", 'stats = stats.masked_fill(item.blind, float("-inf"))', "pass",
+    Mutant("kernels/aten.py", 'stats = stats.masked_fill(blind, float("-inf"))', "pass",
            "rows blind in a table weigh as if they saw something"),
     Mutant("kernels/reference.py", "(dp - delta.unsqueeze(-1)) * scoring.scale",
            "(dp - delta.unsqueeze(-1))", "gradients of scores are not scaled"),

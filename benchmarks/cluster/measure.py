@@ -8,7 +8,9 @@ that of one rank for the whole sequence before its times are handed back.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ import megatron_burst as mb
 from megatron_burst.comm.transport import Channel
 from megatron_burst.execution.job import Pass
 from megatron_burst.tools.trace.local import profiled
-from megatron_burst.tools.trace.record import TraceEvent
+from megatron_burst.tools.trace.record import TraceEvent, events_of
 
 from . import emulated, mail, whole
 from .cells import Problem, Rival
@@ -180,9 +182,11 @@ def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = N
 
 def trace(state: State, name: str, speed: float | None) -> tuple[list[TraceEvent], Run]:
     """What this rank did in one timed run, and the run."""
-    events: list[TraceEvent] = []
-    with profiled(events):
-        run = timed(state, name, speed)
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        path = Path(folder) / "profile.json"
+        with profiled(path):
+            run = timed(state, name, speed)
+        events = events_of(json.loads(path.read_text()))
     return [event._replace(rank=state["rank"]) for event in events], run
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_burst.kernels.operators import CpuFlash, CudaCudnn, CudaFlash, Operator
+from megatron_burst.kernels.operators import CpuFlash, CudaCudnn, CudaFlash, Operator, Shown
 
 from .cases import Case, OneCall
 
@@ -82,11 +82,11 @@ def stock(operator: Operator, inputs: Inputs, case: Case) -> Calls:
     q, k, v, dout = (x[part].permute(1, 2, 0, 3) for x, part in zip(inputs[:4], parts, strict=True))
 
     def forward() -> Any:
-        return operator.forward(q, k, v, how.triangle, None, None, inputs.scale)
+        return operator.forward(q, k, v, Shown(how.triangle), inputs.scale)
 
     def backward(state: Any) -> Grads:
         out, lse = state
-        grads = operator.backward(dout, q, k, v, out, lse, how.triangle, None, None, inputs.scale)
+        grads = operator.backward(dout, q, k, v, out, lse, Shown(how.triangle), inputs.scale)
         dq, dk, dv = (x.permute(2, 0, 1, 3) for x in grads)
         return dq, dk, dv
 

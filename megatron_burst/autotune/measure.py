@@ -3,7 +3,8 @@
 `measure_rates`, `links` and `kernel_speed` are collective and return the same on all ranks: their
 measurements are gathered, and the slowest link and the median device count. That takes about a
 second, once per grid. `calibrate`, the doctor and its GPU report build on the parts: `peers`,
-`starter`, `exchange_seconds`, `link_speeds`, `local_calls` and `seconds`.
+`ring_peers`, `starter`, `exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`, `local_calls`
+and `seconds`.
 """
 
 from __future__ import annotations
@@ -203,12 +204,27 @@ def link_speeds(
     latency = max(of_ranks(SMALL, 16))
     if latency == 0.0:
         return 0.0, [math.inf] * groups.size
-    size, took = FIRST, of_ranks(FIRST, 2)
-    while max(took) < LONG / 2 and size < LARGEST:
-        size = min(LARGEST, max(2 * size, int(size * LONG / max(took))))
-        took = of_ranks(size, 2)
-    carrying = [max(each - latency, each / 2) for each in took]
-    return latency, [size / each if each else math.inf for each in carrying]
+    size, took = long_enough(lambda size: of_ranks(size, 2), LONG, LARGEST)
+    return latency, [rate_of(size, each, latency) if each else math.inf for each in took]
+
+
+def long_enough(
+    took: Callable[[int], list[float]], long: float, largest: int
+) -> tuple[int, list[float]]:
+    """(bytes of a message that takes about `long` seconds, or `largest`; what it took).
+
+    took: seconds of a message of so many bytes, of every rank; the slowest counts.
+    """
+    size, of_ranks = FIRST, took(FIRST)
+    while max(of_ranks) < long / 2 and size < largest:
+        size = min(largest, max(2 * size, int(size * long / max(of_ranks))))
+        of_ranks = took(size)
+    return size, of_ranks
+
+
+def rate_of(size: float, took: float, latency: float) -> float:
+    """Bytes per second of what took so many seconds, `latency` of them without bytes."""
+    return size / max(took - latency, took / 2)
 
 
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
@@ -287,8 +303,7 @@ def _speed(
     What is timed is the best of `TIMES`."""
 
     def took(rows: int) -> float:
-        tile = [torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in (q, k, v)]
-        calls = local_calls(kernel, scoring, Full(), tile[0], tile[1], tile[2])
+        calls = local_calls(kernel, scoring, Full(), (q, k, v), rows)
 
         def both() -> None:
             calls.forward()
@@ -311,18 +326,18 @@ def local_calls(
     kernel: Kernel,
     scoring: Scoring,
     mask: Mask,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None = None,
+    like: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: int,
     knows_out: bool = False,
 ) -> LocalCalls:
-    """The calls of one pair, q [s, 1, h, d] with as many keys and values at the same positions.
+    """The calls of one pair of random numbers, `rows` queries with as many keys and values at the
+    same positions.
 
-    dout: ones by default; knows_out: backward gets the output, as where queries stay. Raises what
-    the kernel raises.
+    like: q, k, v, of which only heads, widths, dtype and device are read; knows_out: backward gets
+    the output, as where queries stay. Raises what the kernel raises.
     """
-    spans = [Span(0, 1, len(q))]
+    q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
+    spans = [Span(0, 1, rows)]
     work = kernel.work_for(mask, spans, spans)
     out, lse = empty_result(q, v.shape[-1])
 
@@ -331,15 +346,14 @@ def local_calls(
         kernel.forward(q, k, v, work, scoring, out, lse)
 
     forward()
-    dout = torch.ones_like(out, dtype=q.dtype) if dout is None else dout
-    known_out = out.to(q.dtype)
+    dout, known_out = torch.rand_like(out, dtype=q.dtype), out.to(q.dtype)
     delta = (dout.to(out.dtype) * known_out).sum(-1)
-    rows = Rows(q, dout, lse.clone(), delta, known_out if knows_out else None)
+    queries = Rows(q, dout, lse.clone(), delta, known_out if knows_out else None)
     sums = [torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v)]
 
     @torch.no_grad()
     def backward() -> None:
-        kernel.backward(rows, k, v, work, scoring, *sums)
+        kernel.backward(queries, k, v, work, scoring, *sums)
 
     backward()
     return LocalCalls(forward, backward)

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -25,13 +24,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        if _raised_here(error.__traceback__):
+        last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        if PACKAGE in Path(last.f_code.co_filename).parents:  # not a library, nor the program
             raise ValueError(str(error)) from error
         traceback.print_exc()
         raise SystemExit(1) from error
-
-
-def _raised_here(frames: TracebackType | None) -> bool:
-    """Whether this package raised the error itself, not a library it called or the program."""
-    last = [frame for frame, _ in traceback.walk_tb(frames)][-1]
-    return PACKAGE in Path(last.f_code.co_filename).parents

@@ -50,9 +50,16 @@ def check(tree: Path) -> tuple[int, list[str]]:
             f"--check {tree}: no megatron/core/package_info.py in there; give the folder that "
             "contains the folder megatron"
         )
-    attempts = [attempt(tree, series) for series in sorted(SERIES.iterdir())]
+    attempts = [[_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
+                for series in sorted(SERIES.iterdir())]  # fmt: skip
     version = version_of(tree)
-    best = min(attempts, key=lambda tried: _rank(tried, version))
+
+    def refusals(tried: list[Tried]) -> tuple[int, bool]:
+        """Fewest refused patches first, then the series of this version."""
+        made_for = tried[0].patch.parent.name.split("-")[0]
+        return sum(one.refusal is not None for one in tried), not version.startswith(made_for)
+
+    best = min(attempts, key=refusals)
     name = best[0].patch.parent.name
     if all(one.applied for one in best):
         return PATCHED, [f"patched: Megatron-Core {version} at {tree}"]
@@ -70,17 +77,6 @@ def check(tree: Path) -> tuple[int, list[str]]:
     shown = " ".join(missing)
     lines = [f"patchable: Megatron-Core {version} at {tree} with series {name}; apply it with"]
     return PATCHABLE, [*lines, f"  cd {shlex.quote(str(tree))} && git apply " + shown]
-
-
-def _rank(tried: list[Tried], version: str) -> tuple[int, bool]:
-    """The sort key of a series: fewest refused patches first, then the series of this version."""
-    made_for = tried[0].patch.parent.name.split("-")[0]
-    return sum(one.refusal is not None for one in tried), not version.startswith(made_for)
-
-
-def attempt(tree: Path, series: Path) -> list[Tried]:
-    """Try every patch of a series on a copy of the files that it changes."""
-    return [_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
 
 
 def _try(tree: Path, patch: Path) -> Tried:

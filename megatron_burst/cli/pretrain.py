@@ -61,7 +61,12 @@ def _install(cpu: bool) -> None:
         # This imports Megatron-Core.
         importlib.import_module("megatron_burst.megatron.attention.core_attention")
     except ImportError as error:
-        raise ValueError(f"{_version()} cannot be used: {error}") from error
+        try:
+            info = importlib.import_module("megatron.core.package_info")
+            found = f"Megatron-Core {info.__version__}"
+        except ImportError:
+            found = "Megatron-Core (which is not installed, nor beside SCRIPT)"
+        raise ValueError(f"{found} cannot be used: {error}") from error
     if not megatron.training_available():
         raise ValueError(
             "there is no megatron.training to import: SCRIPT must lie in a checkout of Megatron-LM,"
@@ -73,11 +78,3 @@ def _install(cpu: bool) -> None:
         megatron.install()
     except (ImportError, RuntimeError) as error:
         raise ValueError(str(error)) from error
-
-
-def _version() -> str:
-    try:
-        info = importlib.import_module("megatron.core.package_info")
-    except ImportError:
-        return "Megatron-Core (which is not installed, nor beside SCRIPT)"
-    return f"Megatron-Core {info.__version__}"

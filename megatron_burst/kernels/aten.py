@@ -14,7 +14,7 @@ Shape letters as in `base`. The operators want [b, h, s, d], which are views of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from ..masks.tiling import Cutter, Tile
 from . import native, rowwise
 from .base import Rows, Scoring
 from .online_softmax import merge_
-from .operators import Joined, JoiningOperator, Lengths, Operator, Window, joined
+from .operators import Joined, Lengths, Operator, Shown, Widths, Window, joined
 
 
 class AtenKernel:
@@ -33,6 +33,7 @@ class AtenKernel:
 
     softcaps = False
     maximum = False  # the operators return lse alone
+    passed_over: tuple[str, ...] = ()
 
     def __init__(self, name: str, operator: Operator):
         self.name = name
@@ -50,7 +51,14 @@ class AtenKernel:
         if q.shape[-1] % operator.multiple or v.shape[-1] % operator.multiple:
             widths = (q.shape[-1], v.shape[-1])
             return f"needs widths that {operator.multiple} divides, got {widths}"
-        return operator.unfit(q.device, max(q.shape[-1], v.shape[-1]))
+        return operator.unfit(q.device, self._widths(q, v))
+
+    def _widths(self, q: torch.Tensor, v: torch.Tensor) -> Widths:
+        """Of keys and of values, as the operator gets them: padded to one where it takes no two."""
+        widths = q.shape[-1], v.shape[-1]
+        if widths[0] == widths[1] or self.operator.unfit(q.device, widths) is None:
+            return widths
+        return max(widths), max(widths)
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
@@ -89,18 +97,20 @@ class AtenKernel:
         max_logits: torch.Tensor | None = None,
     ) -> None:
         assert max_logits is None
-        # Stock operators want queries, keys and values of one width.
-        width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-        q, k, v = (_heads_first(x, width) for x in (q, k, v))
+        value_width = v.shape[-1]
+        width, wide = self._widths(q, v)
+        q, k, v = _heads_first(q, width), _heads_first(k, width), _heads_first(v, wide)
         for item in _items(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
-            part, stats = self._forward(item, q[:, :, r], k[:, :, c], v[:, :, c], scoring.scale)
+            given = q[:, :, r], k[:, :, c], v[:, :, c]
+            part, stats = self.operator.forward(*given, item.shown(q), scoring.scale)
             # `merge_` leaves rows alone where lse is -inf. Operators return 0 for a row that a bias
-            # hides entirely, which would weigh like a key, and +inf for one without columns.
-            if item.blind is not None:
-                stats = stats.masked_fill(item.blind, float("-inf"))
+            # hides entirely, which would weigh like a key, and anything for one without columns.
+            blind = item.blind
             if item.lengths is not None and item.lengths.idle:
-                stats = stats.masked_fill(stats == float("inf"), float("-inf"))
+                *_, blind = item.lengths.on(stats.device)
+            if blind is not None:
+                stats = stats.masked_fill(blind, float("-inf"))
             # Back to [s, b, h, w]; columns beyond the width of the values are padding.
             part = part.permute(2, 0, 1, 3)[..., :value_width]
             merge_(out[r], lse[r], part, stats.permute(2, 0, 1))
@@ -116,13 +126,14 @@ class AtenKernel:
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        width = max(k.shape[-1], v.shape[-1])
-        dout, q, k, v = (_heads_first(x, width) for x in (rows.dout, rows.q, k, v))
+        width, wide = self._widths(k, v)
+        q, k = (_heads_first(x, width) for x in (rows.q, k))
+        dout, v = (_heads_first(x, wide) for x in (rows.dout, v))
         if self.operator.takes_delta:
             out = rows.delta.permute(1, 2, 0)
         else:
             out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
-            out = _heads_first(out, width)
+            out = _heads_first(out, wide)
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
         for item in _items(work, len(q)):
@@ -133,30 +144,12 @@ class AtenKernel:
             if item.blind is not None:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
             given = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
-            grads = self._backward(item, *given, scoring.scale)
+            grads = self.operator.backward(*given, item.shown(q), scoring.scale)
             # In place and in the accumulation dtype: the operator's gradients have the dtype of q.
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
                     # `total[part] +=` would also copy the sum onto itself.
                     total[part].add_(grad.permute(2, 0, 1, 3)[..., : total.shape[-1]])
-
-    def _forward(self, item: _TileWork, q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call: out and lse of an item's rows and columns."""
-        causal, window = item.tile.triangle, item.window
-        if item.lengths is None:
-            return self.operator.forward(q, k, v, causal, item.bias(q), window, scale)
-        joining = cast(JoiningOperator, self.operator)
-        return joining.forward_joined(q, k, v, causal, window, scale, item.lengths)
-
-    def _backward(
-        self, item: _TileWork, dout, q, k, v, out, lse, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One call: the gradients of an item's rows and columns."""
-        given, causal, window = (dout, q, k, v, out, lse), item.tile.triangle, item.window
-        if item.lengths is None:
-            return self.operator.backward(*given, causal, item.bias(q), window, scale)
-        joining = cast(JoiningOperator, self.operator)
-        return joining.backward_joined(*given, causal, window, scale, item.lengths)
 
 
 class _TileWork(NamedTuple):
@@ -169,8 +162,11 @@ class _TileWork(NamedTuple):
     lengths: Lengths | None = None
     apart: tuple[_TileWork, ...] = ()
 
-    @property
-    def window(self) -> Window | None:
+    def shown(self, q: torch.Tensor) -> Shown:
+        """As the operator is told; q: of the dtype and device that it computes in."""
+        return Shown(self.tile.triangle, self._bias(q), self._window(), self.lengths)
+
+    def _window(self) -> Window | None:
         """(left, right) of the tile's band. `Tile.band` is aligned to the first row and column,
         windows of operators are aligned to the last row and column."""
         if self.tile.band is None:
@@ -181,7 +177,7 @@ class _TileWork(NamedTuple):
         left, right = self.tile.band
         return left + columns - rows, right + rows - columns
 
-    def bias(self, q: torch.Tensor) -> torch.Tensor | None:
+    def _bias(self, q: torch.Tensor) -> torch.Tensor | None:
         """[rows, columns] in the dtype of q: -inf where hidden; None where there is no table."""
         if self.hidden is None:
             return None

@@ -44,10 +44,12 @@ class Kernel(Protocol):
 
     name: its entry in `registry.KERNELS`. softcaps: does it take a softcap? maximum: can its
     forward tell the largest scores? deterministic: does it return the same bits every time where
-    torch.use_deterministic_algorithms asks for that?
+    torch.use_deterministic_algorithms asks for that? passed_over: what kernel "auto" would rather
+    have taken, and why not, one sentence each.
     """
 
     name: str
+    passed_over: tuple[str, ...]
     softcaps: bool
     maximum: bool
     deterministic: bool

@@ -15,13 +15,13 @@ from .packages import FittedFunction, Package, Signature, function_of
 FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "softmax_scale", "causal",
             "deterministic")  # fmt: skip
-# What a release may lack: then it is not asked for windows.
+# What a release may lack: then it is not asked for windows, or for many sequences at once.
 WINDOW = ("window_size_left", "window_size_right")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # what some releases call it
 
 MARGIN = "sm_margin"  # multiprocessors that a kernel leaves free
 PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q", "seqused_k",
          "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary",
          "q_descale", "k_descale", "v_descale")  # fmt: skip
@@ -69,8 +69,8 @@ PACKAGES = {
         "flash-attn-3",
         "FlashAttention 3 of 2025 or newer",
         ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
-        Function("_flash_attn_forward", {"num_splits": 1, MARGIN: 0}, LENGTHS + CACHE),
-        Function("_flash_attn_backward", {MARGIN: 0}, (*LENGTHS, "sequed_q", "sequed_k")),
+        Function("_flash_attn_forward", {"num_splits": 1, MARGIN: 0}, CACHE),
+        Function("_flash_attn_backward", {MARGIN: 0}, ("sequed_q", "sequed_k")),
     ),
     "flash4": FlashPackage(
         "FlashAttention 4",
@@ -86,12 +86,13 @@ PACKAGES = {
 
 
 class FlashFunctions(NamedTuple):
-    """Both functions of a package, whether both take windows, and whether gradients can be the same
-    bits every time."""
+    """Both functions of a package, whether both take windows and many sequences, and whether
+    gradients can be the same bits every time."""
 
     forward: FittedFunction
     backward: FittedFunction
     windows: bool
+    joins: bool
     deterministic: bool
 
 
@@ -114,14 +115,15 @@ def fitted(
     """The functions of a package with the way to call each. Raises ValueError as `fit` does."""
     first = fit(place, forward, package.forward, FORWARD)
     second = fit(place, backward, package.backward, package.backward_names)
-    windows = [all(name in one.names for name in WINDOW) for one in (first, second)]
+    both = first.names, second.names
+    windows, joins = ([set(some) <= set(names) for names in both] for some in (WINDOW, LENGTHS))
     # FlashAttention 3 without them (before December 2025) may not clear the locks of dk and dv.
-    return FlashFunctions(first, second, windows=all(windows), deterministic=windows[1])
+    return FlashFunctions(first, second, all(windows), all(joins), deterministic=windows[1])
 
 
 def fit(place: str, function: Callable, known: Function, names: Sequence[str]) -> FittedFunction:
-    """How a function of the module `place` is called with arguments of our names, and WINDOW if it
-    takes windows.
+    """How a function of the module `place` is called with arguments of our names, and those of
+    WINDOW and LENGTHS if it takes them.
 
     Raises ValueError if it has no parameter for one of them or for a constant, or wants one that we
     do not know.
@@ -131,8 +133,9 @@ def fit(place: str, function: Callable, known: Function, names: Sequence[str]) -
         raise ValueError(f"{shown.place} takes more than it names: {shown.whole}")
     aliases = {name: ALIASES.get(name, name) for name in names}
     spelled = {name: alias if alias in shown.named else name for name, alias in aliases.items()}
-    if all(name in shown.named for name in WINDOW):
-        spelled |= {name: name for name in WINDOW}
+    for some in (WINDOW, LENGTHS):
+        if all(name in shown.named for name in some):
+            spelled |= {name: name for name in some}
     nothing = {name: None for name in known.unused if name in shown.required}
     constants: Mapping[str, Any] = {**known.constants, **nothing}
     shown.check([*spelled.values(), *constants])

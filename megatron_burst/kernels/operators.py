@@ -38,18 +38,22 @@ class Lengths:
     def __init__(self, sizes: Sequence[tuple[int, int]]):
         lengths = np.array(sizes, dtype=np.int32)
         rows, columns = lengths.max(axis=0).tolist()
-        self.idle = not lengths[:, 1].all()
+        self._idle = np.repeat(lengths[:, 1] == 0, lengths[:, 0])  # bool [rows]
+        self.idle = bool(self._idle.any())
         # Where the longest has one row FlashAttention 2 takes it that all have one.
         self.longest = (rows if lengths[:, 0].all() else max(rows, 2)), columns
         zero = np.zeros((1, 2), dtype=np.int32)
         self._ends = np.concatenate([zero, np.cumsum(lengths, axis=0, dtype=np.int32)])
-        self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cumulative rows and columns, int32 [sequences + 1]."""
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cumulative rows and columns, int32 [sequences + 1]; bool [rows]: has it no columns?"""
         if device not in self._there:
-            rows, columns = to_device(np.ascontiguousarray(self._ends.T), device)
-            self._there[device] = rows, columns
+            ends = np.ascontiguousarray(self._ends.T).view(np.uint8).ravel()
+            both = to_device(np.concatenate([ends, self._idle.view(np.uint8)]), device)
+            bounds, idle = both.split([ends.size, self._idle.size])
+            rows, columns = bounds.view(torch.int32).view(2, -1)
+            self._there[device] = rows, columns, idle.view(torch.bool)
         return self._there[device]
 
 
@@ -136,13 +140,29 @@ class _Chain:
 aten = torch.ops.aten
 
 Window = tuple[int, int]
+Widths = tuple[int, int]  # of queries and keys, and of values
+ONE_WIDTH = "takes keys and values of one width"  # and gets them padded
+
+
+class Shown(NamedTuple):
+    """Which columns each row sees in one call. Row m of s sees column n of t if causal (s = t):
+    n <= m; with a bias: where it is not -inf; with a window (left, right): m + t - s - left <= n <=
+    m + t - s + right; else always.
+
+    lengths: of many sequences end to end in one batch entry, b = 1, of which each is as above.
+    """
+
+    causal: bool = False
+    bias: torch.Tensor | None = None
+    window: Window | None = None
+    lengths: Lengths | None = None
 
 
 class Operator(Protocol):
-    """One stock operator pair on [b, h, s, d]; lse is [b, h, s]; widths of q, k, v are equal.
+    """One stock operator pair on [b, h, s, d]; lse is [b, h, s].
 
-    Row m of s sees column n of t if causal (s = t): n <= m; with a bias: where it is not -inf; with
-    a window (left, right): m + t - s - left <= n <= m + t - s + right; else always.
+    Of many sequences some may have no rows or no columns. Rows without columns get gradients 0, and
+    any finite out and any lse; columns without rows get gradients 0.
     """
 
     device: str
@@ -150,37 +170,20 @@ class Operator(Protocol):
     multiple: int  # widths must be a multiple of this
     limits: tuple[int | None, int | None]  # of `masks.tiling.Cutter`; tables come as a bias
     windows: bool  # takes a window
+    joins: bool  # takes many sequences of different lengths in one call
     deterministic: bool  # if torch.use_deterministic_algorithms asks for it
     takes_delta: bool  # backward gets delta [b, h, s] where others get out
-    joins: bool  # takes many sequences of different lengths in one call: `JoiningOperator`
 
-    def unfit(self, device: torch.device, width: int) -> str | None:
-        """Why a device of the right type cannot serve this width, or None."""
+    def unfit(self, device: torch.device, widths: Widths) -> str | None:
+        """Why a device of the right type cannot serve widths of keys and of values, or None.
+        Widths that differ are asked about first as they are, and then padded to the greater."""
         ...
 
-    def forward(
-        self, q, k, v, causal: bool, bias: torch.Tensor | None, window: Window | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def forward(self, q, k, v, shown: Shown, scale: float) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
-        self, dout, q, k, v, out, lse, causal: bool, bias: torch.Tensor | None,
-        window: Window | None, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
-class JoiningOperator(Operator, Protocol):
-    """An operator that also takes many sequences end to end, of one batch entry: b = 1. `causal`
-    and `window` count within each; the other arguments are as above. A sequence may have no rows or
-    no columns: its rows get lse +inf and out 0, its rows and columns get gradients 0."""
-
-    def forward_joined(
-        self, q, k, v, causal: bool, window: Window | None, scale: float, lengths: Lengths
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def backward_joined(
-        self, dout, q, k, v, out, lse, causal: bool, window: Window | None, scale: float,
-        lengths: Lengths,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
+        self, dout, q, k, v, out, lse, shown: Shown, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class CpuFlash:
@@ -195,17 +198,17 @@ class CpuFlash:
     takes_delta = False
     joins = False
 
-    def unfit(self, device: torch.device, width: int) -> str | None:
-        return None
+    def unfit(self, device: torch.device, widths: Widths) -> str | None:
+        return None if widths[0] == widths[1] else ONE_WIDTH
 
-    def forward(self, q, k, v, causal, bias, window, scale):
+    def forward(self, q, k, v, shown, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, shown.causal, attn_mask=shown.bias, scale=scale
         )
 
-    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+    def backward(self, dout, q, k, v, out, lse, shown, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+            dout, q, k, v, out, lse, 0.0, shown.causal, attn_mask=shown.bias, scale=scale
         )
 
 
@@ -226,18 +229,18 @@ class CpuNarrow:
     takes_delta = True
     joins = False
 
-    def unfit(self, device: torch.device, width: int) -> str | None:
-        if width > native.NARROW:
-            return f"takes widths up to {native.NARROW}, got {width}"
+    def unfit(self, device: torch.device, widths: Widths) -> str | None:
+        if max(widths) > native.NARROW:
+            return f"takes widths up to {native.NARROW}, got {max(widths)}"
         if native.serves(device.type):
-            return None
+            return None if widths[0] == widths[1] else ONE_WIDTH
         return f"needs the compiled library of csrc/, and there is no {native.FILE}: `make csrc`"
 
-    def forward(self, q, k, v, causal, bias, window, scale):
-        return native.narrow_forward(q, k, v, _from_first(q, k, causal, window), scale)
+    def forward(self, q, k, v, shown, scale):
+        return native.narrow_forward(q, k, v, _from_first(q, k, shown), scale)
 
-    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
-        band = _from_first(q, k, causal, window)
+    def backward(self, dout, q, k, v, out, lse, shown, scale):
+        band = _from_first(q, k, shown)
         return native.narrow_backward(dout, q, k, v, lse, out, band, scale)  # out: delta
 
 
@@ -253,43 +256,25 @@ class CudaFlash:
     takes_delta = False
     joins = True
 
-    def unfit(self, device: torch.device, width: int) -> str | None:
-        return f"takes widths up to 256, got {width}" if width > 256 else None
+    def unfit(self, device: torch.device, widths: Widths) -> str | None:
+        if max(widths) > 256:
+            return f"takes widths up to 256, got {max(widths)}"
+        return None if widths[0] == widths[1] else ONE_WIDTH
 
-    def forward(self, q, k, v, causal, bias, window, scale):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        lengths = None, None, q.shape[1], k.shape[1]
+    def forward(self, q, k, v, shown, scale):
+        q, k, v = (rows_first(x, shown.lengths) for x in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, causal, False, scale=scale, **_sides(window)
+            q, k, v, *_lengths(q, k, shown), 0.0, shown.causal, False, scale=scale, **_sides(shown)
         )
-        return out.transpose(1, 2), lse
+        return heads_first(out), lse if lse.dim() == 3 else lse.unsqueeze(0)
 
-    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        lengths = None, None, q.shape[1], k.shape[1]
+    def backward(self, dout, q, k, v, out, lse, shown, scale):
+        dout, q, k, v, out = (rows_first(x, shown.lengths) for x in (dout, q, k, v, out))
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(q.device),
-            scale=scale, **_sides(window),
+            dout, q, k, v, out, stats_of(lse, shown.lengths), *_lengths(q, k, shown), 0.0,
+            shown.causal, *_no_dropout(q.device), scale=scale, **_sides(shown),
         )  # fmt: skip
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return dq, dk, dv
-
-    def forward_joined(self, q, k, v, causal, window, scale, lengths):
-        q, k, v = (_rows_first(x) for x in (q, k, v))
-        given = *lengths.on(q.device), *lengths.longest
-        out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *given, 0.0, causal, False, scale=scale, **_sides(window)
-        )
-        return out.transpose(0, 1).unsqueeze(0), lse.reshape(1, q.shape[1], len(q))  # torch: [h, s]
-
-    def backward_joined(self, dout, q, k, v, out, lse, causal, window, scale, lengths):
-        dout, q, k, v, out = (_rows_first(x) for x in (dout, q, k, v, out))
-        given, lse = (*lengths.on(q.device), *lengths.longest), lse.squeeze(0).contiguous()
-        grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *given, 0.0, causal, *_no_dropout(q.device),
-            scale=scale, **_sides(window),
-        )  # fmt: skip
-        dq, dk, dv = (grad.transpose(0, 1).unsqueeze(0) for grad in grads)
+        dq, dk, dv = (heads_first(grad) for grad in grads)
         return dq, dk, dv
 
 
@@ -305,31 +290,41 @@ class CudaCudnn:
     takes_delta = False
     joins = False
 
-    def unfit(self, device: torch.device, width: int) -> str | None:
-        """As torch has it for its own use of cuDNN: 256 only on Hopper, from cuDNN 9.10 on."""
-        if width <= 128:
+    def unfit(self, device: torch.device, widths: Widths) -> str | None:
+        """As releases of torch have it for their own use of cuDNN, where they agree about
+        backward: from 9.11 on (192, 128), MLA's; from 9.10 on 256 on Hopper."""
+        if max(widths) <= 128:
             return None
         version = torch.backends.cudnn.version() or 0
-        if width <= 256 and version >= 91000 and torch.cuda.get_device_capability(device) == (9, 0):
+        device_is = torch.cuda.get_device_capability(device)
+        if widths == (192, 128) and version >= 91100 and device_is in CUDNN_FIRST:
             return None
-        return f"takes widths up to 128, and 256 on Hopper with cuDNN 9.10, got {width}"
+        if widths == (256, 256) and version >= 91000 and device_is == (9, 0):
+            return None
+        return (
+            "takes widths up to 128, on Hopper and Blackwell with cuDNN 9.11 (192, 128), and on "
+            f"Hopper with cuDNN 9.10 (256, 256), got {widths}"
+        )
 
-    def forward(self, q, k, v, causal, bias, window, scale):
+    def forward(self, q, k, v, shown, scale):
         result = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
+            q, k, v, None, True, 0.0, shown.causal, scale=scale
         )
         return result[0], result[1].reshape(q.shape[:3])
 
-    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
+    def backward(self, dout, q, k, v, out, lse, shown, scale):
         # Some releases of torch find a graph that they have built by q, k and v alone, and build it
-        # for the strides that out and dout have the first time: so these follow from those of q.
-        dout, out = (_laid_out_like(x, q) for x in (dout, out))
+        # for the strides that out and dout have the first time: so these are always the same.
+        dout, out = (_dense(x) for x in (dout, out))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
         return aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *sizes,
-            0.0, causal, scale=scale,
+            0.0, shown.causal, scale=scale,
         )  # fmt: skip
+
+
+CUDNN_FIRST = (9, 0), (10, 0), (10, 3)  # compute capabilities where torch asks cuDNN first
 
 
 def prefers_cudnn(device: torch.device) -> bool:
@@ -337,26 +332,48 @@ def prefers_cudnn(device: torch.device) -> bool:
     and Blackwell, and a cuDNN later than 9.15.0, which cured lengths that 128 does not divide."""
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
-    return capability in ((9, 0), (10, 0), (10, 3)) and version > 91500
+    return capability in CUDNN_FIRST and version > 91500
 
 
-def _from_first(q: torch.Tensor, k: torch.Tensor, causal: bool, window: Window | None) -> Window:
+def _from_first(q: torch.Tensor, k: torch.Tensor, shown: Shown) -> Window:
     """(left, right) counted from the first row and column: row m sees m - left to m + right."""
     s, t = q.shape[2], k.shape[2]
-    if window is None:
-        return s, 0 if causal else t
-    return window[0] - (t - s), window[1] + (t - s)
+    if shown.window is None:
+        return s, 0 if shown.causal else t
+    return shown.window[0] - (t - s), shown.window[1] + (t - s)
 
 
-def _laid_out_like(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """x, copied where its strides are not those of torch.empty_like(q); both of one shape."""
-    place = torch.empty_like(q)
-    return x if x.stride() == place.stride() else place.copy_(x)
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x [b, h, s, d], copied where it is not dense as [s, b, h, d]."""
+    b, h, _, d = x.shape
+    strides = (h * d, d, b * h * d, 1)
+    if x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[1, h, s, d] -> [s, h, d], a view."""
-    return x.squeeze(0).transpose(0, 1)
+def rows_first(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
+    """[b, h, s, d] -> [b, s, h, d], and [s, h, d] of many sequences end to end; a view."""
+    x = x.transpose(1, 2)
+    return x if lengths is None else x.squeeze(0)
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """`rows_first` undone."""
+    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
+
+
+def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
+    """lse or delta [b, h, s] as FlashAttention wants it: dense, and [h, s] of many sequences."""
+    return (x if lengths is None else x.squeeze(0)).contiguous()
+
+
+def _lengths(q: torch.Tensor, k: torch.Tensor, shown: Shown) -> tuple:
+    """Where sequences begin and how long they are, as torch's flash attention takes it."""
+    if shown.lengths is None:
+        return None, None, q.shape[1], k.shape[1]
+    rows, columns, _ = shown.lengths.on(q.device)
+    return rows, columns, *shown.lengths.longest
 
 
 def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -365,7 +382,7 @@ def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return seed, torch.empty((), dtype=torch.uint64, device=device)
 
 
-def _sides(window: Window | None) -> dict[str, int]:
-    if window is None:
+def _sides(shown: Shown) -> dict[str, int]:
+    if shown.window is None:
         return {}
-    return {"window_size_left": window[0], "window_size_right": window[1]}
+    return {"window_size_left": shown.window[0], "window_size_right": shown.window[1]}

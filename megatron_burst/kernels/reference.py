@@ -43,6 +43,7 @@ class ReferenceKernel:
     softcaps = True
     maximum = True
     deterministic = True
+    passed_over: tuple[str, ...] = ()
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None

@@ -57,11 +57,16 @@ KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
 }
 
 
+# compute capability -> the package whose kernel is the fastest there, by published figures
+FASTEST = {(9, 0): "flash3", (10, 0): "flash4", (10, 3): "flash4"}
+
+
 def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     """The kernels that "auto" tries, in this order.
 
-    torch's own operators come first where a few of their tiles describe the mask: they are always
-    there, and fast. Other masks go to the Triton kernel, which takes any mask in one launch, and
+    Flash attention comes first where a few of its tiles describe the mask: on Hopper and Blackwell
+    that of the package made for them, where it is installed, then torch's own, which is always
+    there. Other masks go to the Triton kernel, which takes any mask in one launch, and
     so do calls with a softcap. cuDNN compiles for every shape, so it is left out where a mask has
     other shapes in every batch. On a CPU the compiled attention of narrow heads comes
     first, where there is one: it serves few calls, and those faster, and takes windows whole.
@@ -70,8 +75,10 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
         return ("narrow", "aten", "triton") if mask.windowed else ("aten", "triton")
     if not mask.flash_compatible:
         return "triton", "aten"
-    cudnn = mask.cacheable and prefers_cudnn(device)
-    return ("aten_cudnn", "aten", "triton") if cudnn else ("aten", "triton")
+    fastest = FASTEST.get(torch.cuda.get_device_capability(device))
+    names = (fastest,) if fastest else ()
+    names += ("aten_cudnn",) if mask.cacheable and prefers_cudnn(device) else ()
+    return *names, "aten", "triton"
 
 
 def make(
@@ -96,12 +103,20 @@ def make(
     refused = torch_release.refusal(torch_release.PACKAGE)
     if refused is not None:
         raise ValueError(f"{torch_release.PACKAGE} {refused}")
-    reasons = []
-    names = (name,) if name != "auto" else automatic(q.device, Causal() if mask is None else mask)
+    auto = name == "auto"
+    names = automatic(q.device, Causal() if mask is None else mask) if auto else (name,)
+    reasons: list[str] = []
     for each in names:
-        kernel = KERNELS[each](q.device, beside_rings)
+        try:
+            kernel = KERNELS[each](q.device, beside_rings)
+        except ValueError as error:  # a package that is not installed, or that cannot be used
+            if not auto:
+                raise
+            reasons.append(str(error).split(";")[0])
+            continue
         reason = _refusal(kernel, q, k, v, softcap, maximum)
         if reason is None:
+            kernel.passed_over = tuple(reasons)
             return kernel
         reasons.append(f"kernel {each} {reason}")
     raise ValueError("; ".join([*reasons, "kernel='reference' takes anything"]))

@@ -74,7 +74,7 @@ def concerns(part: str) -> bool:
 
 def refusal(part: str) -> str | None:
     """Why the torch that is imported cannot serve this part, without the part's name; or None."""
-    for limit in limits():
-        if limit.part == part and limit.refused:
+    for limit in LIMITS:
+        if limit.part == part and limit.refused and release() < limit.since:
             return f"needs {limit.remedy}, found {torch.__version__}: before, {limit.before}"
     return None

@@ -36,10 +36,20 @@ def _logits(products, scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def _shown(bits, table, rows, columns, M: tl.constexpr, N: tl.constexpr):
-    """Is (row, column) of a tile visible? rows and columns are broadcast against each other."""
-    words = tl.load(bits + table.to(tl.int64) * (M * N // 32) + rows * (N // 32) + columns // 32)
-    return ((words >> (columns % 32)) & 1) != 0
+def _shown(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    """What a tile shows: bool [M, N], or [N, M] BY_COLUMNS. A word is loaded once for its 32
+    columns and spread over them in registers."""
+    rows, words, columns = tl.arange(0, M), tl.arange(0, N // 32), tl.arange(0, N)
+    at = bits + table.to(tl.int64) * (M * N // 32)
+    if BY_COLUMNS:
+        found = tl.load(at + rows[None, :] * (N // 32) + words[:, None])
+        spread = tl.broadcast_to(found[:, None, :], (N // 32, 32, M)).reshape(N, M)
+        shift = (columns % 32)[:, None]
+    else:
+        found = tl.load(at + rows[:, None] * (N // 32) + words[None, :])
+        spread = tl.broadcast_to(found[:, :, None], (M, N // 32, 32)).reshape(M, N)
+        shift = (columns % 32)[None, :]
+    return ((spread >> shift) & 1) != 0
 
 
 @triton.jit
@@ -67,7 +77,7 @@ def forward(
     """One block of rows of one head; (out, lse) in float32, in place. max_logits: float32 [heads],
     raised to the largest score, or None."""
     batch, head, start, first, stop = _program(programs, heads, M)
-    lanes, columns = tl.arange(0, M), tl.arange(0, N)
+    lanes = tl.arange(0, M)
     rows = (start + lanes).to(tl.int64)
     at = lse + rows * lse_row + _offset(batch, head, lse_batch, lse_head)
     best = tl.load(at, mask=rows < n, other=NOTHING) * LOG2E
@@ -80,7 +90,7 @@ def forward(
         key = k.load([column, batch, head // group, 0]).reshape(N, D)
         x = _logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, CAP)
         if MASKED:
-            shown = _shown(bits, tl.load(tables + i), lanes[:, None], columns[None, :], M, N)
+            shown = _shown(bits, tl.load(tables + i), M, N, False)
             x = tl.where(shown, x, NOTHING)
         found = tl.max(x, 1)
         if max_logits is not None:
@@ -138,7 +148,7 @@ def backward_keys(
     """One block of keys of one key head: dk and dv of all the queries that see it; dq, if asked,
     added atomically where it is. `heads` counts key heads; lse, delta [rows, b, h] contiguous."""
     batch, head, start, first, stop = _program(programs, heads, N)
-    lanes, columns, widths = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
+    lanes, widths = tl.arange(0, M), tl.arange(0, D)
     key = k.load([start, batch, head, 0]).reshape(N, D)
     value = v.load([start, batch, head, 0]).reshape(N, W)
     dkey = tl.zeros((N, D), tl.float32)
@@ -152,8 +162,7 @@ def backward_keys(
             stats, mean = _statistics(lse, delta, row + lanes, n, offset, stats_row)
             shown = True
             if MASKED:
-                table = tl.load(tables + i)
-                shown = _shown(bits, table, lanes[None, :], columns[:, None], M, N)
+                shown = _shown(bits, tl.load(tables + i), M, N, True)
             products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
             p, slope = _weights(products, stats[None, :], scale, shown, CAP, MASKED)
             if DV:
@@ -186,7 +195,7 @@ def backward_queries(
 ):  # fmt: skip
     """One block of rows of one head: dq, in an order that is always the same."""
     batch, head, start, first, stop = _program(programs, heads, M)
-    lanes, columns = tl.arange(0, M), tl.arange(0, N)
+    lanes = tl.arange(0, M)
     query = q.load([start, batch, head, 0]).reshape(M, D)
     gradient = dout.load([start, batch, head, 0]).reshape(M, W)
     offset = _offset(batch, head, stats_batch, 1)
@@ -198,7 +207,7 @@ def backward_queries(
         value = v.load([column, batch, head // group, 0]).reshape(N, W)
         shown = True
         if MASKED:
-            shown = _shown(bits, tl.load(tables + i), lanes[:, None], columns[None, :], M, N)
+            shown = _shown(bits, tl.load(tables + i), M, N, False)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         p, slope = _weights(products, stats[:, None], scale, shown, CAP, MASKED)
         dp = tl.dot(gradient, tl.trans(value), input_precision=PRECISION)

@@ -78,6 +78,7 @@ class TritonKernel:
     softcaps = True
     maximum = True
     deterministic = True
+    passed_over: tuple[str, ...] = ()
 
     def __init__(self, size: BlockSizes | None = None):
         self.size = size

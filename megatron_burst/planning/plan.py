@@ -328,7 +328,7 @@ class Plan:
             words.append(f"{len(self.passes)} chunks of rows{resting}")
         words += [
             f"layout {self.layout.describe()}",
-            f"kernel {self.kernel.name}{' with csrc' if csrc else ''}",
+            f"kernel {self.kernel.name}{' with csrc' if csrc else ''}{self._passed_over()}",
             f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
             f"(side {other} would send {_bytes(self.traffic(other)[1])})",
             f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
@@ -346,6 +346,11 @@ class Plan:
         if self.choice is None:
             return ""
         return f" (auto: {self.choice.why}; {self.choice.rates.describe()})"
+
+    def _passed_over(self) -> str:
+        if self.options.kernel != "auto" or self.device.type != "cuda":
+            return ""
+        return f" (auto: {', '.join(self.kernel.passed_over) or 'the first choice here'})"
 
     def _describe_store(self) -> str:
         if not self.again:

@@ -179,15 +179,6 @@ def work_bars(
 # --- arrows --------------------------------------------------------------------------------
 
 
-class ArrowPlace(NamedTuple):
-    """Where an arrow lies, in the coordinates of its axes."""
-
-    begin: float
-    end: float
-    top: float
-    high: float
-
-
 class ArrowLook(NamedTuple):
     """An arrow's outline, which stands for all of what travels, and where that is filled."""
 
@@ -198,31 +189,32 @@ class ArrowLook(NamedTuple):
 
 
 def arrow(
-    axes: Axes, place: ArrowPlace, look: ArrowLook, shares: Iterable[tuple[float, float]]
+    axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
 ) -> list[Bbox]:
-    """Draw an arrow, filled at these shares of its length, (first, stop) from 0 to 1; returns where
-    it is filled."""
-    begin, end, y, high = place
+    """Draw an arrow at a place in the coordinates of the axes, filled at these shares of its
+    length, (first, stop) from 0 to 1; returns where it is filled."""
     outline = axes.add_patch(_outline(place, facecolor="white", edgecolor="none"))
-    ends = [[begin + (end - begin) * x for x in share] for share in shares]
-    for left, right in ends:
-        filled = Rectangle((left, y), right - left, high, facecolor=look.filled, linewidth=0,
-                           edgecolor=look.stripes or "none",
-                           hatch="/////" if look.stripes else None)  # fmt: skip
-        axes.add_patch(filled)
-        filled.set_clip_path(outline)
+    filled = [Bbox.from_extents(place.x0 + place.width * first, place.y0,
+                                place.x0 + place.width * stop, place.y1)
+              for first, stop in shares]  # fmt: skip
+    for part in filled:
+        patch = Rectangle((part.x0, part.y0), part.width, part.height, facecolor=look.filled,
+                          linewidth=0, edgecolor=look.stripes or "none",
+                          hatch="/////" if look.stripes else None)  # fmt: skip
+        axes.add_patch(patch)
+        patch.set_clip_path(outline)
     axes.add_patch(_outline(place, facecolor="none", edgecolor=look.edge, linewidth=look.width))
-    return [Bbox.from_extents(left, y, right, y + high) for left, right in ends]
+    return filled
 
 
-def dashed_arrow(axes: Axes, place: ArrowPlace) -> None:
+def dashed_arrow(axes: Axes, place: Bbox) -> None:
     """Draw an arrow that stands for what does not travel."""
     axes.add_patch(_outline(place, facecolor="none", **DASHED))
 
 
-def _outline(place: ArrowPlace, **looks: Any) -> Polygon:
+def _outline(place: Bbox, **looks: Any) -> Polygon:
     """A bar with a point at its right end."""
-    begin, end, y, high = place
-    right, low = end - min(TIP, (end - begin) / 2), y + high
-    corners = [(begin, y), (right, y), (end, y + high / 2), (right, low), (begin, low)]
+    (left, top), (end, low) = place.get_points()
+    right = end - min(TIP, (end - left) / 2)
+    corners = [(left, top), (right, top), (end, (top + low) / 2), (right, low), (left, low)]
     return Polygon(corners, **looks)

@@ -57,13 +57,13 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     ours, wrong = command.burst_arguments()
     if wrong:
         raise ValueError(wrong[0])
+    if not command.group_query_attention:
+        command.num_query_groups = None
     model = model_from(
-        lambda name: _model_value(command, name),
-        "the Megatron command",
-        gated=command.swiglu,
+        lambda name: getattr(command, name, None), "the Megatron command", gated=command.swiglu,
         tied=not command.untie_embeddings_and_output_weights,
         flag=lambda name: f"--{name.replace('_', '-')}",
-    )
+    )  # fmt: skip
     if command.seq_length is None:
         raise ValueError("--seq-length is missing in the Megatron command; add it")
     if command.context_parallel_algo is None:
@@ -74,12 +74,6 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     run = _command_run(command)
     run |= choices_of(choices, command.seq_length, command.cp, lambda name: f"--burst-{name}")
     return padded(model, command.make_vocab_size_divisible_by * command.tp), run
-
-
-def _model_value(command: MegatronCommand, name: str) -> Any:
-    if name == "num_query_groups" and not command.group_query_attention:
-        return None
-    return getattr(command, name, None)
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
@@ -195,15 +189,11 @@ def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str,
     seq = get("seq_length") or _of(config, "dataset", "seq_length")
     if seq:
         run["seq"] = seq
-    run |= _choices(get("transformer_layer_spec"), seq or 1, cp)
+    # What `apply_burst` chose; its defaults where the layer spec is not ours.
+    chosen = getattr(get("transformer_layer_spec"), "keywords", {})
+    choices = BurstConfig(**{n: x for n, x in chosen.items() if n not in ("base", "before")})
+    run |= choices_of(choices, seq or 1, cp, lambda name: name.replace("-", "_"))
     return padded(model, (get("make_vocab_size_divisible_by") or 128) * tp), run
-
-
-def _choices(spec: Any, seq: int, cp: int) -> dict[str, Any]:
-    """What `apply_burst` chose; its defaults where the layer spec is not ours."""
-    keywords = getattr(spec, "keywords", {})
-    ours = {name: x for name, x in keywords.items() if name not in ("base", "before")}
-    return choices_of(BurstConfig(**ours), seq, cp, lambda name: name.replace("-", "_"))
 
 
 def _of(config: Any, part: str, name: str) -> Any:

@@ -17,7 +17,7 @@ BAD = {
     "memory": "--model is needed: one of",
     "memory --gpus 8": "--model is needed: one of",
     "memory --gpus 8 --model llama3-8b": "--seq is needed",
-    # doctor
+    # doctor: more of a Megatron command's in test_doctor
     "doctor --nonsense": "--nonsense",
     "doctor --gpus-per-node": "--gpus-per-node: expected one argument",
     "doctor --gpus-per-node two": "invalid int value: 'two'",
@@ -25,15 +25,16 @@ BAD = {
     "doctor --quick --gpus-per-node -8": "--gpus-per-node must be at least 1, got -8",
     "doctor --quick --context-parallel-size 0": "--context-parallel-size must be at least 1",
     "doctor --quick --tensor-model-parallel-size -1": "--tensor-model-parallel-size must be at",
-    "doctor --quick -- --context-parallel-size two": "invalid int value: 'two'",
+    "doctor --tensor-model-parallel-size 3 --gpus-per-node 8": "-size 3 does not divide the 8 GPUs",
+    "doctor --distributed": "torchrun --nproc-per-node",
     "doctor --quick -- --context-parallel-size": "-parallel-size: expected one argument",
-    "doctor --quick -- --hierarchical-context-parallel-sizes a b": "invalid int value: 'a'",
-    "doctor --quick -- --context-parallel-size 2 --seq-length long": "invalid int value: 'long'",
-    "doctor --quick -- --context-parallel-algo burst --window-size x": "expected two integers",
     "doctor --quick -- --context-parallel-algo burst --num-attention-heads": "expected one arg",
-    "doctor --quick -- --context-parallel-algo burst --attention-dropout x": "invalid float value",
+    "doctor --device cpu": "--device belongs to --gpu-report FILE",
     # show, trace: more of them in tests/tools
     "show": "required: PICTURE",
+    "show picture": "invalid choice: 'picture'",
+    "show mask --colour": "unrecognized arguments",
+    "show mask --ranks x": "invalid int value: 'x'",
     "show mask --layout zagzig": "zagzig",
     "show mask --seq-len 0": "--seq-len must be at least 1",
     "show mask --png no/such/folder/x.png": "--png no/such/folder/x.png: its folder does not exist",
@@ -126,7 +127,7 @@ for words in sys.argv[1:]:
 assert time.process_time() < 1.5, time.process_time()  # 0.4 s, in one process, as this is written
 """
 # What the ranks, which torch starts, agree on.
-LATER = ("calibrate --out", "calibrate --per-node")
+LATER = ("calibrate --out", "calibrate --per-node", "doctor --distributed")
 
 
 def test_help_and_errors_of_arguments_do_not_wait_for_torch():

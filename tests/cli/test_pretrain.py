@@ -1,6 +1,5 @@
 """`megatron-burst pretrain`: how it runs a script, without Megatron-LM."""
 
-import importlib
 import sys
 from types import SimpleNamespace
 
@@ -109,10 +108,3 @@ def test_a_megatron_that_does_not_fit_is_one_line(megatron, tmp_path, capsys, er
     megatron.fake.install = install
     assert cli.main(["pretrain", script(tmp_path, "")]) == 2
     assert str(error) in capsys.readouterr().err
-
-
-def test_the_command_needs_no_megatron_to_be_listed():
-    assert importlib.util.find_spec("megatron_burst.cli.pretrain")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["pretrain", "--help"])
-    assert end.value.code == 0

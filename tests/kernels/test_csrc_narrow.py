@@ -9,7 +9,7 @@ from csrc_library import as_good_as, error, randn
 
 import megatron_burst as mb
 from megatron_burst.kernels import native, registry
-from megatron_burst.kernels.operators import CpuFlash, CpuNarrow
+from megatron_burst.kernels.operators import CpuFlash, CpuNarrow, Shown
 from megatron_burst.layout import Span
 
 pytestmark = pytest.mark.skipif(
@@ -89,9 +89,9 @@ def test_it_is_the_formula(built, case, d, vector):
 def test_it_is_as_accurate_as_torch(built, d, spread):
     q, k, v, dout = given = inputs(600, 600, d, (2, 2), spread)
     wanted = exact(*given, FAR, 0)
-    stock, scale = CpuFlash(), d**-0.5
-    out, lse = stock.forward(q, k, v, True, None, None, scale)
-    torch_has = [out, lse, *stock.backward(dout, q, k, v, out, lse, True, None, None, scale)]
+    stock, causal, scale = CpuFlash(), Shown(causal=True), d**-0.5
+    out, lse = stock.forward(q, k, v, causal, scale)
+    torch_has = [out, lse, *stock.backward(dout, q, k, v, out, lse, causal, scale)]
     for mine, theirs, right in zip(compiled(*given, FAR, 0), torch_has, wanted, strict=True):
         as_good_as(mine, theirs, right, torch.float32)
 

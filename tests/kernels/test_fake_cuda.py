@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
 from megatron_burst.execution.function import KeptResults
-from megatron_burst.kernels import rowwise
+from megatron_burst.kernels import registry, rowwise
+from megatron_burst.kernels.packages import NotInstalled
 from megatron_burst.planning import pipeline
 
 pytestmark = pytest.mark.skipif(not fake_cuda.READY, reason=fake_cuda.WHY)
@@ -217,6 +218,24 @@ def test_documents_that_a_rank_holds_whole_take_one_launch(batch):
     names = ("_flash_attention_forward", "_flash_attention_backward")
     ran = [sum(n for name, n in found.of.items() if part in name) for part in names]
     assert ran == [2 * (1 if batch == 1 else 16)] * 2, found.of
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "words"),
+    [
+        ((9, 0), "auto", "aten_cudnn (auto: kernel flash3: not there)"),
+        ((8, 0), "auto", "aten (auto: the first choice here)"),
+        ((9, 0), "aten", "aten"),
+    ],
+)
+def test_the_start_up_line_says_why_auto_took_a_kernel(capability, kernel, words, monkeypatch):
+    def absent(device, beside_rings):
+        raise NotInstalled("kernel flash3: not there; install it")
+
+    monkeypatch.setitem(registry.KERNELS, "flash3", absent)
+    with fake_cuda.device(capability) as mode:
+        call = Call(mode, mb.Groups.in_process(intra=2), Problem(), kernel=kernel, mask=CAUSAL)
+    assert f"| kernel {words} |" in call.plan.ranks[0].describe()
 
 
 @pytest.mark.parametrize("keep", [0.5, 1.0])

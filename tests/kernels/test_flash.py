@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatron_burst.cli.doctor import installed
 from megatron_burst.kernels import aten, flash, registry
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.aten import AtenKernel
+from megatron_burst.kernels.operators import Lengths, Shown
 from megatron_burst.kernels.packages import NotInstalled, Signature
 from megatron_burst.layout import Span
 from megatron_burst.masks import Window
@@ -71,83 +73,117 @@ def ids(values):
     return [f"{name} {entry['releases'][0]}" for name, entry in values]
 
 
-def given(name):
-    """What both functions are given, for small tensors [b, h, s, d], under our names."""
-    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in tensors(6, 2, (4, 2), (8, 8)))
-    lse = torch.rand(6, 2, 4).permute(1, 2, 0)
-    takes_delta = packages.PACKAGES[name].takes_delta
-    out = lse + 1 if takes_delta else torch.rand_like(dout)
-    forward = flash.forward_given(q, k, v, True, (3, 0), 0.25)
-    backward = flash.backward_given(dout, q, k, v, out, lse, True, (3, 0), 0.25, takes_delta)
-    return (q, k, v, dout, out, lse), forward, backward
+def recorded(name, entry, beside_rings=False):
+    """The operator of a release whose functions note what they are given, and that list."""
+    calls = []
+
+    def note(kind, whole):
+        def call(**given):
+            calls.append(whole.bind(**given).arguments)
+            q, v = calls[-1]["q"], calls[-1]["v"]
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), q[..., 0].transpose(-1, -2)
+
+        return call
+
+    loaded = fitted(name, entry)
+    loaded = loaded._replace(
+        **{
+            kind: getattr(loaded, kind)._replace(function=note(kind, signature(entry[kind])))
+            for kind in ("forward", "backward")
+        }
+    )
+    return flash.Flash(name, packages.PACKAGES[name], loaded, beside_rings), calls
+
+
+def both_passes(operator, shown, batch=2):
+    """Forward and backward of small tensors, which are returned: q, lse, and out or delta."""
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in tensors(6, batch, (4, 2), (8, 8)))
+    lse = torch.rand(6, batch, 4).permute(1, 2, 0)
+    out = lse + 1 if operator.takes_delta else torch.rand_like(dout)
+    result, stats = operator.forward(q, k, v, shown, 0.25)
+    assert (result.shape, stats.shape) == (q.shape, q.shape[:3])
+    grads = operator.backward(dout, q, k, v, out, lse, shown, 0.25)
+    assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+    return q, lse, out
 
 
 # --- signatures ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
 @pytest.mark.parametrize(("name", "entry"), list(taken()), ids=ids(taken()))
-def test_our_arguments_fit_every_release_we_take(name, entry):
-    loaded = fitted(name, entry)
-    (q, *_, out, lse), forward, backward = given(name)
-    first = signature(entry["forward"]).bind(**loaded.forward.arguments(forward)).arguments
-    second = signature(entry["backward"]).bind(**loaded.backward.arguments(backward)).arguments
-    for call in (first, second):
+def test_our_arguments_fit_every_release_we_take(name, entry, many):
+    """Also with a window, where there is one; and many sequences end to end."""
+    operator, calls = recorded(name, entry)
+    assert operator.joins == (name != "flash2")
+    if many and not operator.joins:
+        return
+    lengths = Lengths([(1, 1), (3, 0), (0, 2), (2, 3)]) if many else None
+    shown = Shown(causal=True, window=(3, 0) if operator.windows else None, lengths=lengths)
+    q, lse, out = both_passes(operator, shown, batch=1 if many else 2)
+    end_to_end = lambda x: x.transpose(1, 2)[0] if many else x.transpose(1, 2)  # noqa: E731
+    for call in calls:
         assert call["softmax_scale"] == 0.25
         assert (call["is_causal"] if "is_causal" in call else call["causal"]) is True
-        if loaded.windows:
+        if operator.windows:
             assert (call["window_size_left"], call["window_size_right"]) == (3, 0)
-        assert call["q"].shape == (2, 6, 4, 8)
-        assert call["k"].shape == (2, 6, 2, 8)
+        if many:
+            assert call["cu_seqlens_q"].tolist() == [0, 1, 4, 4, 6]
+            assert call["cu_seqlens_k"].tolist() == [0, 1, 1, 3, 6]
+            assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32
+            assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (3, 3)
+            assert call.get("seqused_q") is call.get("sequed_q") is None
+        else:
+            assert call.get("cu_seqlens_q") is call.get("max_seqlen_k") is None
+        assert call["q"].shape == end_to_end(q).shape
+        assert call["k"].shape == (*call["q"].shape[:-2], 2, 8)
         assert call["q"].data_ptr() == q.data_ptr()
+    _, second = calls
     stats = second.get("softmax_lse", second.get("lse"))
     assert stats.is_contiguous()
-    assert torch.equal(stats, lse)
+    assert torch.equal(stats, lse[0] if many else lse)
     assert second["deterministic"] is False
     assert [second[x].shape for x in ("dq", "dk", "dv")] == [second[x].shape for x in "qkv"]
     if name == "flash4":
         assert not second["out"].any()
         assert second["out"].shape == second["dout"].shape
-        assert torch.equal(second["dlse"], -out)
+        assert torch.equal(second["dlse"], -(out[0] if many else out))
         assert second["dlse"].is_contiguous()
     else:
-        assert torch.equal(second["out"], out.transpose(1, 2))
+        assert torch.equal(second["out"], end_to_end(out))
     results = entry["results"].split(", ")
     assert results[0] == "out"
     assert results[1] in ("lse", "softmax_lse")
 
 
+def test_package_4_gets_zeros_that_are_filled_once_per_pass(monkeypatch):
+    operator, calls = recorded("flash4", RECORD["flash4"][-1])
+    filled = []
+    fill = lambda *args, own=torch.zeros, **given: filled.append(args) or own(*args, **given)  # noqa: E731
+    monkeypatch.setattr(torch, "zeros", fill)
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in tensors(6, 2, (4, 2), (8, 8)))
+    lse = torch.rand(2, 4, 6)
+    for _ in range(2):
+        operator.forward(q, k, v, Shown(), 1.0)
+        for rows in (6, 6, 6, 3, 3):  # five pairs of a pass
+            part = (x[:, :, :rows] for x in (dout, q, k, v, lse, lse))
+            operator.backward(*part, Shown(), 1.0)
+            assert calls[-1]["out"].shape == calls[-1]["dout"].shape
+            assert calls[-1]["out"].is_contiguous()
+            assert not calls[-1]["out"].any()
+    assert len(filled) == 4
+
+
 @pytest.mark.parametrize(("beside_rings", "free"), [(False, 0), (True, 16)])
 def test_package_3_leaves_multiprocessors_to_nccl_beside_rings(beside_rings, free, monkeypatch):
     """In every release, and where the operator is made by name."""
-    calls = []
-
-    def record(kind):
-        def call(**given):
-            calls.append((kind, given.get("sm_margin", "not given")))
-            return given["q"], given["q"][..., 0].transpose(1, 2)
-
-        return call
-
-    def both_passes(name, entry):
-        loaded = fitted(name, entry)
-        loaded = loaded._replace(
-            forward=loaded.forward._replace(function=record("forward")),
-            backward=loaded.backward._replace(function=record("backward")),
-        )
-        monkeypatch.setattr(flash, "load", lambda asked: loaded)
+    for name, entry in taken():
+        made, calls = recorded(name, entry)
+        monkeypatch.setattr(flash, "load", lambda asked, loaded=made.loaded: loaded)
         operator = registry.KERNELS[name](torch.device("cuda"), beside_rings).operator
-        (q, k, v, dout, out, lse), _, _ = given(name)
-        operator.forward(q, k, v, True, None, None, 0.25)
-        operator.backward(dout, q, k, v, out, lse, True, None, None, 0.25)
-
-    entries_of_3 = [one for one in taken() if one[0] == "flash3"]
-    for name, entry in entries_of_3:
-        both_passes(name, entry)
-    assert calls == [("forward", free), ("backward", free)] * len(entries_of_3)
-    calls.clear()
-    for name in ("flash2", "flash4"):
-        both_passes(name, RECORD[name][-1])
-    assert {found for _, found in calls} == {"not given"}
+        both_passes(operator, Shown(causal=True))
+        given = [call.get("sm_margin", "not given") for call in calls]
+        assert given == [free if name == "flash3" else "not given"] * 2
 
 
 @pytest.mark.parametrize(
@@ -314,26 +350,44 @@ def test_the_doctor_says_what_it_found(planted):
 
 
 @pytest.mark.parametrize(
-    ("name", "major", "width", "deterministic", "words"),
+    ("name", "major", "widths", "deterministic", "words"),
     [
         ("flash2", 7, 64, False, "capability 8 on, got 7"),
         ("flash2", 8, 264, False, "widths up to 256, got 264"),
+        ("flash2", 8, (192, 128), False, "keys and values of one width"),
         ("flash2", 12, 256, True, None),
         ("flash3", 10, 64, False, "capability 8 to 9, got 10"),
         ("flash3", 9, 256, False, None),
         ("flash3", 9, 256, True, "up to 192 where gradients must be deterministic, got 256"),
         ("flash3", 9, 192, True, None),
+        ("flash3", 9, (192, 128), True, None),
+        ("flash3", 9, (160, 104), False, None),
+        ("flash3", 9, (128, 64), False, "one width"),
+        ("flash3", 8, (192, 128), False, "one width"),
         ("flash4", 8, 64, False, "capability 9 to 12, got 8"),
         ("flash4", 9, 256, True, None),
+        ("flash4", 9, (192, 128), True, "one width"),
         ("flash4", 10, 128, True, None),
         ("flash4", 10, 192, False, "up to 128 on compute capability 10, got 192"),
+        ("flash4", 10, (192, 128), False, None),
+        ("flash4", 10, (64, 128), False, None),
+        ("flash4", 10, (128, 192), False, "up to 128 on compute capability 10, got 192"),
         ("flash4", 12, 64, True, "no deterministic gradients on compute capability 12"),
         ("flash4", 12, 64, False, None),
+        ("flash4", 12, (128, 64), False, "one width"),
     ],
 )
-def test_devices_and_widths_that_a_package_does_not_serve(name, major, width, deterministic, words):
-    reason = flash.unfit(name, major, width, deterministic)
-    assert reason is None if words is None else words in reason
+def test_devices_and_widths_that_a_package_does_not_serve(
+    name, major, widths, deterministic, words
+):
+    widths = (widths, widths) if isinstance(widths, int) else widths
+    reason = flash.unfit(name, major, widths, deterministic)
+    assert reason is None if words is None else re.search(words, reason)
+
+
+def test_older_releases_of_package_3_take_one_width():
+    """Before December 2025 nothing in a signature tells whether backward takes two."""
+    assert "one width" in flash.unfit("flash3", 9, flash.MLA, False, newer=False)
 
 
 @pytest.mark.slow
@@ -346,16 +400,20 @@ def test_devices_and_widths_that_a_package_does_not_serve(name, major, width, de
         (9, (256, 256), "compiled"),
         (10, (64, 64), "compiled"),
         (10, (128, 128), "compiled"),
-        (10, (192, 128), r"\(192, 192\) is not supported"),
+        (10, (192, 128), "compiled"),
+        (10, (192, 192), r"\(192, 192\) is not supported"),
         (10, (256, 256), "does not support dlse"),
     ],
 )
 def test_package_4_compiles_for_what_we_pass(major, widths, words):
     """Where it is installed: its own checks, and the compiler's; and it refuses as `unfit` does."""
-    reason = flash.unfit("flash4", major, max(widths), False)
-    assert (reason is None) == (words == "compiled")
+    served = (
+        flash.unfit("flash4", major, widths, False),
+        flash.unfit("flash4", major, (widths[0],) * 2, False),
+    )
+    assert (None in served) == (words == "compiled")  # as they are, or padded
     arch = {"FLASH_ATTENTION_ARCH": f"sm_{major}0", "CUTE_DSL_ARCH": f"sm_{major}0a"}
-    masks = ("full", "causal") if major == 9 else ("causal",)
+    masks = ("full", "causal", "documents") if major == 9 else ("causal", "documents")
     done = subprocess.run(
         [sys.executable, str(TESTS / "flash4_compiles.py"), *map(str, widths), *masks],
         env=os.environ
@@ -368,69 +426,118 @@ def test_package_4_compiles_for_what_we_pass(major, widths, words):
     assert re.search(words, done.stdout + done.stderr), done.stderr[-3000:]
 
 
-# --- an operator that takes delta ------------------------------------------------------------
+# --- what they compute, written out ---------------------------------------------------------
 
 
-def weights(q, k, v, lse, scale, causal, left, right):
-    """In [b, s, h, d]: k and v for every query head, and exp(score - lse) as [b, h, s, t]. Of a
-    window: row s - 1 sees column t - 1, and columns as far from there as the window says."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+def hidden(rows, columns, causal, left, right):
+    """bool [rows, columns] of one sequence; of a window: its last row sees its last column, and
+    columns as far from there as the window says."""
+    ahead = (torch.arange(columns) - columns) - (torch.arange(rows) - rows)[:, None]
+    found = torch.zeros(rows, columns, dtype=torch.bool)
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    if left is not None:
+        assert rows == columns or not rows or not columns
+        found |= ahead > 0
+    if left is not None and left != -1:  # the one is package 4's word for no limit, the other 3's
         assert not causal
         assert left >= 0 <= right  # less would be no limit to some packages
-        rows, columns = scores.shape[-2:]
-        ahead = (torch.arange(columns) - columns) - (torch.arange(rows) - rows)[:, None]
-        scores = scores.masked_fill((ahead < -left) | (ahead > right), float("-inf"))
+        found |= (ahead < -left) | (ahead > right)
+    return found
+
+
+def sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    """Slices of the rows and of the columns of every sequence of [b, s, h, d]; or of [s, h, d],
+    which the longest must fit."""
+    if cu_seqlens_q is None:
+        return [(slice(None), slice(None))]
+    ends = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
+    assert [each[-1] for each in ends] == [len(q), len(k)]
+    sides = [[slice(a, b) for a, b in pairwise(each)] for each in ends]
+    longest = [max(x.stop - x.start for x in side) for side in sides]
+    assert longest[1] == max_seqlen_k
+    assert longest[0] == max_seqlen_q or (longest[0], max_seqlen_q) == (1, 2)
+    return list(zip(*sides, strict=True))
+
+
+def weights(q, k, v, lse, scale, *shown):
+    """Of one sequence in [b, s, h, d]: k and v for every query head, and exp(score - lse)."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    scores = scores.masked_fill(hidden(*scores.shape[-2:], *shown), float("-inf"))
     lse = torch.logsumexp(scores, dim=-1) if lse is None else lse
     return k, v, torch.exp(scores - lse.unsqueeze(-1)), lse
 
 
-def forward_by_hand(
-    q, k, v, softmax_scale, causal, return_lse, window_size_left=None, window_size_right=None
-):
-    """What package 4's forward computes, in float64."""
-    sides = window_size_left, window_size_right
-    _, v, p, lse = weights(q, k, v, None, softmax_scale, causal, *sides)
-    return torch.einsum("bhst,bthw->bshw", p, v), lse, None, None
+class ByHand:
+    """Both functions of a package in float64, with the parameters of its newest release. What
+    `written` is to rows without columns: 3 writes out 0 and lse -inf, 4 on sm_90 anything."""
+
+    def __init__(self, name, written):
+        self.name, self.written, self.calls = name, written, []
+
+    def forward(self, q, k, v, **given):
+        many, shown, scale = self._read(q, k, given)
+        self.calls.append(len(many))
+        whole = (q, k, v) if q.dim() == 4 else [x[None] for x in (q, k, v)]
+        b, s, h, _ = whole[0].shape
+        out = q.new_full((b, s, h, v.shape[-1]), float("nan"))
+        lse = q.new_full((b, h, s), float("nan"))
+        for r, c in many:
+            own = (whole[0][:, r], whole[1][:, c], whole[2][:, c])
+            if own[1].shape[1]:
+                _, values, p, lse[:, :, r] = weights(*own, None, scale, *shown)
+                out[:, r] = torch.einsum("bhst,bthw->bshw", p, values)
+            else:
+                out[:, r], lse[:, :, r] = self.written
+        return (out, lse) if q.dim() == 4 else (out[0], lse[0])
+
+    def backward(self, dout, q, k, v, out, dq, dk, dv, dlse=None, lse=None, **given):
+        many, shown, scale = self._read(q, k, given)
+        lse = given.get("softmax_lse", lse)
+        stats = [lse] if dlse is None else [lse, dlse]
+        names = [dout, q, k, v, out, dq, dk, dv]
+        if q.dim() == 3:
+            names, stats = [x[None] for x in names], [x[None] for x in stats]
+        dout, q, k, v, out, dq, dk, dv = names
+        lse, dlse = stats[0], stats[-1] if dlse is not None else torch.zeros_like(stats[0])
+        for r, c in many:
+            keys, values, p, _ = weights(q[:, r], k[:, c], v[:, c], lse[:, :, r], scale, *shown)
+            d = (dout[:, r] * out[:, r]).sum(-1).transpose(1, 2) - dlse[:, :, r]
+            dp = torch.einsum("bshw,bthw->bhst", dout[:, r], values)
+            ds = p * (dp - d.unsqueeze(-1)) * scale
+            dq[:, r] = torch.einsum("bhst,bthd->bshd", ds, keys)
+            for into, x, y in ((dk, ds, q), (dv, p, dout)):
+                grad = torch.einsum("bhst,bshd->bthd", x, y[:, r])
+                into[:, c] = grad.unflatten(2, (into.shape[2], -1)).sum(3)
+
+    def _read(self, q, k, given):
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        many = sequences(q, k, *(given[name] for name in names))
+        causal = given["causal"] if "causal" in given else given["is_causal"]
+        shown = causal, given["window_size_left"], given["window_size_right"]
+        return many, shown, given["softmax_scale"]
 
 
-def backward_by_hand(
-    q, k, v, out, dout, lse, dq, dk, dv, softmax_scale, causal, deterministic, dlse,
-    window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    """What package 4's backward computes, in float64, with the gradient of lse."""
-    sides = window_size_left, window_size_right
-    keys, values, p, _ = weights(q, k, v, lse, softmax_scale, causal, *sides)
-    d = (dout * out).sum(-1).transpose(1, 2) - dlse
-    ds = p * (torch.einsum("bshw,bthw->bhst", dout, values) - d.unsqueeze(-1)) * softmax_scale
-    grads = (
-        torch.einsum("bhst,bthd->bshd", ds, keys),
-        torch.einsum("bhst,bshd->bthd", ds, q),
-        torch.einsum("bhst,bshw->bthw", p, dout),
-    )
-    for into, grad in zip((dq, dk, dv), grads, strict=True):
-        into.copy_(grad.unflatten(2, (into.shape[2], -1)).sum(3))
-
-
-class ByHand(flash.Flash):
-    """Package 4 on the CPU: the arguments and the shapes are ours, the arithmetic by hand."""
+class OnCpu(flash.Flash):
+    """A package on the CPU: the arguments and the shapes are ours, the arithmetic by hand."""
 
     device = "cpu"
     dtypes = (torch.float64,)
     multiple = 1
 
-    def unfit(self, device, width):
+    def unfit(self, device, widths):
         return None
 
 
-def by_hand():
-    package = packages.PACKAGES["flash4"]
-    loaded = packages.fitted(package, "by hand", forward_by_hand, backward_by_hand)
-    return AtenKernel("by hand", ByHand("flash4", package, loaded))
+def by_hand(name, written=(0.0, float("-inf"))):
+    """The kernel, and what its forward calls were: sequences of each."""
+    entry, written_out = RECORD[name][-1], ByHand(name, written)
+    loaded = fitted(name, entry)
+    loaded = loaded._replace(
+        forward=loaded.forward._replace(function=written_out.forward),
+        backward=loaded.backward._replace(function=written_out.backward),
+    )
+    operator = OnCpu(name, packages.PACKAGES[name], loaded)
+    return AtenKernel("by hand", operator), written_out.calls
 
 
 @pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
@@ -438,7 +545,7 @@ def by_hand():
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, travelling, monkeypatch):
-    kernel = by_hand()
+    kernel, _ = by_hand("flash4")
     monkeypatch.setattr(aten, "stand_in", None)  # must not be called
     inputs = tensors(12, 2, heads, widths)
     truth = oracle.attention(*inputs, oracle.visible(mask, 12))
@@ -469,7 +576,7 @@ def test_windows_of_an_operator_are_the_oracle(spans, window, travelling):
     seen = (ahead >= -left) & ((ahead <= right) if right is not None else True)
     truth = oracle.attention(*inputs, seen)
     q_spans, k_spans = spans
-    kernel = by_hand()
+    kernel, _ = by_hand("flash4")
     if not seen.any():
         assert kernel.work_for(Window(left, right), q_spans, k_spans) is None
         return
@@ -477,3 +584,39 @@ def test_windows_of_an_operator_are_the_oracle(spans, window, travelling):
         kernel, Window(left, right), *inputs, spans=q_spans, travelling=travelling, k_spans=k_spans
     )
     assert_exact(got, (truth[0], *truth[2:]))
+
+
+ENDS = [0, 5, 6, 31, 80, 81, 99, 156]
+
+
+@pytest.mark.parametrize("side", ["kv", "query"])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("name", ["flash3", "flash4"])
+def test_packed_documents_are_the_oracle_in_one_call_per_pair(name, layout, window, side):
+    """Over three ranks; rows without columns are written as each package has it, or worse."""
+    reach = ENDS[-1] if window is None else window
+    document, place = np.searchsorted(ENDS, np.arange(156), side="right"), np.arange(156)
+    ahead = place[:, None] - place
+    seen = (document[:, None] == document) & (ahead >= 0) & (ahead <= reach)
+    q, k, v, dout = tensors(156, 1, (4, 2), (8, 4))
+    out, _, *grads = oracle.attention(q, k, v, dout, torch.from_numpy(seen))
+    given = {"cu_seqlens": ENDS} if layout == "balanced" else {}
+    layout = mb.layout.make(layout, cp_size=3, **given)
+    mask = mb.masks.Documents(ENDS) & (mb.masks.Causal() if window is None else Window(window, 0))
+    parts = [[mb.shard(x, layout, r, dim=0) for r in range(3)] for x in (q, k, v, dout)]
+    shards = [[part.clone().requires_grad_() for part in each] for each in parts[:3]]
+    kernel, calls = by_hand(name, (0.0, float("-inf")) if name == "flash3" else (5.0, 3.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.KERNELS, name, lambda device, beside_rings: kernel)
+        outs = mb.attention(
+            *shards, groups=mb.Groups.in_process(intra=3), layout=layout, mask=mask, side=side,
+            algorithm="ring", kernel=name,
+        )  # fmt: skip
+    torch.autograd.backward(outs, parts[3])
+    assert oracle.worst(mb.unshard(outs, layout, dim=0), out) < 1e-11
+    for each, wanted in zip(shards, grads, strict=True):
+        assert oracle.worst(mb.unshard([x.grad for x in each], layout, dim=0), wanted) < 1e-11
+    assert max(calls) > 3
+    if window is None:  # three ranks, each with three chunks of keys
+        assert len(calls) <= (18 if layout.name == "striped" else 9)

@@ -5,7 +5,9 @@ a few times as far from float64 as torch's scaled_dot_product_attention is, and 
 """
 
 import math
+import types
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import oracle
@@ -18,11 +20,13 @@ from kernel_runs import HEADS, MASKS, assert_exact, run, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
-from megatron_burst.kernels import registry
-from megatron_burst.kernels.aten import stand_in
+from megatron_burst.kernels import flash, registry
+from megatron_burst.kernels.aten import AtenKernel, stand_in
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.kernels.operators import CudaCudnn, CudaFlash
+from megatron_burst.kernels.operators import CpuFlash, CudaCudnn, CudaFlash, Shown
+from megatron_burst.kernels.packages import NotInstalled
+from megatron_burst.kernels.tile_grid import tile_grid
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Dilated, Documents, Full, Mask, Prefix, Window
 
@@ -287,61 +291,151 @@ def test_the_table_and_auto():
 
 
 @pytest.mark.parametrize(
-    ("capability", "cudnn", "mask", "first"),
+    ("capability", "cudnn", "mask", "order"),
     [
-        ((9, 0), 91900, Causal(), "aten_cudnn"),
-        ((10, 3), 91600, Full(), "aten_cudnn"),
-        ((9, 0), 91500, Causal(), "aten"),
-        ((9, 0), None, Causal(), "aten"),
-        ((8, 0), 91900, Causal(), "aten"),
-        ((12, 0), 91900, Causal(), "aten"),
-        ((9, 0), 91900, Documents([0, 4, 9]) & Causal(), "aten"),
-        ((9, 0), 91900, Causal() | Prefix(3), "aten_cudnn"),
-        ((9, 0), 91900, Window(3, 0), "triton"),
-        ((9, 0), 91900, Window(3, 0) & Documents([0, 9]), "triton"),
-        ((9, 0), 91900, Dilated(2), "triton"),
+        ((9, 0), 91900, Causal(), "flash3 aten_cudnn aten triton"),
+        ((10, 3), 91600, Full(), "flash4 aten_cudnn aten triton"),
+        ((9, 0), 91500, Causal(), "flash3 aten triton"),
+        ((10, 0), None, Causal(), "flash4 aten triton"),
+        ((8, 0), 91900, Causal(), "aten triton"),
+        ((12, 0), 91900, Causal(), "aten triton"),
+        ((9, 0), 91900, Documents([0, 4, 9]) & Causal(), "flash3 aten triton"),
+        ((10, 0), 91900, Documents([0, 4, 9]) & Causal(), "flash4 aten triton"),
+        ((9, 0), 91900, Causal() | Prefix(3), "flash3 aten_cudnn aten triton"),
+        ((9, 0), 91900, Window(3, 0), "triton aten"),
+        ((9, 0), 91900, Window(3, 0) & Documents([0, 9]), "triton aten"),
+        ((9, 0), 91900, Dilated(2), "triton aten"),
     ],
     ids=str,
 )
-def test_auto_on_a_gpu(capability, cudnn, mask, first, monkeypatch):
-    """As torch chooses between its own; masks that flash kernels cannot take in a few tiles go to
-    the kernel that takes any."""
+def test_auto_on_a_gpu(capability, cudnn, mask, order, monkeypatch):
+    """The package made for the device, then as torch chooses between its own; masks that flash
+    kernels cannot take in a few tiles go to the kernel that takes any."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    order = registry.automatic(torch.device("cuda:0"), mask)
-    assert order[0] == first
-    assert {"aten", "triton"} <= set(order)
+    assert " ".join(registry.automatic(torch.device("cuda:0"), mask)) == order
 
 
-def test_auto_takes_what_deterministic_mode_permits(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (None, None),
+        (NotInstalled("kernel flash3: FlashAttention 3 is not installed; install it"),
+         "kernel flash3: FlashAttention 3 is not installed"),
+        (ValueError("kernel flash3: it has no parameter q, found 1.0; install another"),
+         "kernel flash3: it has no parameter q, found 1.0"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_package_that_is_installed_and_says_why_not(
+    error, words, hopper, monkeypatch
+):
+    taken = AtenKernel("flash3", CudaFlash())
+
+    def make(device, beside_rings):
+        if error:
+            raise error
+        return taken
+
+    monkeypatch.setitem(registry.KERNELS, "flash3", make)
+    with FakeTensorMode():
+        x = torch.empty(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda:0")
+        kernel = registry.make("auto", x, x, x)
+        if error:
+            with pytest.raises(ValueError, match=words):
+                registry.make("flash3", x, x, x)
+    assert kernel.name == ("aten_cudnn" if error else "flash3")
+    assert kernel.passed_over == ((words,) if error else ())
+
+
+def test_auto_takes_what_deterministic_mode_permits(hopper):
     with FakeTensorMode():
         x = torch.empty(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda:0")
         assert registry.make("auto", x, x, x).name == "aten_cudnn"
         torch.use_deterministic_algorithms(True)
         try:
-            assert registry.make("auto", x, x, x).name == "aten"
+            kernel = registry.make("auto", x, x, x)
         finally:
             torch.use_deterministic_algorithms(False)
+    assert kernel.name == "aten"
+    assert "kernel aten_cudnn is not deterministic" in kernel.passed_over[-1]
 
 
 @pytest.mark.parametrize(
-    ("capability", "cudnn", "width", "served"),
+    ("capability", "cudnn", "widths", "served"),
     [
-        ((8, 0), 90000, 128, True),
-        ((9, 0), 91000, 256, True),
-        ((9, 0), 90900, 192, False),
-        ((10, 0), 91900, 192, False),
-        ((9, 0), 91900, 264, False),
+        ((8, 0), 90000, (128, 128), True),
+        ((8, 0), 90000, (128, 64), True),
+        ((9, 0), 91000, (256, 256), True),
+        ((9, 0), 90900, (192, 192), False),
+        ((9, 0), 91900, (192, 192), False),
+        ((9, 0), 91100, (192, 128), True),
+        ((10, 3), 91100, (192, 128), True),
+        ((9, 0), 91000, (192, 128), False),
+        ((8, 0), 91900, (192, 128), False),
+        ((9, 0), 91900, (128, 192), False),
+        ((10, 0), 91900, (256, 256), False),
+        ((9, 0), 91900, (264, 264), False),
     ],
 )
-def test_widths_that_cudnn_serves(capability, cudnn, width, served, monkeypatch):
+def test_widths_that_cudnn_serves(capability, cudnn, widths, served, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    reason = CudaCudnn().unfit(torch.device("cuda:0"), width)
+    reason = CudaCudnn().unfit(torch.device("cuda:0"), widths)
     assert (reason is None) == served
-    assert served or f"got {width}" in reason
+    assert served or f"got {widths}" in reason
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="slices of fake tensors need torch for CUDA")
+@pytest.mark.parametrize(
+    ("operator", "pads"),  # forward: v; backward: v, dout and out or its stand-in
+    [(CudaFlash(), 1 + 3), (CudaCudnn(), 0), (CpuFlash(), 1 + 3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_of_another_width_are_padded_where_the_operator_takes_one(operator, pads, hopper):
+    """Widths of multi-head latent attention, (192, 128). `test_flash` has the packages."""
+    shapes, padded = [(4, 192), (4, 192), (4, 128), (4, 128)], []
+    count = lambda *args, own=F.pad: padded.append(args) or own(*args)  # noqa: E731
+    kernel, spans = AtenKernel("some", operator), [Span(0, 1, 8)]
+    with FakeTensorMode(), mock.patch.object(F, "pad", count):
+        q, k, v, dout = (
+            torch.empty(8, 1, *shape, dtype=torch.bfloat16, device=operator.device)
+            for shape in shapes
+        )
+        assert kernel.refusal(q, k, v) is None
+        work = kernel.work_for(Causal(), spans, spans)
+        out, lse = empty_result(q, 128)
+        kernel.forward(q, k, v, work, Scoring(1.0), out, lse)
+        sums = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
+        rows = Rows(q, dout, lse, lse, out.to(q.dtype))
+        kernel.backward(rows, k, v, work, Scoring(1.0), *sums)
+    assert len(padded) == pads
+
+
+@pytest.mark.parametrize("name", ["aten", "aten_cudnn", "flash2", "flash3", "flash4"])
+def test_a_zigzag_rank_attends_to_itself_in_one_call(name, monkeypatch):
+    """Both of its halves are one lower triangle, for operators with and without sequences."""
+    operators = {"aten": CudaFlash(), "aten_cudnn": CudaCudnn()}
+    if name not in operators:
+        loaded = types.SimpleNamespace(windows=True, joins=name != "flash2", deterministic=True)
+        operators[name] = flash.Flash(name, flash.PACKAGES[name], loaded)
+    spans = mb.layout.make("zigzag", cp_size=4).spans(1, 64)
+    (work,) = AtenKernel(name, operators[name]).work_for(Causal(), spans, spans)
+    assert work.tile.triangle
+    assert work.tile.shape == (16, 16)
+
+
+def test_a_zigzag_rank_attends_to_itself_in_two_launches_of_triton():
+    """Of the tiles below the diagonal, and of those on it: as of a contiguous shard."""
+    for spans in (mb.layout.make("zigzag", cp_size=4).spans(1, 1024), [Span(256, 1, 256)]):
+        grid = tile_grid(Causal(), spans, spans, 32, 32)
+        assert (len(grid.full), len(grid.partial), len(grid.bits)) == (28, 8, 2)
+        assert [len(work.programs) for work in grid.by_rows] == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -388,10 +482,16 @@ def test_deterministic_mode_refuses_kernels_that_are_not(name, refused):
 def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
     """On fake tensors: no device needed, torch checks the call against the operator's schema."""
     with FakeTensorMode():
-        q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="cuda:0")
-        k = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, device="cuda:0")
-        out, lse = operator.forward(q, k, k, causal, None, window, 0.5)
-        grads = operator.backward(out, q, k, k, out, lse, causal, None, window, 0.5)
+        # as dense [s, b, h, d] becomes [b, h, s, d]
+        q, k = (
+            torch.empty_strided(
+                (2, h, 16, 8), (8 * h, 8, 16 * h, 1), dtype=torch.bfloat16, device="cuda:0"
+            )
+            for h in (4, 2)
+        )
+        shown = Shown(causal, window=window)
+        out, lse = operator.forward(q, k, k, shown, 0.5)
+        grads = operator.backward(out, q, k, k, out, lse, shown, 0.5)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 16), torch.float32)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]

@@ -56,8 +56,11 @@ def test_strides_of_out_and_dout_follow_from_those_of_q(batch, monkeypatch):
                 for out in (chunk, large, None):
                     backward(calls, Causal(), whole, q, out, dout)
                     backward(calls, Causal(), halves, q, out, dout)
-        backward(calls, Full(), whole, chunk, None, chunk[..., :8], values=8)  # padded
-    assert len(calls.strides) == 12 + 2 * 12 + 1
+        for dout in (chunk, large):
+            backward(calls, Full(), whole, chunk, None, dout[..., :8], values=8)
+    assert len(calls.strides) == 12 + 2 * 12 + 2
+    narrow = [{out, dout} for _, out, dout in (calls.strides.pop(), calls.strides.pop())]
+    assert narrow == [{(H // 2 * 8, 8, batch * H // 2 * 8, 1)}] * 2
     found = {}
     for q, out, dout in calls.strides:
         found.setdefault(q, set()).update((out, dout))

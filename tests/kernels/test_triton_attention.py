@@ -44,7 +44,8 @@ def test_the_kernels_compute_attention(found, kind, cases):
      (90, 128, "fp32")],
 )  # fmt: skip
 def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
-    """And fit into their shared memory; `.ci/run` prints registers and spills."""
+    """And fit into their shared memory, and load a mask once; `.ci/run` prints registers and
+    spills."""
     words = ["-m", "benchmarks.triton_compile", "--devices", str(device), "--widths", str(width)]
     words += ["--dtypes", dtype]
     done = subprocess.run(
@@ -53,6 +54,20 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count(f"sm_{device}") == 8
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("kernel", ["forward", "backward_keys", "backward_queries"])
+def test_a_masked_tile_loads_the_bits_of_its_table(kernel):
+    """Of 128 x 128 pairs 2 KB, in one copy by each of 256 threads, beside the table's number; of
+    64 x 64 half a KB, which half of the threads would do."""
+    from benchmarks.triton_compile import Launch, build, most
+
+    size = blocks.blocks(90, kernel.split("_")[0], 128)
+    made = build(Launch(90, kernel, 128, "bf16", size))
+    bits = size.rows * size.columns // 8 // (32 * size.warps)
+    assert made[True].loads - made[False].loads == max(bits, 4) + 4 <= most(size)
+    assert made[True].shared - made[False].shared <= 4096  # two stages
 
 
 def test_on_a_cpu_it_is_refused():

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_burst as mb
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
-from megatron_burst.kernels.operators import CpuFlash, CudaFlash, Joined, Lengths, joined
+from megatron_burst.kernels.operators import CpuFlash, CudaFlash, Joined, Lengths, Shown, joined
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Window
 from megatron_burst.masks.tiling import Cutter, Tile
@@ -26,54 +26,60 @@ ENDS = [0, 5, 6, 14, 17, 40, 48]
 
 
 class OneByOne(CpuFlash):
-    """Takes many sequences, as FlashAttention does, and computes them one after another. As there,
-    a row without columns gets lse +inf."""
+    """Takes many sequences, as FlashAttention does, and computes them one after another. unseen:
+    the lse of a row without columns, +inf in torch's."""
 
     limits = None, None
     windows = joins = True
 
-    def __init__(self):
+    def __init__(self, unseen=float("inf")):
+        self.unseen = unseen
         self.calls: list[int] = []  # of each, how many sequences
 
-    def _masked(self, q, k, causal, window):
-        """A window as a bias, aligned to the last row and column."""
-        if window is None:
-            return causal, None
-        ahead = torch.arange(k.shape[2])[None] - torch.arange(q.shape[2])[:, None]
-        ahead -= k.shape[2] - q.shape[2]
-        shown = (ahead >= -window[0]) & (ahead <= window[1])
-        return False, torch.zeros(shown.shape, dtype=q.dtype).masked_fill(~shown, float("-inf"))
-
-    def forward(self, q, k, v, causal, bias, window, scale):
-        self.calls.append(1)
-        if not q.shape[2] or not k.shape[2]:
-            return torch.zeros_like(q), q.new_full(q.shape[:3], float("inf"))
-        return super().forward(q, k, v, *self._masked(q, k, causal, window), None, scale)
-
-    def backward(self, dout, q, k, v, out, lse, causal, bias, window, scale):
-        if not q.shape[2] or not k.shape[2]:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        masked = self._masked(q, k, causal, window)
-        return super().backward(dout, q, k, v, out, lse, *masked, None, scale)
-
-    def forward_joined(self, q, k, v, causal, window, scale, lengths):
+    def forward(self, q, k, v, shown, scale):
+        if shown.lengths is None:
+            self.calls.append(1)
+            return self._one_forward(q, k, v, shown, scale)
         assert q.shape[0] == 1
         parts = [
-            self.forward(q[:, :, r], k[:, :, c], v[:, :, c], causal, None, window, scale)
-            for r, c in self._sequences(lengths)
+            self._one_forward(q[:, :, r], k[:, :, c], v[:, :, c], shown, scale)
+            for r, c in self._sequences(shown.lengths)
         ]
-        self.calls[-len(parts) :] = [len(parts)]  # as one
+        self.calls.append(len(parts))
         return tuple(torch.cat(x, dim=2) for x in zip(*parts, strict=True))
 
-    def backward_joined(self, dout, q, k, v, out, lse, causal, window, scale, lengths):
+    def backward(self, dout, q, k, v, out, lse, shown, scale):
+        if shown.lengths is None:
+            return self._one_backward(dout, q, k, v, out, lse, shown, scale)
         parts = []
-        for r, c in self._sequences(lengths):
+        for r, c in self._sequences(shown.lengths):
             rows = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r]
-            parts.append(self.backward(*rows, causal, None, window, scale))
+            parts.append(self._one_backward(*rows, shown, scale))
         return tuple(torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+
+    def _one_forward(self, q, k, v, shown, scale):
+        if not q.shape[2] or not k.shape[2]:
+            return torch.zeros_like(q), q.new_full(q.shape[:3], self.unseen)
+        return super().forward(q, k, v, self._masked(q, k, shown), scale)
+
+    def _one_backward(self, dout, q, k, v, out, lse, shown, scale):
+        if not q.shape[2] or not k.shape[2]:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return super().backward(dout, q, k, v, out, lse, self._masked(q, k, shown), scale)
+
+    def _masked(self, q, k, shown):
+        """A window as a bias, aligned to the last row and column."""
+        if shown.window is None:
+            return shown
+        left, right = shown.window
+        ahead = torch.arange(k.shape[2])[None] - torch.arange(q.shape[2])[:, None]
+        ahead -= k.shape[2] - q.shape[2]
+        hidden = (ahead < -left) | (ahead > right)
+        bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, float("-inf"))
+        return Shown(bias=bias)
 
     def _sequences(self, lengths):
-        bounds = [x.tolist() for x in lengths.on(torch.device("cpu"))]
+        bounds = [x.tolist() for x in lengths.on(torch.device("cpu"))[:2]]
         parts = [[slice(a, b) for a, b in pairwise(x)] for x in bounds]
         sizes = [[s.stop - s.start for s in side] for side in parts]
         rows, columns = map(max, sizes)
@@ -223,10 +229,16 @@ def test_joined_tiles_are_the_tiles(lengths, cut, left):
 
 
 def joined_is_right(part: Joined):
-    rows, columns = part.lengths.on(torch.device("cpu"))
+    rows, columns, idle = part.lengths.on(torch.device("cpu"))
     size = (rows[-1].item(), columns[-1].item())
     assert size == part.whole.shape
     assert rows.dtype == columns.dtype == torch.int32
+    computes = torch.zeros(size[0], dtype=torch.bool)
+    for tile in part.tiles:
+        computes[
+            tile.rows.start - part.whole.rows.start : tile.rows.stop - part.whole.rows.start
+        ] = 1
+    assert torch.equal(idle, ~computes)
     top, left = part.whole.rows.start, part.whole.columns.start
     bounds = (rows + top).tolist(), (columns + left).tolist()
     sequences = zip(*map(pairwise, bounds), strict=True)
@@ -248,16 +260,13 @@ def test_cudas_operator_takes_the_arguments_we_pass(causal, window):
     lengths = Lengths([(n, n) for n in (5, 1, 10)])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         device = torch.device("cuda:0")
-        lengths._there[device] = tuple(
-            torch.empty(4, dtype=torch.int32, device=device) for _ in range(2)
-        )
+        ends = [torch.empty(4, dtype=torch.int32, device=device) for _ in range(2)]
+        lengths._there[device] = *ends, torch.empty(16, dtype=torch.bool, device=device)
         shard = torch.empty(16, 1, 4, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
         keys = torch.empty(16, 1, 2, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
-        operator = CudaFlash()
-        out, lse = operator.forward_joined(shard, keys, keys, causal, window, 0.5, lengths)
-        grads = operator.backward_joined(
-            out, shard, keys, keys, out, lse, causal, window, 0.5, lengths
-        )
+        operator, shown = CudaFlash(), Shown(causal, None, window, lengths)
+        out, lse = operator.forward(shard, keys, keys, shown, 0.5)
+        grads = operator.backward(out, shard, keys, keys, out, lse, shown, 0.5)
         assert mode is not None
     assert (out.shape, out.dtype) == ((1, 4, 16, 8), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((1, 4, 16), torch.float32)

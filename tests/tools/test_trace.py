@@ -163,14 +163,15 @@ def test_what_the_command_refuses(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def noted(algorithm):
+def noted(algorithm, folder):
     """On every rank: how many events of each stream, and how many its tables say."""
     groups, rank = cases.groups_on_rank(2, 2), dist.get_rank()
     leaves = [torch.randn(8, 1, 2, 8, requires_grad=True) for _ in "qkv"]
     plan = mb.prepare(*leaves, groups=groups, algorithm=algorithm)
-    events = []
-    with local.profiled(events):
+    path = folder / f"{rank}.json"
+    with local.profiled(path):
         mb.attention(*leaves, plan=plan).sum().backward()
+    events = record.load([path]).events
     told = Counter()
     for schedule in plan.schedules:
         told["compute"] += int((schedule.tables.pairs.rank == rank).sum())
@@ -181,9 +182,9 @@ def noted(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_events_are_those_of_the_tables(algorithm, ranks):
+def test_events_are_those_of_the_tables(algorithm, ranks, tmp_path):
     """Several pairs at a step, chunks in parts and partial outputs included."""
-    for rank, (seen, told, own) in enumerate(ranks(4).run(noted, algorithm)):
+    for rank, (seen, told, own) in enumerate(ranks(4).run(noted, algorithm, tmp_path)):
         assert seen == told
         assert own == {rank}
 

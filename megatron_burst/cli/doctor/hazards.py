@@ -166,7 +166,10 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
     refused = [Problem(line) for line in (*mistyped, *wrong)]
     refused += _problems(config, burst, command.seq_length, te)
     for one in refused:
-        yield problem(TOPIC, one.reason, _fix(one))
+        changes = (("add", one.add), ("remove", one.remove))
+        fix = "; ".join(f"{word} {' '.join(names)}" for word, names in changes if names)
+        named = dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", one.reason))
+        yield problem(TOPIC, one.reason, fix or f"change {' or '.join(named) or 'the model'}")
     idle = [name for name in given if name not in flags.ALONE]
     if burst.algorithm == flags.OFF and idle and not refused:
         yield problem(
@@ -188,18 +191,6 @@ def _problems(
     yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and splits(config):
         yield from command_line.run_problems(config, burst, engine=te is not None)
-
-
-def _fix(refused: Problem) -> str:
-    """The flags to add and to remove; if there are none, those that the reason names."""
-    changes = (("add", refused.add), ("remove", refused.remove))
-    said = "; ".join(f"{word} {' '.join(names)}" for word, names in changes if names)
-    return said or f"change {' or '.join(_named(refused.reason)) or 'the model'}"
-
-
-def _named(text: str) -> list[str]:
-    """The flags in a text, each once."""
-    return list(dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", text)))
 
 
 def _config(command: MegatronCommand) -> SimpleNamespace:

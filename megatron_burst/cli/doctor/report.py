@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -72,13 +72,6 @@ class Report:
             return
         problems, notes = counts["problem"], counts["note"]
         self.console.print(f"{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
-
-
-def show(findings: Sequence[Finding], facts: dict[str, Any], as_json: bool) -> None:
-    """Print findings that are all known, and with `as_json` the facts behind them."""
-    report = Report(as_json)
-    report.add(findings)
-    report.end(facts)
 
 
 def _counted(number: int, noun: str) -> str:

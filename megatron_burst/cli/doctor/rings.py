@@ -60,7 +60,9 @@ def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) 
     findings.append(_communicators(groups[0][1], before))
     if dist.get_rank() == 0:
         nodes = {one["host"]: one for one in here}
-        report.show(findings, {"nodes": list(nodes.values())}, as_json)
+        shown = report.Report(as_json)
+        shown.add(findings)
+        shown.end({"nodes": list(nodes.values())})
     return status(findings)
 
 

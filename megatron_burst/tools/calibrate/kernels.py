@@ -41,11 +41,11 @@ def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
 
 def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
     """`rows` queries that see as many keys, batch 1, with the kernel that "auto" takes."""
-    h, k = heads(model, ranks)
-    width, like = model.head_dim, {"device": ranks.device, "dtype": dtype(ranks)}
-    q, keys, values, dout = (torch.rand((rows, 1, n, width), **like) for n in (h, k, k, h))
+    (h, k), width = heads(model, ranks), model.head_dim
+    like = {"device": ranks.device, "dtype": dtype(ranks)}
+    q, keys, values = (torch.empty((rows, 1, n, width), **like) for n in (h, k, k))
     kernel = make("auto", q, keys, values, mask=Full(), beside_rings=ranks.size > 1)
-    return local_calls(kernel, Scoring(width**-0.5), Full(), q, keys, values, dout)
+    return local_calls(kernel, Scoring(width**-0.5), Full(), (q, keys, values), rows)
 
 
 def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
@@ -70,9 +70,10 @@ def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
 
     of_ranks = ranks.locally("attention", measure)
     took = np.array(middle(of_ranks)).reshape(2, len(rows), 2)
-    flops = [tile_flops(model, ranks, each) for each in rows]
-    fit = fitted(rows, flops, took[0, :, 0], took[0, :, 1])
     h, k = heads(model, ranks)
+    # A forward is two products of multiplications and additions.
+    flops = [4.0 * h * model.head_dim * each**2 for each in rows]
+    fit = fitted(rows, flops, took[0, :, 0], took[0, :, 1])
     name = str(dtype(ranks)).removeprefix("torch.")
     how = (
         f"fit to forward and backward of {rows[1]} to {rows[-1]} rows, {h}:{k} heads of "
@@ -87,11 +88,6 @@ def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
         "backward": Measured(fit.backward, None, "of the same fit"),
         "launch": Measured(fit.launch, float(took[1, 0].max()), launch),
     }
-
-
-def tile_flops(model: Model, ranks: Ranks, rows: int) -> float:
-    """Operations of a forward: two products of multiplications and additions."""
-    return 4.0 * heads(model, ranks)[0] * model.head_dim * rows**2
 
 
 class KernelFit(NamedTuple):
@@ -132,7 +128,9 @@ def _two_constants(flop_rates: np.ndarray, less: np.ndarray) -> tuple[float, flo
 
 def products(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
     """(FLOP/s of large matrix products, `Gpu.small`), fitted to products of the MLP's sizes."""
-    sizes = _product_sizes(ranks, model)
+    kind = ranks.device.type
+    inner, outer = (min(WIDEST[kind], size) for size in (model.hidden, model.ffn))
+    sizes = [(rows, inner, outer) for rows in PRODUCTS[kind]]
     like = {"device": ranks.device, "dtype": dtype(ranks)}
 
     @torch.no_grad()
@@ -149,18 +147,12 @@ def products(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
     flops = np.array([2.0 * m * k * n for m, k, n in sizes])
     less = np.array([1 / m + 1 / k + 1 / n for m, k, n in sizes])
     rate, small, off = _two_constants(flops / took, less)
-    (low, *_), (high, k, n) = sizes[0], sizes[-1]
-    how = f"fit to {low} to {high} rows x {k} x {n}, off by {off:.1%} at most"
+    rows = f"{PRODUCTS[kind][0]} to {PRODUCTS[kind][-1]} rows"
+    how = f"fit to {rows} x {inner} x {outer}, off by {off:.1%} at most"
     return (
         Measured(rate, float(np.median(spreads)), how),
         Measured(small, None, "of the same fit"),
     )
-
-
-def _product_sizes(ranks: Ranks, model: Model) -> list[tuple[int, int, int]]:
-    kind = ranks.device.type
-    k, n = (min(WIDEST[kind], size) for size in (model.hidden, model.ffn))
-    return [(m, k, n) for m in PRODUCTS[kind]]
 
 
 def memory(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:

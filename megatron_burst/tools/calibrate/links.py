@@ -17,7 +17,9 @@ from ...autotune.measure import (
     SMALL,
     Peers,
     exchange_seconds,
+    long_enough,
     peers,
+    rate_of,
     seconds,
     settle,
     starter,
@@ -144,8 +146,8 @@ def _all_to_all(
     begin = max(0.0, empty.value - many * latency.value)
     size = max(SMALL, min(LARGEST[ranks.device.type], round(rate * LONG / many)))
     took = repeated(_rounds(ranks, pairs, size), f"all-to-all of {who}, {size} bytes to each")
-    carrying = max(took.value - many * latency.value - begin, took.value / 2)
-    return took._replace(value=many * size / rate / carrying), empty._replace(value=begin)
+    carried = rate_of(many * size, took.value, many * latency.value + begin)
+    return took._replace(value=carried / rate), empty._replace(value=begin)
 
 
 def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measured, int]:
@@ -153,19 +155,15 @@ def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measured, int]:
     _rounds(ranks, pairs, SMALL)  # makes the connections
     small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
     latency = small._replace(value=small.value / CHAIN)
-    size, most = FIRST, LARGEST[ranks.device.type]
-    while size < most:
-        took = max(ranks.each(_exchange(ranks, pairs, size)[1]))
-        if took > LONG / 2:
-            break
-        size = min(most, max(2 * size, round(size * LONG / took)))
+    largest = LARGEST[ranks.device.type]
+    size, _ = long_enough(lambda n: ranks.each(_exchange(ranks, pairs, n)[1]), LONG, largest)
     return latency, size
 
 
 def _rate(ranks: Ranks, what: str, pairs: Pairs, size: int, latency: Measured) -> Measured:
     """Bytes per second that each rank which takes part sends, and receives."""
     took = repeated(_rounds(ranks, pairs, size), f"{what}, {size} bytes a message")
-    return took._replace(value=size / max(took.value - latency.value, took.value / 2))
+    return took._replace(value=rate_of(size, took.value, latency.value))
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:

@@ -57,7 +57,8 @@ def text(facts: Facts) -> str:
         "## Times\n\nOne causal pair: median [quartiles], and TFLOP/s on what attends.\n\n"
         + _times(facts["times"]),
         "## Overlap\n\n" + _overlap(facts["overlap"]),
-        "## Findings\n\n" + _findings(facts["findings"]),
+        "## Findings\n\n"
+        + _table(["", "topic", "what", "what to do"], (one.values() for one in facts["findings"])),
         "## The same for programs\n\n```json\n" + json.dumps(facts, indent=1) + "\n```",
     ]
     return "\n\n".join(parts) + "\n"
@@ -97,7 +98,7 @@ def _without_address(match: re.Match[str]) -> str:
     return "..."
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|-" * len(head) + "|"]
     for row in rows:
         cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
@@ -152,11 +153,4 @@ def _overlap(record: Facts) -> str:
         "hidden is 1 where the shorter costs nothing and 0 where one waits for the other. Two "
         "rings of one node share its links.\n\n"
         + _table(["", "first", "second", "both", "hidden"], rows)
-    )
-
-
-def _findings(findings: Sequence[Facts]) -> str:
-    return _table(
-        ["", "topic", "what", "what to do"],
-        ([one["level"], one["topic"], one["what"], one["fix"]] for one in findings),
     )

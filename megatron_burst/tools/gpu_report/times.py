@@ -85,14 +85,10 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
 def calls(name: Any, rows: int, device: torch.device) -> dict[tuple[str, str], Call]:
     """A forward and a backward of a kernel, each run once; raises what the kernel raises."""
     h, k = HEADS[device.type]
-    draw = torch.Generator(device).manual_seed(0)
-    q, keys, values, dout = (
-        torch.randn(rows, 1, n, WIDTH, generator=draw, device=device, dtype=torch.bfloat16)
-        for n in (h, k, k, h)
-    )
-    kernel = make(name, q, keys, values, mask=Causal())
-    tensors = q, keys, values, dout
-    run = local_calls(kernel, Scoring(WIDTH**-0.5), Causal(), *tensors, knows_out=True)
+    like = {"device": device, "dtype": torch.bfloat16}
+    q, keys, values = (torch.empty(rows, 1, n, WIDTH, **like) for n in (h, k, k))
+    kernel, scoring = make(name, q, keys, values, mask=Causal()), Scoring(WIDTH**-0.5)
+    run = local_calls(kernel, scoring, Causal(), (q, keys, values), rows, knows_out=True)
     return {(name, "forward"): run.forward, (name, "backward"): run.backward}
 
 

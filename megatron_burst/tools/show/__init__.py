@@ -107,18 +107,17 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw what the flags ask for. Raises ValueError for bad flags."""
     scene = scene_of(arguments)
-    rank = getattr(arguments, "rank", None)
     if arguments.png is None:
         from . import text
 
-        text.show(scene, rank)
+        text.show(scene)
         return
     if arguments.png.suffix != ".png":
         raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
     call_flags.check_place(arguments.png, "--png")
     from . import pictures
 
-    pictures.draw(scene, arguments.png, rank)
+    pictures.draw(scene, arguments.png)
     print(arguments.png)
 
 
@@ -145,12 +144,10 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     shards = Shards(mask, layout, seq_len, arguments.mask, arguments.layout)
     if arguments.picture == "mask":
         return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
-    if arguments.rank is not None and not 0 <= arguments.rank < grid.size:
-        raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {arguments.rank}")
     return schedule_scene(
         shards, grid, _sizes(arguments, seq_len // grid.size), arguments.algorithm,
         backward=arguments.backward, side=arguments.side, route=arguments.route,
-        kv_cache=arguments.kv_cache,
+        kv_cache=arguments.kv_cache, only=arguments.rank,
     )  # fmt: skip
 
 

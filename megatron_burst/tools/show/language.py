@@ -18,7 +18,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -155,11 +155,6 @@ def lengths(text: str, seq_len: int) -> list[int]:
     return found
 
 
-class _Place(NamedTuple):
-    start: int  # in characters
-    stop: int
-
-
 class _Expression:
     """One expression: `names` make its values, and `check` raises ValueError for a bad one."""
 
@@ -174,9 +169,9 @@ class _Expression:
             tree = ast.parse(self.text, mode="eval").body
         except SyntaxError as error:
             start = error.offset - 1 if error.offset else len(self.text)  # 0: at its end
-            self.fail(_Place(start, len(self.text)), f"{error.msg}; {self.expected}")
+            self.fail(f"{error.msg}; {self.expected}", start)
         except (ValueError, RecursionError, MemoryError) as error:  # null bytes; deep nesting
-            self.fail(_Place(0, len(self.text)), f"{error or 'nested too deeply'}; {self.expected}")
+            self.fail(f"{error or 'nested too deeply'}; {self.expected}")
         count = 1 + sum(isinstance(node, ast.BinOp) for node in ast.walk(tree))
         if count > MOST_MASKS:
             raise ValueError(f"--{self.kind}: at most {MOST_MASKS} joined, got {count}")
@@ -196,25 +191,25 @@ class _Expression:
                 values = [self.literal(each) for each in arguments]
                 named = {each.arg: self.literal(each.value) for each in keywords}
                 return self.make(node, name, values, named)
-        self.fail(self.place(node), self.expected)
+        self.fail(self.expected, *self.place(node))
 
     def make(self, node: ast.AST, name: str, values: list[Any], named: dict[Any, Any]) -> Any:
         if name not in self.names:
-            self.fail(self.place(node), f"there is no {self.kind} {name}; {self.expected}")
+            self.fail(f"there is no {self.kind} {name}; {self.expected}", *self.place(node))
         function = self.names[name]
         try:
             inspect.signature(function).bind(*values, **named)
             made = function(*values, **named)
             self.check(made)
         except (TypeError, ValueError) as error:
-            self.fail(self.place(node), f"{error}; use {_usage(name, function)}")
+            self.fail(f"{error}; use {_usage(name, function)}", *self.place(node))
         return made
 
     def literal(self, node: ast.expr) -> Any:
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError):
-            self.fail(self.place(node), "expected a number, None, or a list of numbers")
+            self.fail("expected a number, None, or a list of numbers", *self.place(node))
 
     @property
     def expected(self) -> str:
@@ -223,16 +218,16 @@ class _Expression:
         joined = "; join them with & and |, and put them in ( )" if self.kind == "mask" else ""
         return f"expected one of {usages}{joined}"
 
-    def place(self, node: ast.AST) -> _Place:
-        """Python counts columns in bytes of UTF-8."""
+    def place(self, node: ast.AST) -> list[int]:
+        """First and last character; Python counts columns in bytes of UTF-8."""
         encoded = self.text.encode()
         ends = (getattr(node, name) for name in ("col_offset", "end_col_offset"))
-        return _Place(*(len(encoded[:end].decode()) for end in ends))
+        return [len(encoded[:end].decode()) for end in ends]
 
-    def fail(self, place: _Place, problem: str) -> NoReturn:
-        found = self.text[place.start : place.stop]
+    def fail(self, problem: str, start: int = 0, stop: int | None = None) -> NoReturn:
+        found = self.text[start:stop]
         found = found if len(found) <= LONGEST else found[:LONGEST] + "..."
-        where = f"character {place.start + 1} ({found})" if found else "the end"
+        where = f"character {start + 1} ({found})" if found else "the end"
         raise ValueError(f"--{self.kind} {self.text!r}, at {where}: {problem}")
 
 

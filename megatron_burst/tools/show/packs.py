@@ -122,9 +122,13 @@ class Holding:
     def runs(self, rank: int) -> list[tuple[int, int, int]]:
         """(first row, the one after the last, document or PADDING) of the runs of one document."""
         rows = self.rows[rank]
-        of = np.where(rows == PADDING, PADDING, self.pack.documents[rows])
-        edges = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(of)]
-        return [(a, b, int(of[a])) for a, b in pairwise(edges)]
+        return runs_of(np.where(rows == PADDING, PADDING, self.pack.documents[rows]))
+
+
+def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """(first, stop, value) of each run of one value."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(a, b, int(values[a])) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,15 @@ from .. import lanes
 from ..lanes import box
 from . import timeline, words
 from .colours import GREY, INK, PAPER, RULE, WARN, channels, mixed, of_document, of_rank
-from .packs import PADDING, Holding, PackScene
+from .packs import PADDING, Holding, PackScene, runs_of
 from .scans import ScanScene
 from .scene import LayoutScene, MaskScene, ScheduleScene
 
 
-def draw(scene: words.Scene, path: Path, rank: int | None = None) -> None:
-    """Write the PNG of a scene; of a schedule, with `rank`, only that rank's part."""
+def draw(scene: words.Scene, path: Path) -> None:
+    """Write the PNG of a scene."""
     with lanes.styled():
-        if isinstance(scene, ScheduleScene):
-            figure = timeline.draw(scene, rank)
-        else:
-            figure = DRAWERS[type(scene)](scene)
-        lanes.save(figure, path)
+        lanes.save(DRAWERS[type(scene)](scene), path)
 
 
 def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
@@ -69,32 +65,28 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
     size = len(computers)
     axes.imshow(picture, interpolation="nearest", extent=(0, size, size, 0))
     if size <= 64:  # in a larger matrix the lines between positions would cover them
-        ticks = np.arange(1, size)
-        axes.hlines(ticks, 0, size, colors="white", linewidth=0.35)
-        axes.vlines(ticks, 0, size, colors="white", linewidth=0.35)
+        for rules in (axes.hlines, axes.vlines):
+            rules(np.arange(1, size), 0, size, colors="white", linewidth=0.35)
     axes.tick_params(length=0, pad=3)
 
 
 def _blocks(axes: Axes, scene: MaskScene) -> None:
     """Rules between ranks, and the step of every pair of shards that is computed."""
-    shards = scene.shards
-    edges = np.cumsum([0, *shards.lengths])
-    middles = (edges[:-1] + edges[1:]) / 2
-    axes.hlines(edges, 0, shards.seq_len, colors=INK, linewidth=0.7, clip_on=False)
-    axes.vlines(edges, 0, shards.seq_len, colors=INK, linewidth=0.7, clip_on=False)
+    shards, edges = scene.shards, scene.shards.edges
+    middles, names = (edges[:-1] + edges[1:]) / 2, [str(rank) for rank in range(shards.size)]
+    for rules, ticks in ((axes.hlines, axes.set_xticks), (axes.vlines, axes.set_yticks)):
+        rules(edges, 0, shards.seq_len, colors=INK, linewidth=0.7, clip_on=False)
+        ticks(middles, names, fontsize=min(9, 100 / shards.size))
     for i, j in np.ndindex(scene.steps.shape):
         if scene.steps[i, j] >= 0 and shards.size <= 16:
-            _step(axes, scene, (i, j), edges)
-    names = [str(rank) for rank in range(shards.size)]
-    axes.set_xticks(middles, names, fontsize=min(9, 100 / shards.size))
-    axes.set_yticks(middles, names, fontsize=min(9, 100 / shards.size))
+            _step(axes, scene, (i, j))
     axes.set_xlabel("rank that holds the keys", labelpad=2)
     axes.set_ylabel("rank that holds the queries", labelpad=2)
 
 
-def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int], edges: np.ndarray) -> None:
+def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
     """The number of the step, in the quarter of the pair where it covers the fewest positions."""
-    order = scene.shards.order
+    order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
     halves = [(slice(None, len(rows) // 2), 0.25), (slice(len(rows) // 2, None), 0.75)]
@@ -110,8 +102,7 @@ def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int], edges: np.ndarray
 
 def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
     """The work of each rank beside its rows of the matrix."""
-    shards, work = scene.shards, scene.shards.work
-    edges = np.cumsum([0, *shards.lengths])
+    shards, work, edges = scene.shards, scene.shards.work, scene.shards.edges
     middles, mean = ((edges[:-1] + edges[1:]) / 2).tolist(), sum(work) / len(work)
     axes.set_title("work", loc="left", fontsize=10)
     colours = [of_rank(rank, shards.size) for rank in range(shards.size)]
@@ -149,12 +140,11 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
     """One bar for each run of positions of a rank, with the rank's number if there is room."""
-    count = len(holders)
-    edges = [0, *(np.flatnonzero(np.diff(holders)) + 1).tolist(), count]
-    runs = list(itertools.pairwise(edges))
-    owners = [int(holders[start]) for start, _ in runs]
-    lanes.bars(axes, 0, 1, runs, [of_rank(rank, ranks) for rank in owners], list(map(str, owners)),
-               least=count / 80, width=0.6 if len(edges) <= 257 else 0)  # fmt: skip
+    count, runs = len(holders), runs_of(holders)
+    owners = [rank for *_, rank in runs]
+    lanes.bars(axes, 0, 1, [run[:2] for run in runs], [of_rank(rank, ranks) for rank in owners],
+               list(map(str, owners)), least=count / 80,
+               width=0.6 if len(runs) <= 256 else 0)  # fmt: skip
     axes.set_xlim(0, count)
     axes.set_ylim(0, 1)
     axes.set_axis_off()
@@ -318,4 +308,5 @@ DRAWERS: dict[type, Callable[[Any], Figure]] = {
     LayoutScene: _layouts,
     PackScene: _packs,
     ScanScene: _scan,
+    ScheduleScene: timeline.draw,
 }

@@ -81,6 +81,11 @@ class Shards:
         return [sum(span.length for span in of_rank) for of_rank in self.spans]
 
     @property
+    def edges(self) -> np.ndarray:
+        """int64 [G + 1]: where each rank begins in shard order, and the end."""
+        return np.cumsum([0, *self.lengths])
+
+    @property
     def work(self) -> list[int]:
         return balance.work(self.layout, self.mask, self.seq_len)
 
@@ -149,10 +154,16 @@ class ScheduleScene:
     plan: Schedule
     sizes: cost.Sizes
     backward: bool
+    only: int | None = None  # the rank that is drawn; None: all of them
 
     @property
     def size(self) -> int:
         return self.plan.grid.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that are drawn."""
+        return range(self.size) if self.only is None else [self.only]
 
     @cached_property
     def steps(self) -> int:
@@ -288,16 +299,16 @@ class ScheduleScene:
     @cached_property
     def held(self) -> int:
         """Bytes of copies of others' chunks, on their way or there, that a rank has at most."""
-        return max((self._held(rank) for rank in range(self.size)), default=0)
-
-    def _held(self, rank: int) -> int:
-        # A buffer is taken where its message starts.
-        levels = [sum(map(self.bytes, self.plan.kept_chunks(rank)))]
-        for boundary in self.plan.program(rank):
-            arriving = (h.chunk for h in boundary.posts if h.dst == rank)
-            taken = sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
-            levels.append(levels[-1] - sum(map(self.bytes, boundary.release)) + taken)
-        return max(levels)
+        most = 0
+        for rank in range(self.size):
+            now = sum(map(self.bytes, self.plan.kept_chunks(rank)))
+            most = max(most, now)
+            for boundary in self.plan.program(rank):  # takes a buffer where its message starts
+                arriving = (h.chunk for h in boundary.posts if h.dst == rank)
+                now += sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
+                now -= sum(map(self.bytes, boundary.release))
+                most = max(most, now)
+        return most
 
     # --- work ------------------------------------------------------------------------------
 
@@ -357,9 +368,12 @@ def schedule_scene(
     side: str = "auto",
     route: str = "auto",
     kv_cache: float = 0.0,
+    only: int | None = None,
 ) -> ScheduleScene:
     """The scene of one pass; "auto" is resolved by bytes, as for a plan. Raises ValueError for
     choices that do not go together."""
+    if only is not None and not 0 <= only < grid.size:
+        raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")
     if not backward and (side != "auto" or kv_cache):
         raise ValueError("--side and --kv-cache apply to backward; add --backward")
     if not 0 <= kv_cache <= 1:
@@ -379,4 +393,4 @@ def schedule_scene(
         plan = cost.backward_schedule(*call, side=side, route=route, kept=kept)
     else:
         plan = cost.forward_schedule(*call, route=route)
-    return ScheduleScene(shards, plan, sizes, backward)
+    return ScheduleScene(shards, plan, sizes, backward, only)

@@ -15,13 +15,13 @@ from rich.text import Text
 
 from ...cli.console import unwrapped
 from ...masks import Cover
-from ...schedule.tables import Chunk, Hop
+from ...schedule.tables import Chunk
 from ...units import byte_size
 from . import words
 from .colours import of_document, of_rank
 from .packs import PADDING, Holding, PackScene
 from .scans import ScanScene
-from .scene import Cell, LayoutScene, MaskScene, ScheduleScene, share
+from .scene import LayoutScene, MaskScene, ScheduleScene, share
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"
@@ -32,16 +32,12 @@ STRIP = 64  # characters of a rank's tokens, at most
 BAR = 24  # characters; the length of the busiest rank's bar
 
 
-def show(scene: words.Scene, rank: int | None = None) -> None:
-    """Print a scene; of a schedule, with `rank`, only that rank's part."""
+def show(scene: words.Scene) -> None:
+    """Print a scene."""
     console = unwrapped()  # a terminal wraps a matrix better than rich does
     console.print(Text(words.title(scene), style="bold"))
     console.print(Text(words.subtitle(scene) + "\n", style="dim"))
-    if isinstance(scene, ScheduleScene):
-        parts = _schedule(scene, rank)
-    else:
-        parts = DRAWERS[type(scene)](scene)
-    for part in parts:
+    for part in DRAWERS[type(scene)](scene):
         console.print(part)
     for line in words.caption(scene):
         console.print(Text(line))
@@ -49,7 +45,7 @@ def show(scene: words.Scene, rank: int | None = None) -> None:
 
 def _mask(scene: MaskScene) -> Iterator[RenderableType]:
     shards, order = scene.shards, scene.shards.order
-    edges = set(np.cumsum(shards.lengths)[:-1].tolist())
+    edges = set(shards.edges[1:-1].tolist())
     yield Text("global order", style="bold")
     yield _matrix(scene.computers, shards.size, set())
     yield Text("shard order: rank after rank", style="bold")
@@ -182,27 +178,26 @@ def _hops(scene: ScanScene, rank: int, number: int) -> Text:
 # --- schedules -----------------------------------------------------------------------------
 
 
-def _schedule(scene: ScheduleScene, only: int | None) -> Iterator[RenderableType]:
+def _schedule(scene: ScheduleScene) -> Iterator[RenderableType]:
     table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 1))
     table.add_column("")
-    released = {} if only is None else scene.released(only)
+    released = {} if scene.only is None else scene.released(scene.only)
     last = max([scene.steps - 1, *(hop.post for hop in scene.hops), *released])
     for boundary in range(last + 1):
         table.add_column(f"step {boundary}" if boundary < scene.steps else f"after {boundary}")
     width = scene.plan.grid.intra
-    ranks = range(scene.size) if only is None else [only]
-    for rank in ranks:
+    for rank in scene.ranks:
         cells = [_cell(scene, rank, at, released.get(at, [])) for at in range(last + 1)]
-        last_of_node = only is None and rank % width == width - 1 and rank < scene.size - 1
+        last_of_node = rank % width == width - 1 and rank < scene.ranks[-1]
         table.add_row(f"rank {rank}", *cells, end_section=last_of_node)
     yield table
     yield Text()
-    for line in _legend(scene, released=only is not None):
+    for line in _legend(scene):
         yield Text("   ".join(line), style="dim")
     yield Text()
 
 
-def _legend(scene: ScheduleScene, released: bool) -> Iterator[list[str]]:
+def _legend(scene: ScheduleScene) -> Iterator[list[str]]:
     yield [
         f"{COVERS[Cover.FULL]} all visible",
         f"{COVERS[Cover.PARTIAL]} partly visible",
@@ -222,7 +217,7 @@ def _legend(scene: ScheduleScene, released: bool) -> Iterator[list[str]]:
     ]
     if scene.plan.kept:
         marks.append("* kept from forward")
-    if released:
+    if scene.only is not None:
         marks.append("-k0 released")
     yield marks
 
@@ -232,35 +227,25 @@ def _cell(scene: ScheduleScene, rank: int, boundary: int, released: list[Chunk])
     text = Text(no_wrap=True)
     cells = scene.cells(rank, boundary)
     for i, cell in enumerate(cells):
-        if i:
-            text.append("\n")
-        _append_pair(text, scene, rank, cell)
+        pair, kept = cell.pair, "*" if cell.kept else ""
+        label = f"q{pair.query} k{pair.key} {COVERS[cell.cover]}{kept}"
+        style = of_rank(scene.owner(rank, pair), scene.size)
+        text.append("\n" if i else "")
+        text.append(" ".join([label, *scene.parts(pair)]),
+                    style="dim" if cell.cover == Cover.EMPTY else style)  # fmt: skip
     if not cells and boundary < scene.steps:
         text.append(HIDDEN, style="dim")
     if released:
         text.append("\n" + " ".join(f"-{words.name_of(chunk)}" for chunk in released), style="dim")
-    sends = (hop for hop in scene.hops if hop.src == rank and hop.post == boundary)
-    for hop in sorted(
-        sends, key=lambda hop: (hop.chunk.accumulated, hop.link != "intra", hop.land)
-    ):
-        text.append("\n")
-        text.append(_hop(scene, hop), style="bold" if hop.link == "inter" else "")
+    sends = [hop for hop in scene.hops if hop.src == rank and hop.post == boundary]
+    sends.sort(key=lambda hop: (hop.chunk.accumulated, hop.link != "intra", hop.land))
+    for hop in sends:
+        late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
+        part = share(*scene.rows(hop.chunk))
+        some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
+        label = f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"
+        text.append(f"\n{label}", style="bold" if hop.link == "inter" else "")
     return text
-
-
-def _append_pair(text: Text, scene: ScheduleScene, rank: int, cell: Cell) -> None:
-    kept = "*" if cell.kept else ""
-    label = f"q{cell.pair.query} k{cell.pair.key} {COVERS[cell.cover]}{kept}"
-    label = " ".join([label, *scene.parts(cell.pair)])
-    style = of_rank(scene.owner(rank, cell.pair), scene.size)
-    text.append(label, style="dim" if cell.cover == Cover.EMPTY else style)
-
-
-def _hop(scene: ScheduleScene, hop: Hop) -> str:
-    late = f" @{hop.land}" if hop.land != hop.post + 1 else ""
-    part = share(*scene.rows(hop.chunk))
-    some = f" {part} {byte_size(scene.bytes(hop.chunk))}" if part else ""
-    return f"{words.name_of(hop.chunk)}{ARROWS[hop.link]}{hop.dst}{some}{late}"
 
 
 DRAWERS: dict[type, Callable[[Any], Iterator[RenderableType]]] = {
@@ -268,4 +253,5 @@ DRAWERS: dict[type, Callable[[Any], Iterator[RenderableType]]] = {
     LayoutScene: _layouts,
     PackScene: _packs,
     ScanScene: _scan,
+    ScheduleScene: _schedule,
 }

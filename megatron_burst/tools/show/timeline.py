@@ -16,12 +16,12 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.transforms import TransformedBbox
+from matplotlib.transforms import Bbox, TransformedBbox
 
 from ...masks import Cover
 from ...schedule.tables import Chunk, Hop
 from ...units import byte_size
-from ..lanes import ArrowLook, ArrowPlace, arrow, box, dashed_arrow, headed, inches
+from ..lanes import ArrowLook, arrow, box, dashed_arrow, headed, inches
 from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
 from .scene import Cell, Kind, ScheduleScene, in_order, kind_of, share
 from .words import FAMILIES, LETTERS, caption, name_of, subtitle, title
@@ -70,9 +70,9 @@ class _HopLanes:
         return len(ends)
 
 
-def draw(scene: ScheduleScene, only: int | None) -> Figure:
-    """The figure of one pass, or with `only` of that rank's part in it."""
-    ranks = list(range(scene.size)) if only is None else [only]
+def draw(scene: ScheduleScene) -> Figure:
+    """The figure of one pass."""
+    ranks, only = scene.ranks, scene.only
     made = [hop for hop in scene.hops if hop.src in ranks]
     missing = [hop for hop in scene.left_out if hop.src in ranks]
     lanes = _HopLanes([*made, *missing], ranks)
@@ -208,7 +208,7 @@ def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made
     blocks = hop.land == hop.post
     begin = _x(hop.post, scene.steps) + 0.03
     end = begin + DRAIN - 0.1 if blocks else _x(hop.land, scene.steps) - 0.03
-    place = ArrowPlace(begin, end, y, LANE - 0.1)
+    place = Bbox.from_bounds(begin, y, end - begin, LANE - 0.1)
     if not made:
         dashed_arrow(axes, place)
         return
@@ -257,8 +257,8 @@ def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
     """What boxes and arrows stand for. missing: are hops that are left out drawn?"""
     colour = of_rank(0, scene.size)
 
-    def at(x: float, y: float) -> ArrowPlace:
-        return ArrowPlace(x, x + 0.3, y + 0.03, 0.13)
+    def at(x: float, y: float) -> Bbox:
+        return Bbox.from_bounds(x, y + 0.03, 0.3, 0.13)
 
     def step(axes: Axes, x: float, y: float, edge: str = "none", pairs: float = 0.2) -> None:
         tint = mixed(colour, "#ffffff", 0.74)

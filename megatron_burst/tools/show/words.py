@@ -27,7 +27,10 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 def title(scene: Scene) -> str:
     """One line that names the scene."""
     if isinstance(scene, PackScene):
-        return _packed(scene)
+        real, grid = scene.pack.real, scene.grid
+        nodes = f" on {grid.inter} nodes" if grid.inter > 1 else ""
+        documents = f"{_counted(len(real), 'document')} of {min(real):,} to {max(real):,} tokens"
+        return f"{documents} over {grid.size} ranks{nodes}, {_short(scene.pack.mask_text)}"
     if isinstance(scene, ScanScene):
         way = "backward" if scene.backward else "forward"
         return f"{scene.algorithm}, {way}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
@@ -118,15 +121,6 @@ def held_so(held: Holding) -> str:
 
 def _grid(grid: Grid) -> str:
     return f"{grid.inter} nodes x {grid.intra} ranks" if grid.inter > 1 else f"{grid.size} ranks"
-
-
-def _packed(scene: PackScene) -> str:
-    real, grid = scene.pack.real, scene.grid
-    nodes = f" on {grid.inter} nodes" if grid.inter > 1 else ""
-    return (
-        f"{_counted(len(real), 'document')} of {min(real):,} to {max(real):,} tokens over "
-        f"{grid.size} ranks{nodes}, {_short(scene.pack.mask_text)}"
-    )
 
 
 def _pattern(shards: Shards) -> str:

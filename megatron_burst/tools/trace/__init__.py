@@ -60,7 +60,16 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("say what to write: --png FILE or --chrome FILE")
     call_flags.check_place(arguments.png, "--png")
     call_flags.check_place(arguments.chrome, "--chrome")
-    trace = record.load(arguments.events) if arguments.events else _run(arguments)
+    if arguments.events:
+        trace = record.load(arguments.events)
+    else:
+        call_flags.check_positive(arguments, SIZES)
+        ranks = arguments.nodes * arguments.ranks_per_node
+        if ranks > RANKS:
+            raise ValueError(f"--nodes x --ranks-per-node: at most {RANKS} processes, got {ranks}")
+        from . import local  # imports torch, which takes seconds
+
+        trace = local.run(arguments)
     if arguments.chrome:
         record.save(trace, arguments.chrome)
         print(arguments.chrome)
@@ -69,13 +78,3 @@ def run(arguments: argparse.Namespace) -> None:
 
         picture.draw(trace, arguments.png)
         print(arguments.png)
-
-
-def _run(arguments: argparse.Namespace) -> record.Trace:
-    call_flags.check_positive(arguments, SIZES)
-    ranks = arguments.nodes * arguments.ranks_per_node
-    if ranks > RANKS:
-        raise ValueError(f"--nodes x --ranks-per-node: at most {RANKS} processes, got {ranks}")
-    from . import local  # imports torch, which takes seconds
-
-    return local.run(arguments)

@@ -6,13 +6,13 @@ is no network.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...attention import attention
 from ...comm.groups import Groups
 from ...planning.prepare import prepare
-from .record import PASS, Trace, TraceEvent, events_of
+from .record import PASS, Trace, load
 
 
 def title(call: Namespace) -> str:
@@ -37,16 +37,13 @@ def title(call: Namespace) -> str:
 
 
 @contextmanager
-def profiled(events: list[TraceEvent]) -> Iterator[None]:
-    """A context whose attention calls are profiled; their events are added at its end."""
+def profiled(path: Path) -> Iterator[None]:
+    """A context whose calls torch profiles, into a file that `record.load` reads."""
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=kinds) as recorded:
         yield
-    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
-        path = Path(folder) / "profile.json"
-        recorded.export_chrome_trace(str(path))
-        events += events_of(json.loads(path.read_text()))
+    recorded.export_chrome_trace(str(path))
 
 
 def run(call: Namespace, limit: float = 120.0) -> Trace:
@@ -77,8 +74,7 @@ def run(call: Namespace, limit: float = 120.0) -> Trace:
             for process in filter(None, processes.processes):
                 process.kill()
                 process.join()
-        lists = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    return Trace.of_ranks(title(call), (TraceEvent(*event) for each in lists for event in each))
+        return replace(load(sorted(Path(folder).glob("*.json"))), title=title(call))
 
 
 def _rank(rank: int, call: Namespace, folder: Path) -> None:
@@ -91,13 +87,12 @@ def _rank(rank: int, call: Namespace, folder: Path) -> None:
         init_method=f"file://{folder / 'store'}", rank=rank,
         world_size=call.nodes * call.ranks_per_node, timeout=timedelta(seconds=60),
     )  # fmt: skip
-    events = _trace(call, device)
-    (folder / f"{rank:04}.json").write_text(json.dumps(events))
+    _trace(call, device, folder / f"{rank:04}.json")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _trace(call: Namespace, device: torch.device) -> list[TraceEvent]:
+def _trace(call: Namespace, device: torch.device, path: Path) -> None:
     world = dist.group.WORLD
     assert world is not None
     groups = Groups.from_topology(world, intra=call.ranks_per_node)
@@ -111,15 +106,13 @@ def _trace(call: Namespace, device: torch.device) -> list[TraceEvent]:
         head_chunks=call.head_chunks,
     )  # fmt: skip
     attention(q, k, v, plan=plan).sum().backward()  # the first exchange also makes the connections
-    events: list[TraceEvent] = []
-    with profiled(events):
+    with profiled(path):
         dist.barrier()
         with _passing("forward", device):
             out = attention(q, k, v, plan=plan)
         dist.barrier()
         with _passing("backward", device):
             out.backward(torch.ones_like(out))
-    return [event._replace(rank=groups.rank) for event in events]
 
 
 @contextmanager
