@@ -85,8 +85,8 @@ class _Path:
         Inner step 0 adds to the sum that this rank gathers for its node (at outer step 0: for
         itself), so it sends nothing within the node; the node's sum then crosses to the next one.
         """
-        # A copy sets out from its owner, so it makes its hops at the first steps; a gradient ends at
-        # its owner, so it makes them at the last ones, from the first rank on that adds to it.
+        # A copy sets out from its owner, so it makes its hops at the first steps; a gradient ends
+        # at its owner, so it makes them at the last ones, from the first rank on that adds to it.
         hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
         step = np.arange(length, dtype=hops.dtype)
         return step >= length - hops if gradient else step < hops
