@@ -91,10 +91,6 @@ class Demand:
         """bool [G, G]: may queries of rank i see keys of rank j?"""
         return self.wanted.visible
 
-    def whole(self) -> Demand:
-        """The same pass with whole chunks."""
-        return replace(self, wanted=self.wanted.whole())
-
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Does `rank` compute with the travelling chunk of `owner`? Arrays of ranks."""
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
@@ -195,9 +191,6 @@ def _bundles(seen: Seen, size: int) -> Bundles:
     return bundled(
         owner, first, np.where(last, rows[owner], np.append(first[1:], 0)) - first, covered
     )
-
-
-# --- row chunks ------------------------------------------------------------------------------
 
 
 class RowCut(NamedTuple):

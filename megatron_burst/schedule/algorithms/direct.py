@@ -13,8 +13,6 @@ from ..bundles import Bundles
 from ..demand import Demand
 from ..tables import Kept, Tables, Transfers, transfers
 
-Entries = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
 
 def all_gather(demand: Demand) -> Tables:
     """Every chunk to every rank that uses it, all started at once: no hop waits for another.
@@ -85,7 +83,7 @@ class FlatRing:
         after, post = np.roll(self.here, -1, axis=1), step + (family != self.demand.side)
         return transfers(family, "flat", owner, rows, rank, after[owner, step], post, post + 1)
 
-    def entries(self, which: np.ndarray) -> Entries:
+    def entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """Rank, step, owner and rows, wherever some of these bundles of an owner are."""
         at, rows = self.bundles.sets(which)
         owner, step = np.divmod(at.astype(np.int32), self.size)
