@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
+.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-gpu bench-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -119,11 +119,14 @@ bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, int
 bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: overlap, the fraction of `auto`, bytes
 	@$(PY) benchmarks/offload.py $(ARGS)
 
-bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account, into docs/how-long.md; ARGS=--measure: beside live tensors on 4 CPU ranks
+bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account; ARGS=--measure: beside live tensors on 4 CPU ranks
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.memory $(ARGS)
 
-bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into docs/performance.md
+bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, tables and a picture, into runs/packed
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
+
+bench-host: $(VENV)/.ready-test ## what attention costs the host, beside a plain ring loop, into docs/performance.md; ARGS=--only dense
+	@OMP_NUM_THREADS=1 $(PY) benchmarks/host.py $(ARGS)
 
 bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.md
 	@$(PY) benchmarks/prepare.py $(ARGS)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich import box
@@ -38,6 +39,34 @@ def provenance() -> str:
         f"(load {load:.1f} at the end), {torch.get_num_threads()} thread, Python "
         f"{platform.python_version()}, torch {torch.__version__}."
     )
+
+
+def machine() -> str:
+    """Cores, kernel and versions, with the date, without names; of Linux."""
+    with open("/proc/cpuinfo") as file:
+        models = [x.split(": ", 1)[1].strip() for x in file if x.startswith("model name")]
+    return (
+        f"{os.cpu_count()} cores ({models[0] if models else platform.machine()}), Linux "
+        f"{platform.release().split('-')[0]}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {date.today()}"
+    )
+
+
+class Ratio(NamedTuple):
+    """Of the times of two runs, round by round: the median, the smallest and the largest."""
+
+    middle: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
+        """The ratio of times that were measured in the same rounds."""
+        each = [a / b for a, b in zip(above, below, strict=True)]
+        return cls(statistics.median(each), min(each), max(each))
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
 def interleaved(

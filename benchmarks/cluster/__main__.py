@@ -3,113 +3,201 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from . import compare
-from .cells import HEADS, REGIMES, RIVALS, Cell, cells
+from benchmarks.report import machine
+
+from .cells import HEADS, REGIMES, RIVALS, Cell
 from .enclosure import Unavailable, enclosed
-from .network import WIRINGS, Rates
-from .results import MEASURED, load
+from .network import WIRINGS
+from .results import MEASURED, kept, load, save
+from .suites import EVERY, FULL, SUITES, Suite, cells
 
 ROOT = Path(__file__).parents[2]
-FULL = {
-    "grids": "2x2,2x4,4x2",
-    "rates": "200M/800M,1G/4G",
-    "heads": "MHA,GQA 4:1",
-    "regimes": "communication,balanced,compute,hidden,real",
-    "tokens": 1024,
-    "repeats": 5,
-}
 RESULTS = ROOT / "runs" / "cluster"
+SETTINGS = ("grids", "rates", "heads", "regimes", "tokens")  # of a suite, by the command line
+NARROWED = ("rivals", "masks", "wirings", "wires")  # only those whose name contains one of A,B,...
+Arguments = argparse.Namespace
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    arguments = parser().parse_args()
+    quiet()
+    return where_there_is_a_cluster(lambda: arguments.run(arguments))
+
+
+def quiet() -> None:
+    """For all processes that start from here on."""
     # torch warns about every address that has no host name, and here none has
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def where_there_is_a_cluster(run: Callable[[], int]) -> int:
+    """Its exit status; 2 with a line that says why where it cannot run."""
     try:
-        return arguments.run(arguments)
+        return run()
     except Unavailable as error:
         print(f"no emulated cluster here: {error}", file=sys.stderr)
-        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def say(text: str) -> None:
+    """What runs now, on stderr: tables go to stdout."""
+    print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    commands = found.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="can this machine emulate a cluster?")
     check.set_defaults(run=_check)
     check.add_argument("--wiring", default="nic", choices=(*WIRINGS,), help="default: nic")
-    bench = commands.add_parser("bench", help="measure; tables here, records and a figure as files")
-    bench.set_defaults(run=_bench)
-    _add_cells(bench, "MHA", "communication,balanced,compute")
-    bench.add_argument("--repeats", type=int, default=3, help="runs of each rival (default: 3)")
-    bench.add_argument("--rivals", default="", help="only those whose name contains one of A,B,...")
-    bench.add_argument("--out", type=Path, default=RESULTS / "results.json", metavar="X.json",
-                       help="records to write; X.csv and the figure X.png beside them")  # fmt: skip
+    bench = commands.add_parser("bench", help="every algorithm; tables, records and a figure")
+    bench.set_defaults(run=_bench, forecast=True, append=False, seeds="0")
     bench.add_argument("--full", action="store_true", help="every cell; predicted: 2.5 hours")
+    compare = commands.add_parser("compare", help=f"rivals side by side: {', '.join(SUITES)}")
+    compare.set_defaults(run=_compare)
+    compare.add_argument("suites", nargs="*", metavar="SUITE", help="default: all of them")
+    compare.add_argument("--seeds", default="0-11", help="of packed documents (default: 0-11)")
+    compare.add_argument("--forecast", action="store_true", help="also say what is predicted")
+    compare.add_argument("--append", action="store_true", help="add to the records that there are")
+    trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
+    trace.set_defaults(run=_trace)
+    trace.add_argument("--rival", default="burst query", help="default: burst query")
+    for command, file in ((bench, "results"), (compare, "compared"), (trace, "trace")):
+        _add_settings(command)
+        command.add_argument("--out", type=Path, default=RESULTS / f"{file}.json", metavar="X.json",
+                             help="to write; of bench X.csv and X.png, too")  # fmt: skip
+    for command in (bench, compare):
+        command.add_argument("--repeats", type=int, help="runs of each (default: 3; full: 5)")
+        for name in NARROWED:
+            command.add_argument(f"--{name}", help="only those whose name contains one of A,B,...")
     chart = commands.add_parser("chart", help="draw the figure of docs/cluster.md, or another")
     chart.set_defaults(run=_chart)
     chart.add_argument("--csv", type=Path, nargs="+", default=[MEASURED], help="of `bench`, joined")
     chart.add_argument("--png", type=Path, default=ROOT / "docs" / "cluster.png", help="to write")
-    compare.add(commands, RESULTS)
-    trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
-    trace.set_defaults(run=_trace)
-    _add_cells(trace, "MHA", "balanced")
-    trace.add_argument("--rival", default="burst query", help="default: burst query")
-    trace.add_argument("--out", type=Path, default=RESULTS / "trace.json", help="JSON to write")
     faults = commands.add_parser("faults", help="kill ranks and links; what do survivors say?")
     faults.set_defaults(run=_faults)
     faults.add_argument("--only", default="", help='part of "RIVAL, FAULT"')
-    return parser
+    return found
 
 
-def _add_cells(parser: argparse.ArgumentParser, heads: str, regimes: str) -> None:
-    parser.add_argument("--grids", default="2x2", help="nodes x ranks, comma-separated")
-    parser.add_argument("--rates", default="100M/400M", help="inter/intra bit/s, comma-separated")
-    parser.add_argument("--heads", default=heads, help=f"of {', '.join(HEADS)}")
-    parser.add_argument(
-        "--regimes",
-        default=regimes,
-        help=f"of {', '.join(REGIMES)} (emulated compute) and real",
-    )
-    parser.add_argument("--tokens", type=int, default=512, help="per rank (default: 512)")
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    """What a suite says itself if nobody else does."""
+    add = command.add_argument
+    add("--grids", help="nodes x ranks, comma-separated")
+    add("--rates", help="inter/intra bit/s, comma-separated")
+    add("--heads", help=f"of {', '.join(HEADS)}")
+    add("--regimes", help=f"of {', '.join(REGIMES)} (emulated compute) and real")
+    add("--tokens", type=int, help="per rank")
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def settings(suite: Suite, arguments: Arguments) -> tuple[Suite, list[Cell]]:
+    """A suite as the arguments change and narrow it, and its cells."""
+    given = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
+    for name in NARROWED:
+        words, every = getattr(arguments, name, None), getattr(suite, name)
+        given[name] = tuple(
+            x for x in every
+            if not words or any(w.strip() in getattr(x, "name", x) for w in words.split(","))
+        )  # fmt: skip
+        if not given[name]:
+            names = [getattr(x, "name", x) for x in every]
+            raise ValueError(f"--{name} {words}: there is {', '.join(names)}")
+    suite = suite._replace(**given)
+    first, _, last = getattr(arguments, "seeds", "0").partition("-")
+    return suite, cells(suite, range(int(first), int(last or first) + 1))
+
+
+def _check(arguments: Arguments) -> int:
     from . import trial
 
     return enclosed(lambda: trial.main(arguments.wiring))
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    wanted = [word.strip() for word in arguments.rivals.split(",") if word.strip()]
-    rivals = [r for r in RIVALS if not wanted or any(word in r.name for word in wanted)]
-    if not rivals:
-        raise ValueError(f"--rivals {arguments.rivals}: there are {[r.name for r in RIVALS]}")
-    if arguments.full:
-        usual = vars(_parser().parse_args(["bench"]))
-        given = [f"--{name}" for name in FULL if vars(arguments)[name] != usual[name]]
-        if given:
-            raise ValueError(f"--full says which cells and how often, got {', '.join(given)} too")
-        vars(arguments).update(FULL)
-    todo = _cells(arguments)
+def _bench(arguments: Arguments) -> int:
+    given = [f"--{name}" for name in (*SETTINGS, "repeats") if getattr(arguments, name) is not None]
+    if arguments.full and given:
+        raise ValueError(f"--full says which cells and how often, got {', '.join(given)} too")
+    arguments.repeats = arguments.repeats or (5 if arguments.full else 3)
+    job = settings(FULL if arguments.full else EVERY, arguments)
 
     def inside() -> int:
-        from . import bench, screen
+        from . import heatmap
+        from .predict import estimate
 
-        return screen.show(todo, rivals, bench.How(arguments.repeats), arguments.out)
+        seconds = estimate(job[1], job[0].rivals, arguments.repeats)
+        say(f"{len(job[1])} cells; about {seconds / 60:.0f} min")
+        records = _measured({"bench": job}, arguments)
+        if records is None:
+            return 1
+        found, out = [kept(record) for record in records], arguments.out
+        save(found, out.with_suffix(".csv"))
+        heatmap.draw(found, out.with_suffix(".png"))
+        return 0
 
     return enclosed(inside)
 
 
-def _chart(arguments: argparse.Namespace) -> int:
+def _compare(arguments: Arguments) -> int:
+    names = list(SUITES) if arguments.suites in ([], ["all"]) else arguments.suites
+    if unknown := [name for name in names if name not in SUITES]:
+        raise ValueError(f"compare: there is {', '.join(SUITES)}, got {', '.join(unknown)}")
+    if arguments.append and not arguments.out.exists():
+        raise ValueError(f"--append: {arguments.out} does not exist")
+    arguments.repeats = arguments.repeats or 3
+    jobs = {name: settings(SUITES[name], arguments) for name in names}
+
+    def inside() -> int:
+        from . import table
+
+        records = _measured(jobs, arguments)
+        if records is None:
+            return 1
+        for name, suite in SUITES.items():
+            if mine := [record for record in records if record["suite"] == name]:
+                print(f"{suite.what} ({name})\n\n{table.summary(mine, suite.base)}\n")
+        return 0
+
+    return enclosed(inside)
+
+
+def _measured(
+    jobs: dict[str, tuple[Suite, list[Cell]]], arguments: Arguments
+) -> list[dict[str, Any]] | None:
+    """The records, old and new; None if a run was wrong. They reach the disk after every cell."""
+    from . import table, whole
+    from .bench import run_cells
+    from .ranks import RankError
+
+    whole.register()  # for what is predicted
+    out, here = arguments.out, {"command": shlex.join(sys.argv[1:]), "machine": machine()}
+    records = json.loads(out.read_text())["cells"] if arguments.append else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, (suite, todo) in jobs.items():
+            for found in run_cells(todo, suite, arguments.repeats, arguments.forecast, say):
+                records.append(here | {"suite": name} | found)
+                out.write_text(json.dumps({"cells": records}, indent=1))
+                print(f"{table.shown(found, table.fastest(found, suite.base))}\n", flush=True)
+    except RankError as error:
+        print(f"a run was wrong: {error}", file=sys.stderr)
+        return None
+    say(f"records: {out}")
+    return records
+
+
+def _chart(arguments: Arguments) -> int:
     from . import heatmap
 
     heatmap.draw([one for path in arguments.csv for one in load(path)], arguments.png)
@@ -117,23 +205,11 @@ def _chart(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cells(arguments: argparse.Namespace) -> list[Cell]:
-    return list(
-        cells(
-            [_grid(text) for text in arguments.grids.split(",")],
-            [Rates.parse(text) for text in arguments.rates.split(",")],
-            _names("--heads", arguments.heads, (*HEADS,)),
-            _names("--regimes", arguments.regimes, (*REGIMES, "real")),
-            arguments.tokens,
-        )
-    )
-
-
-def _trace(arguments: argparse.Namespace) -> int:
+def _trace(arguments: Arguments) -> int:
     named = [rival for rival in RIVALS if rival.name == arguments.rival]
     if not named:
         raise ValueError(f"--rival {arguments.rival}: there are {[r.name for r in RIVALS]}")
-    cell, *more = _cells(arguments)
+    _, (cell, *more) = settings(EVERY._replace(regimes="balanced"), arguments)
     if more:
         raise ValueError("a trace is of one cell: give one grid, rate, kind of heads and regime")
 
@@ -142,35 +218,20 @@ def _trace(arguments: argparse.Namespace) -> int:
 
         from . import bench
 
-        record.save(bench.trace_cell(cell, named[0], print), arguments.out)
+        record.save(bench.trace_cell(cell, named[0], say), arguments.out)
         print(f"megatron-burst trace --events {arguments.out} --png FILE")
         return 0
 
     return enclosed(inside)
 
 
-def _faults(arguments: argparse.Namespace) -> int:
+def _faults(arguments: Arguments) -> int:
     def inside() -> int:
         from . import faults
 
         return faults.main(arguments.only)
 
     return enclosed(inside)
-
-
-def _names(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{flag}: there is {', '.join(known)}, got {name!r}")
-    return names
-
-
-def _grid(text: str) -> tuple[int, int]:
-    nodes, _, per_node = text.strip().partition("x")
-    if not (nodes.isdigit() and per_node.isdigit() and 1 < int(nodes) * int(per_node) <= 64):
-        raise ValueError(f"--grids must look like 2x4 and hold 2 to 64 ranks, got {text!r}")
-    return int(nodes), int(per_node)
 
 
 if __name__ == "__main__":

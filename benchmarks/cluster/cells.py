@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from .network import Network, Rates
@@ -103,15 +102,3 @@ class Cell(NamedTuple):
 
     def problem(self) -> Problem:
         return Problem(self.tokens, *HEADS[self.heads], self.width, self.mask, self.wire)
-
-
-def cells(
-    grids: list[tuple[int, int]], rates: list[Rates], heads: list[str], regimes: list[str],
-    tokens: int,
-) -> Iterator[Cell]:  # fmt: skip
-    """All combinations, those on one network in a row."""
-    for nodes, per_node in grids:
-        for rate in rates:
-            for kind in heads:
-                for regime in regimes:
-                    yield Cell(nodes, per_node, rate, kind, regime, tokens)

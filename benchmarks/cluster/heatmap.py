@@ -8,37 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cells import REGIMES
+from .cells import REGIMES, RIVALS
 from .results import Kept, Setting
 
 OURS = ("burst", "double_ring, overlapped", "auto")  # double_ring, overlapped is burst, side kv
-# Heading, then for each of its columns the second line and the rival's name.
-COLUMNS = (
-    ("flat ring", (("whole", "ring"), ("4\nchunks", "ring, 4 head chunks"))),
-    ("double\nring", (("published", "double_ring, published"),)),
-    ("burst,\nside kv", (
-        ("whole", "double_ring, overlapped (= burst kv)"),
-        ("4\nchunks", "double_ring, overlapped, 4 head chunks"),
-    )),
-    ("burst,\nside query", (
-        ("whole", "burst query"), ("4\nchunks", "burst query, 4 head chunks"),
-    )),
-    ("all-\ngather", (("", "all_gather"),)),
-    ("Ulysses", (("", "ulysses"),)),
-
-    ("hybrid:\nheads shared", (
-        ("in the\nnode", "hybrid, heads in the node"),
-        ("across\nnodes", "hybrid, heads across nodes"),
-    )),
-    ("auto", (("any", "auto"), ("one\nring", "auto, on one ring"))),
-)  # fmt: skip
+COLUMNS = tuple(rival.name for rival in RIVALS)
 BANDS = {
     "communication": "communication: compute takes no time",
     "balanced": "balanced: compute takes as long as burst's busiest links",
@@ -46,22 +27,11 @@ BANDS = {
     "hidden": "hidden: compute takes 6 times as long as burst's busiest links",
     "real": "real: compute is real, on the cores that also carry the links",
 }
-# Ratio -> colour, in between by its logarithm: green is as good as it gets, darker red is slower.
-COLOURS = (
-    (0.9, "#5fb7a3"), (1.0, "#93d0bf"), (1.1, "#dcf0e8"), (1.25, "#fdf4de"), (1.6, "#fbd5a5"),
-    (2.5, "#f18f63"), (5.0, "#c8403f"), (9.0, "#7c1d32"),
-)  # fmt: skip
-DARK = 2.8  # labels of larger ratios are white
-INK, FAINT, NOTHING = "#1f2933", "#66727f", "#eef0f2"
-# Inches: of the figure, of a row, of a band's heading; where words start; cells of a pair, alone.
-WIDTH, LINE, BAND = 10.6, 0.262, 0.42
-WORDS, CELLS = (0.12, 0.68, 1.48, 2.44), 2.56
-PAIR, ALONE, BETWEEN = 0.49, 0.58, 0.06
-DPI = 190  # twice what a page shows
+SLOWEST, DARK = 6.0, 2.8  # ratios: of the darkest colour, and from which on labels are white
 
 
 class Line(NamedTuple):
-    """One row of the figure: what it is, and a label per column ("" where nothing was run)."""
+    """One row of the figure: what it is, and a label per column (none where nothing was run)."""
 
     regime: str
     words: tuple[str, ...]  # grid, rates, heads, tokens
@@ -100,124 +70,47 @@ def fastest(found: Setting) -> Kept | None:
 
 def digest(settings: Iterable[Setting]) -> str:
     """Of all that the figure shows; `draw` writes it into the file, where a test finds it."""
-    shown = [lines(settings), COLUMNS, BANDS]
-    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([lines(settings), COLUMNS, BANDS]).encode()).hexdigest()
 
 
 def draw(settings: Sequence[Setting], path: Path) -> None:
-    """The figure, as a PNG."""
+    """The figure, as a PNG: a block of rows per regime."""
     from matplotlib.figure import Figure
 
-    rows = lines(settings)
-    top, bottom = 1.75, 0.12
-    height = top + LINE * len(rows) + BAND * len({row.regime for row in rows}) + bottom
-    figure = Figure(figsize=(WIDTH, height))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
-    axes.axis("off")
-    title = "Forward + backward: time over that of the fastest fixed algorithm of the row"
-    _text(axes, WORDS[0], 0.24, title, size=12, weight="bold", ha="left")
-    _legend(axes, 0.45)
-    places = _headings(axes, top)
-    y, regime = top, ""
-    for row in rows:
-        if row.regime != regime:
-            regime = row.regime
-            _text(axes, WORDS[0], y + 0.25, BANDS[regime], size=9.5, weight="bold", ha="left")
-            y += BAND
-        _draw_line(axes, row, places, y)
-        y += LINE
-    _save(figure, path, digest(settings))
-
-
-def _save(figure: Any, path: Path, description: str) -> None:
-    """As a PNG of few colours, a quarter of the size of all of them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    figure.set_dpi(DPI)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    words = PngInfo()
-    words.add_text("Description", description)
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)
-    image.save(path, optimize=True, pnginfo=words)
-
-
-def _headings(axes: Any, bottom: float) -> dict[str, tuple[float, float]]:
-    """Rival -> left edge and width of its column; "" is the last one."""
-    places, x = {}, CELLS
-    for heading, group in COLUMNS:
-        left, width = x, PAIR if len(group) > 1 else ALONE
-        for second, name in group:
-            places[name] = x, width
-            if second:
-                _text(axes, x + width / 2, bottom - 0.12, second, size=8, color=FAINT)
-            x += width
-        _text(axes, (left + x) / 2, bottom - 0.58, heading, size=9, weight="bold")
-        x += BETWEEN
-    places[""] = x, ALONE
-    _text(axes, x + ALONE / 2, bottom - 0.58, "over\nits limit", size=9, weight="bold")
-    _text(axes, x + ALONE / 2, bottom - 0.12, "burst\nor auto", size=8, color=FAINT)
-    _words(axes, ("nodes x\nranks", "bit/s", "heads", "tokens"), bottom - 0.12, 8, FAINT)
-    return places
-
-
-def _draw_line(axes: Any, row: Line, places: dict[str, tuple[float, float]], y: float) -> None:
-    middle = y + LINE / 2
-    _words(axes, row.words, middle, 8.5, INK)
-    best = min(ratio for name, ratio in row.ratios.items() if not name.startswith("auto"))
-    for name, (x, width) in places.items():
-        if not name:
-            continue
-        ratio = row.ratios.get(name)
-        _box(axes, x, y, width, NOTHING if ratio is None else _colour(ratio))
-        if ratio is not None:
-            _text(
-                axes, x + width / 2, middle, f"{ratio:.2f}", size=8.5,
-                weight="bold" if ratio <= best else "normal",
-                color="white" if ratio > DARK else INK,
-            )  # fmt: skip
-    if row.over_limit is not None:
-        x, width = places[""]
-        _text(axes, x + width / 2, middle, f"{row.over_limit:.2f}", size=8.5)
-
-
-def _words(axes: Any, words: tuple[str, ...], y: float, size: float, colour: str) -> None:
-    """What a row is; the tokens are aligned to the right."""
-    for place, word in zip(WORDS, words, strict=True):
-        side = "right" if place == WORDS[-1] else "left"
-        _text(axes, place, y, word, size=size, color=colour, ha=side)
-
-
-def _legend(axes: Any, y: float) -> None:
-    x = WORDS[0]
-    for ratio in (0.95, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0, 9.0):
-        _box(axes, x, y, PAIR, _colour(ratio))
-        _text(axes, x + PAIR / 2, y + LINE / 2, f"{ratio:.2f}", size=8,
-              color="white" if ratio > DARK else INK)  # fmt: skip
-        x += PAIR
+    every = [(regime, list(some)) for regime, some in groupby(lines(settings), lambda x: x.regime)]
+    heights = [len(some) for _, some in every]
+    figure = Figure(
+        figsize=(11.5, 3 + 0.5 * len(every) + 0.26 * sum(heights)), layout="constrained"
+    )
+    figure.suptitle("Forward + backward: time over that of the fastest fixed algorithm of the row")
+    axes = figure.subplots(len(every), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for at, (axis, (regime, some)) in enumerate(zip(axes, every, strict=True)):
+        _block(axis, some)
+        axis.set_title(BANDS[regime], fontsize=9, loc="left", weight="bold")
+        heads = [*(name.replace(", ", ",\n") for name in COLUMNS), "burst or auto\nover its limit"]
+        axis.xaxis.tick_top()
+        axis.set_xticks(range(len(heads)), heads if at == 0 else [], fontsize=8, rotation=60,
+                        ha="left", rotation_mode="anchor")  # fmt: skip
     words = "bold: the fastest, and auto where it is as fast or faster; grey: not run"
-    _text(axes, x + 0.12, y + LINE / 2, words, size=8.5, color=FAINT, ha="left")
+    figure.supxlabel(words, fontsize=8.5)
+    figure.savefig(path, dpi=90, metadata={"Software": None, "Description": digest(settings)})
 
 
-def _box(axes: Any, x: float, y: float, width: float, colour: Any) -> None:
-    from matplotlib.patches import Rectangle
+def _block(axis: Any, some: Sequence[Line]) -> None:
+    from matplotlib.colors import LogNorm
 
-    axes.add_patch(Rectangle((x, y), width, LINE, facecolor=colour, edgecolor="white", lw=1.2))
-
-
-def _text(axes: Any, x: float, y: float, words: str, **style: Any) -> None:
-    axes.text(x, y, words, **{"ha": "center", "va": "center", "color": INK} | style)
-
-
-def _colour(ratio: float) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    ends = math.log(COLOURS[0][0]), math.log(COLOURS[-1][0])
-
-    def place(value: float) -> float:
-        return min(max((math.log(value) - ends[0]) / (ends[1] - ends[0]), 0.0), 1.0)
-
-    anchors = [(place(value), colour) for value, colour in COLOURS]
-    return LinearSegmentedColormap.from_list("ratio", anchors)(place(ratio))
+    table = np.array([[row.ratios.get(name, np.nan) for name in COLUMNS] for row in some])
+    shown = np.hstack([table, np.full((len(some), 1), np.nan)])  # the last column has no colour
+    axis.set_facecolor("#eef0f2")
+    axis.imshow(shown, cmap="YlOrRd", norm=LogNorm(0.9, SLOWEST, clip=True), aspect="auto")
+    axis.set_yticks(range(len(some)), ["   ".join(row.words) for row in some], fontsize=8)
+    axis.tick_params(length=0)
+    for y, row in enumerate(some):
+        best = min(ratio for name, ratio in row.ratios.items() if not name.startswith("auto"))
+        labels = [*table[y], np.nan if row.over_limit is None else row.over_limit]
+        for x, ratio in enumerate(labels):
+            if not np.isnan(ratio):
+                coloured = x < len(COLUMNS)
+                axis.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8,
+                          color="white" if coloured and ratio > DARK else "black",
+                          weight="bold" if coloured and ratio <= best else "normal")  # fmt: skip

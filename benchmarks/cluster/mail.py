@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 import megatron_burst as mb
@@ -14,17 +12,9 @@ PASSES = ("forward", "backward")
 LINKS = ("intra", "inter")
 
 
-class Mail(NamedTuple):
-    """Of one rank, by pass: payload bytes to every rank, messages by link; and what all ranks
-    together must send between nodes at least."""
-
-    sent: dict[str, list[int]]
-    messages: dict[str, dict[str, int]]
-    least: dict[str, int]
-
-
-def of(plan: mb.Plan) -> Mail:
-    """What this rank sends in both passes, to global ranks."""
+def of(plan: mb.Plan) -> dict[str, dict]:
+    """By pass: "sent", payload bytes of this rank to every global rank; "messages", how many of its
+    own by link; "least", bytes that all ranks together must send between nodes."""
     topology, me = plan.groups.topology, plan.groups.rank
     ring, sharing = topology.ring(me), topology.ulysses_group(me)
     heads = plan.sizes.scattered_bytes(topology.ulysses)
@@ -39,7 +29,7 @@ def of(plan: mb.Plan) -> Mail:
         counts = int((~between).sum()), int(between.sum())
         messages[name] = {link: plan.head_chunks * n for link, n in zip(LINKS, counts, strict=True)}
         sent[name], least[name] = to.tolist(), least_between(schedule, plan.sizes)
-    return Mail(sent, messages, least)
+    return {"sent": sent, "messages": messages, "least": least}
 
 
 def least_between(schedule: Schedule, sizes: cost.Sizes) -> int:

@@ -29,34 +29,14 @@ from . import emulated, mail, whole
 from .cells import Problem, Rival
 from .cuts import UNKNOWN, Cut, cut
 from .emulated import BACKWARD, EmulatedKernel, Memory, visible
-from .mail import Mail
+from .mail import LINKS, PASSES
 from .network import Network
 from .problems import attend
+from .record import Run, Work
 
 # Of the largest entry, by what travels on the wire: in fp32 the order of sums differs, bf16 rounds.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
 State = dict[str, Any]
-
-
-class Work(NamedTuple):
-    """What a plan will cost this rank: payload bytes by pass and link, and FLOPs by pass; what
-    "auto" chose, and why; and its messages."""
-
-    bytes: dict[str, dict[str, int]]
-    flops: dict[str, float]
-    chosen: str
-    mail: Mail
-
-
-class Run(NamedTuple):
-    """One timed run on one rank: clock readings by pass, bytes by link as the kernel and as the
-    transport counted them, worst relative error, and how large that may be."""
-
-    clock: dict[str, tuple[float, float]]
-    sent: dict[str, int]
-    counted: dict[str, int]
-    error: float
-    most: float = TOLERANCE["fp32"]
 
 
 class Share(NamedTuple):
@@ -133,16 +113,15 @@ def prepare(state: State, rival: Rival, rates: mb.Rates | None = None) -> Work:
     run = timed(state, rival.name, 0.0, untimed)
     state["memory"].open = False
     assert run.error <= run.most, f"{rival.name} is off by {run.error:.3g} of the largest entry"
-    there, back = plan.traffic()
-    passes = {"forward": there, "backward": back}
     flops = problem.flops_per_pair / plan.groups.topology.ulysses  # of a share of the heads
-    runs = {"forward": (plan.job.forward, flops), "backward": (plan.job.backward, flops * BACKWARD)}
+    runs = (plan.job.forward, flops), (plan.job.backward, flops * BACKWARD)
     return Work(
-        {name: {"intra": t.intra, "inter": t.inter} for name, t in passes.items()},
-        {name: _pairs(run) * each for name, (run, each) in runs.items()},
-        _words(plan) if rival.algorithm == "auto" else "",
-        mail.of(plan),
-    )
+        {p: {link: getattr(sent, link) for link in LINKS}
+         for p, sent in zip(PASSES, plan.traffic(), strict=True)},
+        says=_words(plan) if rival.algorithm == "auto" else "",
+        flops={p: pairs(run) * each for p, (run, each) in zip(PASSES, runs, strict=True)},
+        **mail.of(plan),
+    )  # fmt: skip
 
 
 def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = None) -> Run:
@@ -224,7 +203,7 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
     return clock
 
 
-def _pairs(run: Pass) -> int:
+def pairs(run: Pass) -> int:
     """Visible pairs that this rank computes in a pass."""
     return sum(visible(call.work) for step in run.steps for call in step.calls)
 

@@ -1,115 +1,129 @@
-"""What is written down of the runs of a rival, once its results and bytes are right."""
+"""What a rival costs and what its runs gave: held against each other, then written down.
+
+No run counts unless its results and bytes are right. Used by every benchmark on these links.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cells import Rival
 from .mail import LINKS, PASSES
-from .measure import Run, Work
 from .network import Network
 from .ranks import RankError
 
 BYTES_WITHIN = 0.03  # of the formula: the kernel also counts headers and acknowledgements
 LARGE = 64 * 1024  # bytes of a message: where they are smaller on average, headers weigh more
+MIB = 1 << 20
 Record = dict[str, Any]
+ByLink = dict[str, dict[str, int]]  # pass -> link class -> number
 
 
-def of(network: Network, rival: Rival, works: list[Work], done: list[list[Run]]) -> Record:
-    """Times of every run; by pass and link what the busiest interface must carry and a rank sends
-    on average, and what the busiest rank must compute."""
+class Work(NamedTuple):
+    """What a rival costs one rank, by pass.
+
+    bytes: payload by link; sent: payload to every rank; messages: by link; flops. least: what all
+    ranks together must send between nodes. says: what it is made of, or what "auto" chose and why.
+    """
+
+    bytes: ByLink
+    sent: dict[str, list[int]]
+    says: str = ""
+    flops: Mapping[str, float] = {}
+    messages: Mapping[str, dict[str, int]] = {}
+    least: Mapping[str, int] = {}
+
+
+class Run(NamedTuple):
+    """One timed run on one rank: clock readings by pass; bytes by link, as the kernel and, of our
+    own transport, as that counted them; the worst relative error, and how large that may be;
+    seconds for which the rank's own thread was busy."""
+
+    clock: dict[str, tuple[float, float]]
+    sent: dict[str, int]
+    counted: dict[str, int] | None
+    error: float
+    most: float
+    busy: float = 0.0
+
+
+def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) -> Record:
+    """Times of every run; by pass and link what the busiest interface must carry and what ranks
+    send; what they must compute."""
     for runs in done:
-        check(rival, works, runs)
-    wanted = formula(works)
-    sent = {link: sum(run.sent[link] for run in done[-1]) for link in LINKS}
-    mail = {name: np.array([work.mail.sent[name] for work in works]) for name in PASSES}
+        check(name, works, runs)
+    mail = {p: np.array([work.sent[p] for work in works]) for p in PASSES}
+    flops = [[work.flops.get(p, 0.0) for p in PASSES] for work in works]
+    mean = sum(map(sum, flops)) / len(flops)
     return {
-        "name": rival.name,
-        "seconds": [
-            {name: span([run.clock[name] for run in runs]) for name in PASSES} for runs in done
-        ],
+        "name": name,
+        "seconds": seconds(done),
         "busiest": {
-            name: {link: int(network.loads(mail[name], link).max()) for link in LINKS}
-            for name in PASSES
+            p: {link: int(network.loads(mail[p], link).max()) for link in LINKS} for p in PASSES
         },
         "sender": _of_ranks(works, max),
         "mean": _of_ranks(works, lambda sizes: sum(sizes) / network.size),
-        "messages": {
-            name: {link: sum(work.mail.messages[name][link] for work in works) for link in LINKS}
-            for name in PASSES
+        "messages": {link: _messages(works, link) for link in LINKS},
+        "least": sum(works[0].least.values()),
+        "flops": dict(zip(PASSES, map(max, zip(*flops, strict=True)), strict=True)),
+        "imbalance": max(map(sum, flops)) / mean if mean else None,
+        "bytes": {
+            link: {
+                "formula": formula(works)[link],
+                "kernel": int(median(sum(run.sent[link] for run in runs) for runs in done)),
+            }
+            for link in LINKS
         },
-        "least": works[0].mail.least,
-        "flops": {name: max(work.flops[name] for work in works) for name in PASSES},
-        "imbalance": _imbalance(works),
-        "bytes": {link: {"formula": wanted[link], "kernel": sent[link]} for link in LINKS},
-        "chosen": works[0].chosen,
+        "busy": median(sum(run.busy for run in runs) / len(runs) for runs in done),
+        "says": works[0].says,
         "error": max(run.error for runs in done for run in runs),
     }
 
 
-def _of_ranks(works: list[Work], found: Any) -> dict[str, dict[str, int]]:
-    return {
-        name: {link: int(found([work.bytes[name][link] for work in works])) for link in LINKS}
-        for name in PASSES
-    }
+def seconds(done: Sequence[Sequence[Run]]) -> list[dict[str, float]]:
+    """Of every run, by pass: from the first rank's start to the last one's end."""
+    return [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in done]
 
 
-def _imbalance(works: list[Work]) -> float:
-    """FLOPs of the busiest rank over their mean."""
-    flops = [sum(work.flops.values()) for work in works]
-    return max(flops) * len(flops) / sum(flops)
+def span(clocks: Sequence[tuple[float, float]]) -> float:
+    """Seconds from the first start to the last end; all ranks share one clock."""
+    return max(end for _, end in clocks) - min(begin for begin, _ in clocks)
 
 
-def formula(works: list[Work]) -> dict[str, int]:
-    """Payload bytes of all ranks, by link class."""
+def formula(works: Sequence[Work]) -> dict[str, int]:
+    """Payload bytes of all ranks in both passes, by link class."""
     return {link: sum(work.bytes[p][link] for work in works for p in PASSES) for link in LINKS}
 
 
-def check(rival: Rival, works: list[Work], runs: list[Run]) -> None:
-    """No run counts unless its result is right and its bytes are those of the formula: counted by
-    the transport exactly, by the kernel within 3 % where messages are large."""
+def _of_ranks(works: Sequence[Work], found: Any) -> ByLink:
+    return {
+        p: {link: int(found([work.bytes[p][link] for work in works])) for link in LINKS}
+        for p in PASSES
+    }
+
+
+def _messages(works: Sequence[Work], link: str) -> int:
+    return sum(each[link] for work in works for each in work.messages.values())
+
+
+def check(name: str, works: Sequence[Work], runs: Sequence[Run]) -> None:
+    """Results are right, and bytes are those of the formula: counted by the transport exactly, by
+    the kernel within 3 % where messages are large."""
     for rank, (run, work) in enumerate(zip(runs, works, strict=True)):
         if not run.error <= run.most:
-            raise RankError(f"{rival.name}: rank {rank} is off by {run.error:.3g}")
-        mine = {link: sum(work.bytes[p][link] for p in PASSES) for link in LINKS}
-        if run.counted != mine:
-            raise RankError(
-                f"{rival.name}: rank {rank} sent {run.counted}, the formula says {mine}"
-            )
+            raise RankError(f"{name}: rank {rank} is off by {run.error:.3g}")
+        mine = formula([work])
+        if run.counted not in (None, mine):
+            raise RankError(f"{name}: rank {rank} sent {run.counted}, the formula says {mine}")
     for link, total in formula(works).items():
-        messages = sum(work.mail.messages[p][link] for work in works for p in PASSES)
-        if total < LARGE * messages:
+        if total < LARGE * _messages(works, link):
             continue
         sent = sum(run.sent[link] for run in runs)
         # what barriers and the making of connections cost is a few KB, whatever is measured
         if abs(sent - total) > BYTES_WITHIN * total + 20_000 * len(runs):
             raise RankError(
-                f"{rival.name}: the kernel counted {sent} {link} bytes, the formula says {total}"
+                f"{name}: the kernel counted {sent} {link} bytes, the formula says {total}"
             )
-
-
-def span(clocks: list[tuple[float, float]]) -> float:
-    """Seconds from the first rank's start to the last one's end; all ranks share one clock."""
-    return max(end for _, end in clocks) - min(begin for begin, _ in clocks)
-
-
-def slower(
-    runs: Mapping[Rival, list[list[Run]]], factor: float
-) -> dict[Rival, tuple[float, Rival]]:
-    """Rivals that take clearly longer than another one of the same algorithm and layout: how many
-    times as long, and as which."""
-    times = {
-        rival: median(sum(span([run.clock[p] for run in one]) for p in PASSES) for one in done)
-        for rival, done in runs.items()
-    }
-    found = {}
-    for rival, seconds in times.items():
-        alike = (r for r in times if (r.algorithm, r.layout) == (rival.algorithm, rival.layout))
-        best = min(alike, key=times.__getitem__)
-        if seconds > factor * times[best]:
-            found[rival] = seconds / times[best], best
-    return found

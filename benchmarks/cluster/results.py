@@ -13,8 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from . import table
 from .cells import Cell
 from .network import Rates
+from .record import Record
 
 MEASURED = Path(__file__).with_name("measured.csv")
 CELL = ("nodes", "per_node", "rates", "heads", "regime", "tokens")
@@ -40,6 +42,18 @@ class Setting(NamedTuple):
     rivals: tuple[Kept, ...]
 
 
+def kept(record: Record) -> Setting:
+    """What is kept of one cell's record: seconds to milliseconds, ratios to hundredths."""
+    speed, cell = record["speed"], record["cell"]
+    rows = tuple(
+        Kept(row.name, *(round(x, 3) for x in (row.middle, row.forward, row.backward)),
+             round(row.over_limit, 2), round(1 / row.gain.middle, 2))
+        for row in table.rows(record, table.fastest(record))
+    )  # fmt: skip
+    gflops = None if speed is None else round(speed / 1e9, 1)
+    return Setting(Cell(**cell | {"rates": Rates.parse(cell["rates"])}), gflops, rows)
+
+
 def load(path: Path) -> list[Setting]:
     """The settings of a file, in its order."""
     with path.open(newline="") as file:
@@ -50,10 +64,10 @@ def load(path: Path) -> list[Setting]:
         nodes, per_node, rates, heads, regime, tokens = (some[0][name] for name in CELL)
         cell = Cell(int(nodes), int(per_node), Rates.parse(rates), heads, regime, int(tokens))
         gflops = some[0]["gflops"]
-        kept = tuple(
+        rivals = tuple(
             Kept(row["rival"], *(float(row[name]) for name in Kept._fields[1:])) for row in some
         )
-        found.append(Setting(cell, float(gflops) if gflops else None, kept))
+        found.append(Setting(cell, float(gflops) if gflops else None, rivals))
     return found
 
 

@@ -1,25 +1,27 @@
-"""Comparisons, each of one question: which settings, which ways to run them, and against what.
+"""Suites, each of one question: which settings, which ways to run them, and against what.
 
 Every setting runs all of a suite's rivals in turn, again and again, in the order of the suite; the
-ratios are of runs that followed one another. `python -m benchmarks.cluster compare NAME`.
+ratios are of runs that followed one another. `bench` runs `EVERY`, `compare` the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 from . import whole
-from .cells import Cell, Rival
-from .network import Rates
+from .cells import HEADS, REGIMES, RIVALS, WIRES, Cell, Rival
+from .network import WIRINGS, Rates
 from .problems import DOCUMENTS
 
 
 class Suite(NamedTuple):
-    """base: names of the rivals, the fastest of which the others are compared with.
+    """base: names of the rivals, the fastest of which the others are compared with; none: of all.
 
     best: are rivals of one algorithm (its head chunks) dropped after a first round but for the
-    fastest? masks: a name without its seed where there is a batch per seed.
+    fastest? masks: a name without its seed where there is a batch per seed. Where a field is a
+    text, it is a list with commas, as on the command line.
     """
 
     what: str
@@ -29,10 +31,10 @@ class Suite(NamedTuple):
     rates: str
     heads: str
     tokens: int
-    masks: tuple[str, ...]
+    masks: tuple[str, ...] = ("causal",)
     wirings: tuple[str, ...] = ("nic",)
     wires: tuple[str, ...] = ("fp32",)
-    regimes: tuple[str, ...] = ("communication",)
+    regimes: str = "communication"
     best: bool = False
     width: int = 64
 
@@ -56,6 +58,12 @@ def _laid_out(layout: str, words: str, *algorithms: tuple[str, str]) -> tuple[Ri
 
 WHOLE = "burst, whole chunks"
 ROWS = ("burst", "burst"), ("multicast", "multicast")
+EVERY = Suite("every algorithm", RIVALS, (), "2x2", "100M/400M", "MHA", 512,
+              regimes="communication,balanced,compute")  # fmt: skip
+FULL = EVERY._replace(
+    grids="2x2,2x4,4x2", rates="200M/800M,1G/4G", heads="MHA,GQA 4:1", tokens=1024,
+    regimes="communication,balanced,compute,hidden,real",
+)  # fmt: skip
 PACK, EACH, MIXED = "zigzag of the pack", "zigzag per document", "balanced"
 SUITES = {
     "documents": Suite(
@@ -71,7 +79,7 @@ SUITES = {
          *_laid_out("zigzag", PACK, *ROWS),
          *_laid_out("balanced", MIXED, *ROWS, ("all_gather", "all_gather"))),
         (f"{EACH}, whole chunks",), "2x4,4x2", "50M/200M", "MHA 4", 4096,
-        tuple(f"documents {name}" for name in DOCUMENTS), regimes=("communication", "compute"),
+        tuple(f"documents {name}" for name in DOCUMENTS), regimes="communication,compute",
         width=16,
     ),
     "multicast": Suite(
@@ -97,24 +105,35 @@ SUITES = {
 }  # fmt: skip
 
 
-def cells(
-    suite: Suite, grids: Sequence[tuple[int, int]], rates: Sequence[Rates], seeds: Sequence[int]
-) -> list[Cell]:
-    """The settings of a suite, those on one network in a row; every batch of documents is one."""
-    found = []
-    for nodes, per_node in grids:
-        for rate in rates:
-            for wiring in suite.wirings:
-                if wiring == "mesh" and nodes == 1:  # the same links as "node"
-                    continue
-                for mask in (m for name in suite.masks for m in _batches(name, seeds)):
-                    found += [
-                        Cell(nodes, per_node, rate, suite.heads, regime, suite.tokens, wiring, mask,
-                             wire, suite.width)
-                        for wire in suite.wires
-                        for regime in suite.regimes
-                    ]  # fmt: skip
-    return found
+def cells(suite: Suite, seeds: Sequence[int] = ()) -> list[Cell]:
+    """The settings of a suite, those on one network, and then of one problem, in a row; every batch
+    of documents is one. ValueError for a name that there is not."""
+    for flag, names, known in (
+        ("--heads", _words(suite.heads), HEADS), ("--wirings", suite.wirings, WIRINGS),
+        ("--wires", suite.wires, WIRES), ("--regimes", _words(suite.regimes), (*REGIMES, "real")),
+    ):  # fmt: skip
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{flag}: there is {', '.join(known)}, got {unknown[0]!r}")
+    masks = [mask for name in suite.masks for mask in _batches(name, seeds)]
+    every = product(map(_grid, _words(suite.grids)), map(Rates.parse, _words(suite.rates)),
+                    suite.wirings, _words(suite.heads), masks, suite.wires,
+                    _words(suite.regimes))  # fmt: skip
+    return [
+        Cell(*grid, rates, heads, regime, suite.tokens, wiring, mask, wire, suite.width)
+        for grid, rates, wiring, heads, mask, wire, regime in every
+        if (grid[0], wiring) != (1, "mesh")  # the same links as "node"
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _grid(text: str) -> tuple[int, int]:
+    nodes, _, per_node = text.partition("x")
+    if not (nodes.isdigit() and per_node.isdigit() and 1 < int(nodes) * int(per_node) <= 64):
+        raise ValueError(f"--grids must look like 2x4 and hold 2 to 64 ranks, got {text!r}")
+    return int(nodes), int(per_node)
 
 
 def _batches(mask: str, seeds: Sequence[int]) -> list[str]:

@@ -1,36 +1,33 @@
-"""From the records of a run to what is read: medians with quartiles, the limit.
+"""From the records of a run to what is read: times, ratios run by run, limits, bytes.
 
-The limit of a pass is max(compute, intra bytes / rate, inter bytes / rate) of the busiest rank,
-with the highest rates that anything reached in the same cell, a plain transfer or a rival; that of
-a call is the sum of both passes. Nothing here runs anything.
+The limit of a pass is max(compute, intra bytes / rate, inter bytes / rate) of the busiest rank and
+interface, with the highest rates that anything reached in the same cell, a plain transfer or a
+rival; that of a call is the sum of both passes. *Gain* is the time of a base over that of a rival,
+run by run; *permitted* the base's limit over the rival's. Nothing here runs anything.
 """
 
 from __future__ import annotations
 
-from statistics import median, quantiles
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from statistics import median
 from typing import Any, NamedTuple
 
-from .cells import Cell
-from .network import Rates
-from .results import Kept, Setting
+from benchmarks.report import Ratio, markdown, quartiles
 
-PASSES = ("forward", "backward")
-Record = dict[str, Any]
-
-
-class Ratio(NamedTuple):
-    """Of the times of two rivals, repeat by repeat: the median, the smallest and the largest."""
-
-    middle: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.middle:.2f} ({self.least:.2f} to {self.most:.2f})"
+from .mail import LINKS, PASSES
+from .record import MIB, Record
 
 
 class Row(NamedTuple):
-    """One rival in one cell; times in seconds."""
+    """One rival in one cell; times in seconds.
+
+    gain: the base's time over its own. between, within: MiB that a rank sends in both passes, mean
+    and busiest; least: the mean between nodes if every row crossed once to each node that wants it.
+    extra: kernel bytes over the formula's, less one, in per cent. imbalance: FLOPs of the busiest
+    rank over their mean.
+    """
 
     name: str
     low: float  # lower quartile
@@ -39,59 +36,58 @@ class Row(NamedTuple):
     forward: float
     backward: float
     limit: float
-    over_limit: float
-    against: Ratio  # this time over that of the fastest burst
-    fixed: Ratio  # this time over that of the fastest rival that is not "auto"
+    gain: Ratio
+    permitted: float
+    between: tuple[float, float]
+    within: tuple[float, float]
+    least: float
+    extra: dict[str, float]
     predicted: float | None
-    extra: dict[str, float]  # link class -> kernel bytes over the formula's, less one, in per cent
+    imbalance: float | None
+
+    @property
+    def over_limit(self) -> float:
+        return self.middle / self.limit
 
 
-def setting(record: Record) -> Setting:
-    """What is kept of one cell's record: seconds to milliseconds, ratios to hundredths."""
-    speed, cell = record["speed"], record["cell"]
-    kept = tuple(
-        Kept(row.name, *(round(x, 3) for x in (row.middle, row.forward, row.backward)),
-             *(round(x, 2) for x in (row.over_limit, row.fixed.middle)))
-        for row in rows(record)
-    )  # fmt: skip
-    gflops = None if speed is None else round(speed / 1e9, 1)
-    return Setting(Cell(**cell | {"rates": Rates.parse(cell["rates"])}), gflops, kept)
-
-
-def rows(record: Record) -> list[Row]:
-    """The rivals of one cell, in the order they ran."""
-    totals = {r["name"]: [sum(run.values()) for run in r["seconds"]] for r in record["rivals"]}
-    best = min(
-        (name for name in totals if name.startswith(("burst", "double_ring, overlapped"))),
-        key=lambda name: median(totals[name]),
-        default=next(iter(totals)),
-    )
-    given = {name: times for name, times in totals.items() if not name.startswith("auto")}
-    fixed = min(given or totals, key=lambda name: median(totals[name]))
-    found = []
-    for rival in record["rivals"]:
-        times = totals[rival["name"]]
-        low, middle, high = (
-            quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+def rows(record: Record, base: str) -> list[Row]:
+    """The rivals of one cell, in the order they ran, beside the one called `base`."""
+    times = totals(record)
+    limits = {r["name"]: limit(record, r) for r in record["rivals"]}
+    size = record["cell"]["nodes"] * record["cell"]["per_node"]
+    return [
+        Row(
+            name, *quartiles(times[name]),
+            *(median(run[p] for run in rival["seconds"]) for p in PASSES),
+            limits[name], Ratio.of(times[base], times[name]), limits[base] / limits[name],
+            *(_sent(rival, link) for link in reversed(LINKS)),
+            rival["least"] / size / MIB, extra_bytes(rival["bytes"]),
+            rival.get("predicted"), rival["imbalance"],
         )
-        bound = limit(record, rival)
-        found.append(
-            Row(
-                rival["name"], low, middle, high,
-                *(median(run[name] for run in rival["seconds"]) for name in PASSES),
-                bound, middle / bound,
-                _ratio(times, totals[best]),
-                _ratio(times, totals[fixed]),
-                rival.get("predicted"),
-                extra_bytes(rival["bytes"]),
-            )
-        )  # fmt: skip
-    return found
+        for rival in record["rivals"]
+        for name in (rival["name"],)
+    ]  # fmt: skip
 
 
-def _ratio(mine: list[float], other: list[float]) -> Ratio:
-    each = [a / b for a, b in zip(mine, other, strict=True)]
-    return Ratio(median(each), min(each), max(each))
+def totals(record: Record) -> dict[str, list[float]]:
+    """Rival -> seconds of both passes of every run."""
+    return {r["name"]: [sum(run.values()) for run in r["seconds"]] for r in record["rivals"]}
+
+
+def fastest(record: Record, names: Iterable[str] = ()) -> str:
+    """By the median, of the rivals with these names; of all that are not "auto" if none ran."""
+    times = {name: median(each) for name, each in totals(record).items()}
+    given = [name for name in names if name in times]
+    return min(
+        given or [name for name in times if not name.startswith("auto")] or times,
+        key=times.__getitem__,
+    )
+
+
+def _sent(rival: Record, link: str) -> tuple[float, float]:
+    """MiB of both passes that a rank sends over a link class: mean, and the busiest of each."""
+    mean, most = (sum(rival[x][p][link] for p in PASSES) / MIB for x in ("mean", "sender"))
+    return mean, most
 
 
 def extra_bytes(sent: Record) -> dict[str, float]:
@@ -100,42 +96,111 @@ def extra_bytes(sent: Record) -> dict[str, float]:
 
 def limit(record: Record, rival: Record) -> float:
     """Seconds below which no schedule of these bytes and FLOPs can come."""
-    rates = reached(record)
-    speed = record["speed"]
-    total = 0.0
-    for name in PASSES:
-        bounds = [8 * n / rates[link] for link, n in rival["busiest"][name].items() if n]
+    rates, speed, total = reached(record), record["speed"], 0.0
+    for p in PASSES:
+        bounds = [8 * n / rates[link] for link, n in rival["busiest"][p].items() if n]
         if speed:
-            bounds.append(rival["flops"][name] / speed)
+            bounds.append(rival["flops"][p] / speed)
         total += max(bounds, default=0.0)
     return total
 
 
 def reached(record: Record) -> dict[str, float]:
     """Payload bits per second of each link class: the median of the plain transfers, or what the
-    busiest rank of a rival sustained through a whole pass, where that is more."""
+    busiest interface of a rival sustained through a whole pass, where that is more."""
     rates = {link: median(values) for link, values in record["plain"].items() if values}
     for rival in record["rivals"]:
-        for name in PASSES:
-            seconds = median(run[name] for run in rival["seconds"])
-            for link, sent in rival["busiest"][name].items():
+        for p in PASSES:
+            seconds = median(run[p] for run in rival["seconds"])
+            for link, sent in rival["busiest"][p].items():
                 if sent:
                     rates[link] = max(rates[link], 8 * sent / seconds)
     return rates
 
 
+# --- as words ------------------------------------------------------------------------------
+
+
 def headline(record: Record) -> str:
-    """What a cell is, in one line."""
-    cell, speed = record["cell"], record["speed"]
-    if speed is None:
-        compute = "real compute"
-    elif speed:
-        compute = f"emulated compute at {speed / 1e9:.1f} GFLOP/s per rank"
-    else:
-        compute = "compute takes no time (emulated)"
-    most = ", ".join(f"{link} {rate / 1e6:.0f}" for link, rate in reached(record).items())
+    """What a cell is."""
+    cell = record["cell"]
+    wiring = "" if cell["wiring"] == "nic" else f", links per pair of ranks ({cell['wiring']})"
+    width = "" if cell["width"] == 64 else f" of width {cell['width']}"
+    wire = "" if cell["wire"] == "fp32" else f", {cell['wire']} on the wire"
     return (
-        f"{cell['nodes']} nodes x {cell['per_node']} ranks, {cell['heads']}, "
-        f"{cell['rates']} bit/s (inter/intra), {cell['regime']}: {compute}; "
-        f"{cell['tokens']} tokens per rank; the links reached {most} Mbit/s"
+        f"{cell['nodes']} x {cell['per_node']}, {cell['mask']}, {cell['tokens']} tokens per rank, "
+        f"{cell['heads']}{width}, {cell['rates']}{wiring}{wire}, {cell['regime']}"
     )
+
+
+def shown(record: Record, base: str) -> str:
+    """One cell: its table, and what was said of it."""
+    speed = record["speed"]
+    compute = "real compute"
+    if speed is not None:
+        compute = f"compute at {speed / 1e9:.1f} GFLOP/s" if speed else "compute takes no time"
+    most = ", ".join(f"{link} {rate / 1e6:.0f}" for link, rate in reached(record).items())
+    cells = [
+        [
+            row.name, f"{row.middle:.3f} [{row.low:.3f}, {row.high:.3f}]",
+            f"{row.forward:.3f} + {row.backward:.3f}", f"{row.over_limit:.2f}", str(row.gain),
+            f"{row.permitted:.2f}", "-" if row.predicted is None else f"{row.predicted:.3f}",
+            "{:.2f} ({:.2f}), least {:.2f}".format(*row.between, row.least),
+            "{:.2f} ({:.2f})".format(*row.within),
+            " ".join(f"{link} {extra:+.1f}%" for link, extra in row.extra.items()) or "-",
+            "-" if row.imbalance is None else f"{row.imbalance:.3f}",
+        ]
+        for row in rows(record, base)
+    ]  # fmt: skip
+    heads = ["", "seconds", "forward + backward", "over the limit", f"gain over {base}",
+             "permitted", "predicted", "MiB between nodes (most)", "within (most)", "headers",
+             "imbalance"]  # fmt: skip
+    chosen = [f"{r['name']}: {r['says']}" for r in record["rivals"] if r["says"]]
+    title = f"{headline(record)}: {compute}; links reached {most} Mbit/s; load {record['load']}"
+    return "\n".join([f"**{title}**", "", markdown(heads, cells), *record["left out"], *chosen])
+
+
+def summary(records: Sequence[Record], base: Sequence[str]) -> str:
+    """A row per setting, a column for each way beside the base, of head chunks the fastest; batches
+    of documents that differ by their seed alone are one row of medians over them."""
+    found = [(_setting(r), first, rows(r, first)) for r in records for first in [fastest(r, base)]]
+    bases = {family(first) for _, first, _ in found}
+    ways = dict.fromkeys(family(row.name) for *_, some in found for row in some)
+    ways = [way for way in ways if bases != {way}]
+    lines = []
+    for setting, some in groupby(sorted(found, key=lambda x: x[0]), key=lambda x: x[0]):
+        batch = list(some)
+        over = median(
+            row.over_limit for _, first, all_ in batch for row in all_ if row.name == first
+        )
+        count = f", {len(batch)} batches" if len(batch) > 1 else ""
+        columns = [_column([(first, all_) for _, first, all_ in batch], way) for way in ways]
+        lines.append([f"{setting}{count}", f"{batch[0][1]} ({over:.2f})", *columns])
+    return markdown(["setting", "base (over the limit)", *ways], lines)
+
+
+def _setting(record: Record) -> str:
+    """Without the seed of its documents, and then without what the suite leaves open."""
+    where, seed, rest = headline(record).partition(" seed ")
+    return f"{where}, {rest.rpartition(', ')[2]}" if seed else where
+
+
+def family(name: str) -> str:
+    """A rival without its number of head chunks."""
+    return re.sub(r", \d+ head chunks", "", name)
+
+
+def _column(batch: Sequence[tuple[str, Sequence[Row]]], way: str) -> str:
+    """ "2.00 (1.50 to 2.50), permitted 2.20, over the limit 1.10": of the fastest of this way."""
+    fast: list[Any] = [
+        min(mine, key=lambda row: row.middle)
+        for first, some in batch
+        if family(first) != way and (mine := [row for row in some if family(row.name) == way])
+    ]
+    if not fast:
+        return ""
+    gains = [row.gain.middle for row in fast]
+    gain = fast[0].gain if len(fast) == 1 else Ratio(median(gains), min(gains), max(gains))
+    permitted, over = (median(getattr(r, x) for r in fast) for x in ("permitted", "over_limit"))
+    chunks = fast[0].name.removeprefix(way)
+    return f"{gain}, permitted {permitted:.2f}, over the limit {over:.2f}{chunks}"

@@ -4,5 +4,5 @@
 measured), `maps` (the numbers, and what is right), `exchange` and `gathered` (the rivals), `ours`
 (mb.state_scan), `measure` (what a rank does), `bench` (all runs of a setting), `hybrid` (the
 attention of a hybrid stack), `formula` (seconds by bytes), `simulated` (more ranks than there are
-here), `summary`, `page` and `picture` (what is read). The cluster is that of `benchmarks.cluster`.
+here), `tables` (what is read). The cluster is that of `benchmarks.cluster`.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,14 @@ import megatron_burst as mb
 from benchmarks.cluster import emulated
 from benchmarks.cluster.emulated import BACKWARD, visible
 from benchmarks.cluster.mail import LINKS, PASSES
+from benchmarks.cluster.measure import pairs
+from benchmarks.cluster.record import Run, Work, formula
 
 from . import measure, ours, ways
 from .settings import Attention, Stack
 
 State = dict[str, Any]
 LINEAR_LAYERS, LINEAR_BACKWARD = 3, 2.0
-
-
-class Work(NamedTuple):
-    """What a plan costs this rank: bytes by pass and link, FLOPs of attention by pass, what it
-    is."""
-
-    bytes: dict[str, dict[str, int]]
-    flops: dict[str, float]
-    says: str
-
-
-class Run(NamedTuple):
-    """One timed run on one rank: clock readings by pass, bytes that attention sent, by link."""
-
-    clock: dict[str, tuple[float, float]]
-    sent: dict[str, int]
 
 
 @dataclass
@@ -90,16 +76,19 @@ def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
     )  # fmt: skip
     state["attentions"][attention.name] = plan, (q, k, v)
     run = timed(state, attention.name, 0.0)
-    traffic = dict(zip(PASSES, plan.traffic(), strict=True))
-    planned = {link: sum(getattr(t, link) for t in traffic.values()) for link in LINKS}
-    if run.sent != planned:
-        raise ArithmeticError(f"{attention.name} sent {run.sent}, the plan says {planned}")
-    passes = {"forward": (plan.job.forward, 1.0), "backward": (plan.job.backward, BACKWARD)}
-    flops = {p: 4.0 * stack.width * stack.heads * _pairs(job) * n for p, (job, n) in passes.items()}
-    sent = {p: {link: getattr(t, link) for link in LINKS} for p, t in traffic.items()}
-    taken = plan.choice.taken if plan.choice is not None else None
+    flops = 4.0 * stack.width * stack.heads
+    passes = (plan.job.forward, flops), (plan.job.backward, flops * BACKWARD)
     says = f"{plan.algorithm}, side {plan.schedules[1].side}, {plan.head_chunks} head chunks"
-    return Work(sent, flops, says if taken is not None else "")
+    work = Work(
+        {p: {link: getattr(sent, link) for link in LINKS}
+         for p, sent in zip(PASSES, plan.traffic(), strict=True)},
+        sent={},
+        says="" if plan.choice is None else says,
+        flops={p: pairs(job) * each for p, (job, each) in zip(PASSES, passes, strict=True)},
+    )  # fmt: skip
+    if run.counted != formula([work]):
+        raise ArithmeticError(f"{attention.name} sent {run.counted}, the plan: {formula([work])}")
+    return work
 
 
 def timed(state: State, name: str, speed: float) -> Run:
@@ -140,9 +129,5 @@ def timed(state: State, name: str, speed: float) -> Run:
             torch.autograd.grad(outputs, leaves, linear.upstream)
         backward = begin, time.perf_counter()
         dist.barrier()
-    return Run(dict(zip(PASSES, (forward, backward), strict=True)), sent)
-
-
-def _pairs(run: Any) -> int:
-    """Visible (query, key) pairs that this rank computes in a pass."""
-    return sum(visible(call.work) for step in run.steps for call in step.calls)
+    clock = dict(zip(PASSES, (forward, backward), strict=True))
+    return Run(clock, {}, counted=sent, error=0.0, most=0.0)

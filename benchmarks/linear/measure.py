@@ -9,42 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
 from benchmarks.cluster import emulated
-from benchmarks.cluster.mail import PASSES
+from benchmarks.cluster.mail import LINKS, PASSES
+from benchmarks.cluster.record import Run, Work
 
 from . import exchange, ours, ways
-from .settings import CONVOLUTION, Setting
+from .settings import ALL_TO_ALL, CONVOLUTION, GATHER, Setting
 
 TOLERANCE = 1e-4  # of the largest entry: fp32 states after 15 products of maps
 LONG, SOME = 1000, 61  # rows
 LATER = 0.02  # seconds from a barrier to the start of what is timed
 State = dict[str, Any]
-
-
-class Work(NamedTuple):
-    """What a rival costs this rank, by pass: payload bytes to every rank; what it is made of, or
-    what "auto" chose."""
-
-    sent: dict[str, list[int]]
-    says: str
-
-
-class Run(NamedTuple):
-    """One timed run on one rank: clock readings by pass, bytes by link as the kernel counted them
-    and, of ours, as the transport did, the worst relative error, and seconds for which the rank's
-    own thread was busy."""
-
-    clock: dict[str, tuple[float, float]]
-    kernel: dict[str, int]
-    counted: dict[str, int] | None
-    error: float
-    busy: float = 0.0
 
 
 def load(state: State, setting: Setting) -> None:
@@ -80,7 +61,14 @@ def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
     run = timed(state, rival, every=1)
     if not run.error <= TOLERANCE:
         raise ArithmeticError(f"{rival} is off by {run.error:.3g} of the largest entry")
-    return Work(way.sent, way.says)
+    network, size = state["network"], len(way.sent[PASSES[0]])
+    peers = {link: [r for r in range(size) if r != rank and network.link(rank, r) == link]
+             for link in LINKS}  # fmt: skip
+    by_link = {
+        p: {link: sum(sent[peer] for peer in peers[link]) for link in LINKS}
+        for p, sent in way.sent.items()
+    }
+    return Work(by_link, way.sent, way.says)
 
 
 def timed(state: State, rival: str, every: int = SOME) -> Run:
@@ -103,8 +91,11 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
     found = zip((*outputs, *grads), way.truth, strict=True)
     some = [(x[::every], y[::every]) if len(x) > LONG else (x, y) for x, y in found]
     error = worst_error(*zip(*some, strict=True))
-    counted = {"intra": counters.intra, "inter": counters.inter} if counters is not None else None
-    return Run(dict(zip(PASSES, (forward, backward), strict=True)), kernel, counted, error, busy)
+    counted = None
+    if counters is not None and rival not in (ALL_TO_ALL, GATHER):
+        counted = {"intra": counters.intra, "inter": counters.inter}
+    clock = dict(zip(PASSES, (forward, backward), strict=True))
+    return Run(clock, kernel, counted, error, TOLERANCE, busy)
 
 
 def together() -> float:

@@ -7,21 +7,20 @@ are busy; linear layers compute at the same speed.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cluster.bench import TIMEOUT, built
+from benchmarks.cluster import record
+from benchmarks.cluster.bench import Say, cluster, in_turn
 from benchmarks.cluster.cells import REGIMES
 from benchmarks.cluster.mail import LINKS, PASSES
 from benchmarks.cluster.network import Network, Rates
-from benchmarks.cluster.ranks import Ranks
-from benchmarks.cluster.record import span
+from benchmarks.cluster.record import Run, Work
 
 from . import hybrid, measure
 from .bench import PRELOAD
-from .hybrid import LINEAR_BACKWARD, LINEAR_LAYERS, Run, Work
+from .hybrid import LINEAR_BACKWARD, LINEAR_LAYERS
 from .settings import ATTENTIONS, Stack
 
 Record = dict[str, Any]
@@ -29,12 +28,11 @@ SPEED_OF = "burst"  # whose links say how fast compute is
 
 
 def run_stack(
-    stack: Stack, regimes: Sequence[str], grid: tuple[int, int], rates: str, repeats: int,
-    say: Callable[[str], None],
-) -> Iterator[Record]:  # fmt: skip
+    stack: Stack, regimes: Sequence[str], grid: tuple[int, int], rates: str, repeats: int, say: Say
+) -> Iterator[Record]:
     """One record per regime."""
     network = Network(*grid, Rates.parse(rates))
-    with built(network), Ranks(network, TIMEOUT, PRELOAD) as ranks:
+    with cluster(network, PRELOAD) as ranks:
         ranks.run(measure.load, stack.setting)
         measured = ranks.run(measure.rates)[0]
         ranks.run(hybrid.load, stack, measured)
@@ -44,36 +42,25 @@ def run_stack(
             say(f"stack: {attention.name}, warming up")
             works[attention.name] = ranks.run(hybrid.prepare, attention, measured)
         for regime in regimes:
-            speed = speed_of(stack, regime, works[SPEED_OF], network)
+            speed = speed_of(works[SPEED_OF], regime, network)
             known = replace(measured, compute=speed or math.inf)
             for attention in autos:
                 works[attention.name] = ranks.run(hybrid.prepare, attention, known)
-            yield _one(ranks, stack, regime, speed, works, repeats, say)
+            call, where = (hybrid.timed, speed), f"stack, {regime}"
+            runs, around = in_turn(ranks, works, repeats, call, lambda x, w=where: say(f"{w}: {x}"))
+            yield around | {
+                "stack": stack._asdict(),
+                "regime": regime,
+                "grid": list(grid),
+                "rates": rates,
+                "gflops": speed / 1e9,
+                "rivals": [
+                    _of(name, works[name], done, stack, speed) for name, done in runs.items()
+                ],
+            }
 
 
-def _one(
-    ranks: Ranks, stack: Stack, regime: str, speed: float, works: dict[str, list[Work]],
-    repeats: int, say: Callable[[str], None],
-) -> Record:  # fmt: skip
-    runs: dict[str, list[list[Run]]] = {name: [] for name in works}
-    loads = []
-    for repeat in range(repeats):
-        loads.append(round(os.getloadavg()[0], 1))
-        for name, done in runs.items():
-            say(f"stack, {regime}: {name} ({repeat + 1}/{repeats})")
-            done.append(ranks.run(hybrid.timed, name, speed))
-    return {
-        "stack": stack._asdict(),
-        "regime": regime,
-        "grid": [ranks.network.nodes, ranks.network.per_node],
-        "rates": str(ranks.network.rates),
-        "gflops": speed / 1e9,
-        "load": loads,
-        "attentions": [_of(name, works[name], done, stack, speed) for name, done in runs.items()],
-    }
-
-
-def speed_of(stack: Stack, regime: str, works: list[Work], network: Network) -> float:
+def speed_of(works: list[Work], regime: str, network: Network) -> float:
     """FLOP/s; 0.0: compute takes no time."""
     share = REGIMES[regime]
     busy = sum(max(busiest(works, p)[link] * 8 / network.rates.of(link) for link in LINKS)
@@ -92,7 +79,7 @@ def _of(name: str, works: list[Work], done: list[list[Run]], stack: Stack, speed
     return {
         "name": name,
         "says": works[0].says,
-        "seconds": [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in done],
+        "seconds": record.seconds(done),
         "busiest": {p: busiest(works, p) for p in PASSES},
         "compute": (attention + linear) / speed if speed else 0.0,
     }

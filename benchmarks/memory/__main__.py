@@ -1,25 +1,23 @@
-"""`python -m benchmarks.memory`: the account's longest sequences into docs/how-long.md, and with
-`--measure` the account beside live tensors of real Megatron-Core layers on four CPU ranks.
-
-What was measured is kept in runs/memory/memory.json; `--cells` names what is measured again.
+"""`python -m benchmarks.memory`: the longest sequences by the account, the table and picture of
+docs/how-long.md; with `--measure` the account beside live tensors of real Megatron-Core layers on
+four CPU ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import DOCS, markdown, write_section
+from benchmarks.report import markdown
 from megatron_burst.tools.advise.account.memory import Account, account
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
 
-from . import clusters_page
+from . import longest
 
-KNOWN = DOCS.parent / "runs" / "memory" / "memory.json"
+RESULTS = Path(__file__).resolve().parents[2] / "runs" / "memory"
 PIECES = {"sequence_chunks": 8, "mlp_tiles": 8}
 FINE = {"sequence_chunks": 32, "mlp_tiles": 32}
 LOSS = {"lm_head_loss": "single_pass"}
@@ -66,33 +64,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="run the cells on four CPU ranks")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of page and picture")
-    parser.add_argument("--known", type=Path, default=KNOWN, help="what was measured")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the picture")
     args = parser.parse_args(words)
-    store = args.known
-    store.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(store.read_text()) if store.exists() else {"cells": []}
     if args.measure:
-        for name in args.cells:
-            row = measured(name, args.tokens)
-            same = (name, args.tokens)
-            known["cells"] = [c for c in known["cells"] if (c["name"], c["tokens"]) != same]
-            known["cells"].append(row)
-            store.write_text(json.dumps(known, indent=1) + "\n")
-            print(_line(row), flush=True)
-    known["longest"] = clusters_page.found()
-    store.write_text(json.dumps(known, indent=1) + "\n")
-    clusters_page.picture(args.out / "memory.png")
-    page = args.out / "how-long.md"
-    table = clusters_page.text(known["longest"])
-    write_section(page, "longest", f"{table}\n\n{clusters_page.NOTES}")
-    if known["cells"]:
-        write_section(page, "measured", _table(known["cells"]))
+        print(_table([measured(name, args.tokens) for name in args.cells]))
+        return 0
+    print(longest.text(longest.found()))
+    args.out.mkdir(parents=True, exist_ok=True)
+    longest.picture(args.out / "memory.png")
     return 0
-
-
-def _line(row: dict[str, Any]) -> str:
-    return f"{row['name']}: measured {row['peak']:,}, account {row['account']:,} bytes"
 
 
 def _table(cells: list[dict[str, Any]]) -> str:

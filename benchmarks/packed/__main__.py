@@ -1,7 +1,8 @@
-"""`python -m benchmarks.packed`: simulate, then write a section of the docs.
+"""`python -m benchmarks.packed`: simulate, print the tables and draw the picture of
+docs/performance.md into runs/packed.
 
-What was simulated before is kept in runs/packed, so a run that was interrupted goes on; `--fresh`
-begins anew.
+What was simulated before is kept there, so a run that was interrupted goes on; `--fresh` begins
+anew.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from .forecast import METHODS, Forecast
 from .scaling import speeds
 from .setting import LENGTHS, Setting
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-KNOWN = DOCS.parent / "runs" / "packed" / "packed.json"
+RESULTS = Path(__file__).resolve().parents[2] / "runs" / "packed"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -30,11 +30,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--moves", type=int, default=1000, help="of each annealing")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of a rank")
     parser.add_argument("--fresh", action="store_true", help="forget what was simulated before")
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of page and picture")
-    parser.add_argument("--known", type=Path, default=KNOWN, help="what was simulated before")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of picture and records")
     args = parser.parse_args(words)
-    store, setting = args.known, Setting(tokens=args.tokens)
-    store.parent.mkdir(parents=True, exist_ok=True)
+    store, setting = args.out / "packed.json", Setting(tokens=args.tokens)
+    args.out.mkdir(parents=True, exist_ok=True)
     known = json.loads(store.read_text()) if store.exists() and not args.fresh else {}
     known.setdefault("steps", [])
     for size, seeds in zip(args.ranks, args.seeds, strict=False):
@@ -45,9 +44,11 @@ def main(words: Sequence[str] | None = None) -> int:
             for kind, scaled in (("scaled", True), ("same", False))
         }
     store.write_text(json.dumps(known, indent=0))
-    from . import page  # draws, and needs what the simulation does not
+    from . import tables  # needs what the simulation does not
 
-    page.write(known, setting, args.out)
+    print(f"\nSimulated, not measured. Assumed: {setting}\n\n{tables.shown(known)}")
+    if known["steps"]:
+        tables.draw(known["steps"], args.out / "packed.png")
     return 0
 
 

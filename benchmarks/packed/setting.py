@@ -1,6 +1,6 @@
 """What the forecast assumes: rates of an H100 cluster, a model, lengths of documents.
 
-Every number that is not simulated stands here, and `assumptions` prints all of them.
+Every number that is not simulated stands here; docs/performance.md says where they come from.
 """
 
 from __future__ import annotations
@@ -104,27 +104,3 @@ LENGTHS = (
     Lengths("median 8K, tail to 1M", 1 << 13, 1.75, 1 << 20),
     Lengths("64K each, about", 1 << 16, 0.3, 1 << 18),
 )
-
-
-def assumptions(setting: Setting) -> list[tuple[str, str]]:
-    """(what, value) of everything that is assumed and not simulated."""
-    rates = setting.rates
-    assert rates.compute is not None
-    return [
-        ("attention, forward / backward",
-         f"{rates.compute / 1e12:.0f} / {setting.backward / 1e12:.0f} TFLOP/s of visible pairs "
-         "(published for cuDNN on H100, width 128), pieces of any size"),
-        ("a pair of chunks", f"{rates.launch * 1e6:.0f} us besides, forward and backward each"),
-        ("NVLink, within a node of 8", f"{rates.intra / 1e9:.0f} GB/s each way (of 450)"),
-        ("network, one NIC per GPU", f"{rates.inter / 1e9:.0f} GB/s each way (of 50)"),
-        ("a message", f"{rates.latency * 1e6:.0f} us besides its bytes"),
-        ("model", f"{setting.layers} layers of {setting.parameters / 1e6:.0f}M parameters (hidden "
-         "5,120, FFN 25,600, as Qwen3-32B), "
-         f"{setting.heads}:{setting.kv_heads} heads of width {setting.width}, bf16; travelling "
-         "gradients fp32"),
-        ("linear work", f"6 FLOPs per parameter and token at {setting.linear / 1e12:.0f} TFLOP/s "
-         f"({setting.per_token * setting.tokens * 1e3:.0f} ms per layer for "
-         f"{setting.tokens // 1024}K tokens)"),
-        ("gradients and parameters", f"{setting.sync * 1e3:.1f} ms per step and layer, not hidden"),
-        ("a step", "one pack: tokens per rank times ranks, documents as drawn, the last cut off"),
-    ]  # fmt: skip

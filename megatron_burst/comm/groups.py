@@ -10,7 +10,7 @@ ranks compare their counts when they make a plan, which needs no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -252,8 +252,9 @@ class Groups(_Uncopied):
         """Around a call on these groups: if an error ends it half-way, `check` refuses the next
         one, because no rank knows how far the others are. In it autocast is off for tensors of this
         type of device: precision is the plan's business."""
+        on = torch.is_autocast_enabled(device)  # where it is off already nothing is done
         try:
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(device, enabled=False) if on else nullcontext():
                 yield
         except BaseException as error:
             if self.size > 1:

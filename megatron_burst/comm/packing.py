@@ -5,8 +5,9 @@ long one in silence, and a message of the same size for any other. The envelope 
 how long the message is, whose plan and which call it belongs to, and what it holds; a rank that is
 out of step gets an error instead of a number. A receive buffer has room for the longest message of
 the grid: gloo ends the process when more arrives than fits. On devices other than the CPU there is
-no envelope: reading it would stop the device at every hop (`calls` compares there). There tensors
-travel one by one, in one batch, so that the first rows of each can be sent from where they lie.
+no envelope: reading it would stop the device at every hop (`calls` compares there). There a rank
+sends its own tensors one by one, in one batch, from where they lie, so that nothing is copied; what
+it passes on, and sums, are one message there too, which costs the host half as much.
 """
 
 from __future__ import annotations
@@ -51,38 +52,50 @@ class Message(NamedTuple):
     room: torch.Tensor | None = None
 
 
+class Cut(NamedTuple):
+    """Where tensors of some shapes lie in a message: its bytes without the envelope, and of each
+    dtype, shape, strides and the number of elements before it."""
+
+    length: int
+    parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]
+
+
+def cut(shapes: Shapes) -> Cut:
+    """Tensors of these shapes and dtypes, one behind the other, each aligned."""
+    start, parts = 0, []
+    for shape, dtype in shapes:
+        size, strides = 1, []
+        for n in reversed(shape):
+            strides.insert(0, size)
+            size *= n
+        parts.append((dtype, shape, tuple(strides), start // dtype.itemsize))
+        start += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return Cut(start, tuple(parts))
+
+
 def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
     """An empty message for tensors of these shapes and dtypes; `least` as of `room`."""
-    return carve(room(shapes, device, least), shapes)
+    whole = cut(shapes)
+    return carve(room(whole, device, least), whole)
 
 
-def room(shapes: Shapes, device: torch.device, least: int = 0) -> torch.Tensor:
-    """A buffer for a message of such tensors, or of shorter ones; on the CPU of `least` bytes."""
-    *_, length = _starts(shapes)
+def room(cut: Cut, device: torch.device, least: int = 0) -> torch.Tensor:
+    """A buffer for a message cut so, or for shorter ones; on the CPU of `least` bytes."""
+    length = cut.length
     if device.type == "cpu":
         length = max(length + ENVELOPE, least)
     return torch.empty(length, dtype=torch.uint8, device=device)
 
 
-def carve(buffer: torch.Tensor, shapes: Shapes) -> Message:
-    """A message for tensors of these shapes and dtypes at the beginning of a buffer."""
-    *starts, length = _starts(shapes)
-    if buffer.device.type == "cpu":
-        length += ENVELOPE
-    flat, tensors = buffer[:length], []
-    for start, (shape, dtype) in zip(starts, shapes, strict=True):
-        stop = start + shape.numel() * dtype.itemsize
-        tensors.append(flat[start:stop].view(dtype).view(shape))
+def carve(buffer: torch.Tensor, cut: Cut) -> Message:
+    """A message cut so, at the beginning of a buffer."""
+    length = cut.length + ENVELOPE if buffer.is_cpu else cut.length
+    flat = buffer if length == buffer.numel() else buffer[:length]
+    tensors = [
+        flat.view(dtype).as_strided(shape, strides, before)
+        for dtype, shape, strides, before in cut.parts
+    ]
     return Message(flat, tuple(tensors), buffer)
-
-
-def _starts(shapes: Shapes) -> list[int]:
-    """Where each tensor of a message begins, in bytes, and where the last one ends."""
-    starts = [0]
-    for shape, dtype in shapes:
-        size = shape.numel() * dtype.itemsize
-        starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-    return starts
 
 
 def pack(tensors: Sequence[torch.Tensor], envelope: Envelope) -> Message:

@@ -69,9 +69,7 @@ class Counters:
 
     def add(self, sends: Iterable[Send]) -> None:
         for send in sends:
-            size = 0
-            for t in send.tensors:
-                size += t.numel() * t.element_size()
+            size = sum([t.nbytes for t in send.tensors])
             if send.link == "intra":
                 self.intra += size
             else:
@@ -105,7 +103,7 @@ class _Works:
 
     works: list[dist.Work]
     ops: Sequence[dist.P2POp]
-    receives: Sequence[Receive]
+    receives: Sequence[Receive]  # whose envelopes are to be read
     label: object
 
     def wait(self) -> None:
@@ -137,25 +135,27 @@ class ProcessEndpoint:
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending:
-        some = sends[0] if sends else receives[0]
-        group, ops = self.channels[channel, some.tensors[0].device.type], []
+        some = (sends[0] if sends else receives[0]).tensors[0]
+        group, ops = self.channels[channel, some.device.type], []
         for receive in receives:
-            buffers, message = receive.tensors, receive.message
-            if message is not None and message.flat is not None and message.room is not None:
-                message.flat[-packing.ENVELOPE :] = 0  # an old one must not pass for a new one
-                buffers = [message.room]
-            peer = self.ranks[receive.peer]
-            ops += [dist.P2POp(dist.irecv, buffer, peer, group) for buffer in buffers]
+            buffers, message, peer = receive.tensors, receive.message, self.ranks[receive.peer]
+            if message is not None and message.flat is not None:
+                buffers = [message.flat]
+                if some.is_cpu and message.room is not None:  # more may come than is expected
+                    message.flat[-packing.ENVELOPE :] = 0  # an old one must not pass for a new one
+                    buffers = [message.room]
+            for buffer in buffers:
+                ops.append(dist.P2POp(dist.irecv, buffer, peer, group))
         for send in sends:
-            tensors = send.tensors if send.flat is None else [send.flat]
             peer = self.ranks[send.peer]
-            ops += [dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors]
+            for tensor in send.tensors if send.flat is None else (send.flat,):
+                ops.append(dist.P2POp(dist.isend, tensor, peer, group))
         self.counters.add(sends)
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise _failed(label, f"{_words(ops)}: {error}") from error
-        return _Works(works, ops, receives, label)
+        return _Works(works, ops, receives if some.is_cpu else (), label)
 
     def released(self, tensors: Tensors) -> None:
         pass

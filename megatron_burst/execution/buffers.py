@@ -8,7 +8,6 @@ rows of others are sent away, some rows at a time.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,48 +20,56 @@ from ..kernels.online_softmax import merge_
 from ..schedule.tables import ALL, Chunk
 from .job import RowPlace, Target, Tensors
 
-RowShapes = Sequence[tuple[torch.Size, torch.dtype]]  # of each tensor: one row, dtype
+
+class Kind:
+    """What the messages of a kind look like, found out once for each number of rows.
+
+    rows: of each tensor, the shape of one row and the dtype. longest: rows of the longest message.
+    """
+
+    def __init__(self, rows: Sequence[tuple[torch.Size, torch.dtype]], longest: int):
+        self.rows, self.longest = rows, longest
+        self._cuts: dict[int, packing.Cut] = {}
+
+    def shapes(self, rows: int) -> packing.Shapes:
+        return [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.rows]
+
+    def cut(self, rows: int) -> packing.Cut:
+        if rows not in self._cuts:
+            self._cuts[rows] = packing.cut(self.shapes(rows))
+        return self._cuts[rows]
 
 
 class Buffers:
-    """Messages by kind, reused once nothing holds them.
+    """Messages by kind, reused once nothing holds them."""
 
-    kinds: of each what one row has, and how many rows its longest message has.
-    """
-
-    def __init__(
-        self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, tuple[RowShapes, int]]
-    ):
+    def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, Kind]):
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
-        self._free: dict[str, list[Message]] = defaultdict(list)
+        self._free: dict[str, dict[int, list[Message]]] = {kind: {} for kind in kinds}  # by rows
 
     def take(self, kind: str, rows: int) -> Message:
         """A message of so many rows; what is in it is undefined."""
         free = self._free[kind]
-        if not free:
-            longest = self._shapes(kind, self.kinds[kind][1])
-            room = packing.room(longest, self.device, self.endpoint.room)
-            return packing.carve(room, self._shapes(kind, rows))
-        message = free.pop()
-        if message.tensors and len(message.tensors[0]) == rows:  # most: as it was cut before
-            return message
-        assert message.room is not None
-        return packing.carve(message.room, self._shapes(kind, rows))
+        if free.get(rows):  # most: as it was cut before
+            return free[rows].pop()
+        of = self.kinds[kind]
+        other = next((messages for messages in free.values() if messages), None)
+        room = None if other is None else other.pop().room
+        if room is None:
+            room = packing.room(of.cut(of.longest), self.device, self.endpoint.room)
+        return packing.carve(room, of.cut(rows))
 
     def apart(self, kind: str, rows: int) -> Message:
         """Tensors of their own, which never travel, of as many rows."""
-        shapes = self._shapes(kind, rows)
+        shapes = self.kinds[kind].shapes(rows)
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:
         """Nobody reads this message again."""
         self.endpoint.released(message.tensors)
-        assert message.room is not None
-        self._free[kind].append(message)
-
-    def _shapes(self, kind: str, rows: int) -> packing.Shapes:
-        return [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.kinds[kind][0]]
+        rows = message.tensors[0].size(0) if message.tensors else 0
+        self._free[kind].setdefault(rows, []).append(message)
 
 
 @dataclass
@@ -102,7 +109,7 @@ class PartialResults:
 
     def merge(self, target: Target, part: Message) -> None:
         """What was contributed to rows that lie apart goes to their places."""
-        self._contribute(target, part)
+        _contribute(self._total(target).message, target, part)
         self._buffers.give(target.total.family, part)
 
     def whole(self, target: Target) -> Tensors:
@@ -116,8 +123,9 @@ class PartialResults:
         if target.place.whole and target.total not in self._totals and kind == family:
             self._totals[target.total] = _Total(message, target.rows)
             return
-        self._total(target).filled |= target.rows
-        self._contribute(target, message)
+        total = self._total(target)
+        total.filled |= target.rows
+        _contribute(total.message, target, message)
         self._buffers.give(kind, message)
 
     def send(self, target: Target) -> Message:
@@ -148,22 +156,25 @@ class PartialResults:
             total = self._totals[target.total] = _Total(message)
         return total
 
-    def _contribute(self, target: Target, part: Message) -> None:
-        """Add `part` to the rows of the target, or merge it into them."""
-        whole, place = self._total(target).message.tensors, target.place
-        rows = taken(whole, place)
-        if target.total.family == "out":
-            merge_(*rows, *part.tensors)
-        else:
-            for total, new in zip(rows, part.tensors, strict=True):
-                total += new
-        if not isinstance(place.at, slice):
-            for tensor, total in zip(whole, rows, strict=True):
-                tensor.index_copy_(0, place.at, total)
+
+def _contribute(total: Message, target: Target, part: Message) -> None:
+    """Add `part` to the rows of the target, or merge it into them."""
+    place = target.place
+    rows = taken(total.tensors, place)
+    if target.total.family == "out":
+        merge_(*rows, *part.tensors)
+    else:
+        for sums, new in zip(rows, part.tensors, strict=True):
+            sums += new
+    if not isinstance(place.at, slice):
+        for tensor, row in zip(total.tensors, rows, strict=True):
+            tensor.index_copy_(0, place.at, row)
 
 
 def taken(tensors: Tensors, place: RowPlace) -> Tensors:
     """The rows at a place of each tensor: views where they are a slice, else copies."""
+    if place.whole:
+        return tensors
     if isinstance(place.at, slice):
         return tuple(t[place.at] for t in tensors)
     return tuple(t.index_select(0, place.at) for t in tensors)

@@ -7,7 +7,7 @@ which hops start together, where their rows lie in which buffer, what each pair 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -61,15 +61,16 @@ class Call:
 class Payload:
     """What one hop carries from or to this rank.
 
-    count: of rows. digest: of pass and chunk, for the envelope. target: of a partial result.
-    source: of a copy that leaves, the chunk it is taken from and where it lies there; None where it
-    is sent on as it came.
+    count: of rows. digest: of pass and chunk, for the envelope. packed: does it travel as one
+    message on all devices? Only what an owner sends of its own tensors does not: elsewhere than on
+    the CPU these go from where they lie. target: of a partial result. source: of a copy that
+    leaves, the chunk it is taken from and where it lies there; None where it is sent on as it came.
     """
 
     hop: Hop
-    leaves: bool
     count: int
     digest: int
+    packed: bool
     target: Target | None = None
     source: tuple[Chunk, RowPlace] | None = None
 
@@ -80,7 +81,8 @@ class Exchange:
 
     channel: Channel
     land: int
-    payloads: tuple[Payload, ...]
+    leaving: tuple[Payload, ...]
+    arriving: tuple[Payload, ...]
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class Pass:
     deferred: the steps of head chunks that compute the pair of their own chunks last. totals:
     (family, owner) -> all rows of which this rank holds partial results. longest: of each family,
     the most rows of a chunk of others. sends: how often each copy of rows is sent. held_bytes: the
-    most that this rank holds of chunks of others.
+    most that this rank holds of chunks of others. kinds: what `ring` found out about its messages,
+    by the dtypes and heads they depend on.
     """
 
     name: str
@@ -125,6 +128,7 @@ class Pass:
     sends: Mapping[Chunk, int]
     kept: tuple[KeptChunk, ...] = ()
     held_bytes: int = 0
+    kinds: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
-from .buffers import Buffers, PartialResults, RowShapes, taken
+from .buffers import Buffers, Kind, PartialResults, taken
 from .job import Call, Exchange, Job, KeptChunk, Pass, Payload, Tensors
 
 UNNAMED = nullcontext()
@@ -63,7 +63,6 @@ class HeadChunk(NamedTuple):
 class _Flight(NamedTuple):
     """An exchange under way: what arrives, and what is done with once it left."""
 
-    land: int
     pending: Pending
     arriving: list[tuple[Payload, Message]]
     leaving: list[tuple[Payload, Message]]
@@ -98,23 +97,15 @@ class Ring:
         held = {Chunk(family, self.me): Message(None, tensors) for family, tensors in own.items()}
         held |= {each.chunk: Message(None, t) for each, t in zip(run.kept, kept, strict=False)}
         self.chunks: ChunkStore = held
-        device, total = own["query"][0].device, accumulation_dtype(own["query"][0].dtype)
+        device, dtype = own["query"][0].device, own["query"][0].dtype
         self._on_cpu = device.type == "cpu"
-        kinds: dict[str, tuple[RowShapes, int]] = {}
-        for family, tensors in own.items():
-            kinds[family] = [(t.shape[1:], t.dtype) for t in tensors], run.longest.get(family, 0)
-        # The kind of buffer in which a family travels: apart where sums travel in another dtype.
-        self._wire = {family: family for family in own}
-        for family, shapes in sums.items():
-            here = [(shape, total) for shape in shapes]
-            narrow = len(shapes) - exact
-            wire = [(shape, job.wire_dtype) for shape in shapes[:narrow]] + here[narrow:]
-            self._wire[family] = family if here == wire else family + " wire"
-            kinds[family] = here, run.longest.get(family, 0)
-            kinds[self._wire[family]] = wire, run.longest.get(family, 0)
-        self.buffers = Buffers(device, job.ring, kinds)
+        key = dtype, job.wire_dtype, heads.heads.stop - heads.heads.start
+        if key not in run.kinds:
+            run.kinds[key] = kinds(run, own, sums, exact, accumulation_dtype(dtype), job.wire_dtype)
+        of_kind, self._wire = run.kinds[key]
+        self.buffers = Buffers(device, job.ring, of_kind)
         self.partials = PartialResults(self.buffers, self._wire)
-        self._flights: list[_Flight] = []
+        self._flights: dict[int, list[_Flight]] = {}  # by where they land
         self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
         self._sends = dict(run.sends)  # how often each is still to be sent
 
@@ -145,29 +136,29 @@ class Ring:
     def _post(self, exchange: Exchange, boundary: int) -> None:
         """Start what shares a process group: take the rows that leave, and room for what comes."""
         sends, receives, arriving, leaving = [], [], [], []
-        for payload in exchange.payloads:
-            hop = payload.hop
-            if payload.leaves:
-                message = self._outgoing(payload)
-                flat = message.flat if self._on_cpu else None
-                sends.append(Send(hop.dst, hop.link, message.tensors, flat))
-                leaving.append((payload, message))
-                continue
-            message = self.buffers.take(self._wire[hop.chunk.family], payload.count)
-            receive = Receive(hop.src, message.tensors)
+        for payload in exchange.leaving:
+            message, hop = self._outgoing(payload), payload.hop
+            flat = message.flat if self._on_cpu or payload.packed else None
+            sends.append(Send(hop.dst, hop.link, message.tensors, flat))
+            leaving.append((payload, message))
+        for payload in exchange.arriving:
+            message = self.buffers.take(self._wire[payload.hop.chunk.family], payload.count)
             if self._on_cpu:
-                receive = Receive(hop.src, message.tensors, message, self._envelope(payload))
+                envelope = self._envelope(payload)
+                receive = Receive(payload.hop.src, message.tensors, message, envelope)
+            else:
+                whole = message if payload.packed else None
+                receive = Receive(payload.hop.src, message.tensors, whole)
             receives.append(receive)
             arriving.append((payload, message))
-        label = _Label(self.run.name + self.heads.title, boundary, self.me, exchange)
+        label = _Label(self, exchange, boundary)
         pending = self.endpoint.exchange(exchange.channel, sends, receives, label)
-        self._flights.append(_Flight(exchange.land, pending, arriving, leaving))
+        flight = _Flight(pending, arriving, leaving)
+        self._flights.setdefault(exchange.land, []).append(flight)
 
     def _land(self, boundary: int) -> None:
         """Wait for what lands here: copies are held, partial results merged, what left is free."""
-        landing = [flight for flight in self._flights if flight.land == boundary]
-        for flight in landing:
-            self._flights.remove(flight)
+        for flight in self._flights.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
             for payload, message in flight.leaving:
@@ -190,8 +181,8 @@ class Ring:
         else:
             source, place = payload.source
             rows = taken(self.chunks[source].tensors, place)
-            if not self._on_cpu and all(t.is_contiguous() for t in rows):
-                return Message(None, rows)  # nothing is copied where tensors travel one by one
+            if not (self._on_cpu or payload.packed) and all(t.is_contiguous() for t in rows):
+                return Message(None, rows)  # sent from where they lie
             message = self._packed[chunk] = self.buffers.take(chunk.family, payload.count)
             for target, row in zip(message.tensors, rows, strict=True):
                 target.copy_(row)
@@ -231,20 +222,44 @@ class Ring:
         return whole
 
 
+def kinds(
+    run: Pass,
+    own: Mapping[str, Tensors],
+    sums: Mapping[str, Sequence[torch.Size]],
+    exact: int,
+    total: torch.dtype,
+    wire: torch.dtype,
+) -> tuple[dict[str, Kind], dict[str, str]]:
+    """The kinds of messages of a pass, and of each family in which kind it travels: apart where
+    sums travel in another dtype than they are summed in. own, sums, exact: as of `Ring`."""
+    of = {f: Kind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
+          for f, ts in own.items()}  # fmt: skip
+    travels = {family: family for family in own}
+    for family, shapes in sums.items():
+        here = [(shape, total) for shape in shapes]
+        narrow = len(shapes) - exact
+        there = [(shape, wire) for shape in shapes[:narrow]] + here[narrow:]
+        travels[family] = family if here == there else family + " wire"
+        of[family] = Kind(here, run.longest.get(family, 0))
+        of[travels[family]] = Kind(there, run.longest.get(family, 0))
+    return of, travels
+
+
 class _Label(NamedTuple):
     """What errors say of an exchange; made into words only then."""
 
-    title: str
-    boundary: int
-    rank: int
+    ring: Ring
     exchange: Exchange
+    boundary: int
 
     def __str__(self) -> str:
+        ring, exchange = self.ring, self.exchange
         words = [
             f"{hop.chunk.family} of rank {hop.chunk.owner} from rank {hop.src} to rank {hop.dst}"
-            for hop in (payload.hop for payload in self.exchange.payloads)
+            for hop in (payload.hop for payload in (*exchange.leaving, *exchange.arriving))
         ]
-        return f"{self.title}, boundary {self.boundary}, rank {self.rank}: {'; '.join(words)}"
+        title = f"{ring.run.name}{ring.heads.title}, boundary {self.boundary}, rank {ring.me}"
+        return f"{title}: {'; '.join(words)}"
 
 
 def run(rings: Sequence[Ring]) -> None:
@@ -318,7 +333,7 @@ def forward_rings(
     rings = []
     for part in head_chunks(job, q.shape[2], k.shape[2]):
         h, n = part.heads, part.kv_heads
-        own = {"kv": (k[:, :, n], v[:, :, n]), "query": (q[:, :, h],)}
+        own = {"kv": (of_heads(k, n), of_heads(v, n)), "query": (of_heads(q, h),)}
         stat = own["query"][0].shape[1:3]
         rows = {"out": [torch.Size((*stat, v.shape[-1])), stat]}
         compute = Forward(job.kernel, job.scoring, None if max_logits is None else max_logits[h])
@@ -383,8 +398,11 @@ def backward_rings(
     each = 2 * len(run.kept)
     for part in head_chunks(job, rows.q.shape[2], k.shape[2]):
         h, n = part.heads, part.kv_heads
-        q, dout, lse, delta, out = (None if x is None else x[:, :, h] for x in rows)
-        own: dict[str, Any] = {"query": (q, dout, lse, delta), "kv": (k[:, :, n], v[:, :, n])}
+        q, dout, lse, delta, out = [None if x is None else of_heads(x, h) for x in rows]
+        own: dict[str, Any] = {
+            "query": (q, dout, lse, delta),
+            "kv": (of_heads(k, n), of_heads(v, n)),
+        }
         needed = zip(own["kv"], needs[1:], strict=True)
         sums = {
             "dquery": [own["query"][0].shape[1:]] if needs[0] else [],
@@ -415,8 +433,15 @@ def by_tensor(
     sums: Tensors, needs_grad: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """The sum of each of q, k, v, or None where it is not needed."""
+    if len(sums) == len(needs_grad):
+        return sums
     rest = iter(sums)
     return tuple(next(rest) if needed else None for needed in needs_grad)
+
+
+def of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:
+    """These heads (dimension 2): x itself where they are all of them."""
+    return x if heads.stop - heads.start == x.shape[2] else x[:, :, heads]
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

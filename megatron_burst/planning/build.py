@@ -95,7 +95,8 @@ def make_pass(
             (held,) = parts_of(copies, *chunk)
             source = held, maps.place(held, chunk.rows)
         digest = crc32(f"{name} {chunk}".encode())
-        return Payload(hop, leaves, maps.place(chunk, chunk.rows).count, digest, of, source)
+        packed = chunk.accumulated or hop.src != chunk.owner
+        return Payload(hop, maps.place(chunk, chunk.rows).count, digest, packed, of, source)
 
     calls = {pair: tuple(map(added, each)) for pair, each in pairs.items()}
     payloads = {hop: payload(hop) for hop in hops}
@@ -108,7 +109,7 @@ def make_pass(
     maps.finish(device)
 
     steps, deferred = (
-        tuple(_step(boundary, kept, payloads, calls) for boundary in boundaries)
+        tuple(_step(boundary, rank, kept, payloads, calls) for boundary in boundaries)
         for boundaries in (program, schedule.program(rank, own_last=True))
     )
     return Pass(
@@ -159,6 +160,7 @@ def _kept(maps: RowMaps, copies: Sequence[Chunk], chunk: Chunk) -> KeptChunk:
 
 def _step(
     boundary: Boundary,
+    rank: int,
     kept: Sequence[Chunk],
     payloads: dict[Hop, Payload],
     calls: dict[Pair, tuple[Call, ...]],
@@ -166,10 +168,11 @@ def _step(
     starting: dict[tuple[Channel, int], list[Payload]] = defaultdict(list)
     for hop in boundary.posts:
         starting[Channel(hop.ring, hop.chunk.accumulated), hop.land].append(payloads[hop])
-    exchanges = [
-        Exchange(channel, land, tuple(starting[channel, land]))
-        for channel, land in sorted(starting)
-    ]
+    exchanges = []
+    for key in sorted(starting):
+        leaving = tuple(each for each in starting[key] if each.hop.src == rank)
+        arriving = tuple(each for each in starting[key] if each.hop.src != rank)
+        exchanges.append(Exchange(*key, leaving, arriving))
     release = [chunk for chunk in boundary.release if not parts_of(kept, *chunk)]
     computed = [call for pair in boundary.pairs for call in calls[pair]]
     return Step(boundary.index, tuple(release), tuple(exchanges), tuple(computed))

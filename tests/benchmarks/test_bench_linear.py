@@ -1,4 +1,4 @@
-"""benchmarks/linear: formulas by hand, what is right, a tiny run on four ranks, tables and page."""
+"""benchmarks/linear: formulas by hand, what is right, a tiny run on four ranks, tables."""
 
 import os
 import subprocess
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.linear import bench, exchange, maps, measure, page, summary
+from benchmarks.cluster.mail import LINKS
+from benchmarks.cluster.network import Network, Rates
+from benchmarks.linear import bench, exchange, maps, measure, tables
 from benchmarks.linear.settings import (
     ALGORITHMS,
     ALL_TO_ALL,
@@ -77,10 +79,8 @@ def test_the_truth_is_that_of_autograd(form, layout):
         torch.testing.assert_close(whole(share.truth[i] for share in shares), x)
 
 
-class Quiet:
-    """A network that counts nothing."""
-
-    per_node = 2
+class Quiet(Network):
+    """Two nodes of two; a network that counts nothing."""
 
     def sent_from_here(self, rank):
         return {"intra": 0, "inter": 0}
@@ -88,7 +88,11 @@ class Quiet:
 
 def all_rivals(settings):
     """On a rank: what every rival of some settings costs and gives."""
-    state = {"rank": torch.distributed.get_rank(), "network": Quiet(), "module": None}
+    state = {
+        "rank": torch.distributed.get_rank(),
+        "network": Quiet(2, 2, Rates(1, 1)),
+        "module": None,
+    }
     found = []
     for setting in settings:
         measure.load(state, setting)
@@ -112,11 +116,11 @@ def test_every_rival_is_right_and_sends_what_the_formula_says(tiny):
             for rank in range(4):
                 work, run = found[rank][index][name]
                 assert run.error <= measure.TOLERANCE, (setting, name, run.error)
-                if name in (*ALGORITHMS, CONVOLUTION):
-                    both = [sum(work.sent[p][to] for p in work.sent) for to in range(4)]
-                    node = rank // 2
-                    inside = sum(both[2 * node : 2 * node + 2])
-                    assert run.counted == {"intra": inside, "inter": sum(both) - inside}
+                both = {link: sum(work.bytes[p][link] for p in work.bytes) for link in LINKS}
+                sent = [sum(work.sent[p][to] for p in work.sent) for to in range(4)]
+                assert both["intra"] == sum(sent[2 * (rank // 2) : 2 * (rank // 2) + 2])
+                assert both["inter"] == sum(sent) - both["intra"]
+                assert run.counted == (both if name in (*ALGORITHMS, CONVOLUTION) else None)
         assert found[0][index][ALL_TO_ALL][0].says == exchange.TORCH
 
 
@@ -137,31 +141,16 @@ def test_the_ring_sends_a_state_from_rank_to_rank(tiny):
 
 def record(form="matrix", heads=16, names=(ALL_TO_ALL, GATHER, *ALGORITHMS)):
     seconds = dict(zip((ALL_TO_ALL, GATHER, *ALGORITHMS), (8, 4, 3, 2, 1, 5, 1.5), strict=True))
-    zero = {"intra": 0, "inter": 0}
     return {
         "setting": Setting(form, "contiguous", heads)._asdict(), "grid": [2, 4],
-        "rates": "200M/800M", "measured": {}, "load": [1.0, 2.0], "cores": 2,
-        "plain": {"intra": [8e6], "inter": [8e6]},
         "rivals": [
-            {"name": name, "says": "x", "error": 0.0, "busy": 0.001,
+            {"name": name, "says": "x",
              "seconds": [{"forward": s / 2, "backward": s / 2}, {"forward": s, "backward": s}],
-             "busiest": {"forward": {"intra": 3 * 10**6, "inter": 10**6}, "backward": zero},
              "bytes": {"intra": {"formula": 8 << 20, "kernel": 9 << 20}, "inter": {
                  "formula": 0, "kernel": 5}}}
             for name, s in seconds.items() if name in names
         ],
     }  # fmt: skip
-
-
-def test_ratios_are_of_the_same_round_and_the_limit_is_that_of_the_slower_link():
-    rows = {row.name: row for row in summary.rows(record())}
-    assert rows["auto"].to_all == (1.5 / 8,) * 3
-    assert rows["scan"].to_gather == (0.25,) * 3
-    assert rows["scan"].limit == 3.0  # 3 MB at 8 Mbit/s
-    assert rows["ring"].bytes == {"intra": 1.0, "inter": 0.0}
-    assert rows["ring"].extra == {"intra": pytest.approx(12.5)}
-    assert summary.fastest(record()) == "scan"
-    assert summary.auto_over_best(record()).middle == 1.5
 
 
 def test_a_number_that_is_none_is_an_error():
@@ -171,37 +160,24 @@ def test_a_number_that_is_none_is_an_error():
     assert measure.worst_error((torch.full((1,), 0.5),), (torch.zeros(1),)) == 0.5
 
 
-def test_other_bytes_than_the_formulas_end_the_benchmark():
-    run = measure.Run({}, {"intra": 10**6, "inter": 0}, {"intra": 10**6, "inter": 0}, 0.0)
-    right = {"intra": 2 * 10**6, "inter": 0}
-    bench.check("ring", right, [run, run])
-    for odd, words in (
-        (run._replace(counted={"intra": 5, "inter": 0}), "ranks sent 1000005 intra bytes"),
-        (run._replace(kernel={"intra": 2 * 10**6, "inter": 0}), "the kernel counted 3000000 intra"),
-        (run._replace(error=float("nan")), "rank 1 is off by nan"),
-    ):
-        with pytest.raises(bench.RankError, match=words):
-            bench.check("ring", right, [run, odd])
-
-
-def test_tables_of_what_was_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(page.simulated, "section", lambda: "forecast")
-    small = record("scalar", 4, (GATHER, *ALGORITHMS))
-    run = {"command": "bench", "machine": "a machine", "cells": [record(), small]}
-    stack = {
-        "command": "bench", "machine": "a machine",
-        "cells": [{"regime": "balanced", "load": [1.0], "attentions": [
-            {"name": name, "says": "", "compute": 1.0, "seconds": [{"forward": s, "backward": s}],
-             "busiest": {"forward": {"intra": 1 << 20, "inter": 0}}}
-            for name, s in (("all_gather (LASP-2H)", 4.0), ("burst", 2.0))]}],
-    }  # fmt: skip
-    page.write({"cluster": run, "hybrid": stack}, tmp_path)
-    text = (tmp_path / page.PAGE).read_text()
-    assert "| 0.188 (0.188 to 0.188)" in text  # auto over the all-to-all
+def test_tables_of_what_was_measured(tmp_path):
+    """Ratios are of the same round; headers: 9 MiB counted for 8."""
+    records = [record(), record("scalar", 4, (GATHER, *ALGORITHMS))]
+    text = tables.cluster(records)
+    assert "| 0.19 (0.19 to 0.19)" in text  # auto over the all-to-all
+    assert "| 4.00 (4.00 to 4.00)" in text  # the gather over scan
     assert "`auto` over the fastest of our algorithms: 1.500 to 1.500." in text
-    assert "forecast" in text
-    assert "| 2.00 (2.00 to 2.00)" in text  # burst's gain
-    assert (tmp_path / page.PICTURE).exists()
+    assert "| 1.00 + 0.00 | 12.5 %" in text
+    assert "- matrix, contiguous, 16 heads of 128: scan: x, two_level: x, auto: x" in text
+    tables.draw(records, tmp_path / "x.png")
+    assert (tmp_path / "x.png").exists()
+    stack = {"regime": "balanced", "rivals": [
+        {"name": name, "says": "", "compute": 1.0, "seconds": [{"forward": s, "backward": s}],
+         "busiest": {p: {"intra": 1 << 20, "inter": 0} for p in ("forward", "backward")}}
+        for name, s in (("all_gather (LASP-2H)", 4.0), ("burst", 2.0))]}  # fmt: skip
+    text = tables.hybrid([stack])
+    assert "| burst                | 4.00 [4.00, 4.00] | 1.00          | 3.00    | 2.00 (" in text
+    assert "| 2 + 0 " in text
 
 
 @pytest.mark.slow
@@ -215,4 +191,4 @@ def test_quick_mode_measures_on_the_emulated_cluster(tmp_path):
     if run.returncode == 2:
         pytest.skip(run.stderr.strip())
     assert run.returncode == 0, run.stderr
-    assert "matrix, contiguous" in (tmp_path / page.PAGE).read_text()
+    assert "| matrix, contiguous | 16 of 128 |" in run.stdout

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster import cells, faults, heatmap, mail, measure, record, results, table
-from benchmarks.cluster.network import Rates
+from benchmarks.cluster import bench, cells, faults, heatmap, record, results, table
+from benchmarks.cluster.mail import PASSES
+from benchmarks.cluster.network import Network, Rates
 from benchmarks.cluster.ranks import Answer, RankError
 
 ROOT = Path(__file__).parents[2]
@@ -152,68 +153,99 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
     assert out.with_suffix(".png").exists()
 
 
-def test_full_says_which_cells_itself():
-    done = run("bench", "--full", "--grids", "2x4", "--repeats", "1")
-    assert done.returncode == 2
-    assert "--full says which cells and how often, got --grids, --repeats too" in done.stderr
-
-
-RECORD = {
-    "cell": {"nodes": 2, "per_node": 2, "heads": "MHA", "rates": "1M/8M", "regime": "balanced",
-             "tokens": 64},
-    "speed": 100.0,
-    "plain": {"intra": [7e6, 8e6, 9e6], "inter": [1e6]},
-    "left out": ["ulysses cannot run here: too few heads"],
-    "rivals": [
-        {"name": "burst query",
-         "seconds": [{"forward": f, "backward": 8.0} for f in (3.0, 2.0, 4.0)],
-         "busiest": {"forward": {"intra": 10**6, "inter": 0},
-                     "backward": {"intra": 0, "inter": 10**6}},
-         "flops": {"forward": 200.0, "backward": 100.0},
-         "bytes": {"intra": {"formula": 100, "kernel": 101},
-                   "inter": {"formula": 0, "kernel": 7}},
-         "error": 0.0},
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("bench --full --grids 2x4 --repeats 1", "--full says which cells .* got --grids, --rep"),
+        ("bench --grids 2x40", "--grids must look like 2x4 and hold 2 to 64 ranks, got '2x40'"),
+        ("bench --regimes fast", "--regimes: there is communication, .*, real, got 'fast'"),
+        ("bench --rivals none", "--rivals none: there is ring, ring, 4 head chunks"),
+        ("compare tile", "there is documents, balanced, multicast, tiles, two_ways, got tile"),
+        ("trace --grids 2x2,2x4", "a trace is of one cell"),
     ],
-}  # fmt: skip
+)
+def test_what_cannot_be_is_refused(words, told):
+    arguments = command.parser().parse_args(words.split())
+    with pytest.raises(ValueError, match=told):
+        arguments.run(arguments)
+
+
+def rival(name, *seconds):
+    """A megabyte within the node in forward, one between nodes in backward."""
+    sent = {"forward": {"intra": 10**6, "inter": 0}, "backward": {"intra": 0, "inter": 10**6}}
+    return {
+        "name": name, "seconds": [dict(zip(PASSES, each, strict=True)) for each in seconds],
+        "busiest": sent, "sender": sent, "mean": sent, "least": 2 << 20,
+        "flops": {"forward": 200.0, "backward": 100.0}, "imbalance": 1.5, "says": "",
+        "bytes": {"intra": {"formula": 1 << 20, "kernel": 1.01 * (1 << 20)},
+                  "inter": {"formula": 0, "kernel": 7}},
+    }  # fmt: skip
+
+
+def recorded(*rivals, seed=0, speed=100.0):
+    cell = cells.Cell(2, 2, Rates.parse("1M/8M"), "MHA 1", "balanced", 64)
+    cell = cell._replace(mask=f"documents 500 seed {seed}")._asdict() | {"rates": "1M/8M"}
+    return {"cell": cell, "speed": speed, "plain": {"intra": [7e6, 8e6, 9e6], "inter": [1e6]},
+            "left out": ["ulysses cannot run here: too few heads"], "load": [1.0],
+            "rivals": list(rivals)}  # fmt: skip
+
+
+BURST = rival("burst query", (3.0, 8.0), (2.0, 8.0), (4.0, 8.0))
+RING = rival("ring", *[(5.0, 4.0)] * 3)
 
 
 def test_the_limit_by_hand():
     """Forward: compute 2 s over intra 8 Mbit at 8 Mbit/s; backward: inter 8 s over compute 1 s."""
-    (row,) = table.rows(RECORD)
+    (row,) = table.rows(recorded(BURST), "burst query")
     assert row.limit == 2.0 + 8.0
     assert (row.low, row.middle, row.high) == (10.5, 11.0, 11.5)
     assert row.over_limit == pytest.approx(1.1)
     assert row.extra == {"intra": pytest.approx(1.0)}
-
-
-RING = {
-    "name": "ring",
-    "seconds": [{"forward": 5.0, "backward": 4.0}] * 3,
-    "busiest": {"forward": {"intra": 10**6, "inter": 0}, "backward": {"intra": 0, "inter": 10**6}},
-    "flops": {"forward": 200.0, "backward": 100.0},
-    "bytes": RECORD["rivals"][0]["bytes"],
-    "error": 0.0,
-}  # fmt: skip
+    assert row.within == row.between == (10**6 / 2**20,) * 2
+    assert row.least == 0.5  # MiB: 2 of both passes over 4 ranks
 
 
 def test_the_limit_knows_what_a_rival_sustained():
     """The ring sent 8 Mbit in 4 s, so the link carries 2 Mbit/s, whatever the plain transfer did;
     and so both are compared, repeat by repeat."""
-    burst, ring = table.rows(RECORD | {"rivals": [RECORD["rivals"][0], RING]})
+    burst, ring = table.rows(recorded(BURST, RING), "ring")
     assert burst.limit == ring.limit == 2.0 + 4.0
-    assert ring.over_limit == 1.5
-    assert ring.against == pytest.approx((9 / 11, 9 / 12, 9 / 10))
-    assert burst.fixed == pytest.approx((11 / 9, 10 / 9, 12 / 9))
-    assert str(burst.fixed) == "1.22 (1.11 to 1.33)"
+    assert (ring.over_limit, burst.permitted) == (1.5, 1.0)
+    assert burst.gain == pytest.approx((9 / 11, 9 / 12, 9 / 10))
+    assert str(burst.gain) == "0.82 (0.75 to 0.90)"
+    text = table.shown(recorded(BURST, RING), "ring")
+    assert "| burst query | 11.000 [10.500, 11.500] | 3.000 + 8.000 " in text
+    assert text.endswith("ulysses cannot run here: too few heads")
+
+
+def test_the_base_is_the_fastest_of_those_named_or_of_all_but_auto():
+    some = recorded(BURST, RING, rival("auto", (1.0, 1.0)))
+    assert table.fastest(some, ("burst query", "double_ring")) == "burst query"
+    assert table.fastest(some, ("double_ring",)) == table.fastest(some) == "ring"
+
+
+def test_batches_are_summed_up_by_their_medians():
+    """The fastest number of head chunks of each way, over batches that differ by their seed."""
+    chunked = rival("burst query, 4 head chunks", *[(2.0, 2.5)] * 3)
+    found = [recorded(rival("ring", *[(s, s)] * 3), BURST, chunked, seed=i)
+             for i, s in enumerate((4.5, 9.0, 6.75))]  # fmt: skip
+    text = table.summary(found, ("ring",))
+    assert "| 2 x 2, documents 500, balanced, 3 batches | ring (" in text
+    assert "| 3.00 (2.00 to 4.00), permitted 1.00, over the limit 1.00, 4 head chunks |" in text
+
+
+def work(size, messages, flops=1.0):
+    by_link = {p: {"intra": size, "inter": 0} for p in PASSES}
+    counts = {p: {"intra": messages, "inter": 0} for p in PASSES}
+    sent = {p: [0, size] for p in PASSES}
+    return record.Work(by_link, sent, flops=dict.fromkeys(PASSES, flops), messages=counts)
 
 
 def test_a_wrong_result_or_other_bytes_end_the_benchmark():
-    rival = cells.Rival("burst", "burst")
-    sizes = {p: {"intra": 50, "inter": 0} for p in table.PASSES}
-    none = mail.Mail({}, {p: {"intra": 0, "inter": 0} for p in table.PASSES}, {})
-    works = [measure.Work(sizes, {}, "", none)] * 2
-    right = measure.Run({}, {"intra": 100, "inter": 0}, {"intra": 100, "inter": 0}, 1e-7)
-    record.check(rival, works, [right, right])
+    works = [work(50, 0)] * 2
+    right = record.Run({}, {"intra": 100, "inter": 0}, {"intra": 100, "inter": 0}, 1e-7, 1e-5)
+    record.check("burst", works, [right, right])
+    record.check("no transport of ours", works, [right._replace(counted=None)] * 2)
     for odd, words in (
         (right._replace(error=float("nan")), "rank 1 is off by nan"),
         (right._replace(error=1.0), "rank 1 is off by 1"),
@@ -221,13 +253,47 @@ def test_a_wrong_result_or_other_bytes_end_the_benchmark():
         (right._replace(sent={"intra": 10**6, "inter": 0}), "the kernel counted 1000100 intra"),
     ):
         with pytest.raises(RankError, match=words):
-            record.check(rival, works, [right, odd])
+            record.check("burst", works, [right, odd])
+
+
+def test_kernel_bytes_of_small_messages_are_told_and_not_judged():
+    """A message of 64 KiB is held to 3 %, one of half that is not."""
+    size = 100 << 20
+    sent = {"intra": int(2 * size * 1.05), "inter": 0}
+    run = record.Run({}, sent, {"intra": 2 * size, "inter": 0}, 0.0, 1e-5)
+    record.check("burst", [work(size, size >> 15)], [run])
+    with pytest.raises(RankError, match="the kernel counted"):
+        record.check("burst", [work(size, size >> 16)], [run])
+
+
+def test_imbalance_is_that_of_both_passes_together():
+    works = [work(1, 1, flops=f) for f in (1.0, 2.0, 3.0)]
+    sent = {"intra": 2, "inter": 0}
+    run = record.Run(dict.fromkeys(PASSES, (0.0, 1.0)), sent, sent, 0.0, 1e-5)
+    works = [w._replace(sent={p: [1, 0, 0] for p in PASSES}) for w in works]
+    found = record.of(Network(1, 3, Rates.parse("1M/8M")), "burst", works, [[run] * 3])
+    assert found["imbalance"] == 1.5
+    assert found["messages"] == {"intra": 6, "inter": 0}
+
+
+def test_of_one_algorithm_and_layout_the_clearly_slower_rivals_are_dropped():
+    def runs(seconds):
+        clock = {"forward": (0.0, seconds), "backward": (0.0, 0.0)}
+        return [[record.Run(clock, {}, {}, 0.0, 1e-5)]]
+
+    one, two, other = (cells.Rival(*x) for x in (("a", "a"), ("a2", "a"), ("b", "b")))
+    found = bench.slower({one: runs(1.2), two: runs(1.0), other: runs(5.0)})
+    assert found == {"a": (1.2, "a2")}
+    assert bench.slower({one: runs(1.09), two: runs(1.0)}) == {}
+    assert bench.slower({one: runs(9.0), two._replace(layout="balanced"): runs(1.0)}) == {}
 
 
 def test_what_is_kept_is_read_as_it_was_written(tmp_path):
-    kept = table.setting(RECORD | {"rivals": [RECORD["rivals"][0], RING]})
+    some = recorded(BURST, RING)
+    some["cell"]["mask"] = "causal"
+    kept = results.kept(some)
     assert kept.rivals[0] == ("burst query", 11.0, 3.0, 8.0, 1.83, 1.22)
-    real = table.setting(RECORD | {"speed": None})
+    real = results.kept(some | {"speed": None})
     results.save([kept, real], tmp_path / "x.csv")
     assert results.load(tmp_path / "x.csv") == [kept, real]
 
@@ -236,18 +302,13 @@ def test_the_figure_of_the_page_was_drawn_from_the_data(tmp_path, capsys):
     image = pytest.importorskip("PIL.Image")
     shown = heatmap.digest(results.load(results.MEASURED))
     drawn = tmp_path / "x.png"
-    parsed = command._parser().parse_args(["chart", "--png", str(drawn)])
+    parsed = command.parser().parse_args(["chart", "--png", str(drawn)])
     assert parsed.run(parsed) == 0
     for path in (ROOT / "docs" / "cluster.png", drawn):
         with image.open(path) as picture:
             assert picture.text["Description"] == shown
             width, height = picture.size
         assert height < 1.5 * width  # it can be read at the width of a page
-
-
-def test_the_figure_has_a_column_for_every_rival():
-    names = [name for _, group in heatmap.COLUMNS for _, name in group]
-    assert sorted(names) == sorted(rival.name for rival in cells.RIVALS)
 
 
 def test_the_figure_shows_each_setting_once_and_what_was_not_run_as_nothing():

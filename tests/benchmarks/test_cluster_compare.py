@@ -1,6 +1,6 @@
-"""Comparisons on the emulated cluster: their problems, bytes and statistics, by hand; and one run.
+"""Comparisons on the emulated cluster: their problems, bytes and suites, by hand; and a run.
 
-What needs namespaces is in test_cluster.py but for one slow run, which is skipped where the machine
+What needs namespaces is in test_cluster.py but for a slow run, which is skipped where the machine
 refuses them.
 """
 
@@ -14,20 +14,8 @@ import pytest
 import torch
 
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster import (
-    cells,
-    compare,
-    comparison,
-    cuts,
-    mail,
-    measure,
-    problems,
-    record,
-    suites,
-    whole,
-)  # fmt: skip
+from benchmarks.cluster import cells, cuts, mail, measure, problems, suites, whole
 from benchmarks.cluster.network import Network, Rates
-from benchmarks.cluster.ranks import RankError
 from megatron_burst.layout import make
 from megatron_burst.schedule.algorithms import ALGORITHMS, burst
 from megatron_burst.schedule.cost import Sizes
@@ -245,133 +233,13 @@ def test_the_least_bytes_between_nodes_count_a_row_once_per_node():
     assert mail.least_between(schedule, sizes) == rows * 8
 
 
-# --- what is written down ------------------------------------------------------------------
-
-
-def work(sizes, messages):
-    counts = {p: {"intra": messages, "inter": 0} for p in mail.PASSES}
-    sent = {p: [0, sizes] for p in mail.PASSES}
-    each = {p: {"intra": sizes, "inter": 0} for p in mail.PASSES}
-    return measure.Work(each, dict.fromkeys(mail.PASSES, 1.0), "", mail.Mail(sent, counts, {}))
-
-
-def test_kernel_bytes_of_small_messages_are_told_and_not_judged():
-    """A message of 64 KiB is held to 3 %, one of half that is not."""
-    rival = cells.Rival("burst", "burst")
-    size = 100 << 20
-    sent = {"intra": int(2 * size * 1.05), "inter": 0}
-    run = measure.Run({}, sent, {"intra": 2 * size, "inter": 0}, 0.0)
-    record.check(rival, [work(size, size >> 15)], [run])
-    with pytest.raises(RankError, match="the kernel counted"):
-        record.check(rival, [work(size, size >> 16)], [run])
-
-
-def test_of_one_algorithm_the_clearly_slower_rivals_are_dropped():
-    def runs(seconds):
-        clock = {"forward": (0.0, seconds), "backward": (0.0, 0.0)}
-        return [[measure.Run(clock, {}, {}, 0.0)]]
-
-    one, two, other = (cells.Rival(*x) for x in (("a", "a"), ("a2", "a"), ("b", "b")))
-    found = record.slower({one: runs(1.2), two: runs(1.0), other: runs(5.0)}, 1.1)
-    assert found == {one: (1.2, two)}
-    assert record.slower({one: runs(1.09), two: runs(1.0)}, 1.1) == {}
-
-
-def test_layouts_of_one_algorithm_do_not_drop_each_other():
-    clock = {"forward": (0.0, 9.0), "backward": (0.0, 0.0)}
-    slow = [[measure.Run(clock, {}, {}, 0.0)]]
-    fast = [[measure.Run(dict.fromkeys(clock, (0.0, 1.0)), {}, {}, 0.0)]]
-    one, other = cells.Rival("a", "a"), cells.Rival("b", "a", layout="balanced")
-    assert record.slower({one: slow, other: fast}, 1.1) == {}
-
-
-def test_imbalance_is_that_of_both_passes_together():
-    works = [work(1, 1)._replace(flops={"forward": f, "backward": 2 * f}) for f in (1.0, 2.0, 3.0)]
-    assert record._imbalance(works) == 1.5
-
-
-def rival(name, seconds, inter, **more):
-    mean = {p: {"intra": 0, "inter": inter} for p in mail.PASSES}
-    return {
-        "name": name,
-        "seconds": [{"forward": s, "backward": s} for s in seconds],
-        "busiest": mean, "sender": mean, "mean": mean,
-        "messages": {p: {"intra": 0, "inter": 2} for p in mail.PASSES},
-        "least": dict.fromkeys(mail.PASSES, 1 << 20),
-        "flops": dict.fromkeys(mail.PASSES, 0.0),
-        "bytes": {"intra": {"formula": 0, "kernel": 0},
-                  "inter": {"formula": 4 << 20, "kernel": 4 << 20}},
-        "predicted": None, "chosen": "", "error": 0.0,
-    } | more  # fmt: skip
-
-
-def recorded(seed=0, whole_seconds=(4.0, 5.0, 6.0)):
-    cell = cells.Cell(2, 2, RATES, "MHA 1", "communication", 64, mask=f"documents 500 seed {seed}")
-    return {
-        "cell": cell._asdict() | {"rates": str(cell.rates)},
-        "speed": 0.0,
-        "plain": {"intra": [4e6], "inter": [1e6]},
-        "left out": [],
-        "rivals": [
-            rival(suites.WHOLE, whole_seconds, 500_000),
-            rival("burst", (2.0, 2.0, 2.0), 125_000),
-        ],
-    }
-
-
-def test_a_comparison_by_hand():
-    """The base's busiest link carries 4 Mbit per pass at 1 Mbit/s: 8 s, though it took 10, so the
-    link is as fast as stated; ours 1 s per pass."""
-    found = comparison.compared("documents", recorded(), (suites.WHOLE,))
-    base, ours = found.entries
-    assert (found.base, base.ratio) == (suites.WHOLE, (1.0, 1.0, 1.0))
-    assert ours.ratio == (2.5, 2.0, 3.0)
-    assert (ours.limit, ours.over_limit, ours.permitted) == (2.0, 2.0, 4.0)
-    assert ours.between == (round(250_000 / 2**20, 3),) * 2
-    assert ours.least == 0.5  # MiB: 2 of both passes over 4 ranks
-    assert ours.messages == {"inter": 1024.0}
-
-
-def test_the_base_is_the_fastest_of_those_named():
-    found = comparison.compared("documents", recorded(), (suites.WHOLE, "burst"))
-    assert found.base == "burst"
-    assert found.entries[0].ratio.middle == 0.4
-
-
-def several():
-    cells = tuple(
-        comparison.compared("documents", recorded(seed, (first,) * 3), (suites.WHOLE,))
-        for seed, first in enumerate((4.0, 8.0, 6.0))
-    )
-    return comparison.Comparisons((comparison.Run("compare", "here"),), cells)
-
-
-def test_batches_are_summed_up_by_their_medians():
-    found = several()
-    summary = comparison.summarized(found.cells, "burst")
-    assert summary == {"gain": (3.0, 2.0, 4.0), "permitted": (4.0, 4.0, 4.0), "over": (2.0, 2.0)}
-    assert comparison.summarized(found.cells, "multicast") is None
-    text = comparison.summary(found)
-    assert "| 2 x 2, documents 500, communication, 3 batches | burst, whole chunks (" in text
-    assert "| 3.00 (2.00 to 4.00), permitted 4.00, over the limit 2.00 |" in text
-
-
-def test_comparisons_are_kept(tmp_path):
-    found = several()
-    comparison.save(found, tmp_path / "x.json")
-    assert comparison.load(tmp_path / "x.json") == found
-
-
-def test_a_suite_that_there_is_not_is_refused():
-    parsed = command._parser().parse_args(["compare", "tile"])
-    with pytest.raises(ValueError, match="there is documents, balanced, multicast, tiles, two"):
-        parsed.run(parsed)
+# --- suites --------------------------------------------------------------------------------
 
 
 def test_a_suite_runs_every_batch_on_every_grid():
     def settings(*words):
-        parsed = command._parser().parse_args(["compare", *words])
-        return compare._job(suites.SUITES[words[0]], parsed)
+        parsed = command.parser().parse_args(["compare", *words])
+        return command.settings(suites.SUITES[words[0]], parsed)
 
     _, found = settings("documents")
     assert len(found) == len(set(found)) == 2 * 2 * 12
@@ -405,6 +273,6 @@ def test_a_small_comparison_runs(tmp_path, suite):
     if done.returncode == 2:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    regimes = len(suites.SUITES[suite].regimes)
+    regimes = len(suites.SUITES[suite].regimes.split(","))
     assert len(json.loads(out.read_text())["cells"]) == 2 * regimes
     assert ", 2 batches" in done.stdout

@@ -87,7 +87,7 @@ def test_a_buffer_given_back_while_it_is_read_is_seen(case, monkeypatch):
     land = Ring._land
 
     def early(self, boundary):
-        arriving = [m for f in self._flights if f.land == boundary for m in f.arriving]
+        arriving = [m for f in self._flights.get(boundary, ()) for m in f.arriving]
         land(self, boundary)
         for payload, message in arriving:
             if self.me == RANK and payload.target is None:
@@ -104,7 +104,7 @@ def test_a_gradient_given_back_before_it_left_is_seen(case, monkeypatch):
     def early(self, exchange, boundary):
         post(self, exchange, boundary)
         if self.me == RANK:
-            for payload, message in self._flights[-1].leaving:
+            for payload, message in self._flights[exchange.land][-1].leaving:
                 if payload.target is not None:
                     self.buffers.give(self._wire[payload.hop.chunk.family], message)
 

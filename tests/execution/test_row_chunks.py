@@ -155,6 +155,16 @@ def test_side_auto_counts_every_round_of_the_keys():
         assert plan.traffic()[1].total < plan.traffic(other)[1].total
 
 
+def test_side_auto_counts_every_chunk():
+    """The first half of every rank's rows sees itself alone, so that in the first chunk both sides
+    send nothing; in the second one queries are fewer bytes than as many keys."""
+    seen = np.ones((128, 128), dtype=bool)
+    early = np.arange(128) % 32 < 16
+    seen[early] = np.eye(128, dtype=bool)[early]
+    plan = prepared(2, mask=masks.Dense(seen), layout="contiguous").ranks[0]
+    assert plan.side == "query"
+
+
 def test_what_a_rank_holds_shrinks_with_the_chunks():
     held = [prepared(n, side="query").held_bytes for n in (1, 2, 4)]
     backward = [prepared(n, side="query").job.backward.held_bytes for n in (1, 2, 4)]

@@ -5,9 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "helpers")
-)  # the oracles and the ranks of the tests
+# the oracles and the ranks of the tests
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 PARTS = ("misuse", "attention", "lm_head", "gloo", "faults")
 
@@ -29,19 +28,28 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    failed = []
-    for name in parts:
-        part = importlib.import_module(f"{__package__}.{name}")
-        if given.replay is not None and not hasattr(part, "replay"):
-            parser.error(f"--replay: {name} has none; run it with --seed {given.replay}")
-        bad = (
-            part.replay(given.replay)
-            if given.replay is not None
-            else part.run(given.seed, given.seconds)
-        )
-        failed += [name] * bool(bad)
+    failed = [name for name in parts if search(name, given)]
     print(f"FAILED: {', '.join(failed)}" if failed else f"passed: {', '.join(parts)}")
     return bool(failed)
+
+
+def search(name: str, given: argparse.Namespace) -> bool:
+    """Try the cases of a part, by number until the time is over or all that it lists; print what
+    was found: did any fail?"""
+    from .tally import Pools, numbers
+
+    part, pools = importlib.import_module(f"{__package__}.{name}"), Pools()
+    listed = getattr(part, "ALL", None)
+    if given.replay is not None:
+        cases = [given.replay if listed else int(given.replay)]
+    else:
+        cases = listed or numbers(given.seed, given.seconds, name)
+    try:
+        tally = part.search(cases, pools)
+    finally:
+        pools.close()
+    print(tally)
+    return bool(tally.failures)
 
 
 if __name__ == "__main__":

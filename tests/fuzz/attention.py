@@ -5,15 +5,16 @@ communicators.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import nccl_rules
+from workers import Workers
 
 import megatron_burst as mb
 
 from .draw import Case, draw
 from .judge import Run
-from .tally import MOST, Tally, attempt, numbers
+from .tally import Tally, attempt
 
 SIZES = (1, 2, 3, 4, 4, 6, 8)
 
@@ -58,22 +59,12 @@ def kinds(case: Case) -> list[str]:
     return [*found, f"calls in flight {len(case.calls)}"]
 
 
-def search(cases: Iterable[int]) -> Tally:
+def search(cases: Iterable[int], _: Callable[[int], Workers] | None = None) -> Tally:
     """Try these cases, until too many have failed."""
     tally = Tally("attention")
     for number in cases:
         one = case(number)
         tally.add(kinds(one), attempt(lambda one=one: faults(one)), one, number)
-        if len(tally.failures) == MOST:
+        if tally.full:
             break
     return tally
-
-
-def run(seed: int, seconds: float) -> int:
-    """Search that long; 0 if nothing was wrong."""
-    return search(numbers(seed, seconds, "attention")).report()
-
-
-def replay(number: str) -> int:
-    """One case again; 0 if nothing was wrong."""
-    return search([int(number)]).report()

@@ -11,7 +11,7 @@ agreed on by both ranks before.
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from workers import WorkerError, Workers
 
 import megatron_burst as mb
 
-from .gloo import Pools
 from .tally import Tally
 
 TIMEOUT = 3.0  # seconds, of the process groups under test
@@ -211,22 +210,9 @@ def faults(name: str, pools: Callable[[int], Workers]) -> list[str]:
     return found
 
 
-def search(names) -> Tally:
+def search(names: Iterable[str], pools: Callable[[int], Workers]) -> Tally:
     """Try these faults."""
-    pools, tally = Pools(), Tally("faults")
-    try:
-        for name in names:
-            tally.add([name.split(", ")[-1]], faults(name, pools), ALL[name], f"'{name}'")
-    finally:
-        pools.close()
+    tally = Tally("faults")
+    for name in names:
+        tally.add([name.split(", ")[-1]], faults(name, pools), ALL[name], f"'{name}'")
     return tally
-
-
-def run(seed: int, seconds: float) -> int:
-    """All of them, whatever the seed and the time; 0 if nothing was wrong."""
-    return search(ALL).report()
-
-
-def replay(name: str) -> int:
-    """One of them again; 0 if nothing was wrong."""
-    return search([name]).report()

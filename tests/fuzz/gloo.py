@@ -11,7 +11,7 @@ import megatron_burst as mb
 from . import attention
 from .draw import Grid, draw
 from .judge import Run
-from .tally import MOST, Tally, numbers
+from .tally import Tally
 
 BLOCK = 25  # cases that share their processes
 WORLDS = (2, 4, 3, 2, 4, 6, 8)
@@ -56,42 +56,6 @@ def search(cases: Iterable[int], pools: Callable[[int], Workers]) -> Tally:
             if len({str(messages) for _, messages in answers}) > 1:
                 found.append(f"ranks are told different things: {answers}")
         tally.add([f"ranks {size}", *attention.kinds(case)], found, case, number)
-        if len(tally.failures) == MOST:
+        if tally.full:
             break
     return tally
-
-
-class Pools:
-    """`pools(n)`: n processes, the same ones as long as they live and n stays."""
-
-    def __init__(self, timeout: int = 60):
-        self.timeout, self.pool = timeout, None
-
-    def __call__(self, size: int) -> Workers:
-        if self.pool is None or not self.pool.alive or self.pool.world != size:
-            self.close()
-            self.pool = Workers(size, timeout=self.timeout)
-        return self.pool
-
-    def close(self):
-        if self.pool is not None:
-            self.pool.close()
-
-
-def run(seed: int, seconds: float) -> int:
-    """Search that long; 0 if nothing was wrong."""
-    return _report(numbers(seed, seconds, "gloo"))
-
-
-def replay(number: str) -> int:
-    """One case again; 0 if nothing was wrong."""
-    return _report([int(number)])
-
-
-def _report(cases: Iterable[int]) -> int:
-    pools = Pools()
-    try:
-        tally = search(cases, pools)
-    finally:
-        pools.close()
-    return tally.report()

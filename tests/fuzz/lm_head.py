@@ -1,34 +1,26 @@
 """Random calls of `linear_cross_entropy`, in one process and on gloo ranks, by seed.
 
-`python -m tests.fuzz lm_head --seed 1 --seconds 600`, or `python -m tests.fuzz.lm_head`. A case is
-its number: everything about it is drawn from that, on every rank alike. The truth is
-`head_oracle`'s: dense, in float64, written by hand. float64 must agree to 1e-10; lower precision
-is bounded by the error of torch's own operators in the same dtype, and by rounding.
+`python -m tests.fuzz lm_head --seed 1 --seconds 600`. A case is its number: everything about it is
+drawn from that, on every rank alike. The truth is `head_oracle`'s: dense, in float64, written by
+hand. float64 must agree to 1e-10; lower precision is bounded by the error of torch's own operators
+in the same dtype, and by rounding.
 
 Shape letters: n tokens, d width, v vocabulary rows of all ranks.
 """
 
-import argparse
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "helpers")
-)  # the oracle and the ranks of the tests
 
 import head_oracle as oracle
+import torch
+import torch.distributed as dist
 from workers import WorkerError, Workers
 
 import megatron_burst as mb
 
 from .head_cases import Case, Problem, draw, laid_out, sums_dtype
-from .tally import MOST, Tally, attempt, numbers
+from .tally import Tally, attempt
 
 EXACT = 1e-10
 
@@ -215,48 +207,6 @@ def search(cases: Iterable[int], pools: Callable[[int], Workers]) -> Tally:
                 answers = [[str(error)]]
             found = [f"rank {i}: {fault}" for i, some in enumerate(answers) for fault in some]
         tally.add(case.kinds, found, case, number)
-        if len(tally.failures) == MOST:
+        if tally.full:
             break
     return tally
-
-
-def run(seed: int, seconds: float) -> int:
-    """Search that long; 0 if nothing was wrong."""
-    return _report(numbers(seed, seconds, "lm_head"))
-
-
-def replay(number: str) -> int:
-    """One case again; 0 if nothing was wrong."""
-    return _report([int(number)])
-
-
-def _report(cases: Iterable[int]) -> int:
-    pools: list[Workers] = []
-
-    def get(world: int) -> Workers:
-        if not (pools and pools[0].alive and pools[0].world == world):
-            while pools:
-                pools.pop().close()
-            pools.append(Workers(world))
-        return pools[0]
-
-    try:
-        tally = search(cases, get)
-    finally:
-        while pools:
-            pools.pop().close()
-    return tally.report()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.lm_head", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--replay", metavar="CASE", help="only this case")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    return replay(given.replay) if given.replay else run(given.seed, given.seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

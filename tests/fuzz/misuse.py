@@ -7,6 +7,8 @@ A TypeError is right where the signature is wrong, and for a mask's truth value 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from workers import Workers
+
 from .tally import Tally
 from .wrong_calls import CALLS
 from .wrong_parts import GROUPS, LAYOUTS, MASKS, OTHERS
@@ -36,19 +38,9 @@ def faults(name: str) -> list[str]:
     return ["nothing was said"]
 
 
-def search(names: Iterable[str]) -> Tally:
+def search(names: Iterable[str], _: Callable[[int], Workers] | None = None) -> Tally:
     """Try these misuses."""
     tally = Tally("misuse")
     for name in names:
         tally.add([name.split(":")[0]], faults(name), ALL[name].words, f"'{name}'")
     return tally
-
-
-def run(seed: int, seconds: float) -> int:
-    """All of them, whatever the seed and the time; 0 if all are told well."""
-    return search(ALL).report()
-
-
-def replay(name: str) -> int:
-    """One of them again; 0 if it is told well."""
-    return search([name]).report()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from workers import Workers
 
 MOST = 3  # failures until the search ends
 APART = 1_000_000  # cases of one seed
@@ -33,10 +34,10 @@ class Tally:
                 f"  again: python -m tests.fuzz {self.what} --replay {number}"
             )
 
-    def report(self) -> int:
-        """Print it; 0 if nothing failed, as a command ends."""
-        print(self)
-        return int(bool(self.failures))
+    @property
+    def full(self) -> bool:
+        """Have too many failed to go on?"""
+        return len(self.failures) >= MOST
 
     def __str__(self):
         many = self.kinds.most_common()
@@ -51,6 +52,23 @@ def attempt(check: Callable[[], list[str]]) -> list[str]:
         return check()
     except Exception:
         return [traceback.format_exc()]
+
+
+class Pools:
+    """`pools(n)`: n processes, the same ones as long as they live and n stays."""
+
+    def __init__(self):
+        self.pool = None
+
+    def __call__(self, size: int) -> Workers:
+        if self.pool is None or not self.pool.alive or self.pool.world != size:
+            self.close()
+            self.pool = Workers(size)
+        return self.pool
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.close()
 
 
 def numbers(seed: int, seconds: float, what: str) -> Iterator[int]:

@@ -233,7 +233,7 @@ def python_command(words, monkeypatch):
         if importlib.util.find_spec(words[1]) is None:
             raise ValueError(f"there is no module {words[1]}")
         if words[1] == "benchmarks.cluster" and words[2:]:  # else only the program is named
-            importlib.import_module("benchmarks.cluster.__main__")._parser().parse_args(words[2:])
+            importlib.import_module("benchmarks.cluster.__main__").parser().parse_args(words[2:])
     elif words[0] == "examples/pretrain_gpt.py":
         monkeypatch.setenv("WORLD_SIZE", "4")
         data = ["--vocab-size", "64"]  # what the file beside the data says

@@ -52,7 +52,7 @@ def test_a_message_of_more_than_4_gib():
     bytes_ = rows * (2 * width + 4 * 32)
     memory = far(torch.zeros(8, 1, dtype=torch.uint8), 0)  # 7 GiB, of which nothing is touched
     buffer = memory.as_strided((7 * APART,), (1,))
-    message = packing.carve(buffer, shapes)
+    message = packing.carve(buffer, packing.cut(shapes))
     assert message.flat.numel() == bytes_ + packing.ENVELOPE > 1 << 32
     large, small = message.tensors
     large[-1, -1], small[0, 0], small[-1, -1] = 1.0, 2.0, 3.0

@@ -126,16 +126,14 @@ def test_every_document_once_and_no_rank_too_full(seed):
             assert max(group.tokens for group in groups) <= 4096
 
 
-def test_a_tiny_forecast_writes_its_page(tmp_path):
+def test_a_tiny_forecast_prints_its_tables(tmp_path, capsys):
     words = "--ranks 8 --seeds 1 --tokens 256 --moves 20 --scaling-seeds 0 "
-    words += "--methods flat dynamic flexsp balanced"
-    known = tmp_path / "packed.json"
-    where = ["--out", str(tmp_path), "--known", str(known)]
-    assert main([*words.split(), *where]) == 0
-    text = (tmp_path / "performance.md").read_text()
+    words += f"--methods flat dynamic flexsp balanced --out {tmp_path}"
+    assert main(words.split()) == 0
+    text = capsys.readouterr().out
     assert "| layout balanced, all ranks: `auto`" in text
     assert "**8 ranks**" in text
     assert (tmp_path / "packed.png").stat().st_size > 1000
-    before = known.read_text()
-    assert main([*words.split(), *where]) == 0  # all of it is known
-    assert known.read_text() == before
+    before = (tmp_path / "packed.json").read_text()
+    assert main(words.split()) == 0  # all of it is known
+    assert (tmp_path / "packed.json").read_text() == before

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     shown = Report(arguments.json)
     shown.add(read)
     if not arguments.quick:
-        shown.add(_tried(), "trying kernels and Megatron's hooks")
+        from . import installed, kernels, library
+
+        tried = chain(kernels.kernels(), library.library(), installed.hooks())
+        shown.add(tried, "trying kernels and Megatron's hooks")
     shown.end({"machine": here})
     return status(shown.findings)
 
@@ -103,14 +107,6 @@ def _gpu(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--gpu-report goes without {names}; call the doctor twice")
     report = importlib.import_module("megatron_burst.tools.gpu_report")
     return report.run(arguments.gpu_report, arguments.device or "cuda", arguments.quick)
-
-
-def _tried() -> Iterator[Finding]:
-    from . import installed, kernels, library
-
-    yield from kernels.kernels()
-    yield from library.library()
-    yield from installed.hooks()
 
 
 def _read(

@@ -8,22 +8,12 @@ and their number follows from the ratio.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...autotune.measure import (
-    FIRST,
-    FLAT,
-    SMALL,
-    Peers,
-    exchange_seconds,
-    long_enough,
-    peers,
-    rate_of,
-    seconds,
-    settle,
-    starter,
-)  # fmt: skip
+from ...autotune import measure
+from ...autotune.measure import FIRST, FLAT, SMALL
+from ...comm.transport import Pending
 from ..advise.shapes.models import Model
 from .kernels import CHUNKS, tile
 from .ranks import Figures, Measured, Ranks, repeated
@@ -146,7 +136,7 @@ def _all_to_all(
     begin = max(0.0, empty.value - many * latency.value)
     size = max(SMALL, min(LARGEST[ranks.device.type], round(rate * LONG / many)))
     took = repeated(_rounds(ranks, pairs, size), f"all-to-all of {who}, {size} bytes to each")
-    carried = rate_of(many * size, took.value, many * latency.value + begin)
+    carried = measure.rate_of(many * size, took.value, many * latency.value + begin)
     return took._replace(value=carried / rate), empty._replace(value=begin)
 
 
@@ -156,14 +146,16 @@ def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measured, int]:
     small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
     latency = small._replace(value=small.value / CHAIN)
     largest = LARGEST[ranks.device.type]
-    size, _ = long_enough(lambda n: ranks.each(_exchange(ranks, pairs, n)[1]), LONG, largest)
+    size, _ = measure.long_enough(
+        lambda n: ranks.each(_exchange(ranks, pairs, n)[1]), LONG, largest
+    )
     return latency, size
 
 
 def _rate(ranks: Ranks, what: str, pairs: Pairs, size: int, latency: Measured) -> Measured:
     """Bytes per second that each rank which takes part sends, and receives."""
     took = repeated(_rounds(ranks, pairs, size), f"{what}, {size} bytes a message")
-    return took._replace(value=rate_of(size, took.value, latency.value))
+    return took._replace(value=measure.rate_of(size, took.value, latency.value))
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
@@ -177,8 +169,12 @@ def _exchange(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> tuple[fl
     rests."""
     if not pairs:
         return 0.0, 0.0
-    route = Peers(ranks.groups.ring, FLAT, tuple(pairs))
-    return exchange_seconds(starter(route, size, ranks.device), ranks.device, times)
+    return measure.exchange_seconds(_starter(ranks, pairs, size), ranks.device, times)
+
+
+def _starter(ranks: Ranks, pairs: Pairs, size: int) -> Callable[[], Pending]:
+    route = measure.Peers(ranks.groups.ring, FLAT, tuple(pairs))
+    return measure.starter(route, size, ranks.device)
 
 
 def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pairs:
@@ -186,7 +182,7 @@ def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pai
     `members` (default: all of a node)."""
     if members is not None and ranks.local not in members:
         return []
-    route = peers(ranks.groups, link)
+    route = measure.peers(ranks.groups, link)
     return [] if route is None else route.pairs
 
 
@@ -196,7 +192,7 @@ def slowdown(ranks: Ranks, model: Model, carried: Carried) -> Measured:
     _, pairs, rate = carried
     rows = CHUNKS[ranks.device.type][-2]
     calls = tile(ranks, model, rows)
-    once = max(ranks.each(seconds(calls.forward, ranks.device)))
+    once = max(ranks.each(measure.seconds(calls.forward, ranks.device)))
     most = LARGEST[ranks.device.type]
     # Long enough that clocks and the start do not show, short enough for one message.
     times = max(1, min(100, round(most / rate / LONGER / once)))
@@ -206,17 +202,17 @@ def slowdown(ranks: Ranks, model: Model, carried: Carried) -> Measured:
         for _ in range(times):
             calls.forward()
 
-    start = starter(Peers(ranks.groups.ring, FLAT, tuple(pairs)), size, ranks.device)
+    start = _starter(ranks, pairs, size)
 
     def beside() -> float:
         pending = []
-        took = seconds(compute, ranks.device, before=lambda: pending.append(start()))
+        took = measure.seconds(compute, ranks.device, before=lambda: pending.append(start()))
         pending[0].wait()
-        settle(ranks.device)
+        measure.settle(ranks.device)
         return took
 
     with_traffic = repeated(ranks.rounds(beside), "")
-    alone = repeated(ranks.rounds(lambda: seconds(compute, ranks.device)), "")
+    alone = repeated(ranks.rounds(lambda: measure.seconds(compute, ranks.device)), "")
     how = (
         f"{times} forwards of {rows} rows beside a message of {size} bytes, over the same alone; "
         f"either varies by {max(with_traffic.spread or 0, alone.spread or 0):.1%}"

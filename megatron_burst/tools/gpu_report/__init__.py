@@ -10,8 +10,9 @@ versions, and the doctor's findings. `--device cpu` is a dry run, and the file s
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -45,13 +46,15 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     if not writes:
         list(measuring)
         return 0  # whatever the findings: torchrun would end rank 0, which reports them
-    sections = [
+    sections: list[tuple[str, Iterable[Finding]]] = [
         ("", _device(facts)),
         ("measuring overlap", measuring),
         ("comparing kernels with float64", accuracy.kernels(device, facts["accuracy"])),
         ("timing kernels", times.kernels(device, facts["times"])),
-        *([] if quick else [("trying what is installed", _installation())]),
     ]
+    if not quick:
+        tried = chain(installed.versions(), library.library(), installed.hooks())
+        sections.append(("trying what is installed", tried))
     for doing, section in sections:
         shown.add(section, doing)
         _write(path, facts, shown)  # whatever ends this process next
@@ -123,9 +126,3 @@ def _device(facts: document.Facts) -> Iterator[Finding]:
         yield note("device", document.DRY)
     for gpu in dict.fromkeys(facts["gpus"]):
         yield ok("device", f"{facts['gpus'].count(gpu)} x {gpu}")
-
-
-def _installation() -> Iterator[Finding]:
-    yield from installed.versions()
-    yield from library.library()
-    yield from installed.hooks()

@@ -85,9 +85,10 @@ def draw(scene: ScheduleScene) -> Figure:
     texts = [(title(scene), 13), (subtitle(scene), 9.5), *((line, 9) for line in words)]
     wide = max([left + STEP * count, NARROWEST, *(inches(*text) for text in texts)])
     step = min((wide - left) / count, WIDEST_STEP)
-    entries = _in_lines(_entries(scene, bool(missing)), wide)
+    entries = _placed(_entries(scene, bool(missing)), wide)
+    lines = LINE * (entries[-1][2] + 1)
     foot = 0.31 + 0.19 * len(words)
-    below = foot + LINE * len(entries) + 0.17
+    below = foot + lines + 0.17
     height = 1.12 + UNIT * depth + below
     figure = headed(wide + 0.6, height, title(scene), subtitle(scene), words)
     axes = box(figure, left, below, step * count + 0.1, UNIT * depth)
@@ -102,7 +103,9 @@ def draw(scene: ScheduleScene) -> Figure:
         _hop(axes, scene, hop, y, step, made=hop not in missing)
     if only is not None:
         _released(axes, scene, only, depth - LANE)
-    _legend(box(figure, 0.3, foot, wide, LINE * len(entries)), entries, wide)
+    legend = box(figure, 0.3, foot, wide, lines)
+    legend.set(xlim=(0, wide), ylim=(lines, 0))
+    _legend(legend, entries)
     return figure
 
 
@@ -248,10 +251,6 @@ class _Entry(NamedTuple):
     sign: Callable[[Axes, float, float], object]
     text: str
 
-    @property
-    def width(self) -> float:
-        return SIGN + inches(self.text, 8) + SPACE
-
 
 def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
     """What boxes and arrows stand for. missing: are hops that are left out drawn?"""
@@ -291,25 +290,22 @@ def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
     return entries
 
 
-def _in_lines(entries: Sequence[_Entry], wide: float) -> list[list[_Entry]]:
-    """The entries in lines of at most so many inches."""
-    rows: list[list[_Entry]] = [[]]
+def _placed(entries: Sequence[_Entry], wide: float) -> list[tuple[_Entry, float, int]]:
+    """Each entry, where it begins, and in which line; lines are at most so many inches wide."""
+    placed, x, line = [], 0.0, 0
     for entry in entries:
-        if rows[-1] and sum(e.width for e in rows[-1]) + entry.width - SPACE > wide:
-            rows.append([])
-        rows[-1].append(entry)
-    return rows
+        width = SIGN + inches(entry.text, 8)
+        if x and x + width > wide:
+            x, line = 0.0, line + 1
+        placed.append((entry, x, line))
+        x += width + SPACE
+    return placed
 
 
-def _legend(axes: Axes, rows: Sequence[Sequence[_Entry]], wide: float) -> None:
-    """Draw the legend into axes of so many inches."""
-    axes.set_xlim(0, wide)
-    axes.set_ylim(LINE * len(rows), 0)
+def _legend(axes: Axes, placed: Sequence[tuple[_Entry, float, int]]) -> None:
+    """Draw the legend into axes whose unit is an inch."""
     axes.set_axis_off()
-    for i, row in enumerate(rows):
-        x = 0.0
-        for entry in row:
-            entry.sign(axes, x, LINE * i)
-            axes.text(x + SIGN, LINE * i + 0.1, entry.text, fontsize=8, color=GREY,
-                      va="center_baseline")  # fmt: skip
-            x += entry.width
+    for entry, x, line in placed:
+        entry.sign(axes, x, LINE * line)
+        axes.text(x + SIGN, LINE * line + 0.1, entry.text, fontsize=8, color=GREY,
+                  va="center_baseline")  # fmt: skip

@@ -85,7 +85,7 @@ def _largest_store(model: models.Model, cluster: clusters.Cluster, run: Settings
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The table of the page."""
+    """The table."""
     cells = []
     for row in rows:
         last = row["way"] == list(WAYS)[-1]
@@ -108,17 +108,3 @@ def picture(path: Path) -> None:
     cluster = clusters.Cluster(clusters.GPUS["h100"], 8, 8, host_memory=int(0.8 * HOST))
     run = replace(CHUNKED, seq=5 * 2**20, tp=4, cp=2)
     drawn.draw(account(models.named(MODEL), run), cluster, path)
-
-
-NOTES = """**This is an account, not a measurement on a GPU**: bytes of tensors, added up in the
-order in which the code makes and drops them. Assumed: 79.1 GiB per GPU of which 4 GiB are not for
-tensors (CUDA, NCCL, what the allocator cannot use), 80 % of 2 TB of host memory per node,
-Transformer Engine's layers, sequence parallelism within tensor-parallel groups,
-`--use-distributed-optimizer`, fused LM head. 32 row chunks of the attention half, 64 tiles of the
-MLP half, all layer inputs on the host, attention results recomputed (store 0). *Store that fits at
-0.9*: the largest part of attention's results that could be kept at 90 % of that length, which saves
-attention's recompute. *Optimizer on the host* is Megatron's `--optimizer-cpu-offload`. Minutes per
-step are those of one sequence, predicted as `megatron-burst advise` does from published rates: of
-products, attention, its rings, and copies to the host as far as computing does not hide them.
-FPDT's models and GPUs are its own (a 8B model on A100-80G), ALST's and UPipe's figures their
-papers'."""

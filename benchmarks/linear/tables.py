@@ -1,0 +1,152 @@
+"""What the records say: tables and the picture. Nothing here runs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cluster.mail import LINKS, PASSES
+from benchmarks.cluster.record import MIB, Record
+from benchmarks.cluster.table import extra_bytes, totals
+from benchmarks.report import Ratio, markdown, spread
+
+from .settings import ALGORITHMS, ALL_TO_ALL, ATTENTIONS, CONVOLUTION, GATHER, Setting
+
+COLUMNS = (ALL_TO_ALL, GATHER, *ALGORITHMS)
+TOKENS = [1024 * 2**i for i in range(7)]
+LOOKS = {
+    ALL_TO_ALL: ("#626d7d", "-"), GATHER: ("#c9a45c", "-"), "ring": ("#b9bec6", "--"),
+    "all_gather": ("#76b900", "--"), "two_level": ("#4a7fb5", "--"), "scan": ("#c8452e", "-"),
+}  # fmt: skip
+
+
+def cluster(records: Sequence[Record]) -> str:
+    """States on the emulated cluster: seconds, bytes and what `auto` takes."""
+    over = [auto_over_best(record).middle for record in records]
+    chosen = [
+        f"- {setting_of(r).words}: "
+        + ", ".join(f"{x['name']}: {x['says']}" for x in r["rivals"] if x["name"] in ALGORITHMS[2:])
+        for r in records
+    ]
+    return "\n\n".join([
+        f"`auto` over the fastest of our algorithms: {min(over):.3f} to {max(over):.3f}.",
+        "Seconds of forward and backward, medians; ratios are of runs of the same round: median "
+        "(smallest to largest).",
+        _times(records),
+        "MiB that a rank sends on average in both passes, within its node + between nodes.",
+        _bytes(records), "What runs, and what `auto` takes at the rates measured:",
+        "\n".join(chosen),
+    ])  # fmt: skip
+
+
+def setting_of(record: Record) -> Setting:
+    return Setting(**record["setting"])
+
+
+def ratio(times: dict[str, list[float]], above: str, below: str) -> Ratio | None:
+    """Of what took place in the same round; None where one of them did not run."""
+    if above not in times or below not in times:
+        return None
+    return Ratio.of(times[above], times[below])
+
+
+def auto_over_best(record: Record) -> Ratio:
+    """The time of "auto" over that of the fastest of our algorithms, round by round."""
+    times = totals(record)
+    fixed = [name for name in ALGORITHMS if name != "auto" and name in times]
+    return Ratio.of(times["auto"], times[min(fixed, key=lambda name: median(times[name]))])
+
+
+def _times(records: Sequence[Record]) -> str:
+    found = []
+    for record in records:
+        times, setting = totals(record), setting_of(record)
+        found.append([
+            f"{setting.form}, {setting.layout}", f"{setting.heads} of {setting.width}",
+            *(f"{median(times[n]):.3f}" if n in times else "-" for n in (*COLUMNS, CONVOLUTION)),
+            str(ratio(times, "auto", ALL_TO_ALL) or "-"), str(ratio(times, GATHER, "scan") or "-"),
+        ])  # fmt: skip
+    heads = ["", "heads", "all-to-all", "torch gather", *ALGORITHMS, "convolution",
+             "auto / all-to-all", "gather / scan"]  # fmt: skip
+    return markdown(heads, found)
+
+
+def _bytes(records: Sequence[Record]) -> str:
+    found = []
+    for record in records:
+        sent = {rival["name"]: rival["bytes"] for rival in record["rivals"]}
+        size = record["grid"][0] * record["grid"][1]
+        mean = {
+            name: " + ".join(f"{each[link]['formula'] / size / MIB:.2f}" for link in LINKS)
+            for name, each in sent.items()
+        }
+        extra = max(max(extra_bytes(sent[n]).values(), default=0) for n in COLUMNS[:4] if n in sent)
+        found.append([setting_of(record).words, *(mean.get(n, "-") for n in COLUMNS),
+                      f"{extra:.1f} %"])  # fmt: skip
+    return markdown(["", "all-to-all", "torch gather", *ALGORITHMS, "headers, at most"], found)
+
+
+def hybrid(records: Sequence[Record]) -> str:
+    """The attention of a hybrid stack: seconds, what is exposed, bytes."""
+    found = []
+    for record in records:
+        times = totals(record)
+        for rival in record["rivals"]:
+            mine, busiest = times[rival["name"]], rival["busiest"]
+            sent = [sum(busiest[p][link] for p in PASSES) / MIB for link in LINKS]
+            found.append([
+                record["regime"], rival["name"], spread(mine), f"{rival['compute']:.2f}",
+                f"{median(mine) - rival['compute']:.2f}",
+                str(ratio(times, ATTENTIONS[0].name, rival["name"])),
+                f"{sent[0]:.0f} + {sent[1]:.0f}", rival["says"] or "-",
+            ])  # fmt: skip
+    heads = ["compute", "attention", "seconds", "of it compute", "exposed", "gain over LASP-2H",
+             "MiB within + between", "chosen"]  # fmt: skip
+    return markdown(heads, found)
+
+
+# --- the picture -----------------------------------------------------------------------------
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Seconds of a layer's communication by tokens per rank: large states, one panel per form,
+    contiguous; points are measured, lines are by bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [r for r in records if any(rival["name"] == ALL_TO_ALL for rival in r["rivals"])]
+    shown = [r for r in shown if r["setting"]["layout"] == "contiguous"] or shown
+    if not shown:
+        return
+    figure, axes = pyplot.subplots(
+        1, len(shown), figsize=(4.2 * len(shown) + 1.4, 3.8), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, record in zip(axes[0], shown, strict=True):
+        _panel(axis, record)
+    axes[0][0].set_ylabel("seconds, forward + backward")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside center right", fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, record: Record) -> None:
+    setting, times = setting_of(record), totals(record)
+    for name, (colour, style) in LOOKS.items():
+        if name not in times:
+            continue
+        seconds = median(times[name])
+        line = [
+            seconds * (tokens / setting.tokens if name == ALL_TO_ALL else 1.0) for tokens in TOKENS
+        ]
+        axis.plot(TOKENS, line, style, color=colour, linewidth=1.6, label=name)
+        axis.plot([setting.tokens], [seconds], "o", color=colour, markersize=5)
+    axis.set(xscale="log", yscale="log", xlabel="tokens per rank")
+    axis.set_xticks(TOKENS, [f"{tokens // 1024}K" for tokens in TOKENS])
+    axis.set_title(f"{setting.form} decay" if setting.form != "matrix" else "gated delta rule",
+                   fontsize=10)  # fmt: skip
+    axis.grid(True, which="major", color="#e4e4e4", linewidth=0.6)
