@@ -24,7 +24,8 @@ from megatron_burst.kernels import flash, registry
 from megatron_burst.kernels.aten import AtenKernel, stand_in
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.kernels.operators import CpuFlash, CudaCudnn, CudaFlash, Shown
+from megatron_burst.kernels.operators import CpuFlash, Shown
+from megatron_burst.kernels.operators_cuda import CudaCudnn, CudaFlash
 from megatron_burst.kernels.packages import NotInstalled
 from megatron_burst.kernels.tile_grid import tile_grid
 from megatron_burst.layout import Span
