@@ -20,7 +20,13 @@ from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster, gpu
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.tools.advise.forecast.attention_time import AttentionTime, Rings, attention_time
+from megatron_burst.tools.advise.forecast.attention_time import (
+    AttentionTime,
+    RingsOf,
+    attention_time,
+    made,
+    remembered,
+)
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model, named
 
@@ -100,7 +106,7 @@ def cells() -> list[Cell]:
     return found
 
 
-def predicted(cell: Cell, constants: Constants, rings: Rings | None = None) -> AttentionTime:
+def predicted(cell: Cell, constants: Constants, rings: RingsOf = made) -> AttentionTime:
     """By the released code: what `mb.simulate(..., part="attention")` does. rings: that remember
     schedules."""
     cluster = Cluster(gpu("a100"), GPUS, nics=4, nic_rate=25 * GB, rates=constants.rates)
@@ -111,7 +117,7 @@ def fitted(some: Sequence[Cell], start: Constants = Constants(), rounds: int = 1
     """The constants that fit these cells."""
     published = np.array([cell.seconds for cell in some])
     shared = np.array([cell.exchange for cell in some])
-    has, rings = shared > 0, Rings()
+    has, rings = shared > 0, remembered()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         found = [predicted(cell, Constants(*values.tolist()), rings) for cell in some]
@@ -167,7 +173,7 @@ def leave_out(train: Callable[[Cell], bool], some: Sequence[Cell]) -> Errors:
 
 def run(fit: bool = False) -> Section:
     """The table beside its predictions, and what the same constants say of a table not fitted."""
-    some, rings = cells(), Rings()
+    some, rings = cells(), remembered()
     constants = fitted(some) if fit else Constants()
     found = [predicted(cell, constants, rings) for cell in some]
     points = [

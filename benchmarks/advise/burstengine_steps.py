@@ -27,7 +27,13 @@ from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster
 from megatron_burst.autotune.gpus import GPUS
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.tools.advise.forecast.attention_time import AttentionTime, Rings, attention_time
+from megatron_burst.tools.advise.forecast.attention_time import (
+    AttentionTime,
+    RingsOf,
+    attention_time,
+    made,
+    remembered,
+)
 from megatron_burst.tools.advise.forecast.layer_time import visible
 from megatron_burst.tools.advise.forecast.step_time import StepTime, model_operations, step_time
 from megatron_burst.tools.advise.settings import Settings
@@ -107,17 +113,17 @@ def cluster(gpus: int, constants: Constants) -> Cluster:
     return Cluster(gpu, gpus, rates=rates)
 
 
-def predicted(row: Row, constants: Constants = Constants(), rings: Rings | None = None) -> StepTime:
+def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = made) -> StepTime:
     """By the released code. rings: where schedules are remembered."""
     attention = partial(attention_time, rings=rings)
     return step_time(MODEL, cluster(row.gpus, constants), row.run, attention=attention)
 
 
 def fitted(
-    rows: Sequence[Row], start: Constants = Constants(), rings: Rings | None = None
+    rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
     """The constants that fit these rows."""
-    there, rings = np.array([row.seconds for row in rows]), rings or Rings()
+    there, rings = np.array([row.seconds for row in rows]), rings or remembered()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())
@@ -128,7 +134,7 @@ def fitted(
 
 def leave_one_out(rows: Sequence[Row]) -> list[Point]:
     """Each row by the constants that fit the others."""
-    found, rings = [], Rings()
+    found, rings = [], remembered()
     for index, row in enumerate(rows):
         constants = fitted([*rows[:index], *rows[index + 1 :]], rings=rings)
         found.append(Point(row.label, row.seconds, predicted(row, constants, rings).seconds))

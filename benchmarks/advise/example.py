@@ -9,7 +9,7 @@ from pathlib import Path
 
 SHOWN = "--model llama3-8b --gpus 64 --gpu h100 --seq 1M --top 3"
 DRAWN = "--model llama3-70b --gpus 256 --gpu h100 --seq 128K --pp 4 --vpp 2 --top 1"
-MEMORY = "memory of the first"  # begins what is left out, up to what follows
+MEMORY = "memory of row 1"  # begins what is left out, up to what follows
 FASTER, FLAGS = "What would make it faster", "Flags:"
 PICTURE = "advise-step.png"
 

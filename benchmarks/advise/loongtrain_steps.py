@@ -25,7 +25,12 @@ from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster
 from megatron_burst.autotune.gpus import GPUS
-from megatron_burst.tools.advise.forecast.attention_time import Rings, attention_time
+from megatron_burst.tools.advise.forecast.attention_time import (
+    RingsOf,
+    attention_time,
+    made,
+    remembered,
+)
 from megatron_burst.tools.advise.forecast.step_time import StepTime, step_time
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
@@ -93,17 +98,17 @@ def cluster(constants: Constants) -> Cluster:
     return Cluster(gpu, RANKS, nics=4, nic_rate=25 * GB, rates=rates)
 
 
-def predicted(row: Row, constants: Constants = Constants(), rings: Rings | None = None) -> StepTime:
+def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = made) -> StepTime:
     """By the released code. rings: where schedules are remembered."""
     attention = partial(attention_time, rings=rings)
     return step_time(row.model, cluster(constants), row.run, attention=attention)
 
 
 def fitted(
-    rows: Sequence[Row], start: Constants = Constants(), rings: Rings | None = None
+    rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
     """The constants that fit these rows."""
-    there, rings = np.array([row.published for row in rows]), rings or Rings()
+    there, rings = np.array([row.published for row in rows]), rings or remembered()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())

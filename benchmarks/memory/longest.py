@@ -96,7 +96,7 @@ def text(rows: list[dict[str, Any]]) -> str:
             *((row["fpdt"], row["alst"] or "-", row["upipe"] or "-") if last else ("", "", "")),
         ])  # fmt: skip
     heads = ["H100-80G", "settings", "longest", "TP x CP", "gradients", "store that fits at 0.9",
-             "what binds", "GB per GPU", "TB of host per node", "minutes per step", "FPDT",
+             "limited by", "GB per GPU", "TB of host per node", "minutes per step", "FPDT",
              "ALST", "UPipe"]  # fmt: skip
     return markdown(heads, cells)
 

@@ -46,12 +46,14 @@ class Map(NamedTuple):
 
 
 def carry(transition: torch.Tensor | None, state: torch.Tensor | None) -> torch.Tensor | None:
-    """A S, with or without p."""
+    """A S, with or without p. What is zero in S stays so, also where A has grown beyond all
+    numbers: token by token it would never have met them."""
     if transition is None or state is None:
         return state
     if transition.dim() == state.dim():
-        return transition @ state
-    return transition[(...,) + (None,) * (state.dim() - transition.dim())] * state
+        return (transition @ state).masked_fill((state == 0).all(-2, keepdim=True), 0)
+    factor = transition[(...,) + (None,) * (state.dim() - transition.dim())]
+    return (factor * state).masked_fill((state == 0) & factor.isinf(), 0)
 
 
 def turned(transition: torch.Tensor | None, states: int) -> torch.Tensor | None:

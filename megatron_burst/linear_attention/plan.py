@@ -100,7 +100,8 @@ class LinearPlan:
             f"layout {self.layout.describe()}",
         ]
         if self.local is not None:
-            line += [f"form {self.local.form.name}", f"kernel {self.local.kernel}"]
+            why = f" ({self.local.why})" if self.local.why else ""
+            line += [f"form {self.local.form.name}", f"kernel {self.local.kernel}{why}"]
         if self.states is not None:
             heads, rows, columns = self.states.sizes
             line += [f"states {heads} x {rows} x {columns} in {self.blocks} blocks"]

@@ -47,16 +47,40 @@ def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{name} must have one of the dtypes {DTYPES}, got {tensor.dtype}")
     shape = tuple(tensor.shape)
-    for sizes in shapes.values():
-        if len(sizes) == len(shape) and all(
-            size > 0 if wanted is None else size == wanted
-            for size, wanted in zip(shape, sizes, strict=True)
-        ):
-            return
+    if any(_fits(shape, sizes) for sizes in shapes.values()):
+        return
     wanted = " or ".join(
         str([("any" if size is None else size) for size in sizes]) for sizes in shapes.values()
     )
-    raise ValueError(f"{name} must be {words}, here {wanted}, got {list(shape)}")
+    swapped = (shape[1], shape[0], *shape[2:]) if len(shape) > 1 else shape
+    fits = shape != swapped and any(_fits(swapped, sizes) for sizes in shapes.values())
+    raise ValueError(
+        f"{name} must be {words}, here {wanted}, got {list(shape)}" + ROWS_FIRST * fits
+    )
+
+
+ROWS_FIRST = "; rows come first, then the batch: transpose(0, 1) where the batch is first"
+
+
+def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
+    """Has a tensor of this shape these sizes, None for any but 0?"""
+    return len(sizes) == len(shape) and all(
+        size > 0 if wanted is None else size == wanted
+        for size, wanted in zip(shape, sizes, strict=True)
+    )
+
+
+def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
+    """`sequence_of` the rows of x [s, b, ...]; an error says where the batch may be first."""
+    layout, bounds = options.layout, options.cu_seqlens
+    try:
+        return sequence_of(groups, layout, x.shape[0] * groups.size, bounds)
+    except ValueError as error:
+        try:
+            sequence_of(groups, layout, x.shape[1] * groups.size, bounds)
+        except ValueError:
+            raise error from None
+        raise ValueError(f"{error}{ROWS_FIRST}") from None
 
 
 def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
@@ -150,10 +174,12 @@ Tensors = dict[str, Any]  # name -> tensor or None
 
 
 class LocalWork(NamedTuple):
-    """What a rank computes of its rows: form, kernel and scale of linear attention."""
+    """What a rank computes of its rows: form, kernel (and why not a faster one) and scale of linear
+    attention."""
 
     form: Form
     kernel: str
+    why: str
     scale: float
 
 
@@ -218,12 +244,12 @@ def of_attention(
     if scale is not None and not _is_finite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     factor = width**-0.5 if scale is None else float(scale)
-    sequence = sequence_of(groups, options.layout, rows * groups.size, options.cu_seqlens)
+    sequence = sequence_of_rows(groups, q, options)
     inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
-    kernel = registry.make(kernel, taken_form, inputs).name
+    kernel, why = registry.choose(kernel, taken_form, inputs)
     kind = "matrix" if taken_form.delta else taken_form.decay
     states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
-    local = LocalWork(taken_form, kernel, factor)
+    local = LocalWork(taken_form, kernel, why, factor)
     more: Facts = {"form": taken_form.name, "kernel": kernel, "scale": factor}
     return _request(
         groups, sequence, {**tensors, "initial_state": initial}, states, local, options, more, final
@@ -257,12 +283,12 @@ def of_states(
     return _request(groups, sequence, tensors, states, None, options, {}, final)
 
 
-def of_rows(groups: Groups, x: Any, width: int, options: Options) -> ChainRequest:
-    """The request of `mb.short_convolution`."""
+def of_rows(groups: Groups, x: Any, more: Facts, options: Options) -> ChainRequest:
+    """The request of `mb.short_convolution`. more: what else all ranks must agree on."""
     check_tensor("x", x, {"s, b, c": (None,) * 3})
     check_device(groups, "x", x)
-    sequence = sequence_of(groups, options.layout, x.shape[0] * groups.size, options.cu_seqlens)
-    return _request(groups, sequence, {"x": x}, None, None, options, {"width": width}, False)
+    sequence = sequence_of_rows(groups, x, options)
+    return _request(groups, sequence, {"x": x}, None, None, options, more, False)
 
 
 def spread(decay: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor | None:

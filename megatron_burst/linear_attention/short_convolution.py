@@ -48,16 +48,18 @@ def short_convolution(
     groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
     (default "zigzag") or one that `mb.layout.make` made, but striped. plan: made by
     `mb.prepare_linear` for the same rows, in place of these; without one the call is a collective
-    of the host too, which compares x and width. With one, ranks whose x or width differ are out of
-    step. label: as of `mb.attention`. Raises ValueError for what cannot be served, RuntimeError
-    naming the exchange if a peer died or is out of step.
+    of the host too, which compares x, width, activation and whether there is a bias. With one,
+    ranks in which these differ are out of step. label: as of `mb.attention`. Raises ValueError for
+    what cannot be served, RuntimeError naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.short_convolution")
     if plan is None:
         options = Options.of(layout, cu_seqlens)
 
         def request(group: Groups, tensors: dict[str, Any]) -> ChainRequest:
-            checked = of_rows(group, tensors["x"], _width(weight), options)
+            check_tensor("weight", weight, {"c, width": (None, None)})
+            more = {"width": weight.shape[1], "bias": bias is not None, "activation": activation}
+            checked = of_rows(group, tensors["x"], more, options)
             _check_weights(tensors["x"], weight, bias, activation)
             return checked
 
@@ -76,7 +78,7 @@ def short_convolution(
     windows = [one.window(width) for one in plans]
     before = [None] * len(plans)
     if width > 1:
-        kind = width, tuple(shards[0].shape[1:]), str(shards[0].dtype)
+        kind = width, bias is not None, activation, tuple(shards[0].shape[1:]), str(shards[0].dtype)
         before = _rows_before(plan, plans, shards, windows, (kind, label))
     every = zip(shards, before, windows, strict=True)
     outs = [_convolved(*each, weight, bias, activation) for each in every]
@@ -116,11 +118,6 @@ def _convolved(
     rows_out = torch.nn.functional.conv1d(rows.permute(1, 2, 0), kernel, shift, groups=x.shape[2])
     rows_out = rows_out.permute(2, 0, 1).index_select(0, window.ends).to(x.dtype)
     return torch.nn.functional.silu(rows_out) if activation == "silu" else rows_out
-
-
-def _width(weight: Any) -> int:
-    check_tensor("weight", weight, {"c, width": (None, None)})
-    return weight.shape[1]
 
 
 def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:

@@ -162,8 +162,8 @@ def checked(
 ) -> tuple[LossInputs, LossOptions, Facts]:
     """Labels in int64, the mask in the accumulation dtype, options as Python numbers.
 
-    The facts are those that decide which exchanges a rank takes part in. Raises ValueError with
-    all reasons.
+    The facts are those that decide which exchanges a rank takes part in, and a checksum of what the
+    ranks of a group must share. Raises ValueError with all reasons.
     """
     found = [*_kinds(inputs, sequence_parallel)]
     if not found:
@@ -184,7 +184,22 @@ def checked(
         "sequence_parallel": split.sequence_parallel,
         "options": options,
     }
+    if split.size > 1:  # the header that is gathered next waits for the device anyway
+        facts["checksum of labels"] = checksum(labels)
+        if mask is not None:
+            facts["loss_mask"] = f"given, checksum {checksum(mask)}"
     return LossInputs(hidden, weight, labels, mask, sink), options, facts
+
+
+_SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over: sums of small labels do not meet by chance
+
+
+def checksum(x: torch.Tensor) -> int:
+    """Of the bits of numbers of 4 or 8 bytes, each weighted by its place: another number, or two
+    that changed places, make another sum."""
+    bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
+    places = torch.arange(1, 2 * len(bits), 2, device=x.device)  # odd: no bit is lost
+    return int((bits * (places * _SPREAD)).sum())
 
 
 def _raise(found: list[str]) -> None:

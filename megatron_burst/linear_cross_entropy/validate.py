@@ -48,9 +48,10 @@ def linear_cross_entropy(
         forward, for the sum of loss_mask * loss. Backward accepts any gradient, but one that is
         no multiple of loss_mask costs a second computation of the logits, and a warning. None:
         ones.
-    tp_group: its ranks hold equal slices of the vocabulary, in rank order, and equal labels; the
-        call is a collective. sequence_parallel: hidden is this rank's slice of dimension 0, labels
-        are those of all tokens; the gradient of hidden is this rank's slice too.
+    tp_group: its ranks hold equal slices of the vocabulary, in rank order, and equal labels and
+        loss_mask (a checksum tells); the call is a collective. sequence_parallel: hidden is this
+        rank's slice of dimension 0, labels are those of all tokens; the gradient of hidden is this
+        rank's slice too.
     logit_scale: logits are multiplied by it; a number, as all options are. One that is learnt
         belongs into hidden: hidden * logit_scale. logit_softcap: then cap * tanh(logit / cap).
     z_loss: adds z_loss * lse ** 2. label_smoothing: as in torch's cross_entropy, over vocab_size.

@@ -8,6 +8,8 @@ import torch
 from recurrences import SHAPES
 from test_linear_forms import FORMS, assert_exact, assert_recurrence, computed, states
 
+import megatron_burst as mb
+
 
 def strong(form, rows=70):
     """Decays of -50 and 0 by turns of some rows."""
@@ -107,3 +109,28 @@ def test_other_decays_warn_of_nothing():
         for form in FORMS:
             given = recurrences.case(form, 3)
             computed(form, "torch", given, ((3,), (True,)), states(given, 1))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
+@pytest.mark.parametrize("form", DECAYING)
+def test_a_decay_that_grows_leaves_a_state_of_zero_at_zero(form, algorithm):
+    """Over 260 rows of a rank e^3.25 grows beyond float64: what is still zero there stays so, as it
+    does token by token, and so does a gradient of zero on its way back. The values begin on the
+    last rank, whose first row forgets all before it."""
+    rows, ranks = 260, 3
+    given = recurrences.case(form, rows * ranks, b=1, g=1, h=1)
+    decay, v = given.decay.clone(), given.v.clone()
+    decay[:-rows], decay[-rows], v[:-rows] = 3.25, -2000.0, 0
+    given = given._replace(decay=decay, v=v)
+    mine, true = recurrences.leaves(given), recurrences.leaves(given)
+    wanted, _ = recurrences.pieces(true, (rows * ranks,), states(given, 1) * 0, 1.0)
+    lists = {n: None if x is None else list(x.split(rows)) for n, x in mine._asdict().items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "decay has positive logarithms")
+        outs = mb.linear_attention(
+            **lists, groups=mb.Groups.in_process(intra=ranks), layout="contiguous", scale=1.0,
+            algorithm=algorithm,
+        )  # fmt: skip
+    assert_exact((torch.cat(outs),), (wanted,))
+    found = recurrences.gradients((torch.cat(outs)[-rows:],), mine)
+    assert_exact(found, recurrences.gradients((wanted[-rows:],), true))

@@ -38,6 +38,16 @@ WRONG = {
     "algorithm": ({"algorithm": "burst"}, "algorithm must be one of auto, all_gather, scan"),
     "rates": ({"rates": 3, "algorithm": "auto"}, "rates: give mb.Rates, whose intra is a number"),
     "rates beside": ({"rates": mb.Rates(1.0, 1.0), "algorithm": "ring"}, "for algorithm='auto'"),
+    "batch first": (
+        {n: two(1, 8, *end) for n, end in {"q": (1, D), "k": (1, D), "v": (H, W)}.items()},
+        r"multiple of 4, got 2; .*; rows come first, then the batch: transpose\(0, 1\)",
+    ),
+    "batch first, packed": (
+        {n: two(2, 8, *end) for n, end in {"q": (1, D), "k": (1, D), "v": (H, W)}.items()}
+        | {"cu_seqlens": [0, 16]},
+        "the documents end at 16, and the 2 ranks hold 4 positions; rows come first",
+    ),
+    "decay batch first": ({"decay": two(B, S, H)}, r"got \[2, 4, 2\]; rows come first"),
     "scale": ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),
     "layout": ({"layout": "diagonal"}, "layout must be one of balanced, contiguous"),
     "striped": ({"layout": "striped"}, "take zigzag, contiguous or balanced"),

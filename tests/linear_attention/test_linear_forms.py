@@ -5,9 +5,11 @@ import pytest
 import recurrences
 import torch
 from recurrences import SHAPES
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.memory.live import LiveTensors
 from megatron_burst.linear_attention import forms
-from megatron_burst.linear_attention.kernels import registry
+from megatron_burst.linear_attention.kernels import chunkwise, registry
 from megatron_burst.linear_attention.kernels.base import LinearInputs, RankPieces
 
 FORMS = list(SHAPES)
@@ -56,11 +58,69 @@ def assert_recurrence(form, kernel, given, cut, entering):
     assert_exact(got, recurrences.gradients((out_too, ends_too[asked]), (*true, starts_too)))
 
 
+@pytest.mark.parametrize("most", [None, 1, 2], ids=lambda most: f"segments of {most}")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_chunkwise_form_is_the_recurrence(form, cut):
+def test_the_chunkwise_form_is_the_recurrence(form, cut, most, monkeypatch):
+    """Whole, and in segments of so many chunks."""
     given = recurrences.case(form, sum(cut[0]))
+    segmented(monkeypatch, given, most)
     assert_recurrence(form, "torch", given, cut, states(given, len(cut[0])))
+
+
+def segmented(monkeypatch, given, most):
+    """Let a segment hold at most this many chunks; None: as many as it takes anyway."""
+    wide = max(given.v.itemsize, 4)
+    chunk = chunkwise.SIZE * given.v[0, ..., 0].numel() * given.k.shape[-1] * wide
+    if most is not None:
+        monkeypatch.setattr(chunkwise, "SEGMENT_BYTES", most * chunk)
+
+
+class Solves(TorchDispatchMode):
+    """Rows of triangular systems that were solved."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "triangular" in str(function):
+            self.rows += args[0].shape[:-1].numel()
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("most", [None, 1, 2])
+@pytest.mark.parametrize("form", ["delta_rule", "gated_delta_rule", "kda"])
+def test_maps_and_outputs_share_what_is_solved(form, most, monkeypatch):
+    """Each row of each head once in forward and once in backward, whoever needs it."""
+    cut = ((130, 5, 64), (True, False, True))
+    given = recurrences.leaves(recurrences.case(form, sum(cut[0])))
+    segmented(monkeypatch, given, most)
+    starts = states(given, len(cut[0])).requires_grad_()
+    once = (3 + 1 + 1) * chunkwise.SIZE * 2 * 4  # chunks, batch entries and heads
+    with Solves() as forward:
+        out, maps = computed(form, "torch", given, cut, starts)
+        total = out.sum() + sum(x.sum() for x in maps)
+    with Solves() as backward:
+        total.backward()
+    assert (forward.rows, backward.rows) == (once, once)
+
+
+@pytest.mark.parametrize("form", ["gated_delta_rule", "kda"])
+def test_backward_of_a_long_shard_holds_few_tensors_like_q(form, monkeypatch):
+    """Gradients of all tensors and one segment's work, of which there are 32: at most ten times q.
+    All chunks at once took 22 times (gated delta rule) and 46 times (KDA)."""
+    rows, width = 128 * chunkwise.SIZE, 64
+    made = recurrences.case(form, rows, b=1, g=1, h=1, d=width, w=width, dtype=torch.float32)
+    given, cut = recurrences.leaves(made), ((rows,), (True,))
+    segmented(monkeypatch, given, 4)
+    starts = states(given, 1).float().requires_grad_()
+    with LiveTensors(states=[x for x in (*given, starts) if x is not None]) as live:
+        out, maps = computed(form, "torch", given, cut, starts)
+        total = out.sum() + sum(x.sum() for x in maps if x is not None)
+        before = live.bytes["device"]
+        live.begin("backward")
+        total.backward()
+        live.begin("after")
+    assert live.peaks["backward"].bytes - before <= 10 * given.q.nbytes
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -209,10 +269,10 @@ def test_arguments_of_no_form_are_refused(decay, beta, words):
 
 def test_kernels_are_chosen_by_name():
     given, form = LinearInputs(*recurrences.case("linear", 2), 1.0), forms.FORMS["linear"]
-    assert registry.make("auto", form, given).name == "torch"
-    assert registry.make("reference", form, given).name == "reference"
+    assert registry.choose("auto", form, given)[0] == "torch"
+    assert registry.choose("reference", form, given)[0] == "reference"
     with pytest.raises(ValueError, match=r"kernel must be one of auto, torch, .*, got 'cuda'"):
-        registry.make("cuda", form, given)
+        registry.choose("cuda", form, given)
     words = "kernel fla runs on CUDA devices, got tensors on cpu; kernel='torch' takes anything"
     with pytest.raises(ValueError, match=words):
-        registry.make("fla", form, given)
+        registry.choose("fla", form, given)

@@ -85,7 +85,8 @@ def test_our_arguments_fit_every_release_of_mamba(entry):
 
 def test_the_newest_releases_are_recorded():
     for path, entries in RECORD.items():
-        assert entries[-1]["releases"][-1].startswith("main 2026"), path
+        newest = "v0.6.0" if path.startswith("fla.") else "main 2026"
+        assert entries[-1]["releases"][-1].startswith(newest), path
     assert set(RECORD) == {form.fla for form in forms.FORMS.values()} | {mamba.FUNCTION}
 
 
@@ -123,6 +124,7 @@ def chunk_function(**given):
     bounds, state = given["cu_seqlens"], given["initial_state"]
     assert given.get("head_first") is not True
     assert q.shape == k.shape
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     assert q.shape[:3] == v.shape[:3]
     if bounds is not None:
         assert q.shape[0] == 1
@@ -164,10 +166,26 @@ def chunk_scan(**given):
     return torch.stack(out, 1), s
 
 
-def fla_runs(form):
-    text = RECORD[forms.FORMS[form].fla][-1]["parameters"]
-    loaded = fla_fit(form, text)._replace(function=chunk_function)
-    return lambda given, cut: fla.run(loaded, forms.FORMS[form], given, cut)
+def fla_runs(form, release=-1):
+    """Of the stand-in, with the signature of the oldest (0) or the newest (-1) release; it takes
+    shared heads where that release does, and is called once per row."""
+    text = RECORD[forms.FORMS[form].fla][release]["parameters"]
+    shares = release == -1 and form in ("gated_delta_rule", "kda")
+
+    def function(**given):
+        assert (given["q"].shape[2] < given["v"].shape[2]) == shares
+        rows.append(given["v"].shape[0] * given["v"].shape[1])
+        return chunk_function(**given)
+
+    rows = []
+    function.__signature__ = signature(named(text))
+    loaded = fla_fit(form, text)._replace(function=function)
+
+    def run(given, cut):
+        return fla.run(loaded, forms.FORMS[form], given, cut)
+
+    run.rows = rows
+    return run
 
 
 def mamba_runs():
@@ -177,13 +195,14 @@ def mamba_runs():
 
 
 RUNS = {form: fla_runs(form) for form in FORMS} | {"mamba_ssm": mamba_runs()}
+RUNS["gated_delta_rule, early"] = fla_runs("gated_delta_rule", 0)
 
 
 @pytest.mark.parametrize("cut", ["one", "several", "none mapped"])
 @pytest.mark.parametrize("name", RUNS)
 def test_packages_compute_the_recurrence(name, cut):
     """Outputs, maps, final states and gradients of a stand-in through our arguments."""
-    form = "scalar_decay" if name == "mamba_ssm" else name
+    form = "scalar_decay" if name == "mamba_ssm" else name.partition(",")[0]
     cut = {
         "one": ((6,), (True,)),
         "several": ((1, 4, 2), (True, False, True)),
@@ -193,8 +212,12 @@ def test_packages_compute_the_recurrence(name, cut):
     asked = [i for i, mapped in enumerate(cut[1]) if mapped]
     entering, other = states(mine, len(cut[0])), states(mine, len(cut[0]), seed=6)
     starts, starts_too = (entering.clone().requires_grad_() for _ in range(2))
-    run = RUNS[name](LinearInputs(*mine, 0.3), RankPieces(*cut))
+    made = RUNS[name]
+    run = made(LinearInputs(*mine, 0.3), RankPieces(*cut))
     out, ends = run.outputs(starts), recurrences.applied(run.maps, other)[asked]
+    if name != "mamba_ssm":  # whose pieces are called one by one
+        assert sum(made.rows) == sum(cut[0]) * 2  # each row of both batch entries once
+        made.rows.clear()
     out_too, _ = recurrences.pieces(true, cut[0], starts_too, 0.3)
     ends_too = recurrences.pieces(true, cut[0], other, 0.3)[1][asked]
     assert_exact((out, ends), (out_too, ends_too))
@@ -254,12 +277,59 @@ def test_packages_that_do_not_fit_are_refused_by_name(monkeypatch):
         mamba.function()
 
 
+class OnCuda:
+    """A tensor of a GPU, as far as shape, dtype and device are asked for."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+    def __init__(self, like):
+        self.shape, self.dtype = like.shape, like.dtype
+
+
+def on_cuda(form, dtype=torch.bfloat16):
+    given = LinearInputs(*recurrences.case(form, 2, dtype=dtype), 0.3)
+    return given._replace(q=OnCuda(given.q), k=OnCuda(given.k), v=OnCuda(given.v))
+
+
 def test_auto_takes_flash_linear_attention_on_cuda_where_it_is_installed(monkeypatch):
-    assert registry.automatic(torch.device("cpu")) == ("torch",)
-    assert registry.automatic(torch.device("cuda")) == ("torch",)
-    monkeypatch.setattr(registry, "installed", lambda package: package == "fla")
-    assert registry.automatic(torch.device("cuda")) == ("fla", "torch")
-    assert registry.automatic(torch.device("cpu")) == ("torch",)
+    form = forms.FORMS["kda"]
+    plant(monkeypatch, form.fla, inspect_as(RECORD[form.fla][-1]["parameters"]))
+    assert registry.choose("auto", form, on_cuda("kda")) == ("fla", "")
+    given = LinearInputs(*recurrences.case("kda", 2), 0.3)
+    assert registry.choose("auto", form, given) == ("torch", "")
+
+
+def test_auto_says_why_it_does_without_it_on_cuda(monkeypatch):
+    """Not where torch's operators were asked for by name."""
+    form = forms.FORMS["kda"]
+    words = "kernel 'torch' in place of 'fla'.*flash-linear-attention is not installed.*install"
+    with pytest.warns(UserWarning, match=words):
+        chosen, why = registry.choose("auto", form, on_cuda("kda"))
+    assert chosen == "torch"
+    assert why.startswith("kernel fla: flash-linear-attention is not installed")
+    assert registry.choose("torch", form, on_cuda("kda")) == ("torch", "")
+    with pytest.raises(ValueError, match="kernel fla: flash-linear-attention is not installed"):
+        registry.choose("fla", form, on_cuda("kda"))
+    with pytest.raises(ValueError, match="kernel mamba_ssm: Mamba is not installed"):
+        registry.choose("mamba_ssm", forms.FORMS["scalar_decay"], on_cuda("scalar_decay"))
+    plant(monkeypatch, form.fla, inspect_as(RECORD[form.fla][-1]["parameters"]))
+    with pytest.warns(
+        UserWarning, match="takes q, k and v all in bfloat16 or all in float16, got f"
+    ):
+        assert registry.choose("auto", form, on_cuda("kda", torch.float32))[0] == "torch"
+    plant(monkeypatch, form.fla, lambda q, k, v: None)
+    with pytest.raises(ValueError, match=r"fla.ops.kda.chunk_kda has no parameter"):
+        registry.choose("auto", form, on_cuda("kda"))
+
+
+def inspect_as(text):
+    """A function with these parameters."""
+
+    def function(**given):
+        return chunk_function(**given)
+
+    function.__signature__ = signature(named(text))
+    return function
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,10 @@ def wrong_call(what):
         hidden = None if odd else hidden
     elif what == "foreign":
         choices["tile"] = Odd() if odd else None
+    elif what == "labels":
+        labels[2:4] = torch.tensor([5, 7] if odd else [7, 5])
+    elif what == "weights":
+        choices["loss_mask"] = torch.ones(TOKENS).index_fill(0, torch.tensor([3]), 0.5 + odd)
     elif what == "mask":
         choices["loss_mask"] = torch.ones(TOKENS) if odd else None
     try:
@@ -220,7 +224,9 @@ def wrong_call(what):
         "kind": "rank 1: labels must be a torch.Tensor of integers, got None; tile must be",
         "hidden": "rank 1: hidden must be a torch.Tensor [..., d], got None",
         "foreign": "rank 1: AttributeError in the arguments: odd",
-        "mask": "ranks disagree: rank 0 has loss_mask 'none', rank 1 has loss_mask 'given'",
+        "labels": "ranks disagree: rank 0 has checksum of labels ",
+        "weights": "ranks disagree: rank 0 has loss_mask 'given, checksum ",
+        "mask": "ranks disagree: rank 0 has loss_mask 'none', rank 1 has loss_mask 'given",
     }.items(),
 )
 def test_a_wrong_call_raises_the_same_error_on_all_ranks(ranks, what, message):

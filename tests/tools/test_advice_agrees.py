@@ -12,6 +12,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.tools.advise.advice import advise
+from megatron_burst.tools.advise.forecast.attention_time import attention_time
 from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
 from megatron_burst.tools.advise.search.pasted import burst_flags
 from megatron_burst.tools.advise.settings import Settings
@@ -79,6 +80,8 @@ def test_on_given_groups_both_take_the_same(
     assert (taken.forward, taken.backward) == (
         plan.choice.taken.forward, plan.choice.taken.backward
     )  # fmt: skip
+    timed = attention_time(small, cluster, advised).seconds
+    assert timed == pytest.approx(taken.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("rates", LINKS.values(), ids=LINKS)

@@ -3,15 +3,10 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.gpus import gpu
 from megatron_burst.autotune.select import TIE
-from megatron_burst.tools.advise.account.memory import account, fit
 from megatron_burst.tools.advise.advice import DoesNotFit, advise
-from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
 
 GB = 10**9
@@ -56,19 +51,3 @@ def test_more_host_memory_never_removes_a_way_nor_slows_it():
     for less, more in pairwise(found):
         check_grown(less, more)
     assert min(found[0].values(), default=1e9) > min(found[-1].values())
-
-
-@settings(max_examples=10)
-@given(
-    st.builds(
-        Settings, st.sampled_from([2**16, 2**20]), tp=st.sampled_from([1, 4]),
-        cp=st.sampled_from([2, 8]), store=st.sampled_from([0.0, 0.5, 1.0]),
-        offload=st.sampled_from([0.0, 1.0]), optimizer_offload=st.sampled_from([0.0, 1.0]),
-    ),
-    st.floats(1, 40), st.floats(0, 100), st.floats(1, 3),
-)  # fmt: skip
-def test_a_run_that_fits_does_in_more(run, memory, host, more):
-    needed = account(MODEL, run, every=False)
-    if fit(needed, cluster(memory, host)).fits:
-        assert fit(needed, cluster(memory * more, host)).fits
-        assert fit(needed, cluster(memory, host * more)).fits

@@ -84,8 +84,6 @@ WRONG = [
     ({"pp": 3}, "--pp 3 .* 32 layers of llama3-8b: take .* one of 1, 2, 4"),
     ({"vpp": 2}, "needs --pp"),
     ({"ep": 2}, "has no experts"),
-    ({"store": 2.0}, "--store must be from 0 to 1"),
-    ({"mlp_tiles": 0}, "--mlp-tiles must be at least 1"),
     ({"sequence_chunks": 2, "cp": 1}, "needs --cp above 1"),
     ({"recompute": "none", "store": 0.5}, "--recompute full"),
     ({"recompute": "none", "offload": 0.5}, "--recompute full"),

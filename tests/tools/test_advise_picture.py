@@ -8,7 +8,7 @@ import pytest
 import megatron_burst as mb
 from megatron_burst.tools.advise import picture
 from megatron_burst.tools.advise.forecast.layer_time import layer_time
-from megatron_burst.tools.advise.forecast.pipeline import pipeline_time, timeline
+from megatron_burst.tools.advise.forecast.pipeline import pipeline_seconds, timeline
 from megatron_burst.tools.advise.picture import EXCHANGE, call_of, layer_bars, step_of
 
 
@@ -65,7 +65,7 @@ def test_turns_by_hand():
         (turn.backward, turn.micro_batch, start, end) for s, turn, start, end in turns if s == 0
     ]
     assert first == [(False, 0, 0, 1), (False, 1, 1, 2), (True, 0, 4, 6), (True, 1, 7, 9)]
-    assert pipeline_time(one, two).seconds == 9
+    assert pipeline_seconds(one, two) == 9
 
 
 def test_packed_documents_are_refused(tmp_path):

@@ -191,7 +191,3 @@ def test_what_does_not_fit_says_what_would_help():
     words = r"states, where 38 are there; it fits with \d+ GPUs and --tp 8"
     with pytest.raises(ValueError, match=words):
         longest(models.named("llama3-70b"), cluster, Settings(seq=1, cp=8))
-    with pytest.raises(ValueError, match="h100"):
-        clusters.gpu("h99")
-    with pytest.raises(ValueError, match="16"):
-        clusters.Cluster(clusters.GPUS["h100"], 12)

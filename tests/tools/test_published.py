@@ -16,7 +16,7 @@ from benchmarks.advise.fitting import errors, fit
 from benchmarks.advise.section import spread
 from megatron_burst.autotune.clusters import GB, OFF, Cluster
 from megatron_burst.tools.advise.account.memory import account
-from megatron_burst.tools.advise.forecast.attention_time import Rings, attention_time
+from megatron_burst.tools.advise.forecast.attention_time import attention_time, remembered
 from megatron_burst.tools.advise.forecast.layer_time import visible
 from megatron_burst.tools.advise.forecast.step_time import model_operations, step_time
 
@@ -25,7 +25,7 @@ K = 1024
 
 @pytest.fixture(scope="module")
 def rings():
-    return Rings()
+    return remembered()
 
 
 def loongtrain_errors(constants, rings):

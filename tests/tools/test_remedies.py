@@ -1,18 +1,16 @@
 """What would make a run fit: every change that is named does, and no change that does not."""
 
+import argparse
 import re
 from dataclasses import replace
 
 import pytest
 
 from megatron_burst.autotune import clusters
-from megatron_burst.tools.advise.account.fitting import (
-    changes,
-    does_not_fit,
-    what_would_fit,
-)
+from megatron_burst.tools import memory
+from megatron_burst.tools.advise.account.fitting import changes, does_not_fit
 from megatron_burst.tools.advise.account.memory import account, fit
-from megatron_burst.tools.advise.settings import Settings, flag_of
+from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes import models
 
 LLAMA = models.named("llama3-8b")
@@ -50,13 +48,20 @@ def test_what_is_named_fits(model, gpus, run):
 
 def test_words_are_flags_that_there_are():
     run = Settings(MEGA, tp=4, cp=2)
-    words = what_would_fit(LLAMA, on(8), run)
-    assert words[0] == "--burst-offload 1"
-    assert what_would_fit(LLAMA, on(8), run, flag_of)[0] == "--offload 1"
+    assert changes(LLAMA, on(8), run)[0].said == "--offload 1"
     said = does_not_fit(account(LLAMA, run), on(8))
     assert re.match(
         r"does not fit: \d+ GB at TP 4, 24 of it states, where 81 are there; add ", said
     )
+
+
+def test_flags_that_are_named_are_taken():
+    run = Settings(MEGA // 8, cp=8, distributed_optimizer=False)
+    said = changes(LLAMA, on(8), run)[0].said
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    assert said == "--distributed-optimizer"
+    assert parser.parse_args([said]).distributed_optimizer
 
 
 def test_host_memory_that_is_too_small_says_so():
@@ -78,8 +83,7 @@ def test_what_fits_nowhere_says_so():
 ])  # fmt: skip
 def test_states_that_are_too_many_need_a_number_of_gpus(model, gpus, run):
     model, cluster = models.named(model), replace(on(gpus), host_memory=10**9)
-    said = does_not_fit(account(model, run, every=False), cluster, flag_of)
+    said = does_not_fit(account(model, run, every=False), cluster)
     assert "shorter" not in said
     number = int(re.search(r"it fits with (\d+) GPUs", said)[1])
     assert gpus < number < 64 * gpus
-    assert "model-parallel" not in said

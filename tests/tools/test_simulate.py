@@ -20,9 +20,9 @@ from megatron_burst.schedule.sizes import Sizes
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.advise.forecast.attention_time import (
-    Rings,
     attention_time,
     nodes_of,
+    remembered,
     ring_of,
 )
 from megatron_burst.tools.advise.settings import Settings
@@ -157,14 +157,14 @@ def test_a_rank_alone_computes_and_nothing_else():
 
 
 def test_schedules_are_remembered_for_other_heads_and_not_for_other_nodes():
-    ring, run = Rings(), Settings(8192, cp=8)
+    rings, run = remembered(), Settings(8192, cp=8)
     plain = attention_time(MODEL, CLUSTER, run)
-    assert attention_time(MODEL, CLUSTER, run, rings=ring) == plain
-    assert attention_time(MODEL, CLUSTER, run, rings=ring) == plain
+    assert attention_time(MODEL, CLUSTER, run, rings=rings) == plain
+    assert attention_time(MODEL, CLUSTER, run, rings=rings) == plain
     key = ring_of(MODEL, CLUSTER, run)
     other = replace(MODEL, heads=4, kv_heads=4, head_dim=128)
     assert ring_of(other, CLUSTER, run) == key
-    assert ring.of(key) is ring.of(ring_of(other, CLUSTER, run))
+    assert rings(key) is rings(ring_of(other, CLUSTER, run))
     assert ring_of(MODEL, replace(CLUSTER, nics=4), run) != key
     assert nodes_of(CLUSTER, replace(run, tp=2)) == Nodes(4, 2, 2)
 

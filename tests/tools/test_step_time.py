@@ -26,7 +26,7 @@ from megatron_burst.tools.advise.forecast.links import (
     ring_seconds,
     send_seconds,
 )
-from megatron_burst.tools.advise.forecast.pipeline import pipeline_time
+from megatron_burst.tools.advise.forecast.pipeline import pipeline_seconds
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.model import Model
 from megatron_burst.tools.advise.shapes.models import NAMED
@@ -290,7 +290,7 @@ def test_unequal_stages_take_what_the_event_model_says():
     where = replace(cluster(), rates=Rates(math.inf, math.inf, compute=RATE))
     found = steps.step_time(model, where, run, FREE)
     assert passes[3][0] > 2 * passes[0][0]
-    assert found.seconds == pytest.approx(pipeline_time(there, back).seconds, rel=0.02)
+    assert found.seconds == pytest.approx(pipeline_seconds(there, back), rel=0.02)
 
 
 def test_sends_between_stages():

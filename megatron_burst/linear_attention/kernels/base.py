@@ -62,7 +62,8 @@ class LinearKernel(Protocol):
     name: str
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
-        """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
+        """Why these tensors cannot be served here, naming the kernel, or None. Only shape, dtype
+        and device are read. ValueError where a package is installed and does not fit."""
         ...
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> Run:

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from ...kernels.online_softmax import accumulation_dtype
+from ...kernels.packages import Signature
 from ...layout.sharding import to_device
 from ..forms import Form
 from .base import LinearInputs, RankPieces
-from .sequences import FittedFunction, SequencesRun, load
+from .sequences import FittedFunction, SequencesRun, load, missing
 
 ALWAYS = ("q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens")
 ON_THE_HOST = "cu_seqlens_cpu"  # which a release may take, and then waits for no GPU
@@ -35,8 +36,8 @@ class FlaKernel:
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         if not inputs.v.is_cuda:
-            return f"runs on CUDA devices, got tensors on {inputs.v.device.type}"
-        return unfit(inputs)
+            return f"kernel fla runs on CUDA devices, got tensors on {inputs.v.device.type}"
+        return unfit(inputs) or missing(lambda: function(form))
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
         return run(function(form), form, inputs, cut)
@@ -58,20 +59,21 @@ def unfit(inputs: LinearInputs) -> str | None:
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
         return (
-            "takes q, k and v all in bfloat16 or all in float16, got "
+            "kernel fla takes q, k and v all in bfloat16 or all in float16, got "
             f"{', '.join(str(x.dtype).removeprefix('torch.') for x in inputs[:3])}"
         )
     d = inputs.k.shape[-1]
-    return f"takes keys of width up to {WIDEST}, got {d}" if d > WIDEST else None
+    return f"kernel fla takes keys of width up to {WIDEST}, got {d}" if d > WIDEST else None
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
     """The run of this function; pieces without rows are not known to it."""
+    shared = shares_heads(form, loaded)
 
     def sweep(
         inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        given = arguments(inputs, lengths, states, behind)
+        given = arguments(inputs, lengths, states, behind, shared)
         out, end = loaded(given)
         b = inputs.v.shape[1]
         out = out.reshape(b, -1, *out.shape[2:]).transpose(0, 1)
@@ -80,11 +82,22 @@ def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPiece
     return SequencesRun(form, inputs, cut, sweep)
 
 
+def shares_heads(form: Form, loaded: FittedFunction) -> bool:
+    """Do value heads share keys and queries in this function as they are? Those of the gated delta
+    rule and KDA can since 0.5.0; the first release whose signature tells is 0.5.1."""
+    gated = form.delta and form.decay != "none"
+    return gated and "state_v_first" in Signature(form.fla, loaded.function).named
+
+
 def arguments(
-    inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
+    inputs: LinearInputs,
+    lengths: Sequence[int],
+    states: torch.Tensor | None,
+    behind: bool,
+    shared: bool = False,
 ) -> dict[str, Any]:
     """What the function of a form is given: sequences are the pieces of the first batch, those of
-    the second, and so on."""
+    the second, and so on. shared: see `shares_heads`; else queries and keys are repeated."""
     b, h = inputs.v.shape[1:3]
     wide = accumulation_dtype(inputs.v.dtype)
     several = len(lengths) > 1
@@ -96,7 +109,7 @@ def arguments(
         return x.flatten(0, 1).unsqueeze(0) if several else x
 
     q, k = inputs.q, inputs.k
-    if q.shape[2] != h:
+    if q.shape[2] != h and not shared:
         q, k = (x.repeat_interleave(h // x.shape[2], 2) for x in (q, k))
     bounds = np.array([0, *accumulate(list(lengths) * b)]) if several else None
     return {

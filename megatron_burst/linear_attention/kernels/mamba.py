@@ -22,7 +22,7 @@ import torch
 from ...kernels.online_softmax import accumulation_dtype
 from ..forms import Form
 from .base import LinearInputs, RankPieces
-from .sequences import FittedFunction, SequencesRun, load
+from .sequences import FittedFunction, SequencesRun, load, missing
 
 FUNCTION = "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined"
 NAMES = ("x", "dt", "A", "B", "C", "chunk_size", "initial_states", "return_final_states")
@@ -37,10 +37,10 @@ class MambaKernel:
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         if not form.mamba:
-            return f"computes scalar decays without a delta rule, got form {form.name}"
+            return f"kernel mamba_ssm takes scalar decays without delta rule, got form {form.name}"
         if not inputs.v.is_cuda:
-            return f"runs on CUDA devices, got tensors on {inputs.v.device.type}"
-        return None
+            return f"kernel mamba_ssm runs on CUDA devices, got tensors on {inputs.v.device.type}"
+        return missing(function)
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
         return run(function(), form, inputs, cut)

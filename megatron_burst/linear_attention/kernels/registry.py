@@ -1,4 +1,4 @@
-"""The table of kernels of linear attention: `make` turns a name into one that can serve a call.
+"""The table of kernels of linear attention: `choose` turns a name into one that can serve a call.
 
 `KERNELS` has one line per kernel. This module decides which kernel "auto" takes.
 """
@@ -16,7 +16,6 @@ from .chunkwise import ChunkwiseKernel
 from .fla import FlaKernel
 from .mamba import MambaKernel
 from .reference import RecurrenceKernel
-from .sequences import installed
 
 KERNELS: dict[str, Callable[[], LinearKernel]] = {
     "torch": ChunkwiseKernel,
@@ -26,40 +25,40 @@ KERNELS: dict[str, Callable[[], LinearKernel]] = {
 }
 
 
-def automatic(device: torch.device) -> tuple[str, ...]:
-    """The kernels that "auto" tries, in this order: on CUDA flash-linear-attention comes first
-    where it is installed."""
-    return ("fla", "torch") if device.type == "cuda" and installed("fla") else ("torch",)
-
-
-def make(name: str, form: Form, inputs: LinearInputs) -> LinearKernel:
-    """The kernel called `name` for this form and tensors like `inputs`; "auto": the first of
-    `automatic` that can.
+def choose(name: str, form: Form, inputs: LinearInputs) -> tuple[str, str]:
+    """The kernel called `name` for this form and tensors like `inputs`, and why a faster one does
+    not run. "auto": on CUDA that of flash-linear-attention, if it is installed and can; else torch,
+    with a warning on CUDA.
 
     Raises ValueError if there is no such kernel, or it cannot serve these tensors.
     """
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")
-    reasons = []
-    for each in (name,) if name != "auto" else automatic(inputs.v.device):
-        kernel = KERNELS[each]()
-        reason = kernel.refusal(form, inputs)
-        if reason is None:
-            return kernel
-        reasons.append(f"kernel {each} {reason}")
-    raise ValueError("; ".join([*reasons, "kernel='torch' takes anything"]))
+    if name == "auto" and not inputs.v.is_cuda:
+        return "torch", ""
+    wanted = "fla" if name == "auto" else name
+    reason = KERNELS[wanted]().refusal(form, inputs)
+    if reason is None:
+        return wanted, ""
+    if name != "auto":
+        raise ValueError(f"{reason}; kernel='torch' takes anything")
+    warnings.warn(
+        f"linear attention on CUDA: kernel 'torch' in place of 'fla', which needs fewer launches "
+        f"and less memory: {reason}. kernel='torch' says that this is meant",
+        stacklevel=2,
+    )
+    return "torch", reason
 
 
 def run(form: Form, kernel: str, inputs: LinearInputs, cut: RankPieces) -> Run:
-    """One rank's rows under the kernel called `kernel` ("auto": see `automatic`).
+    """One rank's rows under the kernel called `kernel`, one of `KERNELS`.
 
     The result's maps and outputs are differentiable (once), with respect to every tensor of
-    `inputs` and to the states that enter. Raises ValueError as `make`. Warns (once, as
-    Python shows a warning once) if a decay on the CPU makes states grow.
+    `inputs` and to the states that enter. Warns (once, as Python shows a warning once) if a decay
+    on the CPU makes states grow.
     """
-    chosen = make(kernel, form, inputs)
     _warn_if_growing(inputs.decay)
-    return chosen.run(form, inputs, cut)
+    return KERNELS[kernel]().run(form, inputs, cut)
 
 
 def _warn_if_growing(decay: torch.Tensor | None) -> None:

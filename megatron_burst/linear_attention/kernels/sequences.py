@@ -1,23 +1,33 @@
 """What kernels of installed packages have in common: their table, and a `Run` of their functions.
 
-Functions of packages sweep over whole pieces, from states that enter to states that leave. The map
-of a delta rule is what a sweep makes of the state [I | 0] and the values [0 | V]: one call finds
-transition and increment. Other transitions are sums of decays. The autograd of the package makes
-the gradients.
+Functions of packages sweep over whole pieces, from states that enter to states that leave, and make
+outputs of every row on the way. Of pieces that need a map one sweep finds both: outputs and states
+are affine in the state that enters, so that it is made from zero and, for delta rules, from the
+state [I | 0] and the values [0 | V], whose outputs are what a query becomes on its way back to the
+piece's begin. What the state adds to the outputs is a product, once it is known. Other pieces are
+swept over once their states are known. Transitions of additive forms are sums of decays. The
+autograd of the package makes the gradients.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ...kernels.online_softmax import accumulation_dtype
-from ...kernels.packages import FittedFunction, Package, Signature, function_of
+from ...kernels.packages import (
+    FittedFunction,
+    NotInstalled,
+    Package,
+    Signature,
+    function_of,
+)
 from ...layout.sharding import to_device
 from ..forms import Form
 from .base import LinearInputs, Maps, RankPieces, no_maps
@@ -51,9 +61,14 @@ PACKAGES = {
 }
 
 
-def installed(name: str) -> bool:
-    """Is there such a package? Whether its functions fit is seen when one is called."""
-    return importlib.util.find_spec(name) is not None
+def missing(load: Callable[[], object]) -> str | None:
+    """Why a function cannot be loaded because its package is not installed, or None. One that is
+    there and does not fit stays an error."""
+    try:
+        load()
+    except NotInstalled as error:
+        return str(error)
+    return None
 
 
 def load(
@@ -95,67 +110,94 @@ class SequencesRun:
     """An `base.Run`."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces, sweep: Sweep):
-        self.inputs, self.cut, self.sweep = inputs, cut, sweep
+        self.cut, self.sweep = cut, sweep
         self.dtype = accumulation_dtype(inputs.v.dtype)
+        self.inputs, self.queries, self.from_zero = inputs, (), ()
         self.maps = no_maps(form, inputs, len(cut.lengths), self.dtype)
-        if any(cut.mapped):
-            self.maps = self._maps(form)
+        self.mapped = [i for i, mapped in enumerate(cut.mapped) if mapped]
+        if self.mapped:
+            self._first(form)
 
-    def outputs(self, entering: torch.Tensor) -> torch.Tensor:
-        out, _ = self.sweep(self.inputs, self.cut.lengths, entering.to(self.dtype), False)
-        return out.to(self.inputs.v.dtype)
-
-    def _maps(self, form: Form) -> Maps:
-        """Maps of the pieces that need one; zeros for the others."""
-        lengths = [n for n, mapped in zip(self.cut.lengths, self.cut.mapped, strict=True) if mapped]
-        chosen = mapped_rows(self.inputs, self.cut)
+    def _first(self, form: Form) -> None:
+        """Maps, and outputs as far as no state that enters is needed, of the pieces with a map."""
+        rows, lengths = self._rows(self.mapped)
+        d = rows.k.shape[-1]
         if form.delta:
-            transition, increment = self._matrices(chosen, lengths)
+            unit = torch.eye(d, dtype=self.dtype, device=rows.v.device)
+            start = unit.expand(len(lengths), *rows.v.shape[1:3], d, d)
+            start = torch.nn.functional.pad(start, (0, rows.v.shape[-1]))
+            wide = rows._replace(v=torch.nn.functional.pad(rows.v, (d, 0)))
+            out, end = self.sweep(wide, lengths, start, True)
+            assert end is not None
+            queries, out = out[..., :d], out[..., d:]
+            transition, increment = end[..., :d], end[..., d:]
+            self.queries = queries.split(lengths)
         else:
-            transition = None
-            if chosen.decay is not None:
-                parts = chosen.decay.to(self.dtype).split(lengths)
-                transition = torch.stack([part.sum(0) for part in parts]).exp()
-            _, increment = self.sweep(chosen, lengths, None, True)
+            out, increment = self.sweep(rows, lengths, None, True)
             assert increment is not None
-        at = np.flatnonzero(self.cut.mapped)
+            transition = None
+            if rows.decay is not None:
+                sums = [part.to(self.dtype).sum(0) for part in rows.decay.split(lengths)]
+                transition = torch.stack(sums).exp()
+        self.from_zero = out.split(lengths)
+        at = to_device(np.array(self.mapped), rows.v.device)
 
         def spread(zeros: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            if len(lengths) == len(self.cut.lengths):
+            if len(self.mapped) == len(self.cut.lengths):
                 return rows
-            return zeros.index_copy(0, to_device(at, zeros.device), rows)
+            return zeros.index_copy(0, at, rows)
 
         kept = self.maps.transition
-        return Maps(
+        self.maps = Maps(
             None if kept is None or transition is None else spread(kept, transition),
             spread(self.maps.increment, increment),
         )
 
-    def _matrices(
-        self, chosen: LinearInputs, lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, b, h, w = chosen.v.shape
-        d = chosen.k.shape[-1]
-        unit = torch.eye(d, dtype=self.dtype, device=chosen.v.device)
-        start = unit.expand(len(lengths), b, h, d, d)
-        start = torch.nn.functional.pad(start, (0, w))
-        wide = chosen._replace(v=torch.nn.functional.pad(chosen.v, (d, 0)))
-        _, end = self.sweep(wide, lengths, start, True)
-        assert end is not None
-        return end[..., :d], end[..., d:]
+    def outputs(self, entering: torch.Tensor) -> torch.Tensor:
+        states = entering.to(self.dtype).unbind()
+        outs: list[torch.Tensor] = [self.inputs.v[:0]] * len(states)
+        for at, i in enumerate(self.mapped):
+            if self.queries:
+                found = answers(self.queries[at], states[i])
+            else:
+                part = [x if x is None else x.split(self.cut.lengths)[i] for x in self.inputs[:4]]
+                scaled = partial(answers_of_decayed, scale=self.inputs.scale)
+                # What it makes of the queries is not kept for backward.
+                found = checkpoint(scaled, part[0], part[3], states[i], use_reentrant=False)
+            outs[i] = self.from_zero[at] + found
+        others = [i for i, mapped in enumerate(self.cut.mapped) if not mapped]
+        if others:
+            rows, lengths = self._rows(others)
+            out, _ = self.sweep(rows, lengths, torch.stack([states[i] for i in others]), False)
+            for i, part in zip(others, out.split(lengths), strict=True):
+                outs[i] = part
+        return torch.cat([self.inputs.v[:0], *(out.to(self.inputs.v.dtype) for out in outs)])
+
+    def _rows(self, pieces: Sequence[int]) -> tuple[LinearInputs, list[int]]:
+        """The rows of these pieces, and their lengths."""
+
+        def chosen(x: torch.Tensor | None) -> Any:
+            if x is None or len(pieces) == len(self.cut.lengths):
+                return x
+            parts = x.split(self.cut.lengths)
+            return torch.cat([parts[i] for i in pieces])
+
+        *tensors, scale = self.inputs
+        rows = LinearInputs(*map(chosen, tensors), scale)  # pyright: ignore[reportCallIssue]
+        return rows, [self.cut.lengths[i] for i in pieces]
 
 
-def mapped_rows(inputs: LinearInputs, cut: RankPieces) -> LinearInputs:
-    """The rows of the pieces that need a map."""
+def answers(queries: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """[s, b, h, w] in the dtype of queries [s, b, h, d], of a state [b, h, d, w]."""
+    return torch.einsum("sbhd,bhdw->sbhw", queries, state.to(queries.dtype))
 
-    def cropped(x: torch.Tensor | None) -> torch.Tensor | None:
-        if x is None or all(cut.mapped):
-            return x
-        parts = zip(x.split(cut.lengths), cut.mapped, strict=True)
-        return torch.cat([part for part, mapped in parts if mapped])
 
-    q, k, v = (cropped(x) for x in inputs[:3])
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    return LinearInputs(q, k, v, cropped(inputs.decay), cropped(inputs.beta), inputs.scale)
+def answers_of_decayed(
+    q: torch.Tensor, decay: torch.Tensor | None, state: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """What queries [s, b, g, d] find of a state [b, h, d, w] that decays from row to row."""
+    queries = q.repeat_interleave(state.shape[1] // q.shape[2], 2).to(state.dtype) * scale
+    if decay is not None:
+        kept = decay.to(state.dtype).cumsum(0).exp()
+        queries = queries * (kept if kept.dim() == 4 else kept.unsqueeze(-1))
+    return answers(queries.to(q.dtype), state)

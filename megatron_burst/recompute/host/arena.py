@@ -27,7 +27,9 @@ import torch
 from ...units import byte_size
 
 ALIGN = 512  # bytes; blocks start and end at multiples
-SLAB = 64 * 2**20  # bytes of the first slab, where more are allowed
+# Bytes of a slab, where more are allowed, or a 16th of what is there if that is more: so much is
+# mapped in vain at most, and a terabyte takes about 150 slabs.
+SLAB = 64 * 2**20
 _POISON = 0xFF  # a NaN in every floating-point format, -1 in integers
 
 
@@ -178,7 +180,7 @@ class Arena:
         room = self.limit - self.mapped
         if room < size:
             raise OutOfHostMemory(self._told(size))
-        wanted = max(size, min(room, max(SLAB, self.mapped // 4)))
+        wanted = max(size, min(room, max(SLAB, self.mapped // 16)))
         wanted = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mmap.mmap(-1, wanted)
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()

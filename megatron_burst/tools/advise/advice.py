@@ -131,7 +131,7 @@ def advise(
     if not found.ranked:
         if found.closest is None:
             raise search.refused or ValueError(_together(want))
-        raise DoesNotFit(does_not_fit(found.closest.account, cluster, flag_of))
+        raise DoesNotFit(does_not_fit(found.closest.account, cluster))
     ranked = tuple(_shown(model, each, attention) for each in found.ranked)
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
 

@@ -33,7 +33,7 @@ def progress_shown() -> Iterator[Callable[[int, int], None]]:
     """A bar while the context lasts; gone when it ends, and none where there is no terminal."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("trying ways to share the GPUs out"),
+        TextColumn("searching parallel configurations"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -58,7 +58,8 @@ not count, as they are what is looked for:
 exit status: 0 advice, 1 nothing fits, 2 bad input
 """
 # Fields of `Settings` that a flag of the same name fixes.
-FIXED = [name for name in flags.FIELDS if name not in ("micro_batches", "optimizer_bytes", "path")]
+FIXED = [name for name in flags.FIELDS
+         if name not in ("micro_batches", "optimizer_bytes", "fsdp", "path")]  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,8 @@ FIELDS = {
     "mlp_tiles": "tiles of rows of the MLP half",
     "optimizer_offload": "fraction of optimizer states on the host",
     "optimizer_bytes": "bytes of fp32 weights and moments per parameter",
+    "distributed_optimizer": "optimizer states shared out over ranks",
+    "fsdp": "parameters and gradients are sharded too",
     "lm_head_loss": "the LM head and its loss as one operation, or apart",
     "gradients": "dtype in which gradients are summed",
     "wire": "dtype in which gradients of keys or queries travel",
@@ -52,6 +54,9 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
         kind, text = _TYPES[name], FIELDS[name]
         if words := get_args(kind):
             parser.add_argument(flag_of(name), choices=words, help=text)
+        elif kind is bool:
+            either = argparse.BooleanOptionalAction
+            parser.add_argument(flag_of(name), action=either, default=None, help=text)
         else:
             metavar = "NAME" if kind is str else "N"
             parser.add_argument(flag_of(name), type=kind, metavar=metavar, help=text)

@@ -29,9 +29,9 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     console.print(Text(headline(found)))
     console.print(Text(f"rates: {found.cluster.described}"))
     console.print(ranking(found))
-    console.print(Text("\nThe first is the one to take: the simplest of those within 1.5 % of the "
-                       f"fastest. {found.tried} of {found.ways} ways to share the GPUs out were "
-                       "tried; the others cannot be among the fastest."))  # fmt: skip
+    console.print(Text("\nRecommended: row 1, the simplest of those within 1.5 % of the fastest; "
+                       f"searched {found.tried} of {found.ways} parallel configurations (the "
+                       "others cannot be among the fastest)."))  # fmt: skip
     _show_time(console, found)
     _show_memory(console, found)
     console.print(Text("\nWhat would make it faster", style="bold"))
@@ -40,21 +40,17 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     if not found.changes:
         console.print(Text("  nothing that was tried gains 1 %"))
     _show_flags(console, found, command)
-    pinned, run = found.want.pinned, found.best.run
-    if run.cp == 1:
-        idle = [n for n in ("algorithm", "side", "layout", "ulysses", "wire") if n in pinned]
-    else:
-        idle = []
-    if "linear" in pinned and (run.cp == 1 or not found.model.mixers):
-        idle.append("linear")
-    if "placement" in pinned and not 1 < run.ulysses < run.cp:
-        idle.append("placement")
+    run = found.best.run
+    ring, shared = run.cp > 1, 1 < run.ulysses < run.cp
+    has_effect = {"algorithm": ring, "side": ring, "layout": ring, "ulysses": ring, "wire": ring,
+                  "linear": ring and found.model.mixers, "placement": shared}  # fmt: skip
+    idle = [name for name, has in has_effect.items() if name in found.want.pinned and not has]
     if idle:
         said = ", ".join(f"--{name}" for name in idle)
-        console.print(Text(f"without meaning in the first: {said}", style="yellow"))
+        console.print(Text(f"without effect in row 1: {said}", style="yellow"))
     for part in found.model.uncounted:
         console.print(Text(f"not counted: {part}", style="yellow"))
-    console.print(Text("A forecast from sizes and rates, not a measurement."))
+    console.print(Text("Analytical estimate from sizes and rates, not a measurement."))
 
 
 def headline(found: Advice) -> str:
@@ -96,11 +92,8 @@ def grid_said(run: Settings) -> str:
 
 def batches_said(run: Settings) -> str:
     """Micro-batches of a rank, and sequences of each."""
-    return (
-        f"{run.micro_batches} x {run.micro_batch}"
-        if run.micro_batch > 1
-        else str(run.micro_batches)
-    )
+    count = str(run.micro_batches)
+    return f"{count} x {run.micro_batch}" if run.micro_batch > 1 else count
 
 
 def attention_said(run: Settings, packed: bool = False) -> str:
@@ -118,7 +111,7 @@ def attention_said(run: Settings, packed: bool = False) -> str:
 def _show_time(console: Console, found: Advice) -> None:
     time = found.best.time
     table = Table(box=None, pad_edge=False)
-    table.add_column("a step of the first")
+    table.add_column("step of row 1")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
     for name, taken in sorted(time.parts.items(), key=lambda part: -part[1]):
@@ -130,13 +123,13 @@ def _show_memory(console: Console, found: Advice) -> None:
     account, left = found.best.account, found.best.fit
     peak = account.peak
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"memory of the first, peak: {peak.phase}")
+    table.add_column(f"memory of row 1, peak: {peak.phase}")
     table.add_column("bytes per GPU", justify="right")
     for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
         if size:
             table.add_row(Text(item), byte_size(size))
     table.add_row(Text("all", style="bold"), byte_size(peak.bytes))
-    table.add_row(f"left, besides {byte_size(found.cluster.reserve)} for others",
+    table.add_row(f"free ({byte_size(found.cluster.reserve)} reserved for CUDA and NCCL)",
                   byte_size(left.device))  # fmt: skip
     for item, size in account.host.items():
         table.add_row(Text(f"host: {item}"), byte_size(size))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from ...schedule.head_shares import shareable
-from ...schedule.topology import Placement
+from ...schedule.topology import Placement, alternatives, divisors
 from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -103,7 +103,7 @@ class Settings:
 
 def check(model: Model, run: Settings) -> None:
     """Raise ValueError, with what would do, for settings that no run could have."""
-    _check_numbers(run)
+    check_fields(run)
     if model.heads % run.tp:
         good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
         raise ValueError(
@@ -133,11 +133,10 @@ def check(model: Model, run: Settings) -> None:
         )
     if run.vpp > 1 and run.pp == 1:
         raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
-    if model.experts and model.experts % run.ep:
-        raise ValueError(f"--ep {run.ep} does not divide {model.experts} experts of {model.name}")
-    if run.ep > 1 and not model.experts:
-        raise ValueError(f"--ep {run.ep}: {model.name} has no experts")
+    check_experts(model, run.ep)
     _check_heads(model, run)
+    if run.cp > 1:
+        check_carried(model, run.layout)
     _check_mixer(model, run)
     if run.recompute == "none" and (run.store or run.offload or run.chunked):
         raise ValueError(
@@ -146,7 +145,27 @@ def check(model: Model, run: Settings) -> None:
         )
 
 
-def _check_numbers(run: Settings) -> None:
+def check_experts(model: Model, ep: int) -> None:
+    """Raise ValueError unless expert-parallel ranks divide the experts."""
+    if ep > 1 and not model.experts:
+        raise ValueError(f"--ep {ep}: {model.name} has no experts: leave it out")
+    if model.experts and model.experts % ep:
+        raise ValueError(
+            f"--ep {ep} does not divide the {model.experts} experts of {model.name}: take "
+            f"{alternatives(divisors(model.experts))}"
+        )
+
+
+def check_carried(model: Model, layout: str) -> None:
+    """Raise ValueError for a layout over several ranks in which layers cannot carry a state."""
+    if model.mixers and "striped" in layout:
+        raise ValueError(
+            f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
+            "every row's predecessor is on another rank: take zigzag or contiguous"
+        )
+
+
+def check_fields(run: Settings) -> None:
     """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
     ValueError with all that are not."""
     wrong = [
@@ -211,11 +230,6 @@ def _check_heads(model: Model, run: Settings) -> None:
 def _check_mixer(model: Model, run: Settings) -> None:
     """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
     a scan of states takes any number of context-parallel ranks."""
-    if model.mixers and run.cp > 1 and "striped" in run.layout:
-        raise ValueError(
-            f"--layout {run.layout}: {model.name} has layers that carry a state from row to row, "
-            "and every row's predecessor is on another rank: take zigzag or contiguous"
-        )
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
     if mixer is None or model.carried(run.tp, run.cp if shared else 1):
         return

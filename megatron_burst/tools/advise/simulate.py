@@ -20,7 +20,7 @@ import numpy as np
 from ...autotune import cluster_file
 from ...autotune.clusters import Cluster, gpu
 from .account.steps import layers_of
-from .forecast.attention_time import AttentionTime, attention_time
+from .forecast.attention_time import attention_time
 from .forecast.faults import Faults, Group, groups
 from .forecast.layer_time import (
     ATTENTION,
@@ -33,7 +33,7 @@ from .forecast.layer_time import (
     layer_time,
     products,
 )
-from .forecast.pipeline import pipeline_time
+from .forecast.pipeline import pipeline_seconds
 from .forecast.step_time import GATHERING, GRADIENTS, HEAD, StepTime, stages_of, step_time
 from .settings import Settings, check
 from .shapes import models
@@ -47,7 +47,7 @@ SAMPLES = 256
 def layer_under(model: Model, cluster: Cluster, run: Settings, faults: Faults) -> LayerTime:
     """One layer of the group that is slowed most."""
     found = [
-        _slowed(layer_time(model, cluster, run, faults, None, _timed_in(each)), factor)
+        _layer(model, cluster, run, None, faults, each, factor)
         for each, factor in _factors(model, cluster, run, faults)
     ]
     return max(found, key=lambda layer: layer.seconds)
@@ -100,8 +100,7 @@ def _factors(
     found: list[tuple[Group, float]] = []
     usual = True
     for each in groups(run):
-        touched = faults.touches(cluster, each.members(run))
-        if touched:
+        if faults.slows(cluster, each.members(run)):
             found.append((each, drawn * float(faults.compute(each.members(run)).max())))
         elif usual:
             found.insert(0, (each, drawn))
@@ -109,19 +108,21 @@ def _factors(
     return found
 
 
-def _timed_in(group: Group | None) -> partial[AttentionTime]:
-    return partial(attention_time, group=group)
-
-
-def _slowed(layer: LayerTime, factor: float) -> LayerTime:
-    """The same with everything that the slowest rank computes outside attention taking longer."""
-    forward, recompute, backward = (
-        SecondsByPart(
+def _layer(
+    model: Model, cluster: Cluster, run: Settings, part: LayerPart | None, faults: Faults | None,
+    group: Group | None, factor: float,
+) -> LayerTime:  # fmt: skip
+    """A layer on the ranks of one group, with everything that its slowest rank computes outside
+    attention taking `factor` times as long."""
+    plain = layer_time(model, cluster, run, faults, part, partial(attention_time, group=group))
+    slowed = {
+        name: SecondsByPart(
             {n: taken * (1 if n in COMMUNICATED else factor) for n, taken in parts.items()}
         )
-        for parts in (layer.forward, layer.recompute, layer.backward)
-    )
-    return replace(layer, forward=forward, recompute=recompute, backward=backward)
+        for name in ("forward", "recompute", "backward")
+        for parts in [getattr(plain, name)]
+    }
+    return replace(plain, **slowed)
 
 
 # --- stages --------------------------------------------------------------------------------------
@@ -140,11 +141,8 @@ def _stages(
     factor: float,
 ) -> list[_Stage]:  # fmt: skip
     """Every stage as it would be on the ranks of one group."""
-
-    def layer(part: LayerPart) -> LayerTime:
-        return _slowed(layer_time(model, cluster, run, faults, part, _timed_in(group)), factor)
-
-    found, timed = [], cache(layer)
+    timed = cache(lambda part: _layer(model, cluster, run, part, faults, group, factor))
+    found = []
     for index, (forward, backward) in enumerate(stages_of(model, cluster, run, timed)):
         forward_seconds, backward_seconds = (
             each.total + (factor - 1) * each[HEAD] for each in (forward, backward)
@@ -184,7 +182,7 @@ def _pipelined(
         np.tile(each * np.maximum(drawn, 0.0) / run.vpp, (run.vpp, 1))
         for each in (forward_seconds, backward_seconds)
     )
-    return pipeline_time(forward, backward, vpp=run.vpp).seconds
+    return pipeline_seconds(forward, backward, vpp=run.vpp)
 
 
 Simulated = Literal["attention", "layer", "step"]
@@ -234,8 +232,7 @@ def _check_groups(cluster: Cluster, run: Settings, faults: Faults | None) -> Non
             f"{run.gpus}"
         )
     if faults is not None:
-        faults.check(cluster)
-        faults.check_run(run.gpus)
+        faults.check(cluster, run)
 
 
 def _check_turns(run: Settings) -> None:

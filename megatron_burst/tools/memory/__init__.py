@@ -5,7 +5,7 @@
     megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
     megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
-An account from the sizes of tensors, not a measurement; `tools.advise.account.memory` says what is
+Analytical estimate from tensor sizes, not a measurement; `tools.advise.account.memory` says what is
 counted.
 Exit status: 0 it fits, 1 it does not, 2 bad input.
 """
@@ -49,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--reserve", default="4GiB", metavar="SIZE", help="of a GPU, not for tensors (4GiB)")
     flags.add_fields(parser, flags.FIELDS)
-    add("--no-distributed-optimizer", action="store_true", help="states on every rank")
-    add("--fsdp", action="store_true", help="parameters and gradients are sharded too")
     add("--longest", action="store_true", help="the longest sequence that fits")
     add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
     add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND", help="a Megatron command")
@@ -112,10 +110,6 @@ def _read(
     """The cluster, the model, the run, and whether its groups are given."""
     model, given = model_arguments.find(arguments.model, arguments.megatron)
     given |= flags.given_fields(arguments, flags.FIELDS)
-    if arguments.no_distributed_optimizer:
-        given["distributed_optimizer"] = False
-    if arguments.fsdp:
-        given["fsdp"] = True
     if arguments.seq is not None:
         given["seq"] = tokens_of(arguments.seq, "--seq")
     if "seq" not in given and not arguments.longest:
@@ -165,7 +159,7 @@ def show(found: Found) -> None:
     for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
         table.add_row(Text(item), byte_size(size), f"{size / peak.bytes:.0%}")
     table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
-    table.add_row(f"there is, less {byte_size(cluster.reserve)} for others",
+    table.add_row(f"available ({byte_size(cluster.reserve)} reserved for CUDA and NCCL)",
                   byte_size(cluster.room), "")  # fmt: skip
     for item, size in shown.host.items():
         table.add_row(Text(f"host: {item}"), byte_size(size), "")
@@ -173,13 +167,13 @@ def show(found: Found) -> None:
         table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
     console.print(table)
     if binds is not None:
-        console.print(Text(f"longest sequence: {run.seq:,} tokens; what binds: {binds}"))
+        console.print(Text(f"longest sequence: {run.seq:,} tokens; limited by {binds}"))
     elif left.fits:
-        console.print(Text(f"fits: {byte_size(left.device)} of every GPU left", style="green"))
+        console.print(Text(f"fits: {byte_size(left.device)} free on every GPU", style="green"))
     else:
-        console.print(Text(does_not_fit(shown, cluster, settings.flag_of), style="bold red"))
+        console.print(Text(does_not_fit(shown, cluster), style="bold red"))
     console.print(Text(_step(found.time(), cluster)))
-    console.print(Text("An account from the sizes of tensors, not a measurement on a GPU."))
+    console.print(Text("Analytical estimate from tensor sizes, not a measurement on a GPU."))
 
 
 def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:

@@ -8,7 +8,7 @@ far as the account does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,16 +22,6 @@ CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
 MOST = 3  # changes that are named
 TIMES = 64  # at most so many times the GPUs that there are
-# The flag of a Megatron command for a field, and what follows it where that is not the value.
-MEGATRON: dict[str, str] = {
-    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "offload": "--burst-offload", "lm_head_loss": "--burst-lm-head-loss",
-    "sequence_chunks": "--burst-sequence-chunks", "mlp_tiles": "--burst-mlp-tiles",
-    "store": "--burst-attention-store", "recompute": "--recompute-granularity",
-    "optimizer_offload": "--optimizer-cpu-offload --optimizer-offload-fraction",
-    "distributed_optimizer": "--use-distributed-optimizer",
-}  # fmt: skip
 
 
 class Remedy(NamedTuple):
@@ -40,34 +30,25 @@ class Remedy(NamedTuple):
     fields: dict[str, Any]
     gpus: int | None = None
 
-    def said(self, flag: Callable[[str], str]) -> str:
+    @property
+    def said(self) -> str:
         """In words: flags to add, and how many GPUs in all."""
-        words = [
-            flag(name) if value is True else f"{flag(name)} {value:g}"
-            if isinstance(value, float) else f"{flag(name)} {value}"
-            for name, value in self.fields.items()
-        ]  # fmt: skip
-        flags = " ".join(words)
+        flags = " ".join(map(flag_said, self.fields, self.fields.values()))
         if not self.gpus:
             return flags
         return f"with {self.gpus} GPUs and {flags}" if flags else f"with {self.gpus} GPUs"
 
 
-def megatron_flag(name: str) -> str:
-    """The flag of a Megatron command that sets a field of `Settings`."""
-    return MEGATRON[name]
-
-
-def what_would_fit(
-    model: Model, cluster: Cluster, run: Settings, flag: Callable[[str], str] = megatron_flag
-) -> list[str]:
-    """Changes of a run that does not fit, each of which makes it fit, the cheapest first: flags to
-    add, in the words of `flag`, or how many GPUs. Empty where nothing that is tried does."""
-    return [change.said(flag) for change in changes(model, cluster, run)]
+def flag_said(name: str, value: Any) -> str:
+    """A field of `Settings` as its flag with a value."""
+    if value is True:
+        return flag_of(name)
+    return f"{flag_of(name)} {value:g}" if isinstance(value, float) else f"{flag_of(name)} {value}"
 
 
 def changes(model: Model, cluster: Cluster, run: Settings) -> list[Remedy]:
-    """The same as fields."""
+    """Changes of a run that does not fit, each of which makes it fit, the cheapest first. Empty
+    where nothing that is tried does."""
     found = [one for one in _alone(model, cluster, run) if _fits(model, cluster, run, one)]
     if len(found) < MOST:
         if not found:  # no single one is enough
@@ -78,9 +59,7 @@ def changes(model: Model, cluster: Cluster, run: Settings) -> list[Remedy]:
     return found[:MOST]
 
 
-def does_not_fit(
-    found: Account, cluster: Cluster, flag: Callable[[str], str] = megatron_flag
-) -> str:
+def does_not_fit(found: Account, cluster: Cluster) -> str:
     """An error's words: how much a run takes, how much there is, and what would make it fit."""
     left, run = fit(found, cluster), found.run
     if left.device < 0:
@@ -94,7 +73,7 @@ def does_not_fit(
             f"{found.host_bytes / 1e9:.0f} GB of host memory per GPU, where "
             f"{cluster.host_per_rank / 1e9:.0f} are there"
         )
-    helps = what_would_fit(found.model, cluster, run, flag)
+    helps = [change.said for change in changes(found.model, cluster, run)]
     if helps:
         helps[0] = ("it fits " if helps[0].startswith("with ") else "add ") + helps[0]
     elif sum(found.states.values()) > cluster.room:
@@ -249,7 +228,7 @@ def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
         middle = (low + high) // 2
         low, high = (middle, high) if tried(middle)[1].fits else (low, middle)
     if not low:
-        raise ValueError(does_not_fit(tried(1)[0], cluster, flag_of))
+        raise ValueError(does_not_fit(tried(1)[0], cluster))
     found, left = tried(low)
     _, beyond = tried(high)
     binds = beyond.binds if beyond.device < 0 else "host memory"

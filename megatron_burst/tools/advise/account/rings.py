@@ -42,9 +42,7 @@ def rooms(schedule: Schedule, rank: int, *, wire: bool = False, packed: bool = F
     wire: sums travel in another dtype than they are added in, so they have kinds of their own,
     "dkv wire". packed: every message is one buffer (the CPU), so own chunks are copied to be sent.
     """
-    replay = _Replay(schedule, rank, wire, packed)
-    replay.run()
-    return Rooms(dict(replay.made), replay.longest)
+    return _Replay(schedule, rank, wire, packed).run()
 
 
 class _Replay:
@@ -53,8 +51,9 @@ class _Replay:
     def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
         self.schedule, self.me, self.wire, self.packs = schedule, rank, wire, packed
         self.program = schedule.program(rank)
-        self.made: Counter[str] = Counter()
-        self.free: Counter[str] = Counter()
+        self.families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
+        self.used: Counter[str] = Counter()
+        self.made: dict[str, int] = {}  # the most at a time, as free buffers are used again
         hops = [hop for boundary in self.program for hop in boundary.posts]
         own = [Chunk(family, rank) for family in ("kv", "query")]
         self.kept = schedule.kept_chunks(rank)
@@ -64,13 +63,14 @@ class _Replay:
         self.partials = self._partials(hops)
         self.longest: dict[str, int] = defaultdict(int)
         for chunk in (*(hop.chunk for hop in hops), *self.partials.values(), *self.kept):
-            self.longest[chunk.family] = max(self.longest[chunk.family], self._rows(chunk))
+            rows = schedule.tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
+            self.longest[chunk.family] = max(self.longest[chunk.family], rows)
         self.sums: dict[Chunk, int] = {}  # partial results that are there, and their filled rows
         self.packed: set[Chunk] = set()
         self.sends = Counter(hop.chunk for hop in hops if hop.src == rank)
         self.flights: list[tuple[int, Hop]] = []
 
-    def run(self) -> None:
+    def run(self) -> Rooms:
         for at in range(len(self.program) + 1):
             if at:
                 self._land(at - 1)
@@ -78,8 +78,9 @@ class _Replay:
                     self._compute(pair)
             if at < len(self.program):
                 self._post(self.program[at])
-        for family in self._families():
+        for family in self.families:
             self._whole(family, self.me)
+        return Rooms(self.made, self.longest)
 
     def _post(self, boundary: Boundary) -> None:
         self._land(boundary.index)
@@ -92,27 +93,30 @@ class _Replay:
                 self._take(self._kind(hop.chunk))
             elif hop.chunk.accumulated:
                 self._send(hop.chunk)
-            elif self._must_pack(hop.chunk) and hop.chunk not in self.packed:
+            elif self.packs and hop.chunk not in self.packed and not self._came(hop.chunk):
                 self._take(hop.chunk.family)
                 self.packed.add(hop.chunk)
             self.flights.append((hop.land, hop))
 
-    def _must_pack(self, chunk: Chunk) -> bool:
-        """Whether what is sent is a copy: own rows, or some of those that came."""
-        came = chunk in self.held and chunk.owner != self.me
-        return self.packs and not came
+    def _came(self, chunk: Chunk) -> bool:
+        """Whether it is sent on as it came; own rows, and some of those that came, are copied."""
+        return chunk in self.held and chunk.owner != self.me
 
     def _land(self, index: int) -> None:
         landing = [hop for land, hop in self.flights if land == index]
         self.flights = [each for each in self.flights if each[0] != index]
-        for hop in (hop for hop in landing if hop.src == self.me):
+        for hop in landing:
+            if hop.src != self.me:
+                continue
             self.sends[hop.chunk] -= 1
             if hop.chunk.accumulated:
                 self._give(self._kind(hop.chunk))
             elif hop.chunk in self.packed and not self.sends[hop.chunk]:
                 self.packed.remove(hop.chunk)
                 self._give(hop.chunk.family)
-        for hop in (hop for hop in landing if hop.dst == self.me):
+        for hop in landing:
+            if hop.dst != self.me:
+                continue
             if hop.chunk.accumulated:
                 self._receive(hop.chunk)
             else:
@@ -120,7 +124,7 @@ class _Replay:
 
     def _compute(self, pair: Pair) -> None:
         for queries, keys in self._calls(pair):
-            for family in self._families():
+            for family in self.families:
                 part, rows = (
                     (keys, pair.key_rows) if family == "dkv" else (queries, pair.query_rows)
                 )
@@ -156,22 +160,14 @@ class _Replay:
         return chunk
 
     def _take(self, kind: str) -> None:
-        if self.free[kind]:
-            self.free[kind] -= 1
-        else:
-            self.made[kind] += 1
+        self.used[kind] += 1
+        self.made[kind] = max(self.made.get(kind, 0), self.used[kind])
 
     def _give(self, kind: str) -> None:
-        self.free[kind] += 1
+        self.used[kind] -= 1
 
     def _kind(self, chunk: Chunk) -> str:
         return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family
-
-    def _families(self) -> tuple[str, ...]:
-        return ("out",) if self.schedule.row_bytes.out else ("dquery", "dkv")
-
-    def _rows(self, chunk: Chunk) -> int:
-        return self.schedule.tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
 
     def _calls(self, pair: Pair) -> list[tuple[Chunk, Chunk]]:
         queries = parts_of(self.copies, "query", pair.query, pair.query_rows)
@@ -183,13 +179,13 @@ class _Replay:
         rows: dict[tuple[str, int], int] = defaultdict(int)
         for pair in (pair for boundary in self.program for pair in boundary.pairs):
             for queries, keys in self._calls(pair):
-                for family in self._families():
+                for family in self.families:
                     part = keys if family == "dkv" else queries
                     rows[family, part.owner] |= part.rows
         for hop in hops:
             if hop.chunk.accumulated:
                 rows[hop.chunk[:2]] |= hop.chunk.rows
-        for family in self._families():
+        for family in self.families:
             rows[family, self.me] = ALL
         return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
 

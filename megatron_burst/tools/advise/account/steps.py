@@ -65,43 +65,38 @@ class LayerWalk:
         time: "first", or "again" where it is recomputed; grad: what backward needs stays; left:
         (name, item, bytes) of what its attention leaves besides.
         """
-        y1 = f"{prefix}y1"
-        if part.attention is not None:
-            result = (y1, ATTENTION) if part.mlp else (made, item)
-            self._forward_of(part, ATTENTION, time, *result, grad, prefix)
-        for each in left:
-            self.tape.make(*each)
-        if part.mlp:
-            self._forward_of(part, MLP, time, made, item, grad, prefix)
+        kinds = halves_of(part)
+        for kind in kinds:
+            result = (made, item) if kind == kinds[-1] else (f"{prefix}y1", ATTENTION)
+            if self._in_pieces(part, kind):
+                self._pieces(part, kind, time, *result, grad=False)
+            else:
+                half = self._half(part, kind, time, prefix)
+                half.forward(self.tape, grad)
+                self.tape.move(half.named("y"), *result)
+            if kind == ATTENTION:
+                for each in left:
+                    self.tape.make(*each)
         if not grad:
-            self.tape.drop(y1)
-
-    def _forward_of(
-        self, part: LayerPart, kind: str, time: str, made: str, item: str, grad: bool, prefix: str
-    ) -> None:
-        if self._in_pieces(part, kind):
-            self._pieces(part, kind, time, made, item, grad=False)
-            return
-        half = self._half(part, kind, time, prefix)
-        half.forward(self.tape, grad)
-        self.tape.move(half.named("y"), made, item)
+            self.tape.drop(f"{prefix}y1")
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
         """Backward from what `forward` saved: the gradient "dy" of its result becomes that of its
         input."""
-        for half in reversed(self._halves(part, prefix)):
+        for kind in reversed(halves_of(part)):
+            half = self._half(part, kind, "first", prefix)
             half.backward(self.tape)
-            if half.item == MLP and part.attention:
+            if kind == MLP:
                 self.tape.drop(f"{prefix}y1")
             self.tape.drop("dy")
-            self.tape.move(half.gradient("x"), "dy", BETWEEN)
+            self.tape.move(half.named("d x"), "dy", BETWEEN)
 
     def saved(self, part: LayerPart) -> float:
         """Bytes that a layer leaves for backward if nothing is recomputed."""
         tape = Tape()
-        for half in self._halves(part):
-            half.forward(tape, grad=True)
-        return sum(tape.moments[-1].items.values())
+        for kind in halves_of(part):
+            self._half(part, kind, "first").forward(tape, grad=True)
+        return tape.moments[-1].bytes
 
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
         """Recompute and backward; what it had left, its input and store, goes at the end."""
@@ -111,32 +106,26 @@ class LayerWalk:
         self.forward(part, "y", BETWEEN, "again", grad=True, left=again)
         if self.dense.cpu and run.mlp_tiles == 1:
             tape.drop("y1")  # the norm has saved it in fp32
-        if part.mlp:
-            tape.begin(f"backward of {name}: MLP half")
-            self._backward_of(part, MLP, "dy1" if part.attention else "dx")
-        tape.drop("y1")
-        if part.attention:
-            tape.begin(f"backward of {name}: attention half")
-            self._backward_of(part, ATTENTION, "dx")
+        kinds = halves_of(part)
+        for kind in reversed(kinds):
+            made = "dx" if kind == kinds[0] else "dy1"
+            tape.begin(f"backward of {name}: {kind}")
+            if self._in_pieces(part, kind):
+                self._pieces(part, kind, "again", made, BETWEEN, grad=True)
+            else:
+                half = self._half(part, kind, "again")
+                half.backward(tape)
+                tape.move(half.named("d x"), made, BETWEEN)
+            if kind == MLP:
+                tape.drop("y1")
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
-
-    # --- in chunks and tiles -----------------------------------------------------------------
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
         """Whether this half of a layer runs in chunks of rows, or in tiles."""
         if kind == MLP:
             return self.run.mlp_tiles > 1
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
-
-    def _backward_of(self, part: LayerPart, kind: str, made: str) -> None:
-        """Backward of a half that ran again; the gradient of its input is called `made`."""
-        if self._in_pieces(part, kind):
-            self._pieces(part, kind, "again", made, BETWEEN, grad=True)
-            return
-        half = self._half(part, kind, "again")
-        half.backward(self.tape)
-        self.tape.move(half.gradient("x"), made, BETWEEN)
 
     def _pieces(
         self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
@@ -153,7 +142,9 @@ class LayerWalk:
             beside += [("dkv", ATTENTION, self.keys * F * self.held)] if chunks else []
             model = self.model
             weights = model.attention_parameters if chunks else model.mlp_parameters(part, run.ep)
-            beside.append(("sums", SUMS, self._summed(weights)))
+            # fp32 sums of weight gradients over the pieces, and one piece's; Transformer Engine
+            # adds to Megatron's own gradients in place.
+            beside.append(("sums", SUMS, weights / run.tp * (F + B) if self.dense.cpu else 0.0))
         result = (made, item, self.hidden)
         for each in (result, *beside) if grad else (*beside, result):
             tape.make(*each)
@@ -168,20 +159,7 @@ class LayerWalk:
             half.forward(tape, grad=grad)
             if grad:
                 half.backward(tape)
-        tape.drop(half.named("y"), half.gradient("x"), *(name for name, *_ in beside))
-
-    def _summed(self, parameters: float) -> float:
-        """fp32 sums of a half's weight gradients over its pieces, and one piece's; Transformer
-        Engine adds to Megatron's own gradients in place."""
-        return parameters / self.run.tp * (F + B) if self.dense.cpu else 0.0
-
-    # --- halves ------------------------------------------------------------------------------
-
-    def _halves(self, part: LayerPart, prefix: str = "") -> list[Half]:
-        """Those of a layer that is not recomputed."""
-        kinds = [ATTENTION] if part.attention is not None else []
-        kinds += [MLP] if part.mlp else []
-        return [self._half(part, kind, "first", prefix) for kind in kinds]
+        tape.drop(half.named("y"), half.named("d x"), *(name for name, *_ in beside))
 
     def _half(
         self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
@@ -193,6 +171,11 @@ class LayerWalk:
         if part.attention == MIXER:
             return mixer_half(self.dense, rows, prefix)
         return attention_half(self.dense, rows, self.cores[time], prefix)
+
+
+def halves_of(part: LayerPart) -> list[str]:
+    """The halves that a layer has, in order."""
+    return [ATTENTION] * (part.attention is not None) + [MLP] * part.mlp
 
 
 STORE, HEAD, ROPE = "attention store", "LM head and loss", "rope tables"
@@ -333,32 +316,24 @@ class TrainingStep:
             return
         self.tape.begin(f"recompute of layer {layer}")
         for fetched in (layer, layer - 1):  # the next one is fetched meanwhile
-            self._fetch(fetched)
+            self._resize("input", fetched, 1)
+            self._resize("store", fetched, 1)
         self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
         """What a layer left goes to the host: its input when it ends, its store beside the next."""
-        offload, tape = self.run.offload, self.tape
-        if offload:
+        if offload := self.run.offload:
             self.host += round(offload * (self.hidden + self._stored(layer)))
-            tape.drop(f"input {layer}")
-            tape.make(f"input {layer}", INPUTS, (1 - offload) * self.hidden)
-            self._shrink_store(layer - 1)
+            self._resize("input", layer, 1 - offload)
+            self._resize("store", layer - 1, 1 - offload)
 
-    def _shrink_store(self, layer: int) -> None:
-        if layer >= 0 and (store := self._stored(layer)):
-            self.tape.drop(f"store {layer}")
-            self.tape.make(f"store {layer}", STORE, (1 - self.run.offload) * store)
-
-    def _fetch(self, layer: int) -> None:
-        """A layer's input and store come back, whole."""
-        if layer < 0:
-            return
-        sizes = (("input", INPUTS, self.hidden), ("store", STORE, self._stored(layer)))
-        for name, item, size in sizes:
-            if size:
-                self.tape.drop(f"{name} {layer}")
-                self.tape.make(f"{name} {layer}", item, size)
+    def _resize(self, name: str, layer: int, share: float) -> None:
+        """The share of a layer's "input" or "store" that is on the device from now on."""
+        sizes = {"input": (INPUTS, self.hidden), "store": (STORE, self._stored(layer))}
+        item, size = sizes[name]
+        if layer >= 0 and size:
+            self.tape.drop(f"{name} {layer}")
+            self.tape.make(f"{name} {layer}", item, share * size)
 
 
 def layers_of(model: Model, run: Settings, stage: int) -> list[int]:

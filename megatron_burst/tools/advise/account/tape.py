@@ -156,7 +156,7 @@ class Half:
 
     def backward(self, tape: Tape) -> None:
         """Run it backwards: the gradient of the result, made elsewhere, is there; those of what was
-        given stay, as `gradient(name)`, and what was saved goes."""
+        given stay, as "d name", and what was saved goes."""
         left = Counter(self._saved)
         arrived: set[str] = set()
         for op in reversed(self.ops):
@@ -177,15 +177,11 @@ class Half:
         """The name of a tensor on the tape."""
         return f"{self.prefix}{self.item}: {name}"
 
-    def gradient(self, name: str) -> str:
-        """The name of the gradient of what was given."""
-        return self.named(f"d {name}")
-
     def _gradient(self, tape: Tape, name: str, more: bool) -> None:
         """A gradient is made; if `more`, it is then added to what has arrived before."""
         size = self._gradients.get(name, self.sizes[name])
-        if not tape.holds(self.gradient(name)):
-            tape.make(self.gradient(name), self.item, size)
+        if not tape.holds(self.named(f"d {name}")):
+            tape.make(self.named(f"d {name}"), self.item, size)
         if more:
             with tape.while_there({self.item: size}):
                 pass

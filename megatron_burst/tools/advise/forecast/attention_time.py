@@ -8,8 +8,9 @@ and groups there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -71,23 +72,6 @@ class RingPasses(NamedTuple):
     backward: Prepared
 
 
-class Rings:
-    """The schedules of the last rings that were asked for."""
-
-    def __init__(self) -> None:
-        self._made: dict[RingKey, RingPasses] = {}
-
-    def of(self, ring: RingKey) -> RingPasses:
-        """Those of one ring, made when it is first asked for."""
-        if ring.topology.ring_size > LARGEST:
-            return made(ring)
-        found = self._made.pop(ring) if ring in self._made else made(ring)
-        if len(self._made) >= KEPT:
-            del self._made[next(iter(self._made))]
-        self._made[ring] = found
-        return found
-
-
 def sizes_of(model: Model, run: Settings) -> Sizes:
     """What one rank brings to a call."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
@@ -122,7 +106,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings) -> RingKey:
 
 
 def made(ring: RingKey) -> RingPasses:
-    """The schedules of a ring, anew."""
+    """The schedules of a ring."""
     topology, mask, layout = ring.topology, Causal(), make(ring.layout, cp_size=ring.topology.size)
     queries = spans = ring_spans(layout, topology, ring.seq)
     if ring.chunks > 1:
@@ -134,6 +118,15 @@ def made(ring: RingKey) -> RingPasses:
     forward = forward_schedule(name, grid, want, sizes, route=route)
     backward = backward_schedule(name, grid, want, sizes, side=ring.side, route=route)
     return RingPasses(pairs_seen(mask, spans), Prepared(forward, wires), Prepared(backward, wires))
+
+
+RingsOf = Callable[[RingKey], RingPasses]  # called as `made`
+
+
+def remembered() -> RingsOf:
+    """`made` that remembers the schedules of the last rings; of large ones it does not."""
+    kept = lru_cache(KEPT)(made)
+    return lambda ring: made(ring) if ring.topology.ring_size > LARGEST else kept(ring)
 
 
 @dataclass(frozen=True)
@@ -168,20 +161,20 @@ def attention_time(
     run: Settings,
     faults: Faults | None = None,
     group: Group | None = None,
-    rings: Rings | None = None,
+    rings: RingsOf = made,
     recordings: tuple[Recording | None, Recording | None] = (None, None),
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences.
 
-    faults: what is slower; then of the slowest of all rings, or of those of one group. rings: where
-    schedules are remembered. recordings: told what the ring of each pass does when.
+    faults: what is slower; then of the slowest of all rings, or of those of one group. rings:
+    `made`, or one that remembers. recordings: told what the ring of each pass does when.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
     rates = cluster.rank_rates()
     sizes = sizes_of(model, run).shared(run.ulysses)
     ring = ring_of(model, cluster, run)
-    passes = made(ring) if rings is None else rings.of(ring)
+    passes = rings(ring)
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     chunks = run.sequence_chunks

@@ -52,10 +52,7 @@ class Faults:
                         f"faults: {name}[{key!r}] must say how many times as long it takes, from "
                         f"1, got {factor!r}; half the rate is 2.0"
                     )
-        for key in self.slow_ranks:
-            _check_gpu("slow_ranks", key)
-        for key in self.slow_links:
-            _check_link(key)
+                _check_key(name, key)
         if not isinstance(self.jitter, (int, float)) or not 0 <= self.jitter < 1:
             raise ValueError(f"faults: jitter must be a fraction from 0, got {self.jitter!r}")
         for name, least in (("seed", 0), ("draws", 1)):
@@ -74,23 +71,21 @@ class Faults:
         of_nics = [f for key, f in self.slow_links.items() if not isinstance(key, tuple)]
         return float(max(of_nics, default=1.0))
 
-    def check(self, cluster: Cluster) -> None:
-        """Raise ValueError for a GPU or a node that the cluster does not have."""
+    def check(self, cluster: Cluster, run: Settings | None = None) -> None:
+        """Raise ValueError for a GPU or a node that the cluster does not have, and for a GPU that
+        is none of those of the run, the first ones."""
         nodes = cluster.gpus // cluster.ranks_per_node
         for key in (*self.slow_ranks, *self.slow_links):
-            node, gpus = _named(key)
+            node, gpus = _ends(key)
+            last = max(gpus, default=-1)
             if node is not None and node >= nodes:
                 raise ValueError(f"faults: {key!r}: there are {nodes} nodes, numbered from 0")
-            if max(gpus, default=-1) >= cluster.gpus:
+            if last >= cluster.gpus:
                 raise ValueError(f"faults: {key!r}: there are {cluster.gpus} GPUs, from 0")
-
-    def check_run(self, ranks: int) -> None:
-        """Raise ValueError for a GPU that is none of the first `ranks`, which the run has."""
-        for key in (*self.slow_ranks, *self.slow_links):
-            if max(_named(key)[1], default=-1) >= ranks:
+            if run is not None and last >= run.gpus:
                 raise ValueError(
-                    f"faults: {key!r}: the run takes GPUs 0 to {ranks - 1}, so no other one slows "
-                    "it"
+                    f"faults: {key!r}: the run takes GPUs 0 to {run.gpus - 1}, so no other one "
+                    "slows it"
                 )
 
     def compute(self, gpus: Sequence[int]) -> np.ndarray:
@@ -107,22 +102,11 @@ class Faults:
             if isinstance(key, tuple):
                 slow = (numbers[:, None] == key[0]) & (numbers == key[1])
             else:
-                node, gpus = _named(key)
+                node, gpus = _ends(key)
                 ends = nodes == node if node is not None else nics == _nic(cluster, np.array(gpus))
                 slow = between & (ends[:, None] | ends)
             found[slow] = np.maximum(found[slow], factor)
         return found
-
-    def touches(self, cluster: Cluster, gpus: range) -> bool:
-        """Whether one of these neighbouring `gpus` of a `cluster`, or a link of one, is slow."""
-        if any(gpu in gpus for gpu in self.slow_ranks):
-            return True
-        nodes = {gpu // cluster.ranks_per_node for gpu in (gpus[0], gpus[-1])}
-        near = range(min(nodes), max(nodes) + 1)
-        for node, slow in map(_named, self.slow_links):
-            if node in near or any(gpu // cluster.ranks_per_node in near for gpu in slow):
-                return True
-        return False
 
     def disturbance(
         self, cluster: Cluster, gpus: Sequence[int], seed: Sequence[int] = ()
@@ -131,10 +115,14 @@ class Faults:
 
         seed: numbers that tell one draw from others, such as those of the draw and of the pass.
         """
-        ranks, links = self.compute(gpus), self.links(cluster, gpus)
-        if not self.jitter and (ranks == 1).all() and (links == 1).all():
+        if not self.jitter and not self.slows(cluster, gpus):
             return None
-        return Disturbance(ranks, links, self.jitter, (self.seed, *seed))
+        links = self.links(cluster, gpus)
+        return Disturbance(self.compute(gpus), links, self.jitter, (self.seed, *seed))
+
+    def slows(self, cluster: Cluster, gpus: Sequence[int]) -> bool:
+        """Whether one of these `gpus` of a `cluster`, or a link between two of them, is slow."""
+        return bool((self.compute(gpus) > 1).any() or (self.links(cluster, gpus) > 1).any())
 
 
 def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
@@ -143,30 +131,28 @@ def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
     return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
 
 
-def _named(key: Link) -> tuple[int | None, tuple[int, ...]]:
+def _ends(key: Link) -> tuple[int | None, tuple[int, ...]]:
     """The node that a key names, or else the GPUs."""
     if isinstance(key, str):
         return int(key.split()[1]), ()
     return None, key if isinstance(key, tuple) else (key,)
 
 
-def _check_link(key: object) -> None:
-    if isinstance(key, str):
+def _check_key(name: str, key: object) -> None:
+    """Raise ValueError unless it names a GPU, or in `slow_links` a node or two GPUs."""
+    gpus = (key,)
+    if name == "slow_links" and isinstance(key, str):
         word, _, number = key.partition(" ")
         if word != "node" or not number.isdecimal():
             raise ValueError(f'faults: slow_links: {key!r} is no GPU, no pair and no "node 3"')
-    elif isinstance(key, tuple) and len(key) == 2:
-        for each in key:
-            _check_gpu("slow_links", each)
-        if key[0] == key[1]:
-            raise ValueError(f"faults: slow_links: {key!r} goes from a GPU to itself: name two")
-    else:
-        _check_gpu("slow_links", key)
-
-
-def _check_gpu(name: str, key: object) -> None:
-    if type(key) is not int or key < 0:
-        raise ValueError(f"faults: {name}: {key!r} is no number of a GPU")
+        return
+    if name == "slow_links" and isinstance(key, tuple) and len(key) == 2:
+        gpus = key
+    for gpu in gpus:
+        if type(gpu) is not int or gpu < 0:
+            raise ValueError(f"faults: {name}: {gpu!r} is no number of a GPU")
+    if len(set(gpus)) < len(gpus):
+        raise ValueError(f"faults: slow_links: {key!r} goes from a GPU to itself: name two")
 
 
 PASSES = 2  # forward, backward
@@ -189,13 +175,8 @@ class Group(NamedTuple):
     dp: int
     pp: int
 
-    def gpus(self, run: Settings, tp: int) -> range:
-        """GPUs of the context-parallel group of one tensor-parallel rank, in order."""
-        first = tp + run.tp * run.cp * (self.dp + run.dp * self.pp)
-        return range(first, first + run.tp * run.cp, run.tp)
-
     def members(self, run: Settings) -> range:
-        """All its GPUs."""
+        """All its GPUs; every TP-th of them is a context-parallel group."""
         size = run.tp * run.cp
         first = size * (self.dp + run.dp * self.pp)
         return range(first, first + size)
@@ -240,7 +221,7 @@ def _rings(
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
     """GPUs of each ring of a group, and of the ranks that share heads beside it."""
     for tp in range(run.tp):
-        gpus = group.gpus(run, tp)
+        gpus = group.members(run)[tp :: run.tp]
         sharing = [
             [gpus[rank] for rank in topology.ulysses_group(member)] for member in topology.ring(0)
         ]
@@ -255,10 +236,9 @@ def _disturbed(
     passes = tuple(faults.disturbance(cluster, ring, (*seed, each)) for each in range(PASSES))
     exchange = []
     for each in range(PASSES):
-        slowest = 1.0
-        for number, gpus in enumerate(sharing if len(sharing[0]) > 1 else ()):
-            found = faults.disturbance(cluster, gpus, (*seed, each, number))
-            if found is not None:
-                slowest = max(slowest, found.of_exchange())
-        exchange.append(slowest)
+        found = (
+            faults.disturbance(cluster, gpus, (*seed, each, number))
+            for number, gpus in enumerate(sharing if len(sharing[0]) > 1 else ())
+        )
+        exchange.append(max([1.0, *(one.of_exchange() for one in found if one is not None)]))
     return DisturbedRing(passes, tuple(exchange))

@@ -132,7 +132,9 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     Norms read and write rows, and residuals read two and write one, in each half; rope reads and
     writes queries and keys; the activation reads what it turns into half as much (gated) or as
     much. Backward: the norm reads its input too; the activation reads its input and a gradient, and
-    writes one. Rows are copied to experts and back. Of linear attention: what is around it.
+    writes one. Rows are copied to experts and back. Of linear attention what is around it: the
+    convolution and the norm of keys read and write rows, the gated norm reads results and a gate;
+    backward reads gradients too and writes those of all that was read.
     """
     x = LayerSizes.of(model, run, part.sparse)
     n = run.rows / run.tp
@@ -141,9 +143,10 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     if part.attention not in (None, MIXER):
         forward += 2 * run.rows * (x.query + x.keys)
         backward += 2 * run.rows * (x.query + x.keys)
-    if part.attention == MIXER and x.scan is not None:
-        around = mixer_memory_bytes(x.scan, run.rows)
-        forward, backward = forward + around[0] / B, backward + around[1] / B
+    if part.attention == MIXER and (scan := x.scan) is not None:
+        convolved = scan.convolved * (scan.taps > 0) + scan.keys * scan.delta
+        forward += run.rows * (2.0 * convolved + 3 * scan.values)
+        backward += run.rows * (3.0 * convolved + 5 * scan.values)
     if part.mlp:
         narrow = run.rows * x.ffn
         wide = narrow * (2 if x.gated else 1)
@@ -198,17 +201,6 @@ def linear_seconds(
     read = (1 + scanned) * moved(x, scan, rows)
     forward = max(computed / (gpu.peak * gpu.linear), read / gpu.memory_rate)
     return forward, BACKWARD * forward
-
-
-def mixer_memory_bytes(scan: Mixer, rows: int) -> tuple[float, float]:
-    """Bytes of a forward and a backward of what is around it: the convolution and the norm of keys
-    read and write rows, the gated norm reads results and a gate; backward reads gradients too and
-    writes those of all that was read."""
-    convolved = scan.convolved * (scan.taps > 0) + scan.keys * scan.delta
-    return (
-        B * rows * (2.0 * convolved + 3 * scan.values),
-        B * rows * (3.0 * convolved + 5 * scan.values),
-    )
 
 
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"

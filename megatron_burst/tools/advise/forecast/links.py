@@ -8,14 +8,11 @@ from __future__ import annotations
 from ....autotune.clusters import Cluster
 
 
-def intra_rate(cluster: Cluster) -> float:
-    """Bytes per second that a rank sends within its node, one way."""
-    return cluster.rank_rates().intra
-
-
-def inter_rate(cluster: Cluster) -> float:
-    """Bytes per second that a rank sends to other nodes while all ranks of its node do."""
-    return cluster.rank_rates().inter * cluster.nic_share
+def rates_of(cluster: Cluster) -> tuple[float, float]:
+    """Bytes per second that a rank sends, one way, while all ranks of its node do: within its node,
+    and to other nodes."""
+    rates = cluster.rank_rates()
+    return rates.intra, rates.inter * cluster.nic_share
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:
@@ -32,10 +29,8 @@ def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> floa
     if size < 2:
         return 0.0
     moved = total * (size - 1) / size
-    here = in_node(cluster, size, stride)
-    if here == size:
-        return moved / intra_rate(cluster)
-    return moved / min(here * inter_rate(cluster), intra_rate(cluster))
+    here, (intra, inter) = in_node(cluster, size, stride), rates_of(cluster)
+    return moved / (intra if here == size else min(here * inter, intra))
 
 
 def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) -> float:
@@ -45,13 +40,11 @@ def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) ->
     """
     if size < 2:
         return 0.0
-    here = in_node(cluster, size, stride)
+    here, (intra, inter) = in_node(cluster, size, stride), rates_of(cluster)
     within, beyond = sent * (here - 1) / size, sent * (size - here) / size
-    taken = max(within / intra_rate(cluster), beyond / inter_rate(cluster))
-    return taken / cluster.rank_rates().exchange
+    return max(within / intra, beyond / inter) / cluster.rank_rates().exchange
 
 
 def send_seconds(cluster: Cluster, stride: int, size: float) -> float:
     """One message to the rank `stride` ranks on, while all ranks send one."""
-    within = stride < cluster.ranks_per_node
-    return size / (intra_rate(cluster) if within else inter_rate(cluster))
+    return size / rates_of(cluster)[stride >= cluster.ranks_per_node]

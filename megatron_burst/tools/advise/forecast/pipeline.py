@@ -14,19 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 
-class PipelineTime(NamedTuple):
-    """seconds: from the first forward to the last backward; busy: [stages] seconds that the rank
-    of each stage computes."""
-
-    seconds: float
-    busy: np.ndarray
-
-    @property
-    def bubble(self) -> float:
-        """Seconds in which the busiest rank waits."""
-        return self.seconds - float(self.busy.max())
-
-
 class Turn(NamedTuple):
     """One pass of one micro-batch through one chunk of layers, of `stages` x `vpp` chunks in the
     order of the layers."""
@@ -36,10 +23,10 @@ class Turn(NamedTuple):
     micro_batch: int
 
 
-def pipeline_time(
+def pipeline_seconds(
     forward: np.ndarray, backward: np.ndarray, *, vpp: int = 1, hop: float = 0.0
-) -> PipelineTime:
-    """The time of one step's forwards and backwards.
+) -> float:
+    """Seconds from the first forward of a step to its last backward.
 
     forward, backward: seconds [stages * vpp, micro_batches] of each chunk of layers, chunk c being
     on rank c % stages; with recompute, backward includes it. hop: seconds that a message takes to
@@ -47,6 +34,13 @@ def pipeline_time(
 
     Raises ValueError for shapes that are no such table.
     """
+    return max(end for *_, end in timeline(forward, backward, vpp=vpp, hop=hop))
+
+
+def timeline(
+    forward: np.ndarray, backward: np.ndarray, *, vpp: int = 1, hop: float = 0.0
+) -> list[tuple[int, Turn, float, float]]:
+    """(stage, turn, start, end) of all turns, by stage and time. Arguments: `pipeline_seconds`."""
     forward, backward = (np.asarray(each, dtype=float) for each in (forward, backward))
     if forward.shape != backward.shape or forward.ndim != 2 or not forward.size:
         raise ValueError(
@@ -56,19 +50,8 @@ def pipeline_time(
     stages, rest = divmod(len(forward), vpp)
     if rest:
         raise ValueError(f"vpp {vpp} does not divide {len(forward)} chunks of layers")
-    ended = _run(stages, vpp, forward.tolist(), backward.tolist(), hop)
-    busy = (forward + backward).sum(axis=1).reshape(vpp, stages).sum(axis=0)
-    return PipelineTime(max(ended.values()), busy)
-
-
-def timeline(
-    forward: np.ndarray, backward: np.ndarray, *, vpp: int = 1, hop: float = 0.0
-) -> list[tuple[int, Turn, float, float]]:
-    """(stage, turn, start, end) of all turns, by stage and time. Arguments: `pipeline_time`."""
-    stages = len(forward) // vpp
-    ended = _run(stages, vpp, forward.tolist(), backward.tolist(), hop)
     found = []
-    for turn, end in ended.items():
+    for turn, end in _run(stages, vpp, forward.tolist(), backward.tolist(), hop).items():
         taken = (backward if turn.backward else forward)[turn.chunk, turn.micro_batch]
         found.append((turn.chunk % stages, turn, end - float(taken), end))
     return sorted(found, key=lambda each: (each[0], each[2]))

@@ -19,7 +19,7 @@ from ....schedule.topology import Topology
 from ..account.operators import B, F, LayerSizes
 from ..settings import Settings
 from ..shapes.layer_kinds import Mixer
-from .links import all_to_all_seconds, inter_rate, intra_rate
+from .links import all_to_all_seconds, rates_of
 
 States = Callable[[Cluster, Settings, LayerSizes], float]  # called as `scan_seconds`
 ACCESSES = 3  # of memory, to fold in what came: a state and a map are read, a state is written
@@ -68,7 +68,7 @@ def links_of(cluster: Cluster) -> timing.Links:
     """Those of a rank while all ranks of its node send."""
     rates = cluster.rank_rates()
     return timing.Links(
-        intra_rate(cluster), inter_rate(cluster), rates.latency, rates.latency,
+        *rates_of(cluster), rates.latency, rates.latency,
         cluster.gpu.memory_rate / ACCESSES, rates.posting,
     )  # fmt: skip
 

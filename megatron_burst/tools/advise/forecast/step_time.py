@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
@@ -42,13 +42,6 @@ from .scan_time import States, scan_seconds
 GRADIENTS, GATHERING, OPTIMIZER = "gradient reduction", "parameter gathering", "optimizer"
 
 
-def reduced_bytes(held: tuple[float, float], run: Settings) -> tuple[float, float]:
-    """Bytes of gradients that a rank has to sum over data- and context-parallel ranks: of dense
-    parameters and of experts."""
-    dense, experts = held
-    return dense * BYTES[run.gradients], experts * BYTES[run.gradients]
-
-
 def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) -> float:
     """Seconds of one all-gather or reduce-scatter of these bytes over the ranks that share them."""
     size = run.dp * run.cp
@@ -66,28 +59,27 @@ def states_seconds(
     fraction `Cluster.overlap` of them at best.
     """
     in_forward, in_backward = hiding
-    gradients = over_ranks(cluster, run, *reduced_bytes(held, run))
-    gathered = over_ranks(cluster, run, held[0] * B, held[1] * B)
-    times = run.micro_batches if run.fsdp else 1
+    gradients, gathered = (
+        over_ranks(cluster, run, *(each * size for each in held))
+        for size in (BYTES[run.gradients], B)
+    )
+
+    def exposed(seconds: float, hiding: float) -> float:
+        return seconds - min(cluster.overlap * seconds, hiding)
+
+    optimizer = optimizer_seconds(cluster, run, held)
     if run.fsdp:
-        twice = _exposed(cluster, gathered, in_forward) + _exposed(cluster, gathered, in_backward)
+        twice = exposed(gathered, in_forward) + exposed(gathered, in_backward)
         left = max(0.0, in_backward - cluster.overlap * gathered)
-        return {
-            GRADIENTS: times * _exposed(cluster, gradients, left),
-            GATHERING: times * twice,
-            OPTIMIZER: optimizer_seconds(cluster, run, held),
-        }
+        reduced = run.micro_batches * exposed(gradients, left)
+        return {GRADIENTS: reduced, GATHERING: run.micro_batches * twice, OPTIMIZER: optimizer}
     if not run.distributed_optimizer:  # an all-reduce is both
         gradients, gathered = 2 * gradients, 0.0
     return {
-        GRADIENTS: _exposed(cluster, gradients, in_backward),
-        GATHERING: _exposed(cluster, gathered, in_forward),
-        OPTIMIZER: optimizer_seconds(cluster, run, held),
+        GRADIENTS: exposed(gradients, in_backward),
+        GATHERING: exposed(gathered, in_forward),
+        OPTIMIZER: optimizer,
     }
-
-
-def _exposed(cluster: Cluster, seconds: float, hiding: float) -> float:
-    return seconds - min(cluster.overlap * seconds, hiding)
 
 
 def optimizer_seconds(cluster: Cluster, run: Settings, held: tuple[float, float]) -> float:
@@ -155,11 +147,8 @@ def step_time(
     Raises ValueError for settings that no run could have.
     """
     check(model, run)
-
-    def layer(part: LayerPart) -> LayerTime:
-        return layer_time(model, cluster, run, part=part, attention=attention, states=states)
-
-    stages = stages_of(model, cluster, run, layer)
+    layer = partial(layer_time, model, cluster, run, attention=attention, states=states)
+    stages = stages_of(model, cluster, run, lambda part: layer(part=part))
     times = [stage.seconds for stage in stages]
     busiest = max(range(run.pp), key=times.__getitem__)
     stage = stages[busiest]
@@ -187,10 +176,8 @@ def model_operations(model: Model, seq: int) -> float:
     full = (model.attentions - model.windows) * visible(seq)
     seen = full + model.windows * visible(seq, model.window)
     states = 0
-    if model.mixer is not None and model.mixer.form:
-        mixer = model.mixer
-        touched = 3 if mixer.delta else 2
-        states = model.mixers * touched * mixer.heads * mixer.width * mixer.value_width
+    if (mixer := model.mixer) is not None and mixer.form:
+        states = model.mixers * (3 if mixer.delta else 2) * mixer.state
     return 6.0 * model.active_parameters + 6.0 * widths * seen + 6.0 * states
 
 
@@ -202,16 +189,13 @@ def stages_of(
 ) -> list[Stage]:
     """One micro-batch on every stage. layer: the time of a layer that is made of this."""
     timed = cache(layer)
-    return [stage_of(model, cluster, run, index, timed) for index in range(run.pp)]
+    return [_stage(model, cluster, run, index, timed) for index in range(run.pp)]
 
 
-def stage_of(
-    model: Model,
-    cluster: Cluster,
-    run: Settings,
-    index: int,
+def _stage(
+    model: Model, cluster: Cluster, run: Settings, index: int,
     layer: Callable[[LayerPart], LayerTime],
-) -> Stage:
+) -> Stage:  # fmt: skip
     """One micro-batch on a stage: its layers, the embedding on the first, the head on the last."""
     forward = SecondsByPart()
     backward = SecondsByPart()

@@ -21,7 +21,13 @@ from ....schedule.head_shares import Share
 from ....schedule.sizes import Sizes
 from ....schedule.tables import SIDES
 from ....schedule.topology import Topology, alternatives
-from ..forecast.attention_time import AttentionTime, Rings, attention_time, nodes_of, sizes_of
+from ..forecast.attention_time import (
+    AttentionTime,
+    attention_time,
+    nodes_of,
+    remembered,
+    sizes_of,
+)
 from ..forecast.faults import Faults
 from ..forecast.scan_time import scan_seconds, scan_time
 from ..forecast.step_time import StepTime, step_time
@@ -47,7 +53,7 @@ class AttentionForecast:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
-        self.rings, self.states = Rings(), partial(scan_seconds, timed=cache(scan_time))
+        self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
         self._choices: dict[Any, dict[str, Any]] = {}
 
     def on(self, cluster: Cluster) -> AttentionForecast:

@@ -41,6 +41,11 @@ class Configuration:
         """The seconds of one step."""
         return self.time.seconds
 
+    @property
+    def lacks(self) -> float:
+        """Bytes that a run that does not fit lacks, on the GPU and the host together."""
+        return -min(0.0, self.fit.device) - min(0.0, self.fit.host)
+
 
 def least_bytes(model: Model, run: Settings) -> float:
     """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
@@ -60,24 +65,6 @@ def least_bytes(model: Model, run: Settings) -> float:
     return states + 2 * left * (model.layers // run.pp)
 
 
-def needs_more(run: Settings, other: Settings) -> bool:
-    """Does a run with the same groups need at least the GPU memory of another one?"""
-    if run.layout != other.layout or run.recompute != other.recompute:
-        return False
-    return (
-        run.store >= other.store
-        and run.offload <= other.offload
-        and run.optimizer_offload <= other.optimizer_offload
-        and run.sequence_chunks <= other.sequence_chunks
-        and run.mlp_tiles <= other.mlp_tiles
-    )
-
-
-def lacks(each: Configuration) -> float:
-    """Bytes that a run that does not fit lacks, on the GPU and the host together."""
-    return -min(0.0, each.fit.device) - min(0.0, each.fit.host)
-
-
 def simplicity(run: Settings) -> tuple[float, ...]:
     """What decides between runs that tie: the least of these, and of equals the fastest: what lies
     on the host, pieces, stages, a part of the store, recompute, ranks that share heads."""
@@ -94,10 +81,12 @@ def simplicity(run: Settings) -> tuple[float, ...]:
     )
 
 
-def optimistic(groups: Settings) -> tuple[float, ...]:
-    """`simplicity` of the simplest run with these groups."""
-    return simplicity(replace(groups, recompute="none", store=0.0, offload=0.0, mlp_tiles=1,
-                              optimizer_offload=0.0, sequence_chunks=1, ulysses=1))  # fmt: skip
+def plainest(groups: Settings) -> Settings:
+    """The simplest run with these groups, which with attention that sends nothing bounds the time
+    of all others."""
+    return replace(groups, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
+                   sequence_chunks=1, mlp_tiles=1, algorithm="burst", ulysses=1,
+                   head_chunks=1)  # fmt: skip
 
 
 def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:
@@ -145,7 +134,6 @@ class Search:
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way
-        self._too_large: list[Settings] = []
         self.least: tuple[float, Settings] | None = None  # of runs that were not looked at
         self.prune = True
 
@@ -155,24 +143,18 @@ class Search:
         variants: dict[tuple[int, ...], list[Way]] = {}
         for run in groups_of(self.model, self.cluster, self.want):
             way = variants.setdefault((run.tp, run.pp, run.cp, run.dp), [])
-            way.append(Way(self.at_least(run), optimistic(run), run))
+            way.append(Way(self.at_least(run), simplicity(plainest(run)), run))
         ways = [
             Way(min(each.bound for each in way), min(each.simplest for each in way), way)
             for way in variants.values()
         ]
         found, tried = self._explore(ways, top, self._best_variant, progress)
         if not found and self.closest is None and self.least is not None:
-            self._closest_of_all(self.least[1])
+            self.closest = self._account(*self.timed([self.least[1]])[0])  # none was worth one
         closer = [
             self.best_of(each.run, thorough=True) or each for each in simplest_first(found)[:top]
         ]
         return SearchResult(simplest_first(closer), len(ways), tried, self.closest)
-
-    def _closest_of_all(self, run: Settings) -> None:
-        """`closest`, where no run was worth an account."""
-        ((time, settled),) = self.timed([run])
-        found = self._account(settled)
-        self.closest = Configuration(settled, time, found, fit(found, self.cluster))
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
         """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
@@ -220,10 +202,7 @@ class Search:
 
     def at_least(self, groups: Settings) -> float:
         """A bound of the time of all runs with these groups."""
-        run = replace(groups, recompute="none", offload=0.0, store=0.0, sequence_chunks=1,
-                      mlp_tiles=1, optimizer_offload=0.0, algorithm="burst", ulysses=1,
-                      head_chunks=1)  # fmt: skip
-        return self.attention.step_at_least(run).seconds
+        return self.attention.step_at_least(plainest(groups)).seconds
 
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.
@@ -231,7 +210,7 @@ class Search:
         Where none fits, or with `thorough` where memory bars the fastest of them, a part of the
         store is tried too, which has a layout of its own, and halves of layers in chunks of rows.
         """
-        self._held, self._too_large = {}, []
+        self._held = {}
         try:
             whole, chunked = (list(options_of(groups, self.want, c)) for c in (False, True))
             if not self._possible([*whole, *chunked]):
@@ -283,27 +262,21 @@ class Search:
         found = ((self.attention.step(run), run) for run in settled)
         return sorted(found, key=lambda each: (each[0].seconds, simplicity(each[1])))
 
-    def _account(self, run: Settings) -> Account:
+    def _account(self, time: StepTime, run: Settings) -> Configuration:
+        """A run with its account, which is remembered."""
         if run not in self._held:
             self._held[run] = account(self.model, run, every=False, rooms_of=self.rooms_of)
-        return self._held[run]
+        found = self._held[run]
+        return Configuration(run, time, found, fit(found, self.cluster))
 
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
-        """Those that fit, in order. Runs that need at least what one did that did not fit are
-        passed over."""
+        """Those that fit, in order."""
         possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
             if run not in possible:
                 continue
-            if run not in self._held and any(needs_more(run, o) for o in self._too_large):
-                continue
-            found = self._account(run)
-            left = fit(found, self.cluster)
-            each = Configuration(run, time, found, left)
-            if left.fits:
+            each = self._account(time, run)
+            if each.fit.fits:
                 yield each
-                continue
-            if left.device < 0:
-                self._too_large.append(run)
-            if self.closest is None or lacks(each) < lacks(self.closest):
+            elif self.closest is None or each.lacks < self.closest.lacks:
                 self.closest = each

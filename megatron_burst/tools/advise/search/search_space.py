@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, get_args
+from math import prod
+from typing import Any
 
 from ....autotune.clusters import Cluster
 from ....options import algorithms
 from ....schedule.topology import alternatives, divisors
-from ..settings import Linear, Settings, flag_of
+from ..settings import Settings, check_carried, check_experts, check_fields
 from ..shapes.model import Model
 
 STAGES = 16  # of a pipeline at most
@@ -174,7 +175,6 @@ def _pieces(run: Settings, want: TrainingGoal, chunked: bool) -> list[tuple[int,
     ]
 
 
-LINEAR = get_args(Linear)
 STEP = 4 * 2**20  # tokens of a step that a suggestion is near
 
 
@@ -183,6 +183,9 @@ def check_wanted(model: Model, cluster: Cluster, want: TrainingGoal) -> None:
     for name in want.pinned:
         if name not in SEARCHED:
             raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
+    check_fields(Settings(want.seq, **want.pinned))
+    check_experts(model, want.pinned.get("ep", 1))
+    check_carried(model, want.pinned.get("layout", ""))
     for reason in _reasons(model, cluster, want):
         raise ValueError(reason)
     if next(groups_of(model, cluster, want), None) is None:
@@ -190,12 +193,7 @@ def check_wanted(model: Model, cluster: Cluster, want: TrainingGoal) -> None:
 
 
 def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str]:
-    pinned = want.pinned
-    for name in ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch", "ulysses", "head_chunks"):
-        value = pinned.get(name, 1)
-        if type(value) is not int or value < 1:
-            yield f"{flag_of(name)} must be an integer from 1 on, got {value!r}"
-    known = algorithms()
+    pinned, known = want.pinned, algorithms()
     if pinned.get("algorithm", "auto") not in known:
         yield f"--algorithm {pinned['algorithm']}: no such algorithm: take {alternatives(known)}"
     sizes = tensor_sizes(model, cluster)
@@ -211,27 +209,6 @@ def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str
             f"--pp {pinned.get('pp', 1)} x --vpp {pinned.get('vpp', 1)} do not divide the "
             f"{model.layers} layers of {model.name}: take --pp {alternatives(good)}"
         )
-    if pinned.get("ep", 1) > 1 and not model.experts:
-        yield f"--ep {pinned['ep']}: {model.name} has no experts: leave it out"
-    if "ep" in pinned and (model.experts or 1) % pinned["ep"]:
-        yield (
-            f"--ep {pinned['ep']} does not divide the {model.experts} experts of {model.name}: "
-            f"take {alternatives(divisors(model.experts or 1))}"
-        )
-    yield from _reasons_of_states(model, cluster, want)
-    yield from _reasons_of_ranks(cluster, pinned)
-
-
-def _reasons_of_states(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str]:
-    """Why layers that carry a state from row to row cannot run so."""
-    pinned = want.pinned
-    if want.carries and "striped" in str(pinned.get("layout")):
-        yield (
-            f"--layout {pinned['layout']}: {model.name} has layers that carry a state from row to "
-            "row, and every row's predecessor is on another rank: take zigzag, or leave it out"
-        )
-    if "linear" in pinned and pinned["linear"] not in LINEAR:
-        yield f"--linear {pinned['linear']}: take {alternatives(LINEAR)}"
     if want.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
         good = [cp for cp in divisors(cluster.gpus) if model.carried(pinned.get("tp", 1), cp)]
         if pinned["cp"] not in good:
@@ -240,19 +217,13 @@ def _reasons_of_states(model: Model, cluster: Cluster, want: TrainingGoal) -> It
                 f"over --cp {pinned['cp']} ranks, which do not divide them: take --cp "
                 f"{alternatives(good)}, or --linear auto, which takes any"
             )
-
-
-def _reasons_of_ranks(cluster: Cluster, pinned: Mapping[str, Any]) -> Iterator[str]:
-    """Why groups that are fixed together cannot be."""
     stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
-    product = 1
-    for name in stated:
-        product *= pinned[name]
-    if cluster.gpus % product:
+    ranks = prod(pinned[name] for name in stated)
+    if cluster.gpus % ranks:
         said = " x ".join(f"--{name} {pinned[name]}" for name in stated)
         yield (
-            f"{said} are {product} ranks, which do not divide --gpus {cluster.gpus}: take "
-            f"{-(-cluster.gpus // product) * product} GPUs, or smaller groups"
+            f"{said} are {ranks} ranks, which do not divide --gpus {cluster.gpus}: take "
+            f"{-(-cluster.gpus // ranks) * ranks} GPUs, or smaller groups"
         )
 
 

@@ -130,6 +130,13 @@ class Mixer:
         return keys % ranks == 0 or (not self.delta and cp % (keys // tp) == 0)
 
 
+# What Hugging Face and Megatron both call the arguments of `gated_delta_net`, and their defaults.
+DELTA_NET = {
+    "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
 def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, taps: int) -> Mixer:
     """Qwen3-Next's (arXiv 2412.06464): q, k, v and a gate, beta and decay of each head."""
     keys, values = key_heads * width, heads * value_width

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from .layer_kinds import Latent, Mixer, gated_delta_net, mamba2
+from .layer_kinds import DELTA_NET, Latent, Mixer, gated_delta_net, mamba2
 from .model import Model
 
 Get = Callable[[str], Any]
@@ -153,11 +153,7 @@ def _list_of(text: str) -> list[int]:
 def _mixer(get: Get, pattern: str) -> Mixer | None:
     """Mamba-2 with Megatron's defaults, or a gated delta net."""
     if "L" in pattern or "G" in _hybrid(get):
-        return gated_delta_net(
-            get("linear_num_value_heads") or 32, get("linear_num_key_heads") or 16,
-            get("linear_key_head_dim") or 128, get("linear_value_head_dim") or 128,
-            get("linear_conv_kernel_dim") or 4,
-        )  # fmt: skip
+        return gated_delta_net(*(get(name) or size for name, size in DELTA_NET.items()))
     if "M" not in pattern:
         return None
     width = get("mamba_head_dim") or 64

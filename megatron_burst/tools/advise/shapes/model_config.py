@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layer_kinds import Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
+from .layer_kinds import DELTA_NET, Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
 from .model import Model
 
 # transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
@@ -218,9 +218,7 @@ def _mixer(config: Config, name: str) -> Mixer:
     attention, or MiniMax's lightning attention."""
     try:
         if "linear_num_value_heads" in config:
-            return gated_delta_net(*(config.needed(f"linear_{each}") for each in (
-                "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim",
-                "conv_kernel_dim")))  # fmt: skip
+            return gated_delta_net(*map(config.needed, DELTA_NET))
         if "linear_attn_config" in config:
             of = _kimi(config)
             return kimi_delta(*map(of.needed, ("num_heads", "head_dim", "short_conv_kernel_size")))
