@@ -249,12 +249,7 @@ class Groups(_Uncopied):
 
     def compare(self, facts: Facts) -> None:
         """As `compare_calls`, and all ranks must state the same `facts`, name -> value."""
-
-        def stated() -> Facts:
-            self.check()
-            return facts | {CALLS: self.calls}
-
-        agree(attempt(stated), self.gather)
+        agree(attempt(lambda: self.check() or facts | {CALLS: self.calls}), self.gather)
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Make the process groups that these channels lack for tensors of such a device; collective
@@ -267,10 +262,9 @@ class Groups(_Uncopied):
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
-    def of_normal_priority(self) -> list[str]:
-        """The rings on given groups of NCCL whose kernels queue behind those of attention, unless
-        CUDA_DEVICE_MAX_CONNECTIONS is 1."""
-        return self._communicators.of_normal_priority if self.devices and self.size > 1 else []
+    def carriers(self) -> dict[tuple[Channel, str], dist.ProcessGroup]:
+        """What the rings travel on so far: (channel, type of device) -> process group."""
+        return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
         """From now on a `message` of so many bytes may come."""
