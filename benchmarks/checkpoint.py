@@ -25,7 +25,7 @@ import matplotlib
 import report
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from torch import nn
 
 import megatron_burst as mb
@@ -74,13 +74,10 @@ def step(layers: list[Layer], x: torch.Tensor, mode: str) -> None:
     x.square().mean().backward()
 
 
-def rank_main(rank: int, cell: dict[str, Any], results: Any) -> None:
-    """One rank of one cell: extra peak in MiB, median seconds and processor seconds of a step,
+def on_rank(cell: dict[str, Any]) -> tuple[float, ...]:
+    """Of one rank of a cell: extra peak in MiB, median seconds and processor seconds of a step,
     bytes of the store."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", cell["port"], cell["ranks"], is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=cell["ranks"])
-    torch.manual_seed(rank)
+    torch.manual_seed(dist.get_rank())
     rows, width, heads = cell["tokens"] // cell["ranks"], cell["width"], cell["heads"]
     q = torch.zeros(rows, 1, heads, width // heads)
     mode = cell["mode"]
@@ -100,8 +97,7 @@ def rank_main(rank: int, cell: dict[str, Any], results: Any) -> None:
         processor.append(time.process_time() - begun)
         x.grad = None
     times = [statistics.median(each[1:]) for each in (wall, processor)]
-    results.put((_peak() - before, *times, plan.store_bytes))
-    dist.destroy_process_group()
+    return _peak() - before, *times, plan.store_bytes
 
 
 def _peak() -> float:
@@ -111,11 +107,7 @@ def _peak() -> float:
 
 def measure(cell: dict[str, Any]) -> Found:
     """The highest of the ranks in each of what they measured."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    mp.spawn(rank_main, (cell | {"port": port}, results), nprocs=cell["ranks"])
-    found = [results.get() for _ in range(cell["ranks"])]
+    found = on_ranks(cell["ranks"], on_rank, cell)
     return Found(*(max(each) for each in zip(*found, strict=True)))
 
 

@@ -15,18 +15,16 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from report import DOCS, markdown, milliseconds, progress, provenance, write_section
 
 import megatron_burst as mb
@@ -135,11 +133,7 @@ def exchange(args: argparse.Namespace) -> str:
     with progress("exchange", len(args.processes)) as step:
         for size in args.processes:
             step(f"{size} processes")
-            context = mp.get_context("spawn")
-            results = context.SimpleQueue()
-            job = (size, free_port(), args.local_tokens, args.repeats, results)
-            mp.spawn(_rank, args=job, nprocs=size, join=True)
-            got = [results.get() for _ in range(size)]
+            got = on_ranks(size, exchanged, args.local_tokens, args.repeats)
             names = got[0]
             for name in names:
                 slowest = [max(times) for times in zip(*(g[name] for g in got), strict=True)]
@@ -148,10 +142,8 @@ def exchange(args: argparse.Namespace) -> str:
     return f"**Exchange**, gloo on loopback:\n\n{table}"
 
 
-def _rank(rank: int, size: int, port: int, local_tokens: int, repeats: int, results) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+def exchanged(local_tokens: int, repeats: int) -> dict[str, list[float]]:
+    """On a rank: seconds of every call."""
     world = dist.group.WORLD
     assert world is not None
     groups = mb.Groups.flat(world)
@@ -159,22 +151,14 @@ def _rank(rank: int, size: int, port: int, local_tokens: int, repeats: int, resu
     runs: dict[str, Callable[[], object]] = {
         "one all-gather of headers": lambda: groups.gather(header)
     }
-    for name, mask in masks(size * local_tokens).items():
+    for name, mask in masks(groups.size * local_tokens).items():
         runs[f"prepare, {name}"] = planned(mask, groups, "zigzag", local_tokens)
         runs[f"prepare, {name}, again"] = planned(mask, groups, "zigzag", local_tokens, again=True)
     times = {}
     for name, run in runs.items():
         dist.barrier()
         times[name] = seconds(run, repeats)
-    results.put(times)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return times
 
 
 # --- the local part --------------------------------------------------------------------------

@@ -23,8 +23,9 @@ HIDDEN = HEADS * WIDTH
 class DeltaLayer(nn.Module):
     """Norm, projections, short convolution, gated delta rule, gate, residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
+        self.number = number  # by which ranks tell calls apart
         self.norm = nn.LayerNorm(HIDDEN)
         self.mixed = nn.Linear(HIDDEN, 4 * HIDDEN + 2 * HEADS, bias=False)
         self.taps = nn.Parameter(torch.randn(3 * HIDDEN, TAPS) / TAPS)
@@ -35,26 +36,33 @@ class DeltaLayer(nn.Module):
         """x [s, b, HIDDEN], with s the rows of this rank."""
         sizes = (3 * HIDDEN, HIDDEN, HEADS, HEADS)
         qkv, gate, decay, beta = self.mixed(self.norm(x)).split(sizes, dim=-1)
-        qkv = mb.short_convolution(qkv, self.taps, activation="silu", plan=plans.states)
+        qkv = mb.short_convolution(
+            qkv, self.taps, activation="silu", plan=plans.states, label=self.number
+        )
         q, k, v = qkv.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
         q, k = (nn.functional.normalize(each, dim=-1) for each in (q, k))
         decay = -self.log_rate.exp() * nn.functional.softplus(decay)  # a logarithm, below 0
-        out = mb.linear_attention(q, k, v, decay=decay, beta=beta.sigmoid(), plan=plans.states)
+        out = mb.linear_attention(
+            q, k, v, decay=decay, beta=beta.sigmoid(), plan=plans.states, label=self.number
+        )
         return x + self.out(out.flatten(2) * nn.functional.silu(gate))
 
 
 class AttentionLayer(nn.Module):
     """Norm, projections, softmax attention over a ring, residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
+        self.number = number  # by which ranks tell calls apart
         self.norm = nn.LayerNorm(HIDDEN)
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor, plans: Plans) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
-        return x + self.out(mb.attention(q, k, v, plan=plans.attention).flatten(2))
+        return x + self.out(
+            mb.attention(q, k, v, plan=plans.attention, label=self.number).flatten(2)
+        )
 
 
 class Plans:
@@ -75,7 +83,7 @@ def train(groups: mb.Groups, group: dist.ProcessGroup) -> list[float]:
     torch.manual_seed(0)  # every rank makes the same weights, and the same data
     tokens = torch.randint(VOCABULARY, (LENGTH + 1, 1)).sort(0).values
     embed, head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-    layers = [DeltaLayer(), DeltaLayer(), DeltaLayer(), AttentionLayer()]
+    layers = [DeltaLayer(0), DeltaLayer(1), DeltaLayer(2), AttentionLayer(3)]
     model = nn.ModuleList([embed, *layers, head])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs, labels = (mb.shard(x, layout, groups.rank) for x in (tokens[:-1], tokens[1:]))

@@ -22,6 +22,7 @@ from .options import (
     algorithms,
     check_kept_keys,
 )
+from .schedule.scans import SCANS
 from .schedule.topology import Placement
 from .units import size_of
 
@@ -29,7 +30,6 @@ OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents"]
 Auto = Literal["auto"]
-Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
@@ -110,11 +110,12 @@ class BurstConfig:
         Described("the LM head and its loss as one operation, without materializing full logits"),
     ] = "off"
     linear: Annotated[
-        Linear,
+        str,
         Described(
             "how linear-attention and Mamba layers pass their state over context-parallel ranks; "
             "auto takes what is predicted to be fastest, megatron leaves Megatron's own all-to-all "
-            "of heads alone"
+            "of heads alone",
+            names=("auto", *SCANS, OFF),
         ),
     ] = "auto"
     nccl_max_ctas: Annotated[

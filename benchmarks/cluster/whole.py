@@ -6,6 +6,8 @@ gets all of it, by the ring or from its owner, whichever sends fewer bytes betwe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, burst, direct
 from megatron_burst.schedule.cost import rows_sent
 from megatron_burst.schedule.demand import Demand
@@ -21,7 +23,7 @@ def register() -> None:
 
 def tables(demand: Demand) -> Tables:
     """Burst's ring, or chunks sent directly, of whole chunks."""
-    whole = demand.whole()
+    whole = replace(demand, wanted=demand.wanted.whole())
 
     def bytes_sent(found: Tables) -> tuple[int, int]:
         moved = found.transfers

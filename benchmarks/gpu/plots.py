@@ -1,4 +1,4 @@
-"""From records to pictures beside the document: rates over shard length, and the rest as bars."""
+"""From records to a picture beside the document: rates over shard length."""
 
 from __future__ import annotations
 
@@ -10,40 +10,31 @@ from benchmarks.report import human, quartiles
 from .tables import rate
 
 Record = dict[str, Any]
-STYLE: dict[str, Any] = {"metadata": {"Software": None}, "dpi": 110}
+PICTURE = "gpu-attention.png"
 COLOURS = ("#117733", "#44aa99", "#332288", "#ddcc77", "#cc6677", "#88ccee", "#999933", "#882255")
 
 
 def draw(results: Record, folder: Path) -> list[str]:
     """Write what there is to draw; the names of the files."""
+    records = [r for r in results["jobs"].values() if r["kind"] == "attention" and r["runs"]]
+    if not records:
+        return []
     folder.mkdir(parents=True, exist_ok=True)
-    records = list(results["jobs"].values())
-    names = []
-    for name, function, kinds in (
-        ("gpu-attention.png", _attention, ("attention",)),
-        ("gpu-rest.png", _rest, ("ring", "lm head", "store")),
-    ):
-        chosen = [record for record in records if record["kind"] in kinds and record["runs"]]
-        if chosen:
-            function(chosen).savefig(folder / name, **STYLE)
-            names.append(name)
-    return names
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+    _attention(records).savefig(folder / PICTURE, metadata={"Software": None}, dpi=110)
+    return [PICTURE]
 
 
 def _attention(records: list[Record]) -> Any:
     """A row per mask, a column per pass; the first ratio of heads that was measured."""
+    from matplotlib.figure import Figure
+
     heads = records[0]["heads"]
     chosen = [record for record in records if record["heads"] == heads]
     masks = list(dict.fromkeys(record["case"] for record in chosen))
     passes = list(dict.fromkeys(run["pass"] for record in chosen for run in record["runs"]))
     who = list(dict.fromkeys(run["who"] for record in chosen for run in record["runs"]))
-    figure = _figure(3.2 * len(passes) + 1, 1.9 * len(masks) + 0.8)
+    size = 3.2 * len(passes) + 1, 1.9 * len(masks) + 0.8
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(masks), len(passes), squeeze=False, sharey=True)
     for i, mask in enumerate(masks):
         cells = [record for record in chosen if record["case"] == mask]
@@ -76,35 +67,3 @@ def _lines(axes: Any, cells: list[Record], name: str, who: list[str]) -> None:
     axes.tick_params(axis="y", labelsize=7)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-
-
-def _rest(records: list[Record]) -> Any:
-    """A panel of bars for each ring, LM head and store."""
-    bars = [_bars(record) for record in records]
-    figure = _figure(4.6 * len(bars), 0.6 + 0.28 * max(len(values) for _, _, values in bars) + 1)
-    for axes, (title, unit, values) in zip(
-        figure.subplots(1, len(bars), squeeze=False)[0], bars, strict=True
-    ):
-        axes.barh(range(len(values)), [value for _, value in values], color=COLOURS[1])
-        axes.set_yticks(range(len(values)), [label for label, _ in values], fontsize=7)
-        axes.invert_yaxis()
-        axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xlabel(unit, fontsize=8)
-    return figure
-
-
-def _bars(record: Record) -> tuple[str, str, list[tuple[str, float]]]:
-    if record["kind"] != "ring":
-        title = "LM head and loss" if record["kind"] == "lm head" else "step by what is stored"
-        values = [(run["who"], 1e3 * quartiles(run["seconds"])[1]) for run in record["runs"]]
-        return title, "ms", values
-    values = [
-        (
-            f"{run['kernel']}, {run['side']}, {name}",
-            100 * (1 - sum(run[name]["calls"]) / sum(run[name]["seconds"])),
-        )
-        for run in record["runs"]
-        for name in ("forward", "backward")
-    ]
-    ranks = f"ring of {record['nodes']} x {record['per_node']}, {human(record['tokens'])} rows each"
-    return ranks, "% of the time outside kernel calls", values

@@ -15,13 +15,7 @@ from megatron_burst.schedule.scans import SCANS
 from megatron_burst.schedule.scans.choice import blocks_for, choose
 from megatron_burst.schedule.scans.hops import Task
 from megatron_burst.schedule.scans.sizes import ScanSizes
-from megatron_burst.schedule.scans.timing import (
-    NOMINAL,
-    HeadwiseRowBytes,
-    exchange_seconds,
-    exchange_sent,
-    scan_seconds,
-)
+from megatron_burst.schedule.scans.timing import NOMINAL, Links, scan_seconds
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.units import duration, rate
 
@@ -31,6 +25,35 @@ ITEMSIZE = 2  # of activations: bfloat16
 COMPUTE, MEMORY = 400e12, 2.4e12  # FLOP/s that matrix products reach, bytes/s of a GPU's memory
 LAYOUTS = ("contiguous", "zigzag")
 NAMES = {"all_gather": "all_gather (LASP-2)", "scan": "scan (ZeCO)", "ring": "ring (LASP)"}
+
+
+class HeadwiseRowBytes(NamedTuple):
+    """What the head-wise exchange moves of each row: bytes that come in before the recurrence
+    (queries, keys, values, gates) and that go back after it (outputs), of all heads."""
+
+    there: int
+    back: int
+
+
+def exchange_seconds(topology: Topology, rows: int, each: HeadwiseRowBytes, links: Links) -> float:
+    """Seconds of the two all-to-alls of a pass that gives every rank all rows of a share of the
+    heads, `rows` on each rank before; the ranks send as many bytes each."""
+    return sum(_all_to_all(topology, rows * size, links) for size in each)
+
+
+def exchange_sent(topology: Topology, rows: int, each: HeadwiseRowBytes) -> tuple[int, int]:
+    """Bytes that each rank sends within its node and to other nodes in these all-to-alls."""
+    near, ranks = topology.per_node, topology.size
+    size = rows * (each.there + each.back)
+    return size * (near - 1) // ranks, size * (ranks - near) // ranks
+
+
+def _all_to_all(topology: Topology, size: int, links: Links) -> float:
+    """Seconds of an all-to-all of `size` bytes on each rank, which keeps an equal share itself."""
+    near, ranks = topology.per_node, topology.size
+    share = size / ranks
+    within = (near - 1) * (links.intra_latency + share / links.intra)
+    return max(within, (ranks - near) * (links.inter_latency + share / links.inter))
 
 
 class Row(NamedTuple):

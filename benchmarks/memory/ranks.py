@@ -6,23 +6,18 @@ Every rank counts its own; the first step is not counted: it makes plans, buffer
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.ranks import on_ranks
 from megatron_burst.recompute.host.mover import HostMemory
 
 from .live import Block, LiveTensors
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -65,27 +60,16 @@ class Found:
 
 def measure(cell: Cell) -> list[Found]:
     """What each rank found, in processes of their own."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    mp.spawn(_rank, (cell, port, results), nprocs=cell.ranks)
-    found = dict(results.get() for _ in range(cell.ranks))
-    return [Found(**found[rank]) for rank in range(cell.ranks)]
+    return [Found(**each) for each in on_ranks(cell.ranks, _counted, cell)]
 
 
-def _rank(rank: int, cell: Cell, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
+def _counted(cell: Cell) -> dict[str, Any]:
+    """On a rank, with Megatron's stand-ins for a CPU."""
     warnings.filterwarnings("ignore")
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cell.ranks}
-    os.environ |= {"TORCHDYNAMO_DISABLE": "1"} | {name: str(x) for name, x in ranks.items()}
-    store = dist.TCPStore("127.0.0.1", port, cell.ranks, is_master=rank == 0)
     from megatron_burst.testing import cpu
 
     cpu.enable()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=cell.ranks)
-    results.put((rank, asdict(_step(cell))))
-    dist.barrier()
-    dist.destroy_process_group()
+    return asdict(_step(cell))
 
 
 def _step(cell: Cell) -> Found:

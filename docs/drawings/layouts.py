@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 import megatron_burst as mb
 from drawings.paper import box, figure
-from megatron_burst.schedule import cost
+from megatron_burst.tools.show import balance
 from megatron_burst.tools.show.colours import GREY, INK, channels, ink_on, of_rank
 
 RANKS, LENGTH = 4, 32
@@ -20,7 +20,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 def layout_caption(name: str) -> str:
     layout = mb.layout.make(name, cp_size=RANKS)
-    work = cost.work(layout, mb.masks.Causal(), LENGTH)
+    work = balance.work(layout, mb.masks.Causal(), LENGTH)
     spread = f"{min(work)} to {max(work)}" if min(work) != max(work) else str(work[0])
     return f"{name}: {spread} visible pairs per rank"
 
@@ -39,7 +39,7 @@ def draw_layouts() -> Figure:
         _strip(box(made, 0.3, bottom + 0.62, 4.6, 0.42), holder, name)
         square = box(made, 5.15, bottom, 1.5, 1.5)
         _pixels(square, np.where(causal, holder[:, None], -1))
-        _bars(box(made, 7.35, bottom, 1.6, 1.5), cost.work(layout, mb.masks.Causal(), LENGTH))
+        _bars(box(made, 7.35, bottom, 1.6, 1.5), balance.work(layout, mb.masks.Causal(), LENGTH))
     return made
 
 

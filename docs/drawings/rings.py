@@ -26,7 +26,8 @@ def rings() -> dict[str, Schedule]:
 
 def crossing(plan: Schedule) -> tuple[int, int]:
     """Of the rank that sends most between nodes: how many hops, and the steps each may take."""
-    hops = [[h for h in plan.sends(r) if h.link == "inter"] for r in range(plan.grid.size)]
+    crossing = [h for h in plan.tables.transfers.hops(plan.grid) if h.link == "inter"]
+    hops = [[h for h in crossing if h.src == rank] for rank in range(plan.grid.size)]
     busiest = max(hops, key=len)
     return len(busiest), min(h.land - h.post for h in busiest)
 
@@ -47,8 +48,9 @@ def draw_rings() -> Figure:
         axes.set_ylim(2.45, -0.9)
         axes.set_axis_off()
         _nodes(axes)
-        for src, dst, link in sorted({(h.src, h.dst, h.link) for r in range(GRID.size)
-                                      for h in plan.sends(r)}):  # fmt: skip
+        for src, dst, link in sorted(
+            {(h.src, h.dst, h.link) for h in plan.tables.transfers.hops(GRID)}
+        ):
             _link(axes, src, dst, link)
         count, steps = crossing(plan)
         axes.text(-0.5, -0.72, NAMES[name], fontsize=11, fontweight="bold", color=INK)
@@ -100,7 +102,11 @@ def draw_visits() -> Figure:
         axes = box(made, 0.8 + 4.45 * i, 0.55, 3.9, 2.6)
         axes.set_title(NAMES[name], loc="left", fontsize=10, fontweight="bold", color=INK)
         for rank in range(GRID.size):
-            landed = {(*h.chunk[:2], h.land) for h in plan.receives(rank) if h.link == "inter"}
+            landed = {
+                (*h.chunk[:2], h.land)
+                for h in plan.tables.transfers.hops(GRID)
+                if h.dst == rank and h.link == "inter"
+            }
             for pair, step in sorted(pairs_of(plan.tables, rank).items(), key=lambda item: item[1]):
                 _visit(axes, rank, step, pair.key, landed)
         axes.set_xlim(0, GRID.size)

@@ -16,10 +16,9 @@ from ..masks import Mask
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, Traffic
-from ..schedule.demand import Wanted, wanted
+from ..schedule.demand import Wanted, row_cuts, wanted
 from ..schedule.head_shares import shareable
 from ..schedule.rings import Schedule
-from ..schedule.row_cut import row_cuts
 from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator
@@ -124,7 +123,7 @@ def on_grid(
         cuts = row_cuts(
             workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
         )
-        wants = [wanted(workload.mask, shards, spans) for _, shards in cuts]
+        wants = [wanted(workload.mask, shards, spans) for _, shards, _ in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
     longer, wires = rates.backward * seconds, ONE_NIC
     if nodes is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from ..schedule.cost import pair_shares, rows_sent
 from ..schedule.rings import Schedule
 from ..schedule.sizes import Sizes
-from ..schedule.tables import ALL, Grid, Tables
+from ..schedule.tables import ALL
 from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 
@@ -26,29 +26,19 @@ class Prepared:
     wires: Wires = ONE_NIC
 
     @cached_property
-    def tables(self) -> Tables:
-        """The tables of the schedule."""
-        return self.schedule.tables
-
-    @property
-    def grid(self) -> Grid:
-        """The grid of the schedule."""
-        return self.schedule.grid
-
-    @cached_property
     def between(self) -> np.ndarray:
         """bool: which transfers cross between nodes?"""
-        return self.wires.between(self.tables.transfers, self.grid)
+        return self.wires.between(self.schedule.tables.transfers, self.schedule.grid)
 
     @cached_property
     def ports(self) -> np.ndarray:
         """As of `ports_of`."""
-        return ports_of(self.tables.transfers, self.grid, self.wires)
+        return ports_of(self.schedule.tables.transfers, self.schedule.grid, self.wires)
 
     @cached_property
     def starting(self) -> dict[int, list[TimedExchange]]:
         """As of `exchanges`."""
-        return exchanges(self.tables.transfers, self.grid, self.ports)
+        return exchanges(self.schedule.tables.transfers, self.schedule.grid, self.ports)
 
     @cached_property
     def load(self) -> np.ndarray | None:
@@ -65,22 +55,22 @@ class Prepared:
     @cached_property
     def rows(self) -> np.ndarray:
         """int64: rows of each transfer."""
-        return rows_sent(self.tables, self.tables.transfers)
+        return rows_sent(self.schedule.tables, self.schedule.tables.transfers)
 
     def bytes_of(self, sizes: Sizes) -> np.ndarray:
         """int64: payload bytes of each transfer."""
         each = np.array(sizes.row_bytes(self.schedule), dtype=np.int64)
-        return self.rows * each[self.tables.transfers.family]
+        return self.rows * each[self.schedule.tables.transfers.family]
 
     @cached_property
     def shares(self) -> np.ndarray:
         """float: as of `pair_shares`."""
-        return pair_shares(self.tables)
+        return pair_shares(self.schedule.tables)
 
     @cached_property
     def pair_rows(self) -> np.ndarray:
         """int64: of each pair the rows of its queries or of its keys, whichever are fewer."""
-        tables, pairs = self.tables, self.tables.pairs
+        tables, pairs = self.schedule.tables, self.schedule.tables.pairs
         return np.minimum(
             tables.queries.rows_of(pairs.query, pairs.query_rows),
             tables.keys.rows_of(pairs.key, pairs.key_rows),
@@ -90,10 +80,11 @@ class Prepared:
     def own_last(self) -> np.ndarray:
         """int: the step of each pair where every rank's own pair waits for the boundary at which
         the rank posts its last partial result, and runs beside it."""
-        size, pairs, moved = self.grid.size, self.tables.pairs, self.tables.transfers
+        size, tables = self.schedule.grid.size, self.schedule.tables
+        pairs, moved = tables.pairs, tables.transfers
         if not moved.accumulated.any():
             return pairs.step
-        last = np.full(size, self.tables.steps)
+        last = np.full(size, tables.steps)
         sums = moved.where(moved.accumulated)
         np.maximum.at(last, sums.src, sums.post)
         own = (pairs.query == pairs.rank) & (pairs.key == pairs.rank)

@@ -67,7 +67,7 @@ class _Clocks:
         rates: Rates,
         recording: Recording | None = None,
     ):
-        size, ports = prepared.grid.size, int(prepared.ports.max(initial=0)) + 1
+        size, ports = prepared.schedule.grid.size, int(prepared.ports.max(initial=0)) + 1
         self.free = np.zeros(size + ports)  # of ranks, then of ports
         self.clock = self.free[:size]
         self.busy = np.zeros(2 * size)
@@ -153,18 +153,18 @@ def pass_time(
     happens when.
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
-    pairs, between = prepared.tables.pairs, prepared.between
+    pairs, between = prepared.schedule.tables.pairs, prepared.between
     per_byte = _per_byte(prepared, rates)
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
     if rates.half_rows:
         of_pair = of_pair * (1 + rates.half_rows / np.maximum(prepared.pair_rows, 1))
     of_pair = of_pair + rates.launch * (of_pair > 0)
     if disturbed is not None:
-        per_byte = per_byte * disturbed.of_bytes(prepared.tables.transfers)
+        per_byte = per_byte * disturbed.of_bytes(prepared.schedule.tables.transfers)
     sent = prepared.bytes_of(sizes) / head_chunks
     taken = rates.latency + sent * per_byte
     if disturbed is not None:
-        taken = taken * disturbed.of_messages(prepared.tables.transfers)
+        taken = taken * disturbed.of_messages(prepared.schedule.tables.transfers)
         of_pair = of_pair * disturbed.of_pairs(pairs)
     programs = [_program(prepared, of_pair, last) for last in (False, True)]
     handled = rates.handling * sent if rates.handling else None
@@ -192,6 +192,7 @@ def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
     """Start one pass more at every boundary, as `execution.ring.run` does."""
+    # Head chunks run one boundary apart, so that the hops of one travel while another computes.
     waiting, running = list(runs), []
     while waiting or running:
         if waiting:
@@ -201,7 +202,8 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
 
 def _program(prepared: Prepared, seconds: np.ndarray, own_last: bool) -> list[GridBoundary]:
     """`Schedule.program` of all ranks at once; seconds: of each row of `tables.pairs`."""
-    size, tables, starting = prepared.grid.size, prepared.tables, prepared.starting
+    schedule, starting = prepared.schedule, prepared.starting
+    size, tables = schedule.grid.size, schedule.tables
     at = prepared.own_last if own_last else tables.pairs.step
     end = max(tables.steps, int(tables.transfers.land.max(initial=0)), int(at.max(initial=0)))
     end += own_last and at is not tables.pairs.step

@@ -155,13 +155,6 @@ class Communicators:
             return line
         return f"{line}, {byte_size(max(0, self._taken))} of device memory before any message"
 
-    @property
-    def of_normal_priority(self) -> list[str]:
-        """The rings on given groups of NCCL whose streams do not have high priority."""
-        own = set(self._made.values())
-        given = [(c.ring, kind, g) for (c, kind), g in self.groups.items() if g not in own]
-        return [ring for ring, kind, group in given if _high_priority(group, kind) is False]
-
     def _reused(self, channel: Channel, device: torch.device) -> dist.ProcessGroup | None:
         """The given group with just the ranks of the channel, if it moves tensors of the device."""
         if channel.gradient:
@@ -193,14 +186,6 @@ def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return options
-
-
-def _high_priority(group: dist.ProcessGroup, device: str) -> bool | None:
-    """Whether a group's kernels for such a device have priority; None if it is not of NCCL."""
-    if backends(group).get(device) != "nccl":
-        return None
-    options = getattr(group._get_backend(torch.device(device)), "options", None)
-    return getattr(options, "is_high_priority_stream", None)
 
 
 def memory_taken(device: torch.device) -> int | None:

@@ -9,9 +9,12 @@ ranks compare their counts when they make a plan, which needs no device.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
@@ -28,6 +31,7 @@ from .process_groups import agreed, asked, introduce, introduce_nodes, process_g
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
 T = TypeVar("T")
+INNER = __name__.partition(".")[0] + ".", "torch."  # modules that stand between a call and us
 CALLS = "calls so far"  # the name of the fact that ranks compare
 
 
@@ -38,11 +42,16 @@ class Calls:
     forwards: int = 0
     backwards: int = 0
     order: int = 0
+    warns: bool = False  # of calls that ranks cannot tell apart
+    _unlabelled: set[tuple[int, str]] = field(default_factory=set)  # since the last backward
 
     def forward(self, plan: int, label: object, sink: bool) -> CallTag:
-        """The next call begins; what its messages and those of its backward bear. sink: does it
-        have one? A plan does not say so. Raises ValueError for a label (`check_label`)."""
-        if label is not None:
+        """The next call begins; what its messages and those of its backward bear. Without a label
+        that is the line of the caller's which makes the call. sink: does it have one? A plan does
+        not say so. Raises ValueError for a label (`check_label`)."""
+        if label is None:
+            label = self._calling_line(plan)
+        else:
             check_label(label)
         self.forwards += 1
         tag = CallTag(plan, self.forwards, crc32(repr((label, sink)).encode()))
@@ -52,7 +61,28 @@ class Calls:
     def backward(self, tag: CallTag) -> None:
         """The backward of a call begins."""
         self.backwards += 1
+        self._unlabelled.clear()
         self.order = crc32(f"backward {tag}".encode(), self.order)
+
+    def _calling_line(self, plan: int) -> str:
+        """Where the code outside of this package and torch is, the same on every rank; warns, once,
+        of a line that calls a plan a second time before any backward, as a loop over layers does:
+        ranks that leave out different turns of it would exchange the wrong tensors."""
+        frame = sys._getframe(2)
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
+            frame = frame.f_back
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        line = f"{file.replace(os.sep, '/').rpartition('/')[2]}:{number}"
+        if self.warns and (plan, line) in self._unlabelled:
+            self.warns = False
+            words = (
+                "this line calls one plan several times without label=, and ranks that skip "
+                "different ones of these calls would not notice; pass a label, such as the number "
+                "of the layer"
+            )
+            warnings.warn_explicit(words, UserWarning, file, number)
+        self._unlabelled.add((plan, line))
+        return line
 
     def __repr__(self) -> str:
         return f"{self.forwards} forward, {self.backwards} backward, order {self.order:08x}"
@@ -219,12 +249,7 @@ class Groups(_Uncopied):
 
     def compare(self, facts: Facts) -> None:
         """As `compare_calls`, and all ranks must state the same `facts`, name -> value."""
-
-        def stated() -> Facts:
-            self.check()
-            return facts | {CALLS: self.calls}
-
-        agree(attempt(stated), self.gather)
+        agree(attempt(lambda: self.check() or facts | {CALLS: self.calls}), self.gather)
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Make the process groups that these channels lack for tensors of such a device; collective
@@ -237,10 +262,9 @@ class Groups(_Uncopied):
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
-    def of_normal_priority(self) -> list[str]:
-        """The rings on given groups of NCCL whose kernels queue behind those of attention, unless
-        CUDA_DEVICE_MAX_CONNECTIONS is 1."""
-        return self._communicators.of_normal_priority if self.devices and self.size > 1 else []
+    def carriers(self) -> dict[tuple[Channel, str], dist.ProcessGroup]:
+        """What the rings travel on so far: (channel, type of device) -> process group."""
+        return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
         """From now on a `message` of so many bytes may come."""
@@ -286,7 +310,7 @@ class Groups(_Uncopied):
     ) -> None:
         """Take this rank's place in the grid of the global `ranks`, node by node; `name`: of it."""
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
-        self.cache, self.calls, counters = {}, Calls(), Counters()
+        self.cache, self.calls, counters = {}, Calls(warns=len(ranks) > 1), Counters()
         made = Communicators(GridPlace(topology, self.rank, ranks), parent, name, reuse, max_ctas)
         self.backend, self.devices, self._communicators = made.backend, tuple(made.moves), made
 

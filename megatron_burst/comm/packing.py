@@ -126,7 +126,10 @@ def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:
     elif plan != expected.plan:
         found = f"call {call} has another plan on the rank that sent the message"
     elif label != expected.label:
-        found = f"call {call} has another label or sink on the rank that sent the message"
+        found = (
+            f"call {call} has another label or sink on the rank that sent the message, or no label "
+            "and was made by another line of the program"
+        )
     else:
         found = f"call {call} got a message of another pass or chunk"
     return f"{found}; the ranks do not run the same plans in the same order"

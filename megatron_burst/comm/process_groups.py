@@ -14,10 +14,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Said(NamedTuple):
@@ -55,22 +57,31 @@ def asked(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None
 
 def introduce(group: dist.ProcessGroup, asked: str, given: tuple = ()) -> list[Said]:
     """What each rank of `group` says; a collective. asked, given: as in `Said`."""
-    size = group.size()
-    mine = Said(dist.get_rank(), f"burst-{uuid.uuid4().hex}", asked, given)
-    said = [mine] * size
-    dist.all_gather_object(said, mine, group=group)
-    return said
+    return _told(Said(dist.get_rank(), f"burst-{uuid.uuid4().hex}", asked, given), group)
+
+
+def _told(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What each rank of `group` gives; a collective."""
+    given = [mine] * group.size()
+    try:
+        dist.all_gather_object(given, mine, group=group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(
+            f"groups: of the ranks {ranks} some did not take part in making them: one raised an "
+            f"error, died, or was given another process group; {error}"
+        ) from error
+    return given
 
 
 def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: str) -> list[Said]:
     """What each rank of a grid says, node by node; a collective. intra: the ranks of this rank's
     node, inter: those with its index on all nodes. ValueError where nodes differ in size."""
-    node = introduce(intra, asked)
-    nodes = [node] * inter.size()
-    dist.all_gather_object(nodes, node, group=inter)
-    if len({len(node) for node in nodes}) != 1:
-        rows = [[one.rank for one in node] for node in nodes]
-        raise ValueError(f"intra: nodes must hold equally many ranks, got {rows}")
+    nodes = _told(introduce(intra, asked), inter)
+    rows = [[one.rank for one in node] for node in nodes]
+    for each in _told(rows, intra):  # an index that a small node lacks sees no such node
+        if len({len(node) for node in each}) != 1:
+            raise ValueError(f"intra: nodes must hold equally many ranks, got {each}")
     return [one for node in nodes for one in node]
 
 
@@ -88,8 +99,7 @@ def agreed(said: list[Said]) -> list[int]:
 def ranks_per_host(group: dist.ProcessGroup) -> int:
     """How many ranks of `group` share a host name (a collective); ValueError unless all hosts hold
     equally many, and the ranks of each follow one another."""
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    hosts = _told(socket.gethostname(), group)
     each = hosts.count(hosts[0])
     if len(hosts) % each or hosts != [host for host in hosts[::each] for _ in range(each)]:
         raise ValueError(

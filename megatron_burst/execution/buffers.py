@@ -31,12 +31,10 @@ class Kind:
         self.rows, self.longest = rows, longest
         self._cuts: dict[int, packing.Cut] = {}
 
-    def shapes(self, rows: int) -> packing.Shapes:
-        return [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.rows]
-
     def cut(self, rows: int) -> packing.Cut:
         if rows not in self._cuts:
-            self._cuts[rows] = packing.cut(self.shapes(rows))
+            shapes = [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.rows]
+            self._cuts[rows] = packing.cut(shapes)
         return self._cuts[rows]
 
 
@@ -61,8 +59,8 @@ class Buffers:
 
     def apart(self, kind: str, rows: int) -> Message:
         """Tensors of their own, which never travel, of as many rows."""
-        shapes = self.kinds[kind].shapes(rows)
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        parts, device = self.kinds[kind].cut(rows).parts, self.device
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, *_ in parts]
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
+from ..layout.layouts import Pieces, counted, pieces_of
 from ..masks import Mask
 from ..masks.base import FAR, FULL, PARTIAL
-from ..masks.seen import Pieces, counted, cut_at, pieces_of
+from ..masks.seen import cut_at
 
 AT_ONCE = 1 << 20  # pairs of pieces that are compared, at most; and
 FEW, PER_TILE = 1 << 12, 16  # so many at least, and for every tile

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -34,6 +35,9 @@ class Span(NamedTuple):
         return self.start + self.stride * np.arange(self.length, dtype=np.int64)
 
 
+Shards = Sequence[Sequence[Span]]
+
+
 class Spans(NamedTuple):
     """Many spans at once: start, stride and length as of `Span`, as integer arrays that broadcast
     together."""
@@ -50,6 +54,36 @@ class Spans(NamedTuple):
     def at(self, index: np.ndarray) -> Spans:
         """The spans at `index`; the fields must have one shape."""
         return Spans(self.start[index], self.stride[index], self.length[index])
+
+
+class Pieces(NamedTuple):
+    """Columns: spans, or pieces of spans, of shards; `first` is the row of its owner's shard at
+    which one begins."""
+
+    owner: np.ndarray
+    first: np.ndarray
+    span: Spans
+
+    def at(self, index: np.ndarray) -> Pieces:
+        """Those at `index`."""
+        return Pieces(self.owner[index], self.first[index], self.span.at(index))
+
+
+def pieces_of(shards: Shards) -> Pieces:
+    """All spans of all shards; a shard is the spans of a rank, possibly none."""
+    count = np.array([len(shard) for shard in shards], dtype=np.int64)
+    numbers = chain.from_iterable(chain.from_iterable(shards))
+    span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
+    owner = np.repeat(np.arange(len(shards)), count)
+    before = np.cumsum(span.length) - span.length
+    base = before[np.minimum(np.cumsum(count) - count, len(before) - 1)] if len(before) else count
+    return Pieces(owner, before - base[owner], span)
+
+
+def counted(first: np.ndarray | int, count: np.ndarray) -> np.ndarray:
+    """first, first + 1, ..., `count` numbers of each, one after another."""
+    skipped = np.repeat(first - (np.cumsum(count) - count), count)
+    return np.arange(len(skipped)) + skipped
 
 
 def integer(name: str, value: object) -> int:

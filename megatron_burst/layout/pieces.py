@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layouts import Layout, Span, document_bounds, integer
+from .layouts import Layout, Span, counted, document_bounds, integer
 
 
 class Piece(NamedTuple):
@@ -123,7 +123,7 @@ def _table(held: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray:
     low = np.searchsorted(inner, start, side="right")
     cuts = np.searchsorted(inner, stop) - low  # inside of each run
     run = np.repeat(np.arange(len(start)), cuts + 1)
-    nth = np.arange(len(run)) - np.repeat(np.cumsum(cuts + 1) - cuts - 1, cuts + 1)
+    nth = counted(0, cuts + 1)
     position = np.where(nth == 0, start[run], inner[low[run] + nth - 1])
     end = np.where(nth == cuts[run], stop[run], inner[np.minimum(low[run] + nth, len(inner) - 1)])
     length, rank = end - position, rank[run]

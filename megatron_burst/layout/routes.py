@@ -12,8 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layouts import Layout, Span, document_bounds, integer
-from .pieces import Chains, rows_before
+from .layouts import (
+    Layout,
+    Pieces,
+    Span,
+    Spans,
+    counted,
+    document_bounds,
+    integer,
+    pieces_of,
+)
+from .pieces import Chains
 
 
 class Route(NamedTuple):
@@ -88,14 +97,15 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
         )
     _check_rank(rank, source.cp_size)
     before, after = _runs(source, seq_len), _runs(target, seq_len)
-    if before.strided and after.strided and set(before.stride) != set(after.stride):
-        before = before.split()
-    sends = _meet(before.of(rank), after)
-    receives = _meet(before, after.of(rank))
+    strides = set(before.span.stride) != set(after.span.stride)
+    if _strided(before) and _strided(after) and strides:
+        before = _one_by_one(before)
+    own = _of(after, rank)
+    sends, receives = _meet(_of(before, rank), after), _meet(before, own)
     return Route(
         _grouped(sends.other_rank, sends.mine, source.cp_size),
         _grouped(receives.rank, receives.others, source.cp_size),
-        int(after.of(rank).length.sum()),
+        int(own.span.length.sum()),
     )
 
 
@@ -130,45 +140,28 @@ def _split(
     return tuple(np.split(rows[order], cuts))
 
 
-class _Runs(NamedTuple):
-    """Spans of all ranks, int64 [spans] each: row `row` of `rank` has position `start`, the next
-    one start + stride, `length` of them."""
-
-    rank: np.ndarray
-    row: np.ndarray
-    start: np.ndarray
-    stride: np.ndarray
-    length: np.ndarray
-
-    @property
-    def strided(self) -> bool:
-        return bool((self.stride > 1).any())
-
-    @property
-    def last(self) -> np.ndarray:
-        return self.start + (self.length - 1) * self.stride
-
-    def of(self, rank: int) -> _Runs:
-        return self.at(np.flatnonzero(self.rank == rank))
-
-    def at(self, index: np.ndarray) -> _Runs:
-        return _Runs(*(column[index] for column in self))
-
-    def split(self) -> _Runs:
-        """The same rows one by one."""
-        nth = _counting(self.length)
-        rank, row, start, stride, _ = (np.repeat(column, self.length) for column in self)
-        one = np.ones_like(nth)
-        return _Runs(rank, row + nth, start + nth * stride, one, one)
-
-
-def _runs(layout: Layout, seq_len: int) -> _Runs:
+def _runs(layout: Layout, seq_len: int) -> Pieces:
     """The runs of a layout, sorted by their first position."""
-    spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
-    rank = np.repeat(np.arange(layout.cp_size), [len(each) for each in spans])
-    start, stride, length = np.array([s for each in spans for s in each], dtype=np.int64).T
-    runs = _Runs(rank, rows_before(rank, length), start, np.where(length > 1, stride, 1), length)
+    runs = pieces_of([layout.spans(rank, seq_len) for rank in range(layout.cp_size)])
+    start, stride, length = runs.span
+    runs = runs._replace(span=Spans(start, np.where(length > 1, stride, 1), length))
     return runs.at(np.argsort(start, kind="stable"))
+
+
+def _strided(runs: Pieces) -> bool:
+    return bool((runs.span.stride > 1).any())
+
+
+def _of(runs: Pieces, rank: int) -> Pieces:
+    return runs.at(np.flatnonzero(runs.owner == rank))
+
+
+def _one_by_one(runs: Pieces) -> Pieces:
+    """The same rows, each a run."""
+    of = np.repeat(np.arange(len(runs.owner)), runs.span.length)
+    owner, first, (start, stride, _) = runs.at(of)
+    nth, one = counted(0, runs.span.length), np.ones_like(of)
+    return Pieces(owner, first + nth, Spans(start + nth * stride, one, one))
 
 
 class _Meeting(NamedTuple):
@@ -181,10 +174,10 @@ class _Meeting(NamedTuple):
     others: np.ndarray
 
 
-def _meet(mine: _Runs, others: _Runs) -> _Meeting:
+def _meet(mine: Pieces, others: Pieces) -> _Meeting:
     """The positions that runs of both sides have. Strides above 1 must be the same on both."""
     i, j = _pairs(mine, others)
-    a, b = mine.at(i), others.at(j)
+    a, b = mine.span.at(i), others.span.at(j)
     stride = np.maximum(a.stride, b.stride)
     anchor = np.where(a.stride >= b.stride, a.start, b.start)
     low, high = np.maximum(a.start, b.start), np.minimum(a.last, b.last)
@@ -192,38 +185,34 @@ def _meet(mine: _Runs, others: _Runs) -> _Meeting:
     count = (high - low) // stride + 1
     apart = (a.stride == b.stride) & ((a.start - b.start) % stride != 0)
     some = np.flatnonzero((count > 0) & ~apart)
-    a, b, low, stride, count = a.at(some), b.at(some), low[some], stride[some], count[some]
-    sides = (
-        np.stack([x.row + (low - x.start) // x.stride, stride // x.stride, count], axis=1)
-        for x in (a, b)
+    low, stride, count = low[some], stride[some], count[some]
+    sides = mine.at(i[some]), others.at(j[some])
+    rows = (
+        np.stack([x.first + (low - x.span.start) // x.span.stride, stride // x.span.stride, count])
+        for x in sides
     )
-    return _Meeting(a.rank, b.rank, *sides)
+    return _Meeting(*(x.owner for x in sides), *(each.T for each in rows))
 
 
-def _pairs(mine: _Runs, others: _Runs) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(mine: Pieces, others: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Which runs may meet: where neither side is strided those that do, else all."""
-    if mine.strided or others.strided:
-        i, j = np.indices((len(mine.rank), len(others.rank))).reshape(2, -1)
+    if _strided(mine) or _strided(others):
+        i, j = np.indices((len(mine.owner), len(others.owner))).reshape(2, -1)
         return i, j
     # Sorted by position, and no two of one layout overlap.
-    low = np.searchsorted(others.last, mine.start)
-    count = np.searchsorted(others.start, mine.last, side="right") - low
+    low = np.searchsorted(others.span.last, mine.span.start)
+    count = np.searchsorted(others.span.start, mine.span.last, side="right") - low
     count = np.maximum(count, 0)
-    return np.repeat(np.arange(len(count)), count), np.repeat(low, count) + _counting(count)
+    return np.repeat(np.arange(len(count)), count), counted(low, count)
 
 
 def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, ...]:
     """Per rank the rows of its meetings, in their order."""
     order = np.argsort(rank, kind="stable")
     first, step, count = rows[order].T
-    flat = np.repeat(first, count) + np.repeat(step, count) * _counting(count)
+    flat = np.repeat(first, count) + np.repeat(step, count) * counted(0, count)
     ends = np.cumsum(np.bincount(rank[order], weights=count, minlength=ranks).astype(np.int64))
     return tuple(np.split(flat, ends[:-1]))
-
-
-def _counting(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, ... lengths[0] - 1, 0, 1, ... lengths[1] - 1, ..."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def successors(
@@ -265,6 +254,5 @@ def _firsts(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
     """
     start, stride, length = np.array(spans, dtype=np.int64).T
     count = np.where(stride == 1, 1, length)
-    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    row = np.repeat(np.cumsum(length) - length, count) + nth
-    return row, np.repeat(start, count) + np.repeat(stride, count) * nth
+    row = counted(np.cumsum(length) - length, count)
+    return row, np.repeat(start, count) + np.repeat(stride, count) * counted(0, count)

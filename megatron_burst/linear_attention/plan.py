@@ -125,11 +125,6 @@ class LinearPlan:
                     + "; call mb.prepare_linear for these tensors"
                 )
 
-    def compare(self) -> None:
-        """Raise the same ValueError on every rank unless all have this plan, or make it now with
-        `prepare_linear`, and made the same calls."""
-        self.groups.compare(self.facts)
-
     def cut(self, final: bool) -> RankPieces:
         """The pieces of this rank. final: are final states wanted?"""
         chains = self.chains

@@ -10,7 +10,6 @@ from `covers` where a mask does not define it (`seen.viewers_of`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
+from ..layout.layouts import Shards, pieces_of
 
 FAR = 1 << 60  # farther than any two positions are apart
 
@@ -189,6 +189,9 @@ class _Combined(VectorMask):
     """Two masks and the operator between them."""
 
     symbol: str
+    #: of two covers, or of two reaches of a band, the one that the pair has; and the other extreme
+    inner: np.ufunc
+    outer: np.ufunc
 
     def __init__(self, a: Mask, b: Mask):
         if not isinstance(a, Mask) or not isinstance(b, Mask):
@@ -213,6 +216,26 @@ class _Combined(VectorMask):
         self.a.check(seq_len)
         self.b.check(seq_len)
 
+    def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return self.inner(self.a.visible(q, k), self.b.visible(q, k))
+
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
+        return self.inner(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
+
+    def viewers(self, k_spans: Spans) -> Viewers:
+        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
+        return Viewers(
+            first=self.outer(a.first, b.first),
+            last=self.inner(a.last, b.last),
+            left=self.inner(a.left, b.left),
+            right=self.inner(a.right, b.right),
+            exact=self.exact(a, b),
+        )
+
+    def exact(self, a: Viewers, b: Viewers) -> np.ndarray:
+        """Where do the extremes of both say exactly what the pair of masks shows?"""
+        raise NotImplementedError
+
     def __repr__(self) -> str:
         return f"({self.a!r} {self.symbol} {self.b!r})"
 
@@ -220,43 +243,24 @@ class _Combined(VectorMask):
 class _And(_Combined):
     """What both masks let through."""
 
-    symbol = "&"
+    symbol, inner, outer = "&", np.minimum, np.maximum
 
     @property
     def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.a.windowed and self.b.windowed
 
-    def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        return self.a.visible(q, k) & self.b.visible(q, k)
-
-    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        return np.minimum(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
-
     def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
 
-    def viewers(self, k_spans: Spans) -> Viewers:
-        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
-        return Viewers(
-            first=np.maximum(a.first, b.first),
-            last=np.minimum(a.last, b.last),
-            left=np.minimum(a.left, b.left),
-            right=np.minimum(a.right, b.right),
-            exact=a.exact & b.exact,
-        )
+    def exact(self, a: Viewers, b: Viewers) -> np.ndarray:
+        return a.exact & b.exact
 
 
 class _Or(_Combined):
     """What either mask lets through."""
 
-    symbol = "|"
-
-    def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        return self.a.visible(q, k) | self.b.visible(q, k)
-
-    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        return np.maximum(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
+    symbol, inner, outer = "|", np.maximum, np.minimum
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
@@ -267,32 +271,19 @@ class _Or(_Combined):
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
 
-    def viewers(self, k_spans: Spans) -> Viewers:
-        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
-        return Viewers(
-            first=np.minimum(a.first, b.first),
-            last=np.maximum(a.last, b.last),
-            left=np.maximum(a.left, b.left),
-            right=np.maximum(a.right, b.right),
-            exact=a.holds(b) | b.holds(a),
-        )
+    def exact(self, a: Viewers, b: Viewers) -> np.ndarray:
+        return a.holds(b) | b.holds(a)
 
 
-def shards_visible(
-    mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
-) -> np.ndarray:
+def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
     """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
 
     A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
     it may stand where nothing is visible.
     """
-    owners, fields = [], []
-    for shards in (q_shards, k_shards):
-        owners.append(np.repeat(np.arange(len(shards)), [len(each) for each in shards]))
-        spans = [span for each in shards for span in each]
-        fields.append(np.array(spans, dtype=np.int64).reshape(-1, 3).T)
-    covers = mask.covers(Spans(*fields[0][:, :, None]), Spans(*fields[1][:, None, :]))
+    queries, keys = pieces_of(q_shards), pieces_of(k_shards)
+    rows, columns = (x[:, None] for x in queries.span), (x[None] for x in keys.span)
+    i, j = np.nonzero(mask.covers(Spans(*rows), Spans(*columns)) != Cover.EMPTY)
     visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
-    i, j = np.nonzero(covers != Cover.EMPTY)
-    visible[owners[0][i], owners[1][j]] = True
+    visible[queries.owner[i], keys.owner[j]] = True
     return visible

@@ -11,16 +11,14 @@ exactly; a pair of pieces that the mask calls partly visible and no band counts 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span, Spans
+from ..layout import Spans
+from ..layout.layouts import Pieces, Shards, counted, pieces_of
 from .base import FAR, Cover, Mask, Viewers
 
-Shards = Sequence[Sequence[Span]]
 _Rows = tuple[np.ndarray, np.ndarray]  # first and stop of each
 PAIRS = 1 << 20  # so many pairs of pieces are looked at one by one, at most
 ALL_PAIRS = 1 << 12  # so few are, before a mask without `viewers` is asked about groups of pieces
@@ -55,17 +53,6 @@ class Seen(NamedTuple):
         found[there] = united(self.whole, first, count)
         found[self.owner[self.parts.piece], self.parts.rank] = True
         return found
-
-
-class Pieces(NamedTuple):
-    """Columns: pieces of spans; `first` is the row of the shard at which a piece begins."""
-
-    owner: np.ndarray
-    first: np.ndarray
-    span: Spans
-
-    def at(self, index: np.ndarray) -> Pieces:
-        return Pieces(self.owner[index], self.first[index], self.span.at(index))
 
 
 class _Ranges(NamedTuple):
@@ -230,17 +217,6 @@ def _asked(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
     return left, right
 
 
-def pieces_of(shards: Shards) -> Pieces:
-    """All spans of all shards."""
-    count = np.array([len(shard) for shard in shards], dtype=np.int64)
-    numbers = chain.from_iterable(chain.from_iterable(shards))
-    span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
-    owner = np.repeat(np.arange(len(shards)), count)
-    before = np.cumsum(span.length) - span.length
-    base = before[np.minimum(np.cumsum(count) - count, len(before) - 1)] if len(before) else count
-    return Pieces(owner, before - base[owner], span)
-
-
 def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
     """The spans cut at the breaks."""
     start, stride, length = spans.span
@@ -297,12 +273,6 @@ def _running(extreme: np.ufunc, table: np.ndarray) -> None:
         extreme(blocks[block], blocks[block - 1, -1], out=blocks[block])
     for row in range(len(blocks) * width, len(table)):
         extreme(table[row], table[row - 1], out=table[row])
-
-
-def counted(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """first, first + 1, ..., `count` numbers of each, one after another."""
-    skipped = np.repeat(first - (np.cumsum(count) - count), count)
-    return np.arange(len(skipped)) + skipped
 
 
 def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -23,16 +23,26 @@ class Documents(VectorMask):
     flash_compatible = True
 
     def __init__(self, cu_seqlens: Sequence[int] | np.ndarray, padding: Sequence[int] = ()):
-        self.bounds = document_bounds(cu_seqlens)
-        self.bounds.flags.writeable = False
+        self._bounds = document_bounds(cu_seqlens)
+        self._bounds.flags.writeable = False
         documents = len(self.bounds) - 1
-        self.padding = padding_documents(padding, documents)
+        self._padding = padding_documents(padding, documents)
         # By what `document` returns: 0 is before the first, so document i is i + 1. Documents
         # without a position may pass for padding.
         self._hidden = np.zeros(documents + 2, dtype=bool)
         self._hidden[1:-1] = np.diff(self.bounds) == 0
         self._hidden[[index + 1 for index in self.padding]] = True
         self._hidden_before = np.concatenate([[0], np.cumsum(self._hidden)])
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """int64 [documents + 1]: the cumulative lengths, read-only: plans are made from them."""
+        return self._bounds
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The indices of documents that are padding, ascending."""
+        return self._padding
 
     @property
     def cacheable(self) -> bool:
@@ -84,7 +94,19 @@ class Documents(VectorMask):
         return f"Documents({self.bounds.tolist()}{padding})"
 
 
-class BlockSparse(VectorMask):
+class _Table(Mask):
+    """A mask that its square table describes."""
+
+    table: np.ndarray
+
+    @cached_property
+    def digest(self) -> str:
+        """Shape and hash of the table, which stand for it in the mask's repr."""
+        digest = hashlib.blake2b(np.packbits(self.table).tobytes(), digest_size=8).hexdigest()
+        return f"<{self.table.shape[0]} x {self.table.shape[1]}, {digest}>"
+
+
+class BlockSparse(_Table, VectorMask):
     """Query block i sees key block j where table[i, j] (BurstEngine section 3.4).
 
     table: bool or 0/1, [n, n]. block: positions per block; n * block is the sequence length.
@@ -108,11 +130,6 @@ class BlockSparse(VectorMask):
         sums = self._sums
         seen = sums[bottom, stop] - sums[top, stop] - sums[bottom, first] + sums[top, first]
         return cover_where(seen == 0, seen == (bottom - top) * (stop - first))
-
-    @cached_property
-    def digest(self) -> str:
-        """Shape and hash of the table, which stand for it in the mask's repr."""
-        return _digest(self.table)
 
     @cached_property
     def _sums(self) -> np.ndarray:
@@ -149,7 +166,7 @@ class BlockSparse(VectorMask):
         return f"BlockSparse({self.digest}, block={self.block})"
 
 
-class Dense(Mask):
+class Dense(_Table):
     """Query q sees key k where table[q, k]: for masks that no other class describes.
 
     table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank. Raises
@@ -158,11 +175,6 @@ class Dense(Mask):
 
     def __init__(self, table: np.ndarray):
         self.table = _square(table)
-
-    @cached_property
-    def digest(self) -> str:
-        """Shape and hash of the table, which stand for it in the mask's repr."""
-        return _digest(self.table)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[q, k]
@@ -208,8 +220,3 @@ def _square(table: np.ndarray) -> np.ndarray:
     table = given.astype(bool)
     table.flags.writeable = False  # plans keep what they made for it
     return table
-
-
-def _digest(table: np.ndarray) -> str:
-    digest = hashlib.blake2b(np.packbits(table).tobytes(), digest_size=8).hexdigest()
-    return f"<{table.shape[0]} x {table.shape[1]}, {digest}>"

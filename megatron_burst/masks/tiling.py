@@ -75,6 +75,8 @@ def split(
 
     In this order: where the mask's description changes, by residue classes, by halves.
     """
+    # At breaks first, because between them a mask is mostly one band or nothing. Residues before
+    # halves: halves keep their stride, so no number of them would tell the classes apart.
     q_cuts, k_cuts = (_coarse(mask.cuts(x.span), x, smallest) for x in (q, k))
     if len(q_cuts) or len(k_cuts):
         return _cut_before(q, q_cuts), _cut_before(k, k_cuts)
@@ -189,6 +191,7 @@ class Cutter:
         Raises ValueError for a mask that needs tables or windows which the kernel does not take.
         """
         tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans)))
+        # A kernel that wants bands in blocks of rows got small triangles on purpose.
         return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
@@ -246,7 +249,7 @@ class Cutter:
             yield from self._table(mask, q, k)
             return
         found = _joined(self._cut_all(mask, *parts))
-        if not within(self.table_rows, q, k):
+        if not within(self.table_rows, q, k):  # too large for a table: there is nothing to compare
             yield from found
             return
         # Where both are possible, the one with fewer pairs computed, tile_cost included.
@@ -307,13 +310,14 @@ def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Tile:
     # Only in tables does `AtenKernel` correct rows that see nothing, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
     first, stop = max(0, begin - band.left), min(k.span.length, end + band.right)
-    shift = begin - first
+    shift = begin - first  # local rows and columns now count from other places
     inner = Band(min(band.left - shift, q.span.length), min(band.right + shift, k.span.length))
     return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
     """The tiles, of which wholly visible neighbours are joined: one large call is faster."""
+    # Side by side first, as the tiles come row by row; then what has become equally wide.
     return _joined_along(_joined_along(tiles, "rows", "columns"), "columns", "rows")
 
 

@@ -99,6 +99,20 @@ class PatchSet:
             self._undo.pop()()
 
 
+def wrap_steps(
+    patches: PatchSet, around: Callable[[Callable[..., Any], dict[str, Any]], Any]
+) -> None:
+    """Add to a set of patches `around(run, named)` in place of every step or evaluation
+    `run(**named)` of Megatron's schedules. The last one that was added runs first."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def chosen(original: Callable, *args: Any, **kwargs: Any) -> Callable:
+        run = original(*args, **kwargs)
+        return functools.wraps(run)(lambda **named: around(run, named))
+
+    patches.wrap(schedules, "get_forward_backward_func", [], chosen)
+
+
 def rename_everywhere(name: str, old: object, new: object) -> None:
     """Bind `name` to `new` in every loaded module where it is bound to `old`."""
     for module in list(sys.modules.values()):

@@ -25,10 +25,9 @@ from ..options import ring_algorithm
 from ..recompute import selection
 from ..schedule import cost
 from ..schedule.cost import Sizes
-from ..schedule.demand import Wanted, wanted
+from ..schedule.demand import Wanted, row_cuts, wanted
 from ..schedule.head_shares import shared_rows
 from ..schedule.rings import Schedule
-from ..schedule.row_cut import own_spans, row_cuts
 from ..schedule.tables import Grid
 from .build import Works, make_pass
 from .validate import Request
@@ -105,12 +104,14 @@ class RowDemand(NamedTuple):
     """What one row chunk demands of its passes.
 
     rows: of this rank's shard, None for all. queries: the spans of its queries on each rank of the
-    ring. forward, backward: which rows have to travel; they differ where the first forward brings
-    the keys of all row chunks.
+    ring. members: those of the ranks that share heads with this one, before they do. forward,
+    backward: which rows have to travel; they differ where the first forward brings the keys of all
+    row chunks.
     """
 
     rows: np.ndarray | None
     queries: Shards
+    members: Shards
     forward: Wanted
     backward: Wanted
     again: Again | None
@@ -120,24 +121,25 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     """What each row chunk demands."""
     groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.seq_len
-    cuts: list[tuple[np.ndarray | None, Shards]] = [(None, ring.keys)]
+    ranks = groups.topology.ulysses_group(groups.rank)
+    whole_shards = [layout.spans(rank, length) for rank in ranks]
+    cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.keys, whole_shards)]
     if options.sequence_chunks > 1:
         count, blocks = options.sequence_chunks, options.row_blocks
-        cuts = list(row_cuts(layout, groups.topology, length, count, blocks))
+        cuts = [
+            (rows, queries, [own[rank] for rank in ranks])
+            for rows, queries, own in row_cuts(layout, groups.topology, length, count, blocks)
+        ]
     stored = options.store is not None and selection.split(mask, length, options.store, groups.size)
     whole = wanted(mask, ring.keys, ring.keys) if options.visiting == "host" else None
     found = []
-    for rows, queries in cuts:
+    for rows, queries, members in cuts:
         seen = wanted(mask, queries, ring.keys)
         # Keys that rest on the host: what the first row chunk brings is for all of them.
         forward = seen if whole is None else replace(whole, queries=seen.queries)
-        again = None
-        if stored:
-            own = layout.spans(groups.rank, length)
-            if rows is not None:
-                own = own_spans(layout, groups.rank, length, rows)
-            again = _again(ring, queries, own, *stored)
-        found.append(RowDemand(rows, queries, forward, seen, again))
+        own = members[ranks.index(groups.rank)]
+        again = _again(ring, queries, own, *stored) if stored else None
+        found.append(RowDemand(rows, queries, members, forward, seen, again))
     return found
 
 
@@ -236,7 +238,10 @@ def without_tables(schedule: Schedule) -> Schedule:
 
 def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
     """What this rank runs of the schedules."""
-    chunks, again = [], []
+    chunks, again, order = [], [], None
+    if ring.groups.topology.ulysses > 1:
+        ranks = ring.groups.topology.ulysses_group(ring.groups.rank)
+        order = _order(ring, [ring.request.layout.spans(rank, ring.seq_len) for rank in ranks])
     for c, each in enumerate(scheduled):
         chunk = _row_chunk(ring, each, f", rows {c}" if len(scheduled) > 1 else "")
         chunks.append(chunk)
@@ -250,14 +255,14 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
         tuple((without_tables(each.forward), without_tables(each.backward)) for each in scheduled),
         tuple(chunks),
         tuple(again),
-        _order(ring, None) if ring.groups.topology.ulysses > 1 else None,
+        order,
         hash(tuple(schedule.tables.digest for schedule in made)),
     )
 
 
 def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChunk:
     """The passes of a row chunk; which: for messages, "" of a call that has only one."""
-    (rows, queries, *_, again), forward, backward, recompute = scheduled
+    (rows, queries, members, *_, again), forward, backward, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     device, works = ring.request.tensors[0].device, Works(kernel, mask, queries, ring.keys)
     kept, partial = backward.kept_chunks(rank), None
@@ -268,22 +273,17 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     name = f"attention backward, side {backward.side}{which}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
-        order=_order(ring, rows) if ring.groups.topology.ulysses > 1 else None,
+        order=_order(ring, members) if ring.groups.topology.ulysses > 1 else None,
         forward=make_pass(f"attention forward{which}", forward, rank, works, device, kept),
         backward=make_pass(name, backward, rank, works, device, kept),
         recompute=partial,
     )
 
 
-def _order(ring: RingRequest, rows: np.ndarray | None) -> torch.Tensor | None:
-    """In which order this rank has these rows of all ranks that share heads; rows: None for all."""
-    layout, groups, length = ring.request.layout, ring.groups, ring.seq_len
-    members = groups.topology.ulysses_group(groups.rank)
-    if rows is None:
-        shards = [layout.spans(rank, length) for rank in members]
-    else:
-        shards = [own_spans(layout, rank, length, rows) for rank in members]
-    order = shared_rows(shards).order
+def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
+    """In which order this rank has the rows of all ranks that share heads, which hold these; None:
+    where they need not be reordered."""
+    order = shared_rows(members).order
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 
 

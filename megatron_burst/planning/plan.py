@@ -136,11 +136,6 @@ class Plan:
                 "scores; pass max_logits to mb.prepare too"
             )
 
-    def compare(self) -> None:
-        """Raise the same ValueError on every rank unless all have this plan, or make it now with
-        `prepare`, and made the same calls; one all-gather on the host, as in `prepare`."""
-        self.groups.compare(self.facts)
-
     def keeps(self, frame: Frame | None, label: object) -> KeptResults | None:
         """Where the call with this label leaves or finds results: in `frame`, that of the
         checkpoint around it.

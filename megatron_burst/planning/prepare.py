@@ -6,7 +6,6 @@ the schedule's, what it costs is `cost`'s.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -89,19 +88,17 @@ def _prepare(
 
         resolved = resolve(request, groups, given["rates"])
         request, choice = (resolved, None) if isinstance(resolved, ValueError) else resolved
-    plan, facts = request, request
+    plan = request
     if isinstance(request, Request):
         plan = attempt(partial(_plan, request, groups, choice))
-        # Nothing else would tell ranks whose tables differ where messages bear no envelope.
-        facts = plan if isinstance(plan, ValueError) else _with_tables(request, plan.digest)
-    _agree(facts, groups)
+    _agree(plan, groups)
     assert isinstance(plan, Plan)
     groups.connect(plan.channels, plan.device)
     groups.expect(plan.longest_message)
     return plan
 
 
-def _agree(request: Request | ValueError, groups: Groups) -> None:
+def _agree(request: Request | Plan | ValueError, groups: Groups) -> None:
     """Raise the same ValueError on every rank if any has one, or arguments or past calls differ."""
     so_far = {CALLS: groups.calls}
     agree(request if isinstance(request, ValueError) else request.facts | so_far, groups.gather)
@@ -133,7 +130,8 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         chunks=made.chunks,
         order=made.order,
     )
-    facts = _with_tables(request, made.digest).facts
+    # Nothing else would tell ranks whose tables differ where messages bear no envelope.
+    facts = request.facts | {"schedule": made.digest}
     return Plan(
         groups=groups,
         options=options,
@@ -149,8 +147,3 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
         again=made.again,
         choice=choice,
     )
-
-
-def _with_tables(request: Request, digest: int) -> Request:
-    """The request with the schedules made of it among the facts that ranks agree on."""
-    return replace(request, facts=request.facts | {"schedule": digest})

@@ -175,6 +175,7 @@ def bundled(
     """
     size = wanted.shape[1]
     wanted = wanted.copy()
+    # What its owner wants never travels, and would tell apart rows that travel alike.
     wanted[np.arange(len(owner)), owner] = False
     bundle, number, start = _numbered(owner, wanted)
     most = most or _most(size)
@@ -194,6 +195,7 @@ def bundled(
 
 def _most(size: int) -> int:
     """How many bundles each of `size` ranks may have."""
+    # `wanted` has a line per bundle and a column per rank, and there are as many owners as ranks.
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
@@ -223,9 +225,14 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
     return bundle, np.arange(len(start)) - np.repeat(first, count), start
 
 
-def spans_of(ranges: Sequence[tuple[int, int]], shard: Sequence[Span]) -> list[Span]:
-    """The positions of these rows of a shard, as spans in the order of the rows."""
-    starts = [0, *accumulate(span.length for span in shard)]
+def spans_of(
+    ranges: Sequence[tuple[int, int]], shard: Sequence[Span], starts: Sequence[int] | None = None
+) -> list[Span]:
+    """The positions of these rows of a shard, as spans in the order of the rows.
+
+    starts: the row at which each span begins, and the number of rows, where they are known.
+    """
+    starts = starts or [0, *accumulate(span.length for span in shard)]
     found = []
     for first, stop in ranges:
         at = bisect_right(starts, first) - 1  # the span that holds the first of these rows

@@ -1,5 +1,5 @@
-"""The cost of a schedule: bytes per link class and work per rank; and which side, route and layout
-cost least.
+"""The cost of a schedule: bytes per link class and visible pairs; and which side and route cost
+least.
 
 The counts are taken from the schedules and tiles that run, so they cannot differ from them. Sizes
 are plain numbers, so no torch is needed. Source: BurstEngine section 3.1. Its saving from letting
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..layout import LAYOUTS, Layout, Span, make
+from ..layout import Layout, Span
 from ..masks import Mask
 from ..masks.tiling import Cutter
 from . import rings
 from .algorithms import ALGORITHMS
-from .demand import Wanted, wanted
+from .demand import Wanted
 from .head_shares import shared_rows
 from .rings import Schedule
 from .sizes import Sizes
@@ -54,17 +54,6 @@ def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
     return _by_link(schedule, schedule.tables.transfers, sizes)
 
 
-def busiest_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
-    """The payload bytes of the rank that sends most, for each link class."""
-    moved = schedule.tables.transfers
-    each = message_bytes(schedule, moved, sizes)
-    between = moved.between(schedule.grid)
-    most = (
-        int(np.bincount(moved.src, np.where(between == link, each, 0), 1).max()) for link in (0, 1)
-    )
-    return Traffic(*most)
-
-
 def message_bytes(schedule: Schedule, moved: Transfers, sizes: Sizes) -> np.ndarray:
     """int64: payload bytes of each of these transfers of a schedule."""
     each = np.array(sizes.row_bytes(schedule), dtype=np.int64)
@@ -78,14 +67,6 @@ def rows_sent(tables: Tables, moved: Transfers) -> np.ndarray:
     for which, bundles in ((of_keys, tables.keys), (~of_keys, tables.queries)):
         rows[which] = bundles.rows_of(moved.owner[which], moved.rows[which])
     return rows
-
-
-def kept_bytes(schedule: Schedule, rank: int, sizes: Sizes) -> int:
-    """Memory of the keys and values of others that `rank` kept from forward for this backward."""
-    tables = schedule.tables
-    of = tables.kept.rank == rank
-    rows = tables.keys.rows_of(tables.kept.owner[of], tables.kept.rows[of])
-    return int(rows.sum()) * sizes.backward.kv
 
 
 def _by_link(schedule: Schedule, moved: Transfers, sizes: Sizes) -> Traffic:
@@ -207,57 +188,6 @@ def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[S
     ]
 
 
-def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
-    """Visible (query, key) pairs of each rank's queries over all keys, by rank.
-
-    The ranks of a ulysses group compute the sum of their pairs, each for its part of the heads.
-    Raises ValueError where the mask or the layout does not fit `seq_len`.
-    """
-    whole = (Span(0, 1, seq_len),)
-    mask.check(seq_len)
-    return [
-        visible_pairs(mask, layout.spans(rank, seq_len), whole) for rank in range(layout.cp_size)
-    ]
-
-
-def imbalance(
-    layout: Layout,
-    mask: Mask,
-    seq_len: int,
-    *,
-    topology: Topology | None = None,
-    algorithm: str = "ring",
-) -> float:
-    """The busiest rank's work over the mean, summed over steps: 1.0 is perfect balance.
-
-    Every step waits for its slowest rank. The algorithm, the nodes and the ulysses groups decide
-    which pairs are computed at the same step, so all of them matter. topology: default one ring
-    over all ranks. Raises ValueError where the arguments do not fit each other.
-    """
-    size = layout.cp_size
-    topology = topology or Topology(size, size)
-    if topology.size != size:
-        raise ValueError(f"topology has {topology.size} ranks, the layout {size}")
-    mask.check(seq_len)
-    spans = ring_spans(layout, topology, seq_len)
-    pairs = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
-    grid = Grid(topology.inter_size, topology.intra_size)
-    # What is seen decides which way rings turn.
-    schedule = rings.forward(algorithm, grid, wanted=wanted(mask, spans, spans))
-    return imbalance_of(schedule, pairs)
-
-
-def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
-    """`imbalance` of a given schedule; pairs: int [G, G], visible pairs of shards i and j."""
-    size, tables = schedule.grid.size, schedule.tables
-    work = np.zeros((tables.steps, size))
-    computed = tables.pairs
-    each = pairs[computed.query, computed.key] * pair_shares(tables)
-    np.add.at(work, (computed.step, computed.rank), each)
-    total = float(pairs.sum(dtype=float))  # of S^2 pairs int64 holds those of 3e9 positions
-    return float(work.max(axis=1).sum()) * size / total if total else 1.0
-
-
 def pair_shares(tables: Tables) -> np.ndarray:
     """float: which part of its chunks' visible pairs each row of `tables.pairs` computes.
 
@@ -271,22 +201,3 @@ def pair_shares(tables: Tables) -> np.ndarray:
     rows = (tables.queries.rows_of(pairs.query, pairs.query_rows)
             * tables.keys.rows_of(pairs.key, pairs.key_rows)).astype(float)  # fmt: skip
     return rows / np.bincount(meeting, rows)[meeting]
-
-
-def best_layout(
-    mask: Mask,
-    cp_size: int,
-    seq_len: int,
-    *,
-    topology: Topology | None = None,
-    algorithm: str = "ring",
-) -> str:
-    """The name of the layout with the least imbalance; zigzag, Megatron's own, among equals."""
-
-    def badness(name: str) -> tuple[float, bool]:
-        layout = make(name, cp_size=cp_size)
-        found = imbalance(layout, mask, seq_len, topology=topology, algorithm=algorithm)
-        # Rounded: differences of rounding are no reason to leave Megatron's own layout.
-        return round(found, 3), name != "zigzag"
-
-    return min(LAYOUTS, key=badness)

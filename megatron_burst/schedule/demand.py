@@ -1,18 +1,26 @@
-"""What a pass asks of an algorithm: which pairs to compute, and which rows have to travel."""
+"""What a pass asks of an algorithm: which pairs to compute, and which rows have to travel.
+
+Of a call in row chunks, each chunk asks for itself: `row_cuts` says which queries it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Layout, Span
+from ..layout.layouts import Shards, counted
+from ..layout.row_chunks import row_chunks, runs
 from ..masks import Mask
-from ..masks.seen import Seen, counted, rows_seen, united
-from .bundles import Bundles, bundled
-from .tables import ALL, FAMILIES, Grid, Pairs, Side
+from ..masks.seen import Seen, rows_seen, united
+from .bundles import Bundles, bundled, spans_of
+from .head_shares import shared_rows
+from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers
+from .topology import Topology
 
 GRAIN = 1024  # intervals of rows are told in steps of a shard's length over this, or of one row
 
@@ -83,26 +91,54 @@ class Demand:
         """bool [G, G]: may queries of rank i see keys of rank j?"""
         return self.wanted.visible
 
-    def whole(self) -> Demand:
-        """The same pass with whole chunks."""
-        return replace(self, wanted=self.wanted.whole())
-
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Does `rank` compute with the travelling chunk of `owner`? Arrays of ranks."""
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
 
-    def family(self, accumulated: bool) -> int:
-        """The index of the travelling family, or of its gradient, in `FAMILIES`."""
-        return FAMILIES.index("d" * accumulated + self.side)
+    @property
+    def sent_families(self) -> tuple[str, ...]:
+        """What travels: copies of one side and, where these are needed, their gradients."""
+        return (self.side, "d" + self.side) if self.gradients else (self.side,)
 
     def pairs(
-        self, rank: np.ndarray, step: np.ndarray, owner: np.ndarray, rows: np.ndarray
+        self,
+        rank: np.ndarray,
+        step: np.ndarray,
+        owner: np.ndarray,
+        rows: np.ndarray,
+        own: np.ndarray | None = None,
     ) -> Pairs:
-        """`rank` computes with these rows of the travelling chunk of `owner` at `step`."""
+        """`rank` computes with these rows of the travelling chunk of `owner` at `step`.
+
+        And every rank with its own chunk, at steps `own` [G], default 0: it waits for no hop, so it
+        hides the first ones.
+        """
+        home = np.flatnonzero(self.visible.diagonal()).astype(rank.dtype)
+        rank, owner = (np.concatenate([home, each]) for each in (rank, owner))
+        step = np.concatenate([np.zeros_like(home) if own is None else own[home], step])
+        rows = np.concatenate([np.full(len(home), ALL), rows])
         whole = np.broadcast_to(np.int64(ALL), rows.shape)
         if self.side == "kv":
             return Pairs(rank, step, query=rank, key=owner, query_rows=whole, key_rows=rows)
         return Pairs(rank, step, query=owner, key=rank, query_rows=rows, key_rows=whole)
+
+    def as_tables(
+        self,
+        steps: int,
+        pairs: Pairs,
+        parts: Sequence[Transfers],
+        kept: Kept = NONE_KEPT,
+        travelling: Bundles | None = None,
+    ) -> Tables:
+        """The schedule of these pairs and of all parts of the transfers.
+
+        travelling: the bundles of the travelling side, where the algorithm has cut some.
+        """
+        queries, keys = self.wanted.queries, self.wanted.keys
+        if travelling is not None:
+            queries, keys = (queries, travelling) if self.side == "kv" else (travelling, keys)
+        moved = Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return Tables(steps, pairs, moved, kept, queries, keys)
 
 
 def everything(size: int, rows: int = 1) -> Wanted:
@@ -114,9 +150,7 @@ def everything(size: int, rows: int = 1) -> Wanted:
     return Wanted(visible, bundles, bundles)
 
 
-def wanted(
-    mask: Mask, q_shards: Sequence[Sequence[Span]], k_shards: Sequence[Sequence[Span]]
-) -> Wanted:
+def wanted(mask: Mask, q_shards: Shards, k_shards: Shards) -> Wanted:
     """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Wanted(
@@ -129,6 +163,8 @@ def wanted(
 def _bundles(seen: Seen, size: int) -> Bundles:
     """The bundles of so many shards."""
     rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
+    # In cells of equal size, so that runs of rows are found by a cumulative sum over a fixed grid
+    # and not by sorting the edges of a million parts.
     grain = max(1, int(rows.max(initial=1)) // GRAIN)
     ends = -(-rows // grain)
     cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and its end
@@ -155,3 +191,27 @@ def _bundles(seen: Seen, size: int) -> Bundles:
     return bundled(
         owner, first, np.where(last, rows[owner], np.append(first[1:], 0)) - first, covered
     )
+
+
+class RowCut(NamedTuple):
+    """One chunk: its rows of a shard, the same ones of every rank; for each rank of a ring the
+    spans of its queries, those of the whole ulysses group; and for each rank those of its own."""
+
+    rows: np.ndarray
+    shards: tuple[tuple[Span, ...], ...]
+    own: tuple[list[Span], ...]
+
+
+def row_cuts(
+    layout: Layout, topology: Topology, seq_len: int, count: int, blocks: int = 1
+) -> Iterator[RowCut]:
+    """`count` chunks; blocks: of sequence parallelism, see `layout.row_chunks`."""
+    members = [topology.ulysses_group(member) for member in topology.ring(0)]
+    # Asked for once, not per chunk: a rank may hold two spans of every document of a pack.
+    whole = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+    starts = [[0, *accumulate(span.length for span in spans)] for spans in whole]
+    for rows in row_chunks(layout, seq_len // layout.cp_size, count, blocks):
+        taken = runs(rows)
+        own = tuple(spans_of(taken, *each) for each in zip(whole, starts, strict=True))
+        shards = (shared_rows([own[rank] for rank in ranks]).spans for ranks in members)
+        yield RowCut(rows, tuple(shards), own)

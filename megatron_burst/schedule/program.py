@@ -26,6 +26,7 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
     pairs, own = pairs_of(tables, rank), Pair(rank, rank)
+    # Gradients land after the last step: boundaries without pairs drain them.
     end = max([tables.steps, *(hop.land for hop in hops), *(pairs.values())])
     if own_last and own in pairs and tables.transfers.accumulated.any():
         # The last boundary that posts a partial result: the own pair runs beside that hop.

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
-from .program import hops_of, kept_by, program
-from .tables import FAMILIES, RINGS, SIDES, Boundary, Chunk, Grid, Hop, Tables, Transfers
+from .program import kept_by, program
+from .tables import FAMILIES, RINGS, SIDES, Boundary, Chunk, Grid, Tables, Transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +69,6 @@ class Schedule(Demand):
     def kept_chunks(self, rank: int) -> list[Chunk]:
         """The chunks that `rank` holds from the start besides its own: those kept from forward."""
         return kept_by(self.tables, rank)
-
-    def sends(self, rank: int) -> Iterator[Hop]:
-        """Every hop that starts at `rank`."""
-        return (hop for hop in hops_of(self.tables, self.grid, rank) if hop.src == rank)
-
-    def receives(self, rank: int) -> Iterator[Hop]:
-        """Every hop that ends at `rank`."""
-        return (hop for hop in hops_of(self.tables, self.grid, rank) if hop.dst == rank)
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
         """What `rank` does; own_last: as in `program.program`."""

@@ -75,10 +75,6 @@ class Sizes:
         each = (getattr(row, family) for row in (self.forward, self.backward))
         return self.tokens * max(each)
 
-    def gradients_travel(self, side: str) -> bool:
-        """Does any tensor that travels on `side` need a gradient?"""
-        return getattr(self.backward, "d" + side) > 0
-
     @property
     def _elements(self) -> tuple[int, int, int, int]:
         """Elements of q, k, v and out in one row."""

@@ -189,6 +189,20 @@ class Tables(NamedTuple):
         return found
 
 
-def joined(*parts: Transfers) -> Transfers:
-    """The rows of all parts, one part after another."""
-    return Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+NONE_KEPT = Kept(*(np.zeros(0, dtype=np.int64) for _ in Kept._fields))
+
+
+def transfers(
+    family: str,
+    ring: str,
+    owner: np.ndarray,
+    rows: np.ndarray,
+    src: np.ndarray,
+    dst: np.ndarray,
+    post: np.ndarray,
+    land: np.ndarray,
+) -> Transfers:
+    """Transfers of one family on one ring; the other columns as of `Transfers`."""
+    codes = FAMILIES.index(family), RINGS.index(ring)
+    families, rings = (np.full(len(owner), code, dtype=np.int8) for code in codes)
+    return Transfers(families, owner, rows, src, dst, rings, post, land)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cluster.mail import LINKS
 from benchmarks.cluster.network import Network, Rates
-from benchmarks.linear import bench, exchange, maps, measure, tables
+from benchmarks.linear import bench, exchange, maps, measure, simulated, tables
 from benchmarks.linear.settings import (
     ALGORITHMS,
     ALL_TO_ALL,
@@ -24,9 +24,36 @@ from benchmarks.linear.settings import (
     refusal,
     settings,
 )
+from megatron_burst.layout import chains, make
+from megatron_burst.schedule.scans import SCANS
+from megatron_burst.schedule.scans.hops import Task
+from megatron_burst.schedule.scans.sizes import ScanSizes
+from megatron_burst.schedule.scans.timing import Links
+from megatron_burst.schedule.topology import Topology
 
 ROOT = Path(__file__).parents[2]
 TINY = {"heads": 4, "width": 8, "tokens": 16}
+
+
+def test_scans_send_a_small_share_of_an_all_to_all():
+    """Sixteen heads of 128, two nodes of four; 4K tokens a rank, then 64K."""
+    topology, state = Topology(8, 4), ScanSizes(1, 16, 128, 128, "scalar")
+    each = simulated.HeadwiseRowBytes(3 * 16 * 128 * 2, 16 * 128 * 2)
+    hops = SCANS["scan"](Task(chains(make("contiguous", cp_size=8), 32), topology, 8))
+    scan, sent = state.sent(hops, 8, topology).sum(axis=1).max(), simulated.exchange_sent
+    assert sent(topology, 4096, each) == (4096 * 16384 * 3 // 8, 4096 * 16384 // 2)
+    assert scan == 2**20
+    assert scan / sum(sent(topology, 4096, each)) < 0.018
+    assert scan / sum(sent(topology, 65536, each)) < 0.0012
+
+
+def test_an_all_to_all_by_hand():
+    """Four ranks on two nodes, 10 rows of 40 and 8 bytes: shares of 100 and 20 bytes."""
+    links, each = Links(100.0, 10.0, 1.0, 2.0), simulated.HeadwiseRowBytes(40, 8)
+    assert simulated.exchange_seconds(Topology(4, 2), 10, each, links) == 2 * (12 + 4)
+    found = simulated.exchange_seconds(Topology(4, 4), 10, each, links)
+    assert found == pytest.approx(3 * (2 + 1.2))
+    assert simulated.exchange_sent(Topology(4, 2), 10, each) == (120, 240)
 
 
 def test_the_all_to_all_sends_what_megatrons_layers_exchange():

@@ -8,6 +8,7 @@ import copy
 import pickle
 import re
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -212,6 +213,40 @@ def test_nodes_that_do_not_fit_are_refused(ranks):
         assert messages == [
             f"intra: 3 ranks cannot be cut into nodes of {n}; use 1 or 3" for n in (0, 2, 4)
         ]
+
+
+def nodes_of_three_and_one():
+    """Ranks 1 and 2 have nobody with their index on the other node."""
+    rank, intra, inter = dist.get_rank(), None, None
+    for members in ([0, 1, 2], [3]):
+        made = dist.new_group(members, timeout=timedelta(seconds=4))
+        intra = made if rank in members else intra
+    for members in ([0, 3], [1], [2]):
+        made = dist.new_group(members, timeout=timedelta(seconds=4))
+        inter = made if rank in members else inter
+    return refusal(lambda: mb.Groups(intra=intra, inter=inter))
+
+
+def test_every_rank_is_told_of_nodes_of_unequal_size(ranks):
+    words = "intra: nodes must hold equally many ranks, got [[0, 1, 2], [3]]"
+    assert ranks(4).run(nodes_of_three_and_one) == [words] * 4
+
+
+def without_a_group():
+    """Rank 1 passes None, so it has nothing to talk on; what each rank is told."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    given = None if dist.get_rank() == 1 else group
+    try:
+        mb.Groups.from_topology(given, intra=2)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_groups_another_does_not_make_are_told_so(ranks):
+    first, second = ranks(2).run(without_a_group)
+    assert first.startswith("groups: of the ranks [0, 1] some did not take part in making them")
+    assert second.startswith("group must be a process group that this rank is in, got None")
 
 
 def uneven_hosts(hosts):

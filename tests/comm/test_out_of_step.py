@@ -3,6 +3,7 @@
 Each case runs on two gloo ranks, rank 1 out of step; every group made here waits two seconds.
 """
 
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.comm.groups import Calls
 
 CAUSAL, FULL = mb.masks.Causal(), mb.masks.Full()
 APART = mb.masks.Documents([0, 8, 16])  # one document per rank: nothing travels
@@ -58,6 +60,15 @@ def another_layer(rank):
         rank.call(plan, label=layer)
 
 
+def another_line(rank):
+    """Two calls without a label, of which each rank leaves out another."""
+    plan = rank.plan()
+    if rank.odd:
+        rank.call(plan)
+    else:
+        mb.attention(*rank.qkv(), plan=plan)
+
+
 def another_sink(rank):
     rank.call(rank.plan(), sink=torch.zeros(2) if rank.odd else None)
 
@@ -86,6 +97,7 @@ CASES = {
     "plans in another order": (other_order, {}, "another plan"),
     "backwards in another order": (backwards_in_another_order, {}, "got a message of call"),
     "another layer": (another_layer, {}, "another label or sink"),
+    "another line": (another_line, {}, "was made by another line of the program"),
     "a sink on one rank": (another_sink, {}, "another label or sink"),
     "forward beside backward": (forward_beside_backward, {"side": "kv"}, "message of"),
     "forward beside a longer backward": (forward_beside_backward, {"side": "query"}, "message of"),
@@ -171,6 +183,34 @@ def test_ranks_in_step_compare_equal(ranks):
     first, second = ranks(2).run(in_step)
     assert first == second
     assert first.startswith("2 forward, 3 backward, order ")
+
+
+def warned(label):
+    """What a loop over two layers is told, in three steps; how often, at which line."""
+    rank = Rank(1)
+    plan = rank.plan()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            losses = [rank.call(plan, label=layer if label else None) for layer in range(2)]
+            sum(losses).backward()
+        once = rank.call(plan)  # one call of a step is told apart
+        once.backward()
+    return [(str(one.message), one.filename == __file__) for one in found]
+
+
+def test_a_loop_that_cannot_be_told_apart_is_warned_of_once(ranks):
+    for found in ranks(2).run(warned, False):
+        ((words, here),) = found
+        assert "several times without label=" in words
+        assert here
+    assert ranks(2).run(warned, True) == [[], []]
+
+
+def test_one_call_of_each_step_needs_no_label():
+    calls = Calls(warns=True)
+    for _ in range(3):
+        calls.backward(calls.forward(1, None, False))  # -W error
 
 
 def destroyed():

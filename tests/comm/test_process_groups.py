@@ -3,7 +3,6 @@ fit, made by their members alone, on the backend of the tensors."""
 
 import itertools
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -318,27 +317,6 @@ def asked_of_torch():
         )
         for backend, options, timeout in asked
     ]  # fmt: skip
-
-
-def rings_of_normal_priority():
-    """Rings that queue behind attention: on given groups of gloo, and as if these were of NCCL
-    without and with high priority."""
-    world = dist.group.WORLD
-    groups = mb.Groups.from_topology(world, intra=2, reuse=[world])
-    mb.attention(*qkv(), groups=groups).sum().backward()
-    found = [groups.of_normal_priority]
-    for high in (False, True):
-        theirs = SimpleNamespace(options=SimpleNamespace(is_high_priority_stream=high))
-        with (
-            mock.patch.object(communicators, "backends", return_value={"cpu": "nccl"}),
-            mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=theirs),
-        ):
-            found.append(groups.of_normal_priority)
-    return found
-
-
-def test_given_communicators_without_priority_are_named(ranks):
-    assert ranks(2).run(rings_of_normal_priority) == [[[], ["intra"], []]] * 2
 
 
 @needs_nccl

@@ -3,10 +3,10 @@
 One rank of two runs another script than the other. Both must end within seconds: the ranks that
 the fault reaches with an error, and nobody with a wrong number.
 
-A script is words: F0a runs call 0 forward with plan a, L0a labels it besides, E0a does and its
-kernel fails, C0a does in a checkpoint (its backward runs it again), B0 runs call 0 backward, P
-makes a plan, X raises, K kills its own process. `PLANS` says what a, m, ... are; all of them are
-agreed on by both ranks before.
+A script is words: F0a runs call 0 forward with plan a, L0a labels it besides, U0a runs it from a
+line of its own, as a script without a loop does, E0a does and its kernel fails, C0a does in a
+checkpoint (its backward runs it again), B0 runs call 0 backward, P makes a plan, X raises, K kills
+its own process. `PLANS` says what a, m, ... are; all of them are agreed on by both ranks before.
 """
 
 import os
@@ -62,6 +62,9 @@ OUT_OF_STEP = [
     Fault("a backward is skipped", "F0a F1a B1 B0", "F0a F1a B0"),
     Fault("a call is skipped", "F0a F1a F2a B2 B1 B0", "F0a F2a B2 B0", late=True),
     Fault("a call with a label is skipped", "L0a L1a L2a B2 B1 B0", "L0a L2a B2 B0"),
+    Fault("one of three lines is skipped", "U0a U1a U2a", "U0a U2a"),
+    Fault("one of three lines is skipped, in a step", "U0a U1a U2a B2 B1 B0", "U0a U2a B2 B0"),
+    Fault("each skips another line", "U0a U1a B1 B0", "U0a U2a B2 B0"),
     Fault("each skips another call", "L0a L1a B1 B0", "L0a L2a B2 B0"),
     Fault("a call is skipped, in a step", "F0a F1a B1 B0", "F0a B0"),
     Fault("a call is skipped where nothing travels", "F0d F1d P", "F0d P", ("burst",)),
@@ -89,6 +92,14 @@ ALL = {
 # Those that take no time, and the others by turns with one algorithm.
 SHORT = [name for name, (fault, _) in ALL.items() if fault in OUT_OF_STEP]
 SHORT += [f"{fault.name}, {fault.algorithms[i % 2]}" for i, fault in enumerate(ALONE)]
+
+
+# Calls that have no label, each from a line of its own.
+LINES = {
+    "0": lambda q, k, v, plan: mb.attention(q, k, v, plan=plan),
+    "1": lambda q, k, v, plan: mb.attention(q, k, v, plan=plan),
+    "2": lambda q, k, v, plan: mb.attention(q, k, v, plan=plan),
+}
 
 
 def _tensors(call: int, key: str):
@@ -131,7 +142,7 @@ class _Actor:
         self.rank, self.algorithm = self.groups.rank, algorithm
         used = {word[2] for word in (good + " " + odd).split() if len(word) == 3}
         self.plans = {key: self.plan(key) for key in PLANS if key in used}
-        self.good = {word[1]: word[2] for word in good.split() if word[0] == "F"}
+        self.good = {word[1]: word[2] for word in good.split() if word[0] in "FU"}
         self.flying, self.wrong = {}, []
 
     def plan(self, key: str) -> mb.Plan:
@@ -164,6 +175,8 @@ class _Actor:
             plan = plan.with_kernel(cases.Failing(plan.kernel, "forward", 0))
         if what == "C":
             out = checkpoint(lambda *x: mb.attention(*x, plan=plan), *leaves, use_reentrant=False)
+        elif what == "U":
+            out = LINES[call](*leaves, plan)
         else:
             out = mb.attention(*leaves, plan=plan, label=call if what == "L" else None)
         self.flying[call] = out, leaves, dout, meant

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_burst import layout, masks
 from megatron_burst.layout import Span
 from megatron_burst.schedule.demand import RowBytes
+from megatron_burst.schedule.program import hops_of
 from megatron_burst.schedule.tables import Grid
 
 GRIDS = [Grid(inter, intra) for inter in range(1, 5) for intra in range(1, 5)]
@@ -39,6 +40,11 @@ class Pass(NamedTuple):
     kept: int
     whole: bool
     route: str
+
+
+def sends(schedule, rank):
+    """Every hop that starts at `rank`."""
+    return [hop for hop in hops_of(schedule.tables, schedule.grid, rank) if hop.src == rank]
 
 
 @st.composite

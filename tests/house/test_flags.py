@@ -126,11 +126,6 @@ def test_fractions_are_numbers_from_0_to_1():
                 BurstConfig(**{field: bad})
 
 
-def test_keys_are_not_kept_for_a_side_that_sends_none():
-    with pytest.raises(ValueError, match=r"--burst-kv-cache 0\.5 .* --burst-side query"):
-        BurstConfig(kv_cache=0.5, side="query")
-
-
 def test_documents_that_are_packed_anew_are_laid_out_in_balance():
     def layout(words, **more):
         parser = argparse.ArgumentParser()

@@ -260,6 +260,12 @@ def test_what_a_mask_was_made_of_may_be_used_again():
     bounds[1], table[:] = 5, False
     assert (repr(documents), repr(dense)) == names
     assert documents.bounds.tolist() == [0, 3, LENGTH]
+    with pytest.raises(AttributeError):
+        documents.bounds = bounds
+    with pytest.raises(AttributeError):
+        documents.padding = (0,)
+    with pytest.raises(ValueError, match="read-only"):
+        documents.bounds[1] = 5
 
 
 def test_any_kind_of_integer_will_do():

@@ -108,8 +108,6 @@ def error(how, ranks):
     try:
         with core_attention("balanced") as core:
             asked = params(ROOM, None)
-            if odd and how == "other documents":
-                asked = params((*ROOM[1:], ROOM[0]), None)
             if odd and how == "a document longer than the pack":
                 asked = params((TOTAL + 4,), None)
             if odd and how == "tokens that do not fill the ranks":

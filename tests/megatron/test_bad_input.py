@@ -6,24 +6,18 @@ import session
 CP4 = "--context-parallel-size 4"
 BAD_FLAGS = {
     "--seq-length 68 --context-parallel-size 4": "--seq-length 68 is not divisible by 2 x",
-    f"{CP4} --hierarchical-context-parallel-sizes 2 3": "multiply to 6",
-    f"{CP4} --hierarchical-context-parallel-sizes 2 2 1": "two: ranks per node, then nodes",
     f"{CP4} --hierarchical-context-parallel-sizes 2 2 --burst-intra-size 4": "contradicts",
     f"{CP4} --burst-intra-size 3": "--burst-intra-size 3 does not divide",
-    f"{CP4} --attention-dropout 0.1": "--attention-dropout 0",
     f"{CP4} --num-query-groups 3": "--num-query-groups 3 does not divide",
     f"{CP4} --context-parallel-algo bursts": "--context-parallel-algo",
     f"{CP4} --burst-layout zagzig": "--burst-layout",
     f"{CP4} --burst-side both": "--burst-side",
     f"{CP4} --burst-kernel cuda": "--burst-kernel",
-    f"{CP4} --window-size 8,1": "looks 1 tokens ahead",
-    f"{CP4} --context-parallel-algo hybrid": "needs --burst-ulysses-size",
     f"{CP4} --context-parallel-algo ulysses --num-attention-heads 2": (
         "--context-parallel-algo hybrid --burst-ulysses-size 2"
     ),
     f"{CP4} --burst-attention-store 0.5": "nothing recomputes it",
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
-    f"{CP4} --burst-kv-cache 2": "--burst-kv-cache",
     f"{CP4} --packed --micro-batch-size 2": "--packed takes one sequence at a time",
     "--packed --window-size 8,0": "drops the documents of sliding-window layers",
     f"{CP4} --context-parallel-algo megatron": "--context-parallel-algo megatron",

@@ -3,13 +3,18 @@ that lies on several hosts is noticed, however it was asked for."""
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import session
+import torch
+import torch.distributed as dist
 from test_parity import TOLERANCE, TWO_BY_TWO, worst
 
+import megatron_burst as mb
+from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.attention.groups import node_warning
-from megatron_burst.megatron.attention.plan_book import priority_line
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,31 @@ def test_rings_share_megatrons_groups_with_megatron(four, common, train, flags, 
         assert out_of_order(late) == {name}
 
 
+def rings_of_normal_priority():
+    """Rings that queue behind attention: on groups of gloo, and as if all were of NCCL without and
+    with high priority; and all rings."""
+    world = dist.group.WORLD
+    groups = mb.Groups.from_topology(world, intra=4, reuse=[world])
+    x = torch.zeros(8, 1, 2, 8, requires_grad=True)
+    mb.attention(x, x, x, groups=groups)
+    found = [plan_book.rings_of_normal_priority(groups)]
+    for high in (False, True):
+        theirs = SimpleNamespace(options=SimpleNamespace(is_high_priority_stream=high))
+        with (
+            mock.patch.object(plan_book, "backends", return_value={"cpu": "nccl"}),
+            mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=theirs),
+        ):
+            found.append(plan_book.rings_of_normal_priority(groups))
+    return *found, [channel.ring for channel, _ in groups.carriers]
+
+
+def test_communicators_without_priority_are_named(four):
+    for of_gloo, without, with_it, all_rings in four(rings_of_normal_priority):
+        assert not of_gloo
+        assert without == all_rings != []
+        assert not with_it
+
+
 @pytest.mark.parametrize(
     ("rings", "connections", "named"),
     [
@@ -145,7 +175,7 @@ def test_rings_that_wait_for_kernels_to_drain_are_named(monkeypatch, rings, conn
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    line = priority_line(rings)
+    line = plan_book.priority_line(rings)
     assert (named in line and ", ".join(rings) in line) if named else line == ""
 
 

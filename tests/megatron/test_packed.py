@@ -179,21 +179,6 @@ def test_rotary_angles_follow_the_tokens(layout, bounds, angles):
         torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-12)
 
 
-def test_documents_are_read_once_per_batch_and_again_when_they_change():
-    book = plan_book.PlanBook(groups=mb.Groups.in_process(intra=2))
-    lengths = ends(0, 5, 24)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths.clone())
-    first = book.pack(24, params)
-    assert book.pack(24, params) is first
-    lengths[1] = 8
-    params.cu_seqlens_kv[1] = 8
-    assert book.pack(24, params).bounds == (0, 8, 24)
-    lengths[2] = 20
-    params.cu_seqlens_kv[2] = 20
-    params.cu_seqlens_q_padded = ends(0, 12, 24)
-    assert book.pack(24, params).bounds == (0, 12, 24)
-
-
 def test_batches_are_freed_with_what_is_known_of_them():
     known, one = Packs(), ends(0, 8, 16)
     alone = known.of(24, one)
@@ -217,15 +202,6 @@ def test_batches_are_freed_with_what_is_known_of_them():
     del one, alone
     gc.collect()
     assert [ref() for ref in sent] == [None] * 6
-
-
-def test_cross_attention_is_refused():
-    book = plan_book.PlanBook(groups=mb.Groups.in_process(intra=2))
-    params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends(0, 5, 24), cu_seqlens_kv=ends(0, 6, 24)
-    )
-    with pytest.raises(ValueError, match="cross-attention"):
-        book.pack(24, params)
 
 
 def test_old_plans_are_dropped():

@@ -17,9 +17,10 @@ def counted(happens):
     that of the other ranks. It gets ``forward(lengths, recompute)`` -> a scalar."""
     from megatron.core.tensor_parallel import random
 
+    from megatron_burst.comm.groups import Groups
     from megatron_burst.megatron.attention import plan_book
 
-    counts, prepare, compare = collections.Counter(), plan_book.prepare, plan_book.Plan.compare
+    counts, prepare, compare = collections.Counter(), plan_book.prepare, Groups.compare
 
     def forward(lengths, recompute=False):
         asked, x = packed_ranks.params(lengths, None), torch.ones(TOTAL // 4, HEADS, WIDTH)
@@ -36,7 +37,7 @@ def counted(happens):
     with (
         packed_ranks.core_attention("striped") as core,
         mock.patch.object(plan_book, "prepare", noting("made", prepare)),
-        mock.patch.object(plan_book.Plan, "compare", noting("compared", compare)),
+        mock.patch.object(Groups, "compare", noting("compared", compare)),
     ):
         try:
             happens(forward)

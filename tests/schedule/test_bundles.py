@@ -16,7 +16,8 @@ from megatron_burst.masks import seen as seen_module
 from megatron_burst.masks.seen import rows_seen
 from megatron_burst.schedule import bundles as module
 from megatron_burst.schedule.bundles import bundled, spans_of
-from megatron_burst.schedule.demand import GRAIN, everything, wanted
+from megatron_burst.schedule.demand import GRAIN, everything, row_cuts, wanted
+from megatron_burst.schedule.topology import Topology
 
 # Three ranks. Of rank 0's six rows, 0-1 and 4 are wanted by both others, 2 by rank 2, 3 and 5 by
 # nobody (that rank 0 wants row 5 itself says nothing); rank 1 has no rows; of rank 2's three, the
@@ -134,6 +135,22 @@ def test_positions_of_rows():
     assert spans_of([(2, 6), (0, 1)], shard) == [Span(12, 1, 1), Span(20, 5, 3), Span(10, 1, 1)]
     assert spans_of([(4, 6)], shard) == [Span(25, 5, 2)]
     assert spans_of([], shard) == []
+
+
+def test_row_chunks_ask_for_the_spans_of_each_rank_once():
+    """Zigzag over two ranks: chunk c has the c-th half of the early piece and what mirrors it;
+    ranks that share heads have the rows of both."""
+    zigzag = layout.make("zigzag", cp_size=2)
+    with mock.patch.object(zigzag, "spans", wraps=zigzag.spans) as asked:
+        first, second = row_cuts(zigzag, Topology(2, 2), 16, 2)
+        assert asked.call_count == 2
+    assert [first.rows.tolist(), second.rows.tolist()] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    positions = [[[p for span in own for p in span.positions().tolist()] for own in cut.own]
+                 for cut in (first, second)]  # fmt: skip
+    assert positions == [[[0, 1, 14, 15], [4, 5, 10, 11]], [[2, 3, 12, 13], [6, 7, 8, 9]]]
+    assert first.shards == tuple(map(tuple, first.own))
+    (shared,) = next(row_cuts(zigzag, Topology(2, 2, 2), 16, 2)).shards
+    assert [p for span in shared for p in span.positions()] == [0, 1, 14, 15, 4, 5, 10, 11]
 
 
 def test_everything_is_one_bundle_of_each_owner():

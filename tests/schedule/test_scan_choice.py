@@ -16,10 +16,7 @@ from megatron_burst.schedule.scans.hops import Task
 from megatron_burst.schedule.scans.sizes import ScanSizes
 from megatron_burst.schedule.scans.timing import (
     NOMINAL,
-    HeadwiseRowBytes,
     Links,
-    exchange_seconds,
-    exchange_sent,
     scan_seconds,
 )
 from megatron_burst.schedule.topology import Topology
@@ -89,18 +86,6 @@ def test_blocks_of_maps_by_columns_bring_the_transition_each_time():
         assert found.tolist() == wanted.tolist()
     rows = ScanSizes(1, 1, 16, 1, "vector").of(hops, 8)  # of rows: each has its factors
     assert rows.tolist() == np.where(hops.kind, 2 * (2 * 4), 2 * 4).tolist()
-
-
-def test_scans_send_a_small_share_of_an_all_to_all():
-    """Sixteen heads of 128, two nodes of four; 4K tokens a rank, then 64K."""
-    topology, state = Topology(8, 4), ScanSizes(1, 16, 128, 128, "scalar")
-    each = HeadwiseRowBytes(3 * 16 * 128 * 2, 16 * 128 * 2)
-    hops, _, _ = made("scan", 8, 4, 8)
-    scan = state.sent(hops, 8, topology).sum(axis=1).max()
-    assert exchange_sent(topology, 4096, each) == (4096 * 16384 * 3 // 8, 4096 * 16384 // 2)
-    assert scan == 2**20
-    assert scan / sum(exchange_sent(topology, 4096, each)) < 0.018
-    assert scan / sum(exchange_sent(topology, 65536, each)) < 0.0012
 
 
 # --- seconds -------------------------------------------------------------------------------
@@ -174,16 +159,6 @@ def test_the_simulator_agrees_with_a_slow_one(algorithm, grid, layout, cut, bloc
     hops, _, topology = made(algorithm, *grid, blocks, layout, bounds)
     found = scan_seconds(hops, topology, sizes(form), blocks, LINKS)
     np.testing.assert_allclose(found, slow(hops, topology, sizes(form), blocks, LINKS), rtol=1e-12)
-
-
-def test_an_all_to_all_by_hand():
-    """Four ranks on two nodes, 10 rows of 40 and 8 bytes: shares of 100 and 20 bytes."""
-    links = Links(100.0, 10.0, 1.0, 2.0)
-    assert exchange_seconds(Topology(4, 2), 10, HeadwiseRowBytes(40, 8), links) == 2 * (12 + 4)
-    assert exchange_seconds(Topology(4, 4), 10, HeadwiseRowBytes(40, 8), links) == pytest.approx(
-        3 * (2 + 1.2)
-    )
-    assert exchange_sent(Topology(4, 2), 10, HeadwiseRowBytes(40, 8)) == (120, 240)
 
 
 # --- the choice ----------------------------------------------------------------------------

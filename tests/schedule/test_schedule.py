@@ -12,7 +12,7 @@ import oracle
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from schedule_cases import GRIDS, SMALL, passes, worlds
+from schedule_cases import GRIDS, SMALL, passes, sends, worlds
 from tables_oracle import act_out, check_kept, dense
 
 from megatron_burst.layout import Span
@@ -95,7 +95,7 @@ def test_hop_counts_are_the_published_table(grid):
         for rank in range(grid.size):
             counts = oracle.hops(schedule.algorithm, *grid, rank)
             for gradient in {False, schedule.gradients}:
-                hops = [h for h in schedule.sends(rank) if h.chunk.accumulated == gradient]
+                hops = [h for h in sends(schedule, rank) if h.chunk.accumulated == gradient]
                 got = Counter(hop.link for hop in hops)
                 assert {"intra": got["intra"], "inter": got["inter"]} == counts
 
@@ -106,7 +106,7 @@ def test_what_overlaps_with_what(grid, algorithm, side):
     """Activations and delayed gradients travel during one step, between nodes during a cycle;
     double_ring's gradients block."""
     for rank in range(grid.size):
-        for hop in backward(algorithm, grid, side).sends(rank):
+        for hop in sends(backward(algorithm, grid, side), rank):
             steps = 1
             if algorithm != "ring" and hop.ring == "inter":
                 steps = grid.intra
@@ -120,8 +120,8 @@ def test_what_overlaps_with_what(grid, algorithm, side):
 def test_one_node_or_one_rank_per_node_is_the_flat_ring(grid, algorithm):
     one, other = forward(algorithm, grid), forward("ring", grid)
     for rank in range(5):
-        got = [hop._replace(ring="") for hop in one.sends(rank)]
-        assert got == [hop._replace(ring="") for hop in other.sends(rank)]
+        got = [hop._replace(ring="") for hop in sends(one, rank)]
+        assert got == [hop._replace(ring="") for hop in sends(other, rank)]
         assert {hop.link for hop in got} == {"intra" if grid.inter == 1 else "inter"}
 
 
@@ -148,7 +148,7 @@ def test_two_by_two_by_hand():
 def test_rings_carry_only_their_own_members(grid):
     for algorithm in RINGS:
         for rank in range(grid.size):
-            for hop in backward(algorithm, grid, "kv").sends(rank):
+            for hop in sends(backward(algorithm, grid, "kv"), rank):
                 same_node = hop.src // grid.intra == hop.dst // grid.intra
                 same_index = hop.src % grid.intra == hop.dst % grid.intra
                 assert hop.link == ("intra" if same_node else "inter")
@@ -231,7 +231,7 @@ def test_channels_are_what_hops_travel_on(algorithm, world, data):
     full = type(full)(full.grid, full.side, everything(world.grid.size), full.row_bytes,
                       algorithm=full.algorithm, route=full.route)  # fmt: skip
     for each, all_see in ((schedule, False), (full, True)):
-        hops = [hop for rank in range(world.grid.size) for hop in each.sends(rank)]
+        hops = [hop for rank in range(world.grid.size) for hop in sends(each, rank)]
         used = {(hop.ring, hop.chunk.accumulated) for hop in hops}
         channels = each.channels
         assert len(channels) == len(set(channels))
@@ -272,7 +272,7 @@ def causal(size, rows):
 def test_nothing_is_sent_that_nobody_needs():
     """Contiguous causal on four ranks: rank 3 keeps its keys, rank 0 sends its own all the way."""
     schedule = forward("ring", Grid(1, 4), wanted=causal(4, 2))
-    sent = [[hop.chunk.owner for hop in schedule.sends(rank)] for rank in range(4)]
+    sent = [[hop.chunk.owner for hop in sends(schedule, rank)] for rank in range(4)]
     assert sent == [[0], [1, 0], [2, 1, 0], []]
 
 
@@ -305,5 +305,5 @@ def test_all_gather_awaits_gradients_at_the_end():
 def test_kept_chunks_are_the_farthest_and_are_not_sent():
     schedule = backward("ring", Grid(1, 4), "kv", kept=2)
     assert [chunk.owner for chunk in schedule.kept_chunks(0)] == [2, 1]
-    sent = [hop for hop in schedule.sends(0) if not hop.chunk.accumulated]
+    sent = [hop for hop in sends(schedule, 0) if not hop.chunk.accumulated]
     assert [hop.chunk.owner for hop in sent] == [0]

@@ -231,11 +231,6 @@ def test_what_a_tile_holds_and_may_hold():
     assert tile_shape.memory(Shape(4, 2, 2, 4), back, rows=10) == 10 * (8 * 12 + 8 * 9)
     assert tile_shape.memory(Shape(1, 8, 2, 4), back) == 2 * 12 + 32 * 9 - (32 - 9) * 9
     demand = Demand(Grid(8, 8), "kv", everything(64), back)
-    free = tile_shape.memory(tile_shape.chosen(demand), back)
-    less = tile_shape.chosen(demand, most=free - 1)
-    assert tile_shape.memory(less, back) < free
-    with pytest.raises(ValueError, match=r"most: every tile on 8 nodes of 8 ranks .* at least"):
-        tile.tables(demand, most=10)
     # By default 32 times a rank's own chunks, or what the smallest needs.
     assert tile_shape.memory(tile_shape.chosen(demand), back) <= 32 * sum(back)
     prime = Demand(Grid(1, 131), "kv", everything(131), back)

@@ -10,6 +10,7 @@ rank i and keys of rank j:
   and their gradients go home by the same routes.
 """
 
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 
@@ -207,7 +208,7 @@ def test_a_message_may_be_all_rows_of_a_shard(monkeypatch, head_chunks):
     """The tensors of the owner themselves bear no envelope, and heads of them lie apart."""
 
     def plain(demand):
-        tables = direct.tables(demand.whole())
+        tables = direct.tables(replace(demand, wanted=demand.wanted.whole()))
         everything = np.full_like(tables.transfers.rows, ALL)
         pairs = tables.pairs._replace(key_rows=np.full_like(tables.pairs.key_rows, ALL))
         return tables._replace(transfers=tables.transfers._replace(rows=everything), pairs=pairs)

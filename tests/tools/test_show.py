@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
+from schedule_cases import sends
 
 import megatron_burst as mb
 from megatron_burst import masks
@@ -23,7 +24,7 @@ from megatron_burst.schedule import cost, rings
 from megatron_burst.schedule.algorithms import ALGORITHMS
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.tools import show
-from megatron_burst.tools.show import colours, language, timeline
+from megatron_burst.tools.show import balance, colours, language, timeline
 from megatron_burst.tools.show.scene import MaskScene, Shards, kind_of, schedule_scene, share
 
 ROOT = Path(mb.__file__).parent.parent
@@ -243,7 +244,7 @@ def test_totals_are_the_traffic_of_all_ranks(algorithm, mask, side):
                 total.bytes for (name, _), total in scene.totals.items() if name == link
             )
         assert sum(total.hops for total in scene.totals.values()) == sum(
-            len(list(scene.plan.sends(rank))) for rank in range(4)
+            len(list(sends(scene.plan, rank))) for rank in range(4)
         )
 
 
@@ -321,11 +322,11 @@ def test_multicast_crosses_between_nodes_as_often_as_it_must(mask):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_work_and_imbalance_are_those_of_cost(layout):
+def test_work_and_imbalance_are_those_of_balance(layout):
     parts = shards("causal | prefix(9)", layout)
     scene = schedule_scene(parts, Grid(1, 4), SIZES, "ring")
-    assert scene.work == parts.work == cost.work(parts.layout, parts.mask, 32)
-    assert scene.imbalance == pytest.approx(cost.imbalance(parts.layout, parts.mask, 32))
+    assert scene.work == parts.work == balance.work(parts.layout, parts.mask, 32)
+    assert scene.imbalance == pytest.approx(balance.imbalance(parts.layout, parts.mask, 32))
 
 
 def test_colours_of_ranks_differ():

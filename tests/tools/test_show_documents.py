@@ -8,9 +8,8 @@ import pytest
 from megatron_burst import masks
 from megatron_burst.cli import main as cli
 from megatron_burst.layout import Balanced, make
-from megatron_burst.schedule import cost
 from megatron_burst.schedule.tables import Grid
-from megatron_burst.tools.show import language
+from megatron_burst.tools.show import balance, language
 from megatron_burst.tools.show.packs import PADDING, pack_scene
 
 NAMES = ("zigzag of the pack", "zigzag within each document", "balanced")
@@ -83,10 +82,10 @@ def test_work_is_that_of_the_dense_mask(mask):
     inside = masks.Documents(bounds, padding=[4]) & mask
     assert [held.name for held in found.held] == list(NAMES)
     zigzag, within, balanced = found.held
-    assert zigzag.work == cost.work(make("zigzag", cp_size=4), inside, 48)
+    assert zigzag.work == balance.work(make("zigzag", cp_size=4), inside, 48)
     window = (mask.left, mask.right) if isinstance(mask, masks.Window) else (None, None)
     made = Balanced(4, bounds, windows=(window,), padding=[4])
-    assert balanced.work == list(made.pairs) == cost.work(made, inside, 48)
+    assert balanced.work == list(made.pairs) == balance.work(made, inside, 48)
     assert balanced.imbalance == made.balance
     assert sum(within.work) == sum(zigzag.work) == sum(balanced.work)
     assert [held.padding for held in found.held] == [4, 3 + 7 + 0 + 2, 4]

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import megatron_burst as mb
 from megatron_burst.cli.main import main
 from megatron_burst.schedule.algorithms import ALGORITHMS
+from megatron_burst.schedule.program import hops_of
 from megatron_burst.tools.trace import local, picture, record
 from megatron_burst.tools.trace.record import Trace, TraceEvent
 
@@ -174,7 +175,7 @@ def noted(algorithm, folder):
     told = Counter()
     for schedule in plan.schedules:
         told["compute"] += int((schedule.tables.pairs.rank == rank).sum())
-        hops = [*schedule.sends(rank), *schedule.receives(rank)]
+        hops = hops_of(schedule.tables, schedule.grid, rank)
         told["transfer"] += len(hops)
         told["wait"] += len({(h.post, h.ring, h.chunk.accumulated, h.land) for h in hops})
     return Counter(event.stream for event in events), told, {event.rank for event in events}

@@ -39,6 +39,7 @@ from ...autotune import cluster_file
 from ...autotune.rates import Rates
 from ...comm.consensus import agree
 from ...comm.groups import Groups
+from ...comm.process_groups import backends
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
 from ...masks import Causal, Full, Mask, Window
@@ -147,7 +148,7 @@ class LayerKind:
                 more += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
-            more += priority_line(book.groups.of_normal_priority)
+            more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
             book.log(book.startup)
         elif book.groups.communicators != book.communicators:
@@ -225,7 +226,7 @@ class PlanBook:
         plan = self._plans.get(key)
         if plan is not None:
             if leads and not again:
-                plan.compare()
+                self.groups.compare(plan.facts)
         elif leads:
             plan = self._plans[key] = kind.prepare(self, tensors, pack, rows, own)
         else:
@@ -280,6 +281,17 @@ class PlanBook:
         """Log a line about plans, on rank 0."""
         if torch.distributed.get_rank() == 0:
             logging.getLogger("megatron_burst").info(line)
+
+
+def rings_of_normal_priority(groups: Groups) -> list[str]:
+    """Those on groups of NCCL, Megatron's, whose streams do not have high priority."""
+    found = []
+    for (channel, device), group in groups.carriers.items():
+        if backends(group).get(device) == "nccl":
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            if getattr(options, "is_high_priority_stream", None) is False:
+                found.append(channel.ring)
+    return found
 
 
 def priority_line(rings: Sequence[str]) -> str:

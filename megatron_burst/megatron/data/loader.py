@@ -10,12 +10,10 @@ tensor-parallel ranks but the first get by broadcast.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 from .. import patching
 from .packed import packs
@@ -70,21 +68,13 @@ class Batches:
 def patch(patches: patching.PatchSet) -> None:
     """Add to a set of patches what gives scripts such batches.
 
-    Before that of packed batches, which are made of a data loader's: the last replacement runs
-    first.
+    Before that of packed batches, which are made of a data loader's.
     """
-    patches.wrap(schedules, "get_forward_backward_func", [], _noting)
+    patching.wrap_steps(patches, _noting)
 
 
-def _noting(original: Callable, *args: Any, **kwargs: Any) -> Callable:
-    run = original(*args, **kwargs)
-
-    @functools.wraps(run)
-    def forward_backward(**named: Any) -> Any:
-        given = named["data_iterator"]
-        several = isinstance(given, list)
-        found = [one if one is None else Batches(one) for one in (given if several else [given])]
-        named["data_iterator"] = found if several else found[0]
-        return run(**named)
-
-    return forward_backward
+def _noting(run: Callable, named: dict[str, Any]) -> Any:
+    given = named["data_iterator"]
+    several = isinstance(given, list)
+    found = [one if one is None else Batches(one) for one in (given if several else [given])]
+    return run(**named | {"data_iterator": found if several else found[0]})

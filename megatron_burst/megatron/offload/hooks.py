@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from ...recompute.checkpoint import current
-from ..patching import PatchSet, given_to, require_function, require_parameters
+from ..patching import PatchSet, given_to, require_function, require_parameters, wrap_steps
 from .demand import passes_in_flight
 from .tier import ASKED, tier_of
 
@@ -53,40 +53,28 @@ _COUNTS = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp
 def patch_steps(patches: PatchSet) -> None:
     """Add to a set of patches what tells the tier of steps and of passes in them.
 
-    Before that of packed batches, which changes the number of micro-batches: the last replacement
-    runs first.
+    Before that of packed batches, which changes the number of micro-batches.
     """
     require_function(schedules, "get_pp_rank_microbatches", _COUNTS)
-    for name, parameters, around in (
-        ("get_forward_backward_func", [], _stepping),
-        ("forward_step", ["input_tensor"], _passing),
-    ):
-        patches.wrap(schedules, name, parameters, partial(around, patches))
+    wrap_steps(patches, partial(_step, patches))
+    patches.wrap(schedules, "forward_step", ["input_tensor"], partial(_passing, patches))
 
 
-def _stepping(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Callable:
-    return _step(original(*args, **kwargs), patches)
-
-
-def _step(run: Callable, patches: PatchSet) -> Callable:
-    @functools.wraps(run)
-    def forward_backward(**named: Any) -> Any:
-        tier = tier_of(patches)
-        if tier is None:
+def _step(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
+    tier = tier_of(patches)
+    if tier is None:
+        return run(**named)
+    if named.get("forward_only"):
+        with tier.evaluation():
             return run(**named)
-        if named.get("forward_only"):
-            with tier.evaluation():
-                return run(**named)
-        tier.begin(_passes(named["model"], named["num_microbatches"]))
-        try:
-            result = run(**named)
-        except BaseException:
-            tier.abandon()
-            raise
-        tier.end()
-        return result
-
-    return forward_backward
+    tier.begin(_passes(named["model"], named["num_microbatches"]))
+    try:
+        result = run(**named)
+    except BaseException:
+        tier.abandon()
+        raise
+    tier.end()
+    return result
 
 
 def _passes(model: Any, micro_batches: int) -> int:

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from ...config import OFF, BurstConfig
 from ...packing import Packing, Work, pack
 from ..data.cut import causal_window
-from ..patching import PatchSet, log
+from ..patching import PatchSet, log, wrap_steps
 from . import documents
 from .documents import documents_of, micro_batch, names_of
 
@@ -36,37 +35,28 @@ def asked(burst: BurstConfig) -> bool:
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what gives Megatron's schedules packed micro-batches."""
-    around = functools.partial(_packing, patches)
-    patches.wrap(schedules, "get_forward_backward_func", [], around)
+    wrap_steps(patches, functools.partial(_packed, patches))
 
 
-def _packing(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Callable:
-    run = original(*args, **kwargs)
-    return _packed(run, patches) if patches.notes.get(ASKED) else run
-
-
-def _packed(run: Callable, patches: PatchSet) -> Callable:
-    @functools.wraps(run)
-    def forward_backward(**named: Any) -> Any:
-        chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
-        config = get_model_config(chunks[0])
-        burst = getattr(config, "burst", None)
-        if burst is None or not asked(burst) or named.get("forward_only"):
-            return run(**named)
-        iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
-        multiple = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-        packed, packing = step(
-            iterators if several else [iterators],
-            named["num_microbatches"], named["seq_length"], work_of(config), multiple,
-        )  # fmt: skip
-        if packing is not None and not patches.notes.setdefault(_TOLD, False):
-            patches.notes[_TOLD] = True
-            log(_summary(packing, named["num_microbatches"]))
-        named["num_microbatches"] = _agreed(packing.count if packing else 0)
-        named["data_iterator"] = packed if several else packed[0]
+def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
+    chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
+    config = get_model_config(chunks[0])
+    burst = getattr(config, "burst", None)
+    wanted = patches.notes.get(ASKED) and burst is not None and asked(burst)
+    if not wanted or named.get("forward_only"):
         return run(**named)
-
-    return forward_backward
+    iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
+    multiple = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    packed, packing = step(
+        iterators if several else [iterators],
+        named["num_microbatches"], named["seq_length"], work_of(config), multiple,
+    )  # fmt: skip
+    if packing is not None and not patches.notes.setdefault(_TOLD, False):
+        patches.notes[_TOLD] = True
+        log(_summary(packing, named["num_microbatches"]))
+    named["num_microbatches"] = _agreed(packing.count if packing else 0)
+    named["data_iterator"] = packed if several else packed[0]
+    return run(**named)
 
 
 def _summary(packing: Packing, count: int) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..demand import Demand
-from ..tables import ALL, RINGS, Grid, Kept, Pairs, Tables, Transfers, joined
+from ..tables import Grid, Kept, Pairs, Tables, Transfers, transfers
 
 
 def tables(demand: Demand) -> Tables:
@@ -44,15 +44,12 @@ def two_level(
     within: whose communicator carries the inner rings. blocks: do gradients land where posted?
     """
     path = _Path(demand, rings)
-    parts = [path.within(within, gradient=False, blocks=False)]
-    parts += [path.between(gradient=False, blocks=False)]
-    if demand.gradients:
-        parts += [path.within(within, gradient=True, blocks=blocks)]
-        parts += [path.between(gradient=True, blocks=blocks)]
-    bundles = demand.wanted
-    return Tables(
-        rings.size, path.pairs(), joined(*parts), path.kept(), bundles.queries, bundles.keys
-    )
+    parts = [
+        part
+        for family in demand.sent_families
+        for part in (path.within(family, within, blocks), path.between(family, blocks))
+    ]
+    return demand.as_tables(rings.size, path.pairs(), parts, path.kept())
 
 
 class _Path:
@@ -88,6 +85,8 @@ class _Path:
         Inner step 0 adds to the sum that this rank gathers for its node (at outer step 0: for
         itself), so it sends nothing within the node; the node's sum then crosses to the next one.
         """
+        # A copy sets out from its owner, so it makes its hops at the first steps; a gradient ends
+        # at its owner, so it makes them at the last ones, from the first rank on that adds to it.
         hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
         step = np.arange(length, dtype=hops.dtype)
         return step >= length - hops if gradient else step < hops
@@ -100,12 +99,14 @@ class _Path:
         if axis == 1:
             wanted = np.logical_or.reduce(wanted, axis=2)
             sent = np.logical_or.reduce(sent, axis=2) if self.demand.kept else wanted
+        # Turned, the ring counts from its end: the farthest rank is the first one that adds.
         return _farthest(sent), _farthest(_turned(wanted, axis))
 
     def _choose_way(self, axis: int) -> None:
         """Turn the rings along an axis if that sends fewer bytes."""
         sizes, side, kept = self.demand.row_bytes, self.demand.side, self.demand.kept
         each = getattr(sizes, side), getattr(sizes, "d" + side)
+        # Two ranks have one way; and where copies and gradients are as large, turning swaps them.
         if self.rings[axis - 1] < 3 or (each[0] == each[1] and not kept):
             return
         before = self.here, self.wanted, self.hops
@@ -131,11 +132,7 @@ class _Path:
     def pairs(self) -> Pairs:
         """What is computed."""
         owner, step, at, rows = self._entries(self.wanted)
-        own = np.flatnonzero(self.demand.visible.diagonal()).astype(np.int32)
-        there = np.concatenate([own, self.here.reshape(-1)[at]])
-        step = np.concatenate([np.zeros_like(own), step])
-        rows = np.concatenate([np.full(len(own), ALL), rows])
-        return self.demand.pairs(there, step, np.concatenate([own, owner]), rows)
+        return self.demand.pairs(self.here.reshape(-1)[at], step, owner, rows)
 
     def kept(self) -> Kept:
         """In the order of the steps."""
@@ -143,32 +140,38 @@ class _Path:
         order = np.argsort(step, kind="stable")
         return Kept(self.here.reshape(-1)[at][order], owner[order], rows[order])
 
-    def within(self, ring: str, gradient: bool, blocks: bool) -> Transfers:
-        """The hops to the next rank of the node.
+    def within(self, family: str, ring: str, blocks: bool) -> Transfers:
+        """The hops to the next rank of the node. blocks: do gradients land where posted?
 
         An activation is posted before the step that computes with it: the copy to the next rank
         travels while this rank computes (BurstEngine Algorithm 1). A gradient is complete only
         after the step, so it travels beside the next one, a step behind its chunk; when it lands,
         the receiver has its own part ready.
         """
+        gradient = family != self.demand.side
+        # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
+        # node ends at the owner, so nothing of them has to come home from another node.
         owner, step, at, rows = self._entries(self.moves(2, gradient))
         src, dst = (x.reshape(-1)[at] for x in (self.here, np.roll(self.here, -1, axis=2)))
         post = step + gradient
-        return self._transfers(owner, rows, src, dst, ring, gradient, post, post + (not blocks))
+        land = post + (not (gradient and blocks))
+        return transfers(family, ring, owner, rows, src, dst, post, land)
 
-    def between(self, gradient: bool, blocks: bool) -> Transfers:
+    def between(self, family: str, blocks: bool) -> Transfers:
         """The hops to the next node.
 
         A whole outer step to cross the slow link: it hides behind `width` pairs. The last part of a
         node's sum takes one hop more within the node, if there are any; the sum then crosses during
         the next outer step.
         """
-        width, first = self.rings.intra, self.here[:, :, 0]
+        width, first, gradient = self.rings.intra, self.here[:, :, 0], family != self.demand.side
+        # Only the first rank of the inner ring crosses, on the owner's rail: the NICs of all ranks
+        # of a node carry something at once, each the chunks of its own index.
         owner, outer, at, rows = self._entries(self.moves(1, gradient))
         src, dst = (x.reshape(-1)[at] for x in (first, np.roll(first, -1, axis=1)))
         post = outer * width + (width + (width > 1) if gradient else 0)
-        land = post + (0 if blocks else width)
-        return self._transfers(owner, rows, src, dst, "inter", gradient, post, land)
+        land = post + (0 if gradient and blocks else width)
+        return transfers(family, "inter", owner, rows, src, dst, post, land)
 
     def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """The sets [owner, ...] of bundles that are not empty, as columns: owner, index in the
@@ -176,11 +179,6 @@ class _Path:
         at, bits = self.bundles.sets(which)
         owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))
         return owner, rest, at, bits
-
-    def _transfers(self, owner, rows, src, dst, ring, gradient, post, land) -> Transfers:
-        family, ring = self.demand.family(gradient), RINGS.index(ring)
-        same = (np.full(len(owner), code, dtype=np.int8) for code in (family, ring))
-        return Transfers(next(same), owner, rows, src, dst, next(same), post, land)
 
 
 def _turned(x: np.ndarray, axis: int) -> np.ndarray:

@@ -1,15 +1,17 @@
 """From each owner straight to the ranks that use its chunk, and gradients straight back.
 
-Rank r meets the chunk of r - t at step t, as on one ring. What saves bytes where a mask leaves each
-chunk few readers (documents, windows) costs them where a ring would have used the fast links.
+Rank r meets the chunk of r - t at step t, as on one ring (`FlatRing`, which the algorithms that do
+go round one ring share). What saves bytes where a mask leaves each chunk few readers (documents,
+windows) costs them where a ring would have used the fast links.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import ALL, RINGS, Kept, Tables, Transfers, joined
+from ..tables import Kept, Tables, Transfers, transfers
 
 
 def all_gather(demand: Demand) -> Tables:
@@ -26,33 +28,63 @@ def all_gather(demand: Demand) -> Tables:
 def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
     chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""
-    size, bundles = demand.grid.size, demand.travelling
-    owner, step = np.ogrid[:size, :size]
-    there = (owner + step) % size
-    rows = bundles.bits(np.take_along_axis(bundles.wanted, there[bundles.owner], axis=1))
-    from_forward = step >= size - demand.kept
+    ring = FlatRing(demand, demand.travelling)
+    rank, step, owner, rows = ring.entries(ring.wanted)
+    sent = ~ring.from_forward[step]
+    post = np.maximum(step - ahead, 0)
+    # Posted a few steps ahead, a copy travels beside the pairs of those steps; not all at once, so
+    # that a rank holds few chunks.
+    copies = (owner, rows, owner, rank, post, step)
+    copy, *gradient = demand.sent_families
+    parts = [transfers(copy, "flat", *(column[sent] for column in copies))]
+    for family in gradient:  # complete after its step, and at home a step later
+        land = np.full_like(step, ring.size + 1) if at_end else step + 2
+        parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
+    # In the order of the steps, as `program.kept_by` has it.
+    by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
+    kept = Kept(*(column[by_step] for column in (rank, owner, rows)))
+    return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows), parts, kept)
 
-    def moves(rows: np.ndarray, gradient: bool) -> Transfers:
-        owner, step = np.nonzero(rows)
-        user, flat = (owner + step) % size, np.full_like(owner, RINGS.index("flat"))
-        family, rows = np.full_like(owner, demand.family(gradient)), rows[owner, step]
-        if gradient:  # complete after its step, and at home a step later
-            land = np.full_like(step, size + 1) if at_end else step + 2
-            return Transfers(family, owner, rows, user, owner, flat, step + 1, land)
-        post = np.maximum(step - ahead, 0)
-        return Transfers(family, owner, rows, owner, user, flat, post, step)
 
-    of, at = np.nonzero(rows)
-    own = np.flatnonzero(demand.visible.diagonal())
-    pairs = demand.pairs(
-        np.concatenate([own, there[of, at]]),
-        np.concatenate([np.zeros_like(own), at]),
-        np.concatenate([own, of]),
-        np.concatenate([np.full(len(own), ALL), rows[of, at]]),
-    )
-    stays, keeper = np.nonzero((rows * from_forward).T)
-    kept = Kept(there[keeper, stays], keeper, rows[keeper, stays])
-    transfers = [moves(rows * ~from_forward, False)]
-    if demand.gradients:
-        transfers += [moves(rows, True)]
-    return Tables(size, pairs, joined(*transfers), kept, demand.wanted.queries, demand.wanted.keys)
+class FlatRing:
+    """One way round: arrays [owner, step], and of what the ranks want [bundle, step].
+
+    way: 1: at step t a chunk is with the rank t behind its owner, -1: with the one t before it.
+    bundles: those that go this way.
+    """
+
+    def __init__(self, demand: Demand, bundles: Bundles, way: int = 1):
+        self.size = demand.grid.size
+        steps = np.arange(self.size, dtype=np.int32)
+        self.demand, self.bundles = demand, bundles
+        self.here = (steps[:, None] + way * steps) % self.size
+        self.wanted = np.take_along_axis(bundles.wanted, self.here[bundles.owner], axis=1)
+        # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
+        self.from_forward = steps >= self.size - demand.kept
+
+    def moves(self, family: str) -> np.ndarray:
+        """bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
+
+        A copy while a rank further along wants it, a gradient from the first rank on that adds.
+        """
+        if family != self.demand.side:
+            return np.logical_or.accumulate(self.wanted, axis=1)
+        sent = np.flip(self.wanted & ~self.from_forward, axis=1)
+        later = np.flip(np.logical_or.accumulate(sent, axis=1), axis=1)
+        return np.pad(later[:, 1:], ((0, 0), (0, 1)))
+
+    def hops(self, family: str) -> Transfers:
+        """The hops to the next rank this way.
+
+        A copy travels beside the step that computes with it. A gradient is complete only after the
+        step, so it travels beside the next one; when it lands, the receiver has its own part ready.
+        """
+        rank, step, owner, rows = self.entries(self.moves(family))
+        after, post = np.roll(self.here, -1, axis=1), step + (family != self.demand.side)
+        return transfers(family, "flat", owner, rows, rank, after[owner, step], post, post + 1)
+
+    def entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Rank, step, owner and rows, wherever some of these bundles of an owner are."""
+        at, rows = self.bundles.sets(which)
+        owner, step = np.divmod(at.astype(np.int32), self.size)
+        return self.here[owner, step], step, owner, rows

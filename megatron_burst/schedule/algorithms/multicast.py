@@ -26,7 +26,7 @@ import numpy as np
 
 from ..demand import Demand
 from ..rails import routes
-from ..tables import ALL, RINGS, Kept, Pairs, Tables, Transfers, joined
+from ..tables import RINGS, Kept, Pairs, Tables, Transfers, transfers
 
 WITHIN = 2  # steps that a hop within a node may take
 NEVER = 1 << 30
@@ -59,17 +59,9 @@ def tables(demand: Demand) -> Tables:
 
 def tables_of(ways: Ways) -> Tables:
     """The tables of these ways."""
-    demand = ways.demand
-    parts = [ways.copies()]
-    if demand.gradients:
-        parts += [ways.gradients()]
-    queries, keys = demand.wanted.queries, demand.wanted.keys
-    if demand.side == "kv":
-        keys = ways.bundles
-    else:
-        queries = ways.bundles
-    steps = int(ways.step.max()) + 1
-    return Tables(steps, ways.pairs(), joined(*parts), ways.kept(), queries, keys)
+    demand, steps = ways.demand, int(ways.step.max()) + 1
+    parts = [ways.copies(), *([ways.gradients()] if demand.gradients else [])]
+    return demand.as_tables(steps, ways.pairs(), parts, ways.kept(), ways.bundles)
 
 
 class Ways:
@@ -141,13 +133,8 @@ class Ways:
         """What is computed."""
         rows = self._by_owner(self.use)
         owner, rank, at = _where(rows)
-        own = np.flatnonzero(self.demand.visible.diagonal()).astype(np.int32)
-        return self.demand.pairs(
-            np.concatenate([own, rank]),
-            np.concatenate([self.step[own, own], self.step.reshape(-1)[at]]),
-            np.concatenate([own, owner]),
-            np.concatenate([np.full(len(own), ALL), rows.reshape(-1)[at]]),
-        )
+        step, of_pair = self.step.reshape(-1)[at], rows.reshape(-1)[at]
+        return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
 
     def kept(self) -> Kept:
         """In the order of the steps; without what a gate receives because it passes it on."""
@@ -187,6 +174,8 @@ class Ways:
         needs = (self.use != 0) & ~self.from_forward & self.served
         land = self._by_node(np.where(needs, step - WITHIN * self.peer, NEVER)).min(axis=2)
         land = np.maximum(land, self.depth)
+        # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from
+        # it to the next one takes.
         for way, node, above in self._levels(hops.through):
             np.minimum.at(land, (way, above), land[way, node] - self.between)
             land = np.maximum(land, self.depth)
@@ -199,6 +188,7 @@ class Ways:
         hops, step = self.hops, self.step[self.owner]
         adds = (self.use != 0) & self.served
         done = self._by_node(np.where(adds, step + 1 + WITHIN * self.peer, 0)).max(axis=2)
+        # A gate's sum is complete when the last of its own ranks and of the gates behind it is in.
         for way, node, above in self._levels(hops.through):
             np.maximum.at(done, (way, above), done[way, node] + self.between)
         post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])
@@ -251,10 +241,10 @@ class Ways:
         return found
 
     def _transfers(self, gradient, hops: _Edges, src, dst, post, land) -> Transfers:
-        between = src // self.grid.intra != dst // self.grid.intra
-        ring = np.where(between, RINGS.index("inter"), RINGS.index("intra")).astype(np.int8)
-        family = np.full(len(src), self.demand.family(gradient), dtype=np.int8)
-        return Transfers(family, self.owner[hops.way], hops.rows, src, dst, ring, post, land)
+        family, owner = "d" * gradient + self.demand.side, self.owner[hops.way]
+        moved = transfers(family, "intra", owner, hops.rows, src, dst, post, land)
+        inter = np.int8(RINGS.index("inter"))
+        return moved._replace(ring=np.where(moved.between(self.grid), inter, moved.ring))
 
 
 def _alike(

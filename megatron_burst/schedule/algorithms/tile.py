@@ -23,12 +23,12 @@ import numpy as np
 
 from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import ALL, FAMILIES, RINGS, Kept, Pairs, Tables, Transfers, joined
+from ..tables import ALL, Pairs, Tables, Transfers, transfers
 from .tile_shape import Shape, chosen, gathers_keys, wanted_by
 
 
-def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = None) -> Tables:
-    """The tile of a shape, default: the cheapest that holds at most `most` (`tile_shape.chosen`).
+def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
+    """The tile of a shape, default: the cheapest that holds little enough (`tile_shape.chosen`).
 
     Neither `demand.side` nor head chunks matter. Raises ValueError for keys kept from forward: a
     rank of a column need not be one in backward, whose tile is another.
@@ -38,7 +38,7 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
             "kv_cache must be 0 with algorithm tile: the ranks that meet a key chunk in backward "
             "are not those that met it in forward"
         )
-    shape = shape or chosen(demand, most)
+    shape = shape or chosen(demand)
     order = _order(shape, gathers_keys(demand.row_bytes))
     keys = _Family("kv", shape, demand.wanted.keys, order)
     queries = _Family("query", shape, demand.wanted.queries, order)
@@ -48,11 +48,7 @@ def tables(demand: Demand, *, shape: Shape | None = None, most: int | None = Non
     partial = [(family, name) for family, name in partial if getattr(demand.row_bytes, name)]
     sums = _returned([family.gathered[1:] for family, _ in partial], demand.grid.size)
     moves += [move for family, name in partial for move in family.returns(name, sums)]
-    none = Kept(*(np.zeros(0, dtype=np.int64) for _ in Kept._fields))
-    bundles = demand.wanted.queries, demand.wanted.keys
-    return Tables(
-        demand.grid.size, _pairs(demand, order, queries, keys), joined(*moves), none, *bundles
-    )
+    return demand.as_tables(demand.grid.size, _pairs(demand, order, queries, keys), moves)
 
 
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
@@ -149,18 +145,15 @@ class _Family:
         """between, within: where they are posted and land, each [nodes] and [nodes, ranks]."""
         gate = self.there[:, :, 0]
         node = np.bitwise_or.reduce(self.rows, axis=2)
-        node[:, 0] = 0
+        node[:, 0] = 0  # of the owner's own node: handed to its peers below, without crossing
         owner, u = np.nonzero(node)
-        ends = owner, gate[owner, u]
-        parts = [_transfers(family, owner, node[owner, u], ends, "inter", home,
-                            *(at[u] for at in between))]  # fmt: skip
+        ends, times = (owner, gate[owner, u]), (at[u] for at in between)
+        parts = [_transfers(family, "inter", owner, node[owner, u], ends, home, times)]
         rows = self.rows.copy()
-        rows[:, :, 0] = 0
+        rows[:, :, 0] = 0  # the gate has them from the hop above
         owner, u, v = np.nonzero(rows)
-        ends = gate[owner, u], self.there[owner, u, v]
-        parts += [_transfers(family, owner, rows[owner, u, v], ends, "intra", home,
-                             *(at[u, v] for at in within))]  # fmt: skip
-        return parts
+        ends, times = (gate[owner, u], self.there[owner, u, v]), (at[u, v] for at in within)
+        return [*parts, _transfers(family, "intra", owner, rows[owner, u, v], ends, home, times)]
 
 
 class _Place(NamedTuple):
@@ -194,11 +187,8 @@ def _one_by_one(lands: np.ndarray) -> np.ndarray:
     return posts
 
 
-def _transfers(family, owner, rows, ends, ring, home, post, land) -> Transfers:
-    src, dst = reversed(ends) if home else ends
-    same = (np.full(len(owner), code, dtype=np.int8)
-            for code in (FAMILIES.index(family), RINGS.index(ring)))  # fmt: skip
-    return Transfers(next(same), owner, rows, src, dst, next(same), post, land)
+def _transfers(family, ring, owner, rows, ends, home, times) -> Transfers:
+    return transfers(family, ring, owner, rows, *(reversed(ends) if home else ends), *times)
 
 
 def _pairs(demand: Demand, order: np.ndarray, queries: _Family, keys: _Family) -> Pairs:

@@ -14,6 +14,7 @@ import numpy as np
 from ..bundles import Bundles
 from ..demand import Demand, RowBytes
 from ..tables import Grid
+from ..topology import divisors
 
 HOLDS = 32  # times the memory of a rank's own chunks: what a tile may hold by default
 
@@ -45,8 +46,8 @@ def shapes(grid: Grid) -> list[Shape]:
     """All there are; those with one query chunk or one key chunk are rings in what they send."""
     return [
         Shape(grid.inter // across, across, grid.intra // within, within)
-        for across in _divisors(grid.inter)
-        for within in _divisors(grid.intra)
+        for across in divisors(grid.inter)
+        for within in divisors(grid.intra)
     ]
 
 
@@ -82,23 +83,16 @@ def chunks_held(shape: Shape, row_bytes: RowBytes) -> tuple[int, int]:
     return (keys, shape.queries) if shape.key_nodes > 1 else (shape.keys, queries)
 
 
-def chosen(demand: Demand, most: int | None = None) -> Shape:
+def chosen(demand: Demand) -> Shape:
     """The shape that sends the fewest bytes between nodes, and of these the fewest within.
 
-    most: bytes per row of a shard that `memory` may reach. Default: `HOLDS` times what a row of a
-    rank's own chunks takes, or where no shape holds so little, the least. Raises ValueError if no
-    shape holds so little.
+    Of those that hold at most `HOLDS` times what a row of a rank's own chunks takes; or, where none
+    holds so little, of those that hold least.
     """
     found = shapes(demand.grid)
     need = [memory(shape, demand.row_bytes) for shape in found]
-    if most is None:
-        most = max(HOLDS * sum(demand.row_bytes), min(need))
+    most = max(HOLDS * sum(demand.row_bytes), min(need))
     allowed = [shape for shape, each in zip(found, need, strict=True) if each <= most]
-    if not allowed:
-        raise ValueError(
-            f"most: every tile on {demand.grid.inter} nodes of {demand.grid.intra} ranks holds at "
-            f"least {min(need)} bytes per row, got {most}; take another algorithm"
-        )
     between = _bytes_between(demand, {shape[:2] for shape in allowed})
     # Of node grids that send the same, the one on which a tile holds least.
     nodes = min(allowed, key=lambda s: (between[s[:2]], memory(s, demand.row_bytes)))[:2]
@@ -163,7 +157,3 @@ def wanted_by(bundles: Bundles, shape: Shape, family: str) -> np.ndarray:
     by_node = by_node.any(axis=2 if family == "kv" else 1)
     by_rank = by_node.reshape(*by_node.shape[:2], key_ranks, query_ranks)
     return np.logical_or.reduce(by_rank, axis=3 if family == "kv" else 2)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

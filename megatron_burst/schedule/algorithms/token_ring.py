@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ..demand import Demand
-from ..tables import ALL, FAMILIES, RINGS, Kept, Tables, Transfers, joined
+from ..tables import Tables, transfers
+from .direct import FlatRing
 
 
 def tables(demand: Demand) -> Tables:
@@ -30,48 +29,20 @@ def tables(demand: Demand) -> Tables:
             "kv_cache must be 0 with algorithm token_ring: its forward sends queries, not keys, so "
             "no rank has keys of others to keep"
         )
-    forward = demand.row_bytes.out > 0
-    if forward:
+    family = "out"
+    if demand.row_bytes.out > 0:
         demand = replace(demand, side="query")
-    family = FAMILIES.index("out") if forward else demand.family(accumulated=True)
-    size, bundles = demand.grid.size, demand.travelling
-    here, wanted, moves = min(
-        (_way(demand, way) for way in (1, -1)),
-        key=lambda path: (path[-1].sum(axis=1) * bundles.rows).sum(),
+    else:
+        family = "d" + demand.side
+    bundles = demand.travelling
+    ring = min(
+        (FlatRing(demand, bundles, way) for way in (1, -1)),
+        key=lambda ring: (ring.moves(demand.side).sum(axis=1) * bundles.rows).sum(),
     )
-    there, met, sent = np.roll(here, -1, axis=1), bundles.bits(wanted), bundles.bits(moves)
-
-    owner, step = np.nonzero(sent)
-    copies = _transfers(
-        demand.family(accumulated=False), owner, sent[owner, step], here[owner, step],
-        there[owner, step], step,
-    )  # fmt: skip
-    owner, step = np.nonzero(met)
-    rank, rows = here[owner, step], met[owner, step]
-    own = np.flatnonzero(demand.visible.diagonal())
-    pairs = demand.pairs(
-        np.concatenate([own, rank]),
-        np.concatenate([np.zeros_like(own), step]),
-        np.concatenate([own, owner]),
-        np.concatenate([np.full(len(own), ALL), rows]),
-    )
-    if forward or demand.gradients:  # complete after the step, so it travels beside the next one
-        copies = joined(copies, _transfers(family, owner, rows, rank, owner, step + 1))
-    nobody = Kept(*(np.zeros(0, dtype=np.int64) for _ in Kept._fields))
-    return Tables(size, pairs, copies, nobody, demand.wanted.queries, demand.wanted.keys)
-
-
-def _way(demand: Demand, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where every chunk is [owner, step], 1: with the rank behind its owner at step 1, -1: with the
-    one before it; and of each bundle [bundle, step]: does the rank there want it? does it go on?"""
-    bundles, steps = demand.travelling, np.arange(demand.grid.size)
-    here = (steps[:, None] + way * steps) % len(steps)
-    wanted = np.take_along_axis(bundles.wanted, here[bundles.owner], axis=1)
-    later = np.flip(np.logical_or.accumulate(np.flip(wanted, axis=1), axis=1), axis=1)
-    return here, wanted, np.pad(later[:, 1:], ((0, 0), (0, 1)))
-
-
-def _transfers(family, owner, rows, src, dst, post) -> Transfers:
-    """Hops of one family, each on its way during one step."""
-    same = (np.full(len(owner), code, dtype=np.int8) for code in (family, RINGS.index("flat")))
-    return Transfers(next(same), owner, rows, src, dst, next(same), post, post + 1)
+    parts = [ring.hops(demand.side)]
+    rank, step, owner, rows = met = ring.entries(ring.wanted)
+    if getattr(demand.row_bytes, family):
+        # Complete after the step, so it travels beside the next one; straight to the owner, the
+        # other way than the ring goes, so that the two do not share a link.
+        parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, step + 2)]
+    return demand.as_tables(ring.size, demand.pairs(*met), parts)

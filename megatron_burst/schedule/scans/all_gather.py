@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...layout.layouts import counted
 from .hops import MAP, STATE, WHOLE, Hops, PieceRuns, Task, runs_of, table
 
 
@@ -34,8 +35,7 @@ def all_gather(task: Task) -> Hops:
 def wanted(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
     """(run, rank): which rank needs the map of which run: those that hold a later one, once."""
     rank, begin, count = _lasts(runs)
-    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    run, rank = np.repeat(begin, count) + nth, np.repeat(rank, count)
+    run, rank = counted(begin, count), np.repeat(rank, count)
     others = runs.rank[run] != rank
     return run[others], rank[others]
 

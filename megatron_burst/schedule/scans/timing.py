@@ -4,9 +4,6 @@ Every rank has one NIC per link class, which sends and receives at once. The hop
 two ranks are one message; the messages of a rank follow one another on its NIC. A rank starts a
 round as soon as it has finished the one before: has sent, received, and folded in what came. Ranks
 that have nothing to do in a round do not wait for it.
-
-An all-to-all of rows, the other way to give every rank the states that it needs, is timed on the
-same links.
 """
 
 from __future__ import annotations
@@ -120,32 +117,3 @@ def _running(lasts: np.ndarray, far: np.ndarray, sender: np.ndarray) -> np.ndarr
         before = (mine - lasts[link])[opens]
         found[link] = mine - before[np.cumsum(opens) - 1]
     return found
-
-
-class HeadwiseRowBytes(NamedTuple):
-    """What the head-wise exchange moves of each row: bytes that come in before the recurrence
-    (queries, keys, values, gates) and that go back after it (outputs), of all heads."""
-
-    there: int
-    back: int
-
-
-def exchange_seconds(topology: Topology, rows: int, each: HeadwiseRowBytes, links: Links) -> float:
-    """Seconds of the two all-to-alls of a pass that gives every rank all rows of a share of the
-    heads, `rows` on each rank before; the ranks send as many bytes each."""
-    return sum(_all_to_all(topology, rows * size, links) for size in each)
-
-
-def exchange_sent(topology: Topology, rows: int, each: HeadwiseRowBytes) -> tuple[int, int]:
-    """Bytes that each rank sends within its node and to other nodes in these all-to-alls."""
-    near, ranks = topology.per_node, topology.size
-    size = rows * (each.there + each.back)
-    return size * (near - 1) // ranks, size * (ranks - near) // ranks
-
-
-def _all_to_all(topology: Topology, size: int, links: Links) -> float:
-    """Seconds of an all-to-all of `size` bytes on each rank, which keeps an equal share itself."""
-    near, ranks = topology.per_node, topology.size
-    share = size / ranks
-    within = (near - 1) * (links.intra_latency + share / links.intra)
-    return max(within, (ranks - near) * (links.inter_latency + share / links.inter))

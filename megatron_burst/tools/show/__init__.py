@@ -13,11 +13,12 @@ from pathlib import Path
 from ...layout import LAYOUTS
 from ...schedule import rings
 from ...schedule.algorithms import ALGORITHMS
-from ...schedule.cost import Sizes, best_layout
+from ...schedule.cost import Sizes
 from ...schedule.tables import ROUTES, Grid
 from .. import call_flags
 from ..call_flags import check_positive
 from . import language
+from .balance import best_layout
 from .packs import PackScene, pack_scene
 from .scans import add_flags as add_scan
 from .scans import scan_scene

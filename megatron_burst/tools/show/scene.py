@@ -25,6 +25,7 @@ from ...schedule.bundles import spans_of
 from ...schedule.demand import Wanted, everything, wanted
 from ...schedule.rings import Schedule
 from ...schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
+from . import balance
 
 KINDS = {"kv": "", "query": "", "dkv": "gradient", "dquery": "gradient", "out": "partial output"}
 COUNTED = 99  # rows of a chunk up to which a share is told in rows
@@ -86,11 +87,11 @@ class Shards:
 
     @property
     def work(self) -> list[int]:
-        return cost.work(self.layout, self.mask, self.seq_len)
+        return balance.work(self.layout, self.mask, self.seq_len)
 
     @property
     def imbalance(self) -> float:
-        return cost.imbalance(self.layout, self.mask, self.seq_len)
+        return balance.imbalance(self.layout, self.mask, self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ class ScheduleScene:
 
     @property
     def imbalance(self) -> float:
-        """As `cost.imbalance`, over the steps of this schedule."""
+        """As `balance.imbalance`, over the steps of this schedule."""
         total = int(self._work.sum())
         return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
 

@@ -44,7 +44,8 @@ def _figure(trace: Trace) -> Figure:
     middles = [row * count + len(STREAMS) / 2 for row in range(len(trace.ranks))]
     lanes.name_lanes(axes, middles, [f"rank {rank}" for rank in trace.ranks], depth)
     _marks(axes, trace, depth, scale)
-    axes.annotate("share of the time", (1.01, -0.7), **OUTSIDE, fontsize=7)
+    # Below the lanes, since the name of a short last pass reaches over what is above them.
+    axes.annotate("share of the time", (1.01, depth + 0.6), **OUTSIDE, fontsize=7)
     entries = [(colour, stream) for stream, colour in COLOURS.items()]
     lanes.legend(axes, entries, alphas=OPACITY, above=0.55 / (height - HEAD - FOOT))
     return figure

@@ -28,8 +28,7 @@ from ....layout import make
 from ....masks import Causal
 from ....options import ring_algorithm
 from ....schedule.cost import backward_schedule, forward_schedule, ring_spans
-from ....schedule.demand import wanted
-from ....schedule.row_cut import row_cuts
+from ....schedule.demand import row_cuts, wanted
 from ....schedule.sizes import Sizes
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
@@ -110,7 +109,7 @@ def made(ring: RingKey) -> RingPasses:
     topology, mask, layout = ring.topology, Causal(), make(ring.layout, cp_size=ring.topology.size)
     queries = spans = ring_spans(layout, topology, ring.seq)
     if ring.chunks > 1:
-        *_, (_, queries) = row_cuts(layout, topology, ring.seq, ring.chunks)
+        *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
     want = wanted(mask, queries, spans)
     wires = Wires(places=places(topology, ring.nodes))

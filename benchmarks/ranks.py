@@ -1,0 +1,35 @@
+"""Gloo ranks on this machine, in processes of their own, for as long as one measurement takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(*args)` returns on each of `size` ranks of the default group, in their order;
+    one thread each."""
+    results = mp.get_context("spawn").SimpleQueue()
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    mp.spawn(_rank, (size, port, results, function, args), nprocs=size)
+    found = dict(results.get() for _ in range(size))
+    return [found[rank] for rank in range(size)]
+
+
+def _rank(
+    rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    # Megatron reads them, and its CPU stand-ins are not for compiled functions.
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1"} | {name: str(x) for name, x in ranks.items()}
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    results.put((rank, function(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
