@@ -49,7 +49,7 @@ from megatron_burst.comm.groups import Calls
 from megatron_burst.comm.transport import Channel, Counters, ProcessEndpoint
 from megatron_burst.execution import function
 from megatron_burst.kernels import aten, registry
-from megatron_burst.kernels.operators import CudaFlash
+from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.schedule.topology import Topology
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -80,9 +80,6 @@ class NoOperator(CudaFlash):
         h, rows, (_, n, columns, _) = q.shape[1], q.shape[2], k.shape
         out, keys = self.out[:, :h, :rows], self.out[:, :n, :columns]
         return out, keys, keys
-
-    forward_joined: Any = forward
-    backward_joined: Any = backward
 
 
 class OneRank(mb.Groups):

@@ -32,7 +32,7 @@ from megatron_burst.autotune.known import known
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
 from megatron_burst.kernels.blocks import blocks
-from megatron_burst.kernels.operators import CudaFlash
+from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span
 from megatron_burst.masks import Mask

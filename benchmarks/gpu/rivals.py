@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_burst.kernels.operators import CpuFlash, CudaCudnn, CudaFlash, Operator, Shown
+from megatron_burst.kernels.operators import CpuFlash, Operator, Shown
+from megatron_burst.kernels.operators_cuda import CudaCudnn, CudaFlash
 
 from .cases import Case, OneCall
 

@@ -27,7 +27,8 @@ import torch
 
 from .aten import AtenKernel
 from .flash_packages import LENGTHS, MARGIN, PACKAGES, WINDOW, FlashFunctions, FlashPackage, load
-from .operators import ONE_WIDTH, Shown, Widths, heads_first, rows_first, stats_of
+from .operators import ONE_WIDTH, Shown, Widths
+from .operators_cuda import heads_first, rows_first, stats_of
 
 # Forward of FlashAttention 3 launches one block of threads per multiprocessor, each with its fixed
 # share of a rectangle: those that find theirs occupied by NCCL's kernels start when others have

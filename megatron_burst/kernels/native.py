@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -121,23 +122,26 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
-def softmax_gradient_(
-    z: torch.Tensor,
-    index: torch.Tensor,
-    lse: torch.Tensor | None,
-    of_softmax: torch.Tensor,
-    of_label: torch.Tensor,
-    of_all: torch.Tensor,
-    real: int,
-    scale: float,
-    softcap: float | None,
-) -> bool:
-    """z [n, v] = (exp(x - lse) of_softmax - of_all, + of_label at the label) dx/dz / scale: was it
-    done? The columns from `real` on become 0; all else [n].
+class LogitGradient(NamedTuple):
+    """What a tile of logits z [n, v] becomes: (exp(x - lse) of_softmax - of_all, + of_label in
+    `column`) dx/dz / scale, with x the logits; all [n].
 
     lse None: z holds exp(x - something) by now, and of_softmax what is missing.
     """
-    rows = index, of_softmax if lse is None else lse, of_softmax, of_label, of_all
+
+    column: torch.Tensor
+    lse: torch.Tensor | None
+    of_softmax: torch.Tensor
+    of_label: torch.Tensor
+    of_all: torch.Tensor
+
+
+def softmax_gradient_(
+    z: torch.Tensor, given: LogitGradient, real: int, scale: float, softcap: float | None
+) -> bool:
+    """Make z [n, v] what is given: was it done? The columns from `real` on become 0."""
+    index, lse, *of = given
+    rows = index, of[0] if lse is None else lse, *of
     if not (_here(z, *rows) and z.stride(1) == 1 and index.dtype == torch.int64):
         return False
     if any(ACCUMULATORS.get(z.dtype) != row.dtype for row in rows[1:]):

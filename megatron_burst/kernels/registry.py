@@ -13,14 +13,23 @@ from ..masks import Causal, Mask
 from . import torch_release
 from .aten import AtenKernel
 from .base import Kernel
-from .operators import CpuFlash, CpuNarrow, CudaCudnn, CudaFlash, prefers_cudnn
+from .operators import CpuFlash, CpuNarrow
+
+# What a run may do without is imported by the calls that ask for it.
 
 
 def _aten(device: torch.device, beside_rings: bool) -> Kernel:
-    return AtenKernel("aten", CudaFlash() if device.type == "cuda" else CpuFlash())
+    if device.type != "cuda":
+        return AtenKernel("aten", CpuFlash())
+    from .operators_cuda import CudaFlash
+
+    return AtenKernel("aten", CudaFlash())
 
 
-# What a run may do without is imported by the calls that ask for it.
+def _cudnn(device: torch.device, beside_rings: bool) -> Kernel:
+    from .operators_cuda import CudaCudnn
+
+    return AtenKernel("aten_cudnn", CudaCudnn())
 
 
 def _flash(name: str) -> Callable[[torch.device, bool], Kernel]:
@@ -47,7 +56,7 @@ def _reference(device: torch.device, beside_rings: bool) -> Kernel:
 # name -> the kernel for a device, and whether it runs while tensors travel
 KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
-    "aten_cudnn": lambda device, beside_rings: AtenKernel("aten_cudnn", CudaCudnn()),
+    "aten_cudnn": _cudnn,
     "narrow": lambda device, beside_rings: AtenKernel("narrow", CpuNarrow()),
     "flash2": _flash("flash2"),
     "flash3": _flash("flash3"),
@@ -75,6 +84,8 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
         return ("narrow", "aten", "triton") if mask.windowed else ("aten", "triton")
     if not mask.flash_compatible:
         return "triton", "aten"
+    from .operators_cuda import prefers_cudnn
+
     fastest = FASTEST.get(torch.cuda.get_device_capability(device))
     names = (fastest,) if fastest else ()
     names += ("aten_cudnn",) if mask.cacheable and prefers_cudnn(device) else ()

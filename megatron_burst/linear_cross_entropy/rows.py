@@ -85,22 +85,15 @@ def softmax_gradient_(
     if peak is not None:
         of_softmax = of_softmax * (peak - lse).exp_()
     logits_lse = None if peak is not None else lse
-    if native.softmax_gradient_(
-        z, index, logits_lse, of_softmax, of_label, of_all,
-        columns.real, formula.scale, formula.softcap,
-    ):  # fmt: skip
+    given = native.LogitGradient(index, logits_lse, of_softmax, of_label, of_all)
+    if native.softmax_gradient_(z, given, columns.real, formula.scale, formula.softcap):
         return
     if _has_triton(z):
         from . import triton_rows
 
-        triton_rows.softmax_gradient_(
-            z, index, lse, of_softmax, of_label, of_all,
-            columns.real, formula.scale, formula.softcap,
-        )  # fmt: skip
+        triton_rows.softmax_gradient_(z, given, columns.real, formula.scale, formula.softcap)
     else:
-        _softmax_gradient_(
-            z, index, logits_lse, of_softmax, of_label, of_all, columns.real, formula
-        )
+        _softmax_gradient_(z, given, columns.real, formula)
 
 
 def _row_stats(
@@ -143,15 +136,9 @@ def _row_stats(
 
 
 def _softmax_gradient_(
-    z: torch.Tensor,
-    index: torch.Tensor,
-    lse: torch.Tensor | None,
-    of_softmax: torch.Tensor,
-    of_label: torch.Tensor,
-    of_all: torch.Tensor,
-    real: int,
-    formula: Formula,
+    z: torch.Tensor, given: native.LogitGradient, real: int, formula: Formula
 ) -> None:
+    index, lse, of_softmax, of_label, of_all = given
     z[:, real:] = 0
     if not real:
         return

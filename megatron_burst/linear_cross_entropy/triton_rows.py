@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.native import LogitGradient
+
 BLOCK = 4096  # columns
 # 16 columns a thread: two blocks of threads have room on a multiprocessor, and nothing spills
 # (`python -m benchmarks.triton_compile_rows`).
@@ -110,25 +112,14 @@ def row_stats(
 
 
 def softmax_gradient_(
-    z: torch.Tensor,
-    index: torch.Tensor,
-    lse: torch.Tensor,
-    of_softmax: torch.Tensor,
-    of_label: torch.Tensor,
-    of_all: torch.Tensor,
-    real: int,
-    scale: float,
-    softcap: float | None,
+    z: torch.Tensor, given: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> None:
-    """z [n, v] = (exp(x - lse) of_softmax - of_all + of_label at the label) dx/dz / scale.
-
-    The columns from `real` on become 0; all else [n].
-    """
+    """Make z [n, v], which holds logits, what is given. The columns from `real` on become 0."""
     if z.numel():
         block = _block(z)
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](
-            z, index, lse, of_softmax, of_label, of_all, z.stride(0), z.shape[1], real,
-            scale, softcap, _kind(lse.dtype), block, num_warps=WARPS,
+            z, *given, z.stride(0), z.shape[1], real,
+            scale, softcap, _kind(given.of_softmax.dtype), block, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels.aten import AtenKernel
-from megatron_burst.kernels.operators import CudaCudnn
+from megatron_burst.kernels.operators_cuda import CudaCudnn
 
 MODES = [False, False, True]  # of torch.use_deterministic_algorithms, call by call
 

@@ -14,6 +14,7 @@ from far import APART, AXES, B, H, S, W, far
 from megatron_burst.kernels.aten import stand_in
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.blocks import BlockSizes
+from megatron_burst.kernels.native import LogitGradient
 from megatron_burst.kernels.online_softmax import merge_, row_delta
 from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span
@@ -65,7 +66,8 @@ def head():
     stats = [row_stats(x, labels, *columns, torch.float32) for x in (near, apart)]
     yield "statistics", torch.equal(*stats)
     for x in (near, apart):
-        softmax_gradient_(x, labels, stats[0][0], *torch.rand(3, S).fill_(0.5), 40, 1.0, None)
+        given = LogitGradient(labels, stats[0][0], *torch.rand(3, S).fill_(0.5))
+        softmax_gradient_(x, given, 40, 1.0, None)
     yield "gradient", torch.equal(near, apart)
 
 

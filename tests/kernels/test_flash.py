@@ -236,23 +236,18 @@ def test_releases_before_are_refused_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("parameters", "words"),
+    ("code", "words"),
     [
-        ("q, k, v, scale", r"^there.f has no parameter softmax_scale, causal"),
-        ("q, k, v, softmax_scale, causal, sink, tree", "wants sink, tree, which is not known"),
+        (function("q, k, v, scale"), r"^there.f has no parameter softmax_scale, causal"),
+        (function("q, k, v, softmax_scale, causal, sink, tree"),
+         "wants sink, tree, which is not known"),
+        (lambda *args, **kwargs: None, r"there\.f takes more than it names"),
     ],
-)
-def test_functions_that_do_not_fit_are_refused(parameters, words):
-    wanted = packages.Function("f", {})
+    ids=["lacks", "wants", "hides"],
+)  # fmt: skip
+def test_functions_that_do_not_fit_are_refused(code, words):
     with pytest.raises(ValueError, match=words):
-        packages.fit("there", function(parameters), wanted, packages.FORWARD)
-
-
-def test_a_function_that_hides_its_parameters_is_refused():
-    wanted = packages.Function("f", {})
-    hidden = lambda *args, **kwargs: None  # noqa: E731
-    with pytest.raises(ValueError, match=r"there\.f takes more than it names"):
-        packages.fit("there", hidden, wanted, packages.FORWARD)
+        packages.fit("there", code, packages.Function("f", {}), packages.FORWARD)
 
 
 def test_an_operator_of_torch_shows_the_parameters_of_its_function():

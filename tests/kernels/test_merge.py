@@ -52,14 +52,6 @@ def test_any_order_gives_attention_over_all_keys(order):
     same(merged([pieces[i] for i in order]), whole)
 
 
-def test_merging_is_associative():
-    (a, b, c), whole = parts([0, 3, 7, T], blind=[0, 4])
-    left = merged([merged([a, b]), c])
-    right = merged([a, merged([b, c])])
-    same(left, right)
-    same(left, whole)
-
-
 def test_a_row_that_saw_nothing_stays_zero_and_minus_infinity():
     out, lse = merged([])
     assert torch.equal(out, torch.zeros(S, B, H, W, dtype=torch.float64))
