@@ -98,9 +98,14 @@ class RowChunks:
         return ring.forward_rings(self.job, run, self.call, *given)
 
     def kept(self, index: int, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
-        """Copies of the results of a chunk that the store of the plan keeps."""
+        """Copies of the results of a chunk that the store of the plan keeps. Raises ValueError
+        where it keeps none."""
         partial = self.job.chunks[index].recompute
-        assert partial is not None
+        if partial is None:
+            raise ValueError(
+                "plan.chunked: kept() needs a plan that keeps some results; make it with "
+                "mb.prepare(..., store=0.5), or recompute every chunk as a whole"
+            )
         return out.index_select(0, partial.own_kept), lse.index_select(0, partial.kept)
 
     def backward(

@@ -18,7 +18,7 @@ import torch
 from ..comm.transport import Channel
 from ..execution.job import Call, Exchange, KeptChunk, Pass, Payload, RowPlace, Step, Target
 from ..kernels.base import Kernel
-from ..layout import Span
+from ..layout.layouts import Shards, Span
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..schedule.bundles import spans_of
@@ -26,7 +26,6 @@ from ..schedule.program import held_bytes, parts_of
 from ..schedule.rings import Schedule
 from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
 
-Shards = Sequence[Sequence[Span]]
 OWN = "kv", "query"
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ..comm.groups import Groups
 from ..execution.job import PartialPass, Pass, RowChunk
-from ..layout import Span
+from ..layout.layouts import Shards, Span
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..options import ring_algorithm
@@ -31,8 +31,6 @@ from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
 from .build import Works, make_pass
 from .validate import Request
-
-Shards = Sequence[Sequence[Span]]
 
 
 class Passes(NamedTuple):

@@ -128,7 +128,7 @@ def check_call(
                 f"tiled: others[{index}] has shape {list(other.shape)}, and is cut into tiles like "
                 f"x, of {rows} rows; what fn needs whole belongs to fn, and to parameters="
             )
-    if len(fates) != len(slices) or not set(fates) <= set(get_args(Fate)):
+    if len(fates) != len(slices) or not all(fate in get_args(Fate) for fate in fates):
         raise ValueError(
             f"tiled: fates must be {len(slices)} of {', '.join(get_args(Fate))}, got {fates!r}"
         )
@@ -207,9 +207,16 @@ def tiled(
                 "computes gradients for and that are not among its arguments; () for none"
             )
         parameters = tuple(fn.parameters())
+    if not _are_tensors(parameters):
+        raise ValueError(
+            "tiled: parameters must be a list or tuple of tensors, () for none, or None where fn "
+            f"is a module, got {type(parameters).__name__}"
+        )
     if not isinstance(x, torch.Tensor) or x.ndim == 0:
         raise ValueError(f"tiled: x must be a tensor [rows, ...], got {type(x).__name__}")
     slices = slices_of(x.shape[0], tiles)
+    if fates is not None and not isinstance(fates, (list, tuple)):
+        raise ValueError(f"tiled: fates must be a list with one for each tile, got {fates!r}")
     each = tuple(fates) if fates is not None else ("recompute",) * len(slices)
     used = tuple(p for p in dict.fromkeys(parameters) if p.requires_grad)
     check_call(fn, x.shape[0], others, used, slices, each, host)
@@ -218,6 +225,12 @@ def tiled(
     tensors = [t for t in (x, *others) if isinstance(t, torch.Tensor)]
     job = _Job(fn, (x, *others), used, slices, each, host)
     return _Tiled.apply(job, len(tensors), *tensors, *used)  # pyright: ignore[reportReturnType]
+
+
+def _are_tensors(parameters: object) -> bool:
+    return isinstance(parameters, (list, tuple)) and all(
+        isinstance(each, torch.Tensor) for each in parameters
+    )
 
 
 class _Job:

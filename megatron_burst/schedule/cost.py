@@ -166,9 +166,6 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
     return min(sent, key=lambda each: (sent[each].inter, sent[each].intra))
 
 
-# --- work ----------------------------------------------------------------------------------
-
-
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
     """How many (query, key) pairs of two shards attend, exactly."""
     # How pairs are cut decides how long counting takes, not what is counted.

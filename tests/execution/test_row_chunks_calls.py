@@ -209,6 +209,10 @@ def taken_twice(call, q, plan):
         ),
         (lambda call, q, k, plan: taken_twice(call, q, plan), "the gradients of this call were"),
         (lambda call, q, k, plan: plan.chunked(k[:4], k), "k: the plan was made for"),
+        (
+            lambda call, q, k, plan: call.kept(0, q, q),
+            "kept.. needs a plan that keeps some",
+        ),
         (lambda call, q, k, plan: plan.chunked(k, None), "v: the plan was made for"),
         (lambda call, q, k, plan: plan.chunked(k, call, torch.zeros(3)), "v: the plan was made"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_burst as mb
-from megatron_burst.recompute.host.arena import ALIGN, Arena, OutOfHostMemory
+from megatron_burst.recompute.host.arena import ALIGN, SLAB, Arena, OutOfHostMemory
 
 MIB = 2**20
 
@@ -219,7 +219,7 @@ def test_rates_are_those_of_the_copies():
     [
         ({"limit": 0}, "limit"), ({"limit": 1.5}, "limit"), ({"limit": True}, "limit"),
         ({"rate": 0}, "rate"), ({"rate": -1.0}, "rate"), ({"rate": "fast"}, "rate"),
-        ({"ranks": 0}, "ranks"), ({"device": "gpu"}, "device"),
+        ({"ranks": 0}, "ranks"), ({"device": "gpu"}, "device"), ({"device": "meta"}, "device"),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(given, name):
@@ -230,3 +230,12 @@ def test_arguments_that_cannot_be_are_refused(given, name):
     for fraction in (-0.1, 1.1, "half", True):
         with pytest.raises(ValueError, match="fraction must be a fraction from 0 to 1"):
             memory().move(torch.zeros(4), fraction)
+
+
+def test_at_most_a_sixteenth_of_what_is_used_is_mapped_in_vain():
+    """But for what is too short for a block at the ends of slabs. The memory is never touched."""
+    arena, blocks = Arena(16 * 2**30), []
+    for _ in range(4096):
+        blocks.append(arena.take(MIB))
+        assert arena.mapped - arena.used <= SLAB + arena.mapped / 15
+    assert arena.used == len(blocks) * MIB

@@ -220,6 +220,10 @@ def test_fused_weight_gradients():
 
 
 REFUSED = {
+    "parameters must be a list or tuple of tensors.* got str": {"parameters": "all"},
+    "parameters must be a list or tuple of tensors.* got Tensor": {"parameters": torch.ones(1)},
+    "fates must be a list with one for each tile, got 3": {"fates": 3},
+    r"fates must be 8 of keep, move, recompute, got .\[1\]": {"fates": [[1]] * 8},
     "parameters= is needed": {"parameters": None},
     r"others\[1\] has shape \[3\]": {"others": (torch.ones(4), torch.ones(3))},
     "tiles must be an integer from 1 on, got 0": {"tiles": 0},

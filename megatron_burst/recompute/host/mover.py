@@ -63,6 +63,8 @@ class HostMemory:
         except (RuntimeError, TypeError):
             raise ValueError(f"device must be a device of torch, got {device!r}") from None
         cuda = self.device.type == "cuda"
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda: others are not served, got {device!r}")
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"ranks must be a number of processes from 1 on, got {ranks!r}")
         if limit is None:

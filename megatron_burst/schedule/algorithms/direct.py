@@ -40,7 +40,6 @@ def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     for family in gradient:  # complete after its step, and at home a step later
         land = np.full_like(step, ring.size + 1) if at_end else step + 2
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
-    # In the order of the steps, as `program.kept_by` has it.
     by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
     kept = Kept(*(column[by_step] for column in (rank, owner, rows)))
     return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows), parts, kept)
