@@ -151,7 +151,7 @@ class Ring:
                 receive = Receive(payload.hop.src, message.tensors, whole)
             receives.append(receive)
             arriving.append((payload, message))
-        label = _Label(self, exchange, boundary)
+        label = _Label(self.run.name + self.heads.title, self.me, exchange, boundary)
         pending = self.endpoint.exchange(exchange.channel, sends, receives, label)
         flight = _Flight(pending, arriving, leaving)
         self._flights.setdefault(exchange.land, []).append(flight)
@@ -248,18 +248,18 @@ def kinds(
 class _Label(NamedTuple):
     """What errors say of an exchange; made into words only then."""
 
-    ring: Ring
+    title: str
+    rank: int
     exchange: Exchange
     boundary: int
 
     def __str__(self) -> str:
-        ring, exchange = self.ring, self.exchange
         words = [
             f"{hop.chunk.family} of rank {hop.chunk.owner} from rank {hop.src} to rank {hop.dst}"
-            for hop in (payload.hop for payload in (*exchange.leaving, *exchange.arriving))
+            for payloads in (self.exchange.leaving, self.exchange.arriving)
+            for hop in (payload.hop for payload in payloads)
         ]
-        title = f"{ring.run.name}{ring.heads.title}, boundary {self.boundary}, rank {ring.me}"
-        return f"{title}: {'; '.join(words)}"
+        return f"{self.title}, boundary {self.boundary}, rank {self.rank}: {'; '.join(words)}"
 
 
 def run(rings: Sequence[Ring]) -> None:
