@@ -190,6 +190,11 @@ class BurstConfig:
         for name in CHOICES:
             self._check(name)
         check_kept_keys(self, lambda name, value: f"{flag_of(name)} {value}")
+        if self.wire_dtype == "auto" and self.algorithm != "auto":
+            raise ValueError(
+                f"wire_dtype ({flag_of('wire_dtype')}) auto goes by the forecast of "
+                f"{flag_of('algorithm')} auto, got {self.algorithm}; name fp32 or bf16"
+            )
 
     def _check(self, name: str) -> None:
         """Raise ValueError unless the field has a value of its kind."""

@@ -22,7 +22,7 @@ KernelName = Literal[
     "auto", "aten", "aten_cudnn", "narrow", "flash2", "flash3", "flash4", "triton", "reference"
 ]
 SideName = Literal["auto", Side]
-WireDtype = Literal["fp32", "bf16"]
+WireDtype = Literal["fp32", "bf16", "auto"]
 VisitingName = Literal["ring", "host"]
 # All-to-alls of heads around a ring of this algorithm.
 WITH_SHARED_HEADS = {"ulysses": "ring", "hybrid": "burst"}
@@ -62,7 +62,8 @@ MEANING: Mapping[str, str] = {
     "softcap": "scores become cap * tanh(score / cap)",
     "grad_wire_dtype": (
         "of travelling gradients, and of partial outputs where the algorithm sends these; default: "
-        "the dtype of sums, fp32 or, of fp64 tensors, fp64"
+        "the dtype of sums, fp32 or, of fp64 tensors, fp64; auto, with algorithm auto: bf16 for "
+        "bf16 tensors where that is predicted to be faster"
     ),
     "kv_cache": "fraction of travelling keys and values that forward keeps for backward",
     "store": (

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..layout import Layout, make
 from ..masks import Causal, Mask
-from ..options import WITH_SHARED_HEADS, AttentionKeywords, ring_algorithm
+from ..options import WITH_SHARED_HEADS, AttentionKeywords, WireDtype, ring_algorithm
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
@@ -33,24 +33,27 @@ class Choice:
     """What `choose` took, and why.
 
     taken: the candidate with the shortest predicted time; others: the rest, by predicted time;
-    rates: what the prediction is based on; per_node: ranks per node. `call` holds keywords for
-    `mb.prepare` or `mb.attention`, `groups` those for `mb.Groups.from_topology`.
+    rates: what the prediction is based on; per_node: ranks per node; wire: the dtype of travelling
+    gradients, where that was left open. `call` holds keywords for `mb.prepare` or `mb.attention`,
+    `groups` those for `mb.Groups.from_topology`.
     """
 
     taken: Candidate
     others: tuple[Candidate, ...] = field(repr=False)
     rates: Rates
     per_node: int
+    wire: WireDtype | None = None
 
     @property
     def call(self) -> AttentionKeywords:
         """Keywords for `mb.prepare` or `mb.attention`."""
         taken = self.taken
-        return {
+        call: AttentionKeywords = {
             "algorithm": taken.algorithm,
-            "side": taken.side,  # pyright: ignore[reportReturnType]
+            "side": taken.side,  # pyright: ignore[reportAssignmentType]
             "head_chunks": taken.head_chunks,
         }
+        return call if self.wire is None else call | {"grad_wire_dtype": self.wire}
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -72,6 +75,8 @@ class Choice:
             parts.append(f"{rival.name} {duration(rival.seconds)}")
         if self.seconds > 0:
             parts.append(f"{BUSY[self.taken.bottleneck]} is the bottleneck")
+        if self.wire is not None:
+            parts.append(f"gradients travel in {self.wire}")
         return "; ".join(parts)
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from ..autotune import measure
 from ..autotune.candidates import Fixed, Workload
 from ..autotune.known import known
 from ..autotune.rates import Rates
-from ..autotune.select import Choice, best
+from ..autotune.select import TIE, Choice, best
 from ..comm.consensus import attempt
 from ..comm.groups import Groups
-from .validate import Request
+from ..schedule.cost import Sizes
+from .validate import WIRE, Request
 
 
 def resolve(
@@ -32,7 +35,9 @@ def resolve(
     if isinstance(choice, ValueError):
         return choice
     options, facts = replace(request.options, **choice.call), {"chosen": choice.call}
-    return replace(request, options=options, facts=request.facts | facts), choice
+    wire = WIRE[choice.wire] if choice.wire else request.wire_dtype
+    options = replace(options, grad_wire_dtype=wire)
+    return replace(request, options=options, wire_dtype=wire, facts=request.facts | facts), choice
 
 
 def _rates(request: Request, groups: Groups, rates: Rates | None) -> Rates:
@@ -49,10 +54,20 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
     options = request.options
     side = None if options.side == "auto" else options.side
     fixed = Fixed(side=side, head_chunks=options.head_chunks)
-    workload = Workload(
-        request.sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
-        options.row_blocks,
-    )  # fmt: skip
-    return known(groups.cache).choice(
-        (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
-    )
+
+    def fastest(sizes: Sizes) -> Choice:
+        workload = Workload(
+            sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
+            options.row_blocks,
+        )  # fmt: skip
+        return known(groups.cache).choice(
+            (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
+        )
+
+    choice = fastest(request.sizes)
+    if options.grad_wire_dtype != "auto" or request.tensors[0].dtype != torch.bfloat16:
+        return choice
+    # Rounding at every hop has to gain something: a tie goes to the sums as they are.
+    narrow = fastest(replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize))
+    faster = narrow.seconds < choice.seconds * (1 - TIE)
+    return replace(narrow, wire="bf16") if faster else replace(choice, wire="fp32")

@@ -41,7 +41,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NeedsGrad = tuple[bool, bool, bool]
-WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # names of `options.WIRE_DTYPES`
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # `options.WIRE_DTYPES` but "auto"
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ def check(
         beside_rings=groups.size > 1 and options.algorithm != "ulysses",
         maximum=max_logits is not None,
     )  # fmt: skip
-    wire_dtype = _wire_dtype(options.grad_wire_dtype, q)
+    wire_dtype = _wire_dtype(options, q)
     check_sink(sink, q)
     needs_grad = _needs_grad(needs_grad, tensors)
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
-        options, layout=layout, mask=mask, softmax_scale=scale, grad_wire_dtype=wire_dtype,
-        store=options.store or None,
-        # With algorithm "auto" None is resolved later, like the algorithm.
+        options, layout=layout, mask=mask, softmax_scale=scale, store=options.store or None,
+        # With algorithm "auto" these are resolved later, like the algorithm.
+        grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
     )  # fmt: skip
     facts: Facts = {
@@ -147,12 +147,19 @@ def check(
     )
 
 
-def _wire_dtype(asked: object, q: torch.Tensor) -> torch.dtype:
-    if asked is None:
+def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
+    """What was asked for; for "auto" the default, which `automatic` may replace."""
+    asked: object = options.grad_wire_dtype
+    if asked == "auto" and options.algorithm != "auto":
+        raise ValueError(
+            "grad_wire_dtype='auto' goes by the forecast of algorithm='auto', got "
+            f"algorithm={options.algorithm!r}; name one of {', '.join(WIRE)}"
+        )
+    if asked is None or asked == "auto":
         return accumulation_dtype(q.dtype)
     dtype = WIRE.get(asked, asked) if isinstance(asked, str) else asked
     if dtype not in DTYPES:
-        names = ", ".join(map(str, (*WIRE, *DTYPES)))
+        names = ", ".join(map(str, (*WIRE, "auto", *DTYPES)))
         raise ValueError(f"grad_wire_dtype must be None or one of {names}, got {asked!r}")
     assert isinstance(dtype, torch.dtype)
     return dtype

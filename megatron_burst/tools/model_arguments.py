@@ -121,7 +121,7 @@ def choices_of(
         "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
         "side": choices.side,
         "linear": choices.linear if ours or cp == 1 else "megatron",
-        "wire": choices.wire_dtype or "fp32",
+        "wire": "bf16" if choices.wire_dtype == "bf16" else "fp32",
         "placement": choices.placement,
         "head_chunks": choices.head_chunks or 1,
         "ulysses": ulysses_size(choices, cp) if ours else 1,

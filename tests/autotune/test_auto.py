@@ -331,3 +331,48 @@ def test_the_time_of_a_call_counts_its_launches(monkeypatch):
     # aten: forward, backward, six for the merge and three sums
     assert found[0] >= (1 + 6 + 1 + 3) / 2
     assert found[1] - found[0] == 40 / 2
+
+
+def in_bf16(rates, dtype=torch.bfloat16, **choices):
+    """(plan of rank 0, gradients of k on all ranks) of a call whose queries stay: gradients of keys
+    travel."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        [torch.randn(32, 1, 8, 16, generator=generator).to(dtype) for _ in range(4)]
+        for _ in range(4)
+    )
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    for x in (*q, *k, *v):
+        x.requires_grad_()
+    plan = mb.prepare(q, k, v, groups=groups, algorithm="auto", side="kv", rates=rates, **choices)
+    torch.autograd.backward(mb.attention(q, k, v, plan=plan), dout)
+    return plan.ranks[0], [x.grad for x in k]
+
+
+def test_gradients_travel_in_bf16_where_links_bind_alone():
+    fast = mb.Rates(1e15, 1e15, compute=1e6)
+    for rates, name, wire in ((SLOW, "bf16", torch.bfloat16), (fast, "fp32", torch.float32)):
+        plan, grads = in_bf16(rates, grad_wire_dtype="auto")
+        assert plan.options.grad_wire_dtype is wire
+        assert plan.choice.call["grad_wire_dtype"] == name
+        assert f"gradients travel in {name}" in plan.describe()
+        named, wanted = in_bf16(rates, grad_wire_dtype=wire)
+        assert plan.traffic("kv") == named.traffic("kv")
+        assert all(map(torch.equal, grads, wanted))
+    # The default stays what sums have.
+    assert in_bf16(SLOW)[0].options.grad_wire_dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_only_gradients_of_bf16_tensors_are_rounded_to_it(dtype):
+    plan, _ = in_bf16(SLOW, dtype, grad_wire_dtype="auto")
+    assert plan.options.grad_wire_dtype is online_softmax.accumulation_dtype(dtype)
+
+
+def test_the_dtype_of_travelling_gradients_goes_by_a_forecast():
+    with pytest.raises(ValueError, match=r"grad_wire_dtype='auto' .*algorithm='burst'; name one"):
+        mb.prepare(*tensors(), groups=mb.Groups.in_process(intra=4), grad_wire_dtype="auto")
+    with pytest.raises(ValueError, match=r"--burst-wire-dtype.* --context-parallel-algo auto, got"):
+        mb.BurstConfig(wire_dtype="auto")
+    config = mb.BurstConfig(wire_dtype="auto", algorithm="auto")
+    assert config.keywords()["grad_wire_dtype"] == "auto"

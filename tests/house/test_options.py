@@ -36,7 +36,7 @@ def test_docstrings_tell_of_every_option(function):
 
 def test_registries_have_the_names_that_may_be_asked_for():
     assert {"auto", *registry.KERNELS} == set(options.KERNELS)
-    assert set(WIRE) == set(options.WIRE_DTYPES)
+    assert {*WIRE, "auto"} == set(options.WIRE_DTYPES)
     assert set(config.NAMED_LAYOUTS) == {*mb.layout.LAYOUTS, "balanced"}
 
 
