@@ -148,7 +148,7 @@ def test_python_that_hides_is_found():
     assert not documented.python_lines("```python\nimport torch\n```\n\n    make test\n")
 
 
-def dense(q, k, v, *, plan):
+def dense(q, k, v, *, plan, label):
     """Causal attention written out; q, k, v [s, b, h, d]."""
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.shape[-1] ** -0.5
     hidden = torch.ones(len(q), len(q)).triu(1).bool()

@@ -97,7 +97,7 @@ def test_faster_parts_never_take_longer(made, slow, count, factor, data):
 def test_slower_ranks_and_links_never_take_less(made, given_rates, count, data):
     """Also in one and the same draw of jitter."""
     plan, seconds = made
-    size, jitter = plan.grid.size, data.draw(st.sampled_from([0.0, 0.2]))
+    size, jitter = plan.schedule.grid.size, data.draw(st.sampled_from([0.0, 0.2]))
     factors = [np.ones(size), np.ones((size, size))]
     before = pass_time(plan, SIZES, seconds, given_rates, count,
                        disturbed=Disturbance(*factors, jitter)).seconds  # fmt: skip
@@ -119,7 +119,7 @@ def test_no_pass_is_shorter_than_what_its_busiest_part_does(made, given_rates, c
 @given(passes(), rates(), counts, st.integers(0, 2**20))
 def test_jitter_of_nothing_is_none_and_a_seed_reproduces(made, given_rates, count, seed):
     plan, seconds = made
-    size = plan.grid.size
+    size = plan.schedule.grid.size
 
     def timed(jitter, seed):
         how = Disturbance(np.ones(size), np.ones((size, size)), jitter, (seed,))

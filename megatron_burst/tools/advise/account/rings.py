@@ -88,7 +88,10 @@ class _Replay:
             if not parts_of(self.kept, *chunk):
                 self.held.discard(chunk)
                 self._give(chunk.family)
-        for hop in boundary.posts:
+        # As the executor does: exchange by exchange, and what leaves before what comes.
+        order = {hop: (hop.ring, hop.chunk.accumulated, hop.land, hop.dst == self.me)
+                 for hop in boundary.posts}  # fmt: skip
+        for hop in sorted(order, key=order.__getitem__):
             if hop.dst == self.me:
                 self._take(self._kind(hop.chunk))
             elif hop.chunk.accumulated:
