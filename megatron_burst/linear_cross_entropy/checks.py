@@ -191,15 +191,18 @@ def checked(
     return LossInputs(hidden, weight, labels, mask, sink), options, facts
 
 
-_SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over: sums of small labels do not meet by chance
+_SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over
 
 
 def checksum(x: torch.Tensor) -> int:
-    """Of the bits of numbers of 4 or 8 bytes, each weighted by its place: another number, or two
+    """Of the bits of numbers of 4 or 8 bytes, each mixed with its place: another number, or two
     that changed places, make another sum."""
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
-    places = torch.arange(1, 2 * len(bits), 2, device=x.device)  # odd: no bit is lost
-    return int((bits * (places * _SPREAD)).sum())
+    mixed = bits + torch.arange(len(bits), device=x.device) * _SPREAD
+    # Not linear: else 1 more at one place would be made up for by less at another.
+    for shift in (30, 27):
+        mixed = (mixed ^ (mixed >> shift)) * _SPREAD
+    return int(mixed.sum())
 
 
 def _raise(found: list[str]) -> None:

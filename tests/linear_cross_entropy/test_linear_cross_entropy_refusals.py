@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.linear_cross_entropy.checks import checksum
 
 TOKENS, WIDTH, VOCABULARY = 11, 8, 13
 
@@ -142,3 +143,17 @@ def test_a_group_that_is_gone():
     dist.destroy_process_group()
     with pytest.raises(ValueError, match=r"tp_group: torch.distributed is not initialized"):
         mb.linear_cross_entropy(**arguments(tp_group=group))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param([3, 0], [0, 1], id="one more here, less there"),
+        pytest.param([5, 2, 7, 1], [2, 5, 7, 1], id="places changed"),
+        pytest.param([0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0], id="hidden symmetrically"),
+    ],
+)
+def test_the_checksum_tells_labels_and_masks_apart(one, other):
+    one, other = torch.tensor(one), torch.tensor(other)
+    assert checksum(one) == checksum(one.clone())
+    assert checksum(one) != checksum(other)
