@@ -67,13 +67,18 @@ class Calls:
     def _calling_line(self, plan: int) -> str:
         """Where the code outside of this package and torch is, the same on every rank; warns, once,
         of a line that calls a plan a second time before any backward, as a loop over layers does:
-        ranks that leave out different turns of it would exchange the wrong tensors."""
+        ranks that leave out different turns of it would exchange the wrong tensors. An evaluation
+        has no backward, and may call from one line again and again."""
         frame = sys._getframe(2)
         while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
             frame = frame.f_back
         file, number = frame.f_code.co_filename, frame.f_lineno
+        if file.startswith("<"):  # code made by a program, which each rank may number its own way
+            file = "<made>"
         line = f"{file.replace(os.sep, '/').rpartition('/')[2]}:{number}"
-        if self.warns and (plan, line) in self._unlabelled:
+        if not (self.warns and torch.is_grad_enabled()):
+            return line
+        if (plan, line) in self._unlabelled:
             self.warns = False
             words = (
                 "this line calls one plan several times without label=, and ranks that skip "

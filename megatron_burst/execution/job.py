@@ -1,4 +1,4 @@
-"""What one rank executes for a call of attention: plain data, made by `build` and `planning`.
+"""What one rank executes for a call of attention: plain data, made by `planning/build.py`.
 
 A `Pass` is what the loop in `ring` runs, with all that a plan can know written down beforehand:
 which hops start together, where their rows lie in which buffer, what each pair adds to.

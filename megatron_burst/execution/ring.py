@@ -1,9 +1,9 @@
 """The loop of a ring: post, wait, compute, merge and release, forward and backward alike.
 
 `Ring` runs one rank's part of a pass over some heads. Which rows are where at what time was decided
-by the schedule, where they lie in which buffer by `build`; here they move. `run` lets the rings of
-several head chunks run one behind the other, and `Forward` and `Backward` say what one pair
-computes.
+by the schedule, where they lie in which buffer by `planning/build.py`; here they move. `run` lets
+the rings of several head chunks run one behind the other, and `Forward` and `Backward` say what one
+pair computes.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """

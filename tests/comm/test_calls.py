@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.autotune import measure
+from megatron_burst.comm.groups import Calls
 
 
 def shards(size, rows=8):
@@ -132,3 +134,33 @@ def test_ranks_of_one_process_measure_their_kernel_once(monkeypatch):
     plan = mb.prepare(*shards(4), groups=mb.Groups.in_process(intra=4), algorithm="auto")
     assert len(measured) == 1
     assert {one.choice.rates.compute for one in plan.ranks} == {1e9}
+
+
+def labels_of_a_loop(turns, label=None, source="<string>"):
+    """Labels in the tags of calls that one line makes, and what it was warned of."""
+    calls = Calls(warns=True)
+    scope = {"calls": calls, "turns": turns, "label": label}
+    program = "found = [calls.forward(7, label, False).label for _ in range(turns)]"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        exec(compile(program, source, "exec"), scope)
+    return scope["found"], [str(one.message) for one in said]
+
+
+def test_a_line_that_calls_a_plan_again_is_warned_of_once():
+    _, said = labels_of_a_loop(3)
+    assert len(said) == 1
+    assert "pass a label" in said[0]
+    assert labels_of_a_loop(3, label=1)[1] == []
+    assert labels_of_a_loop(1)[1] == []
+    with torch.no_grad():  # an evaluation has no backward between its calls
+        assert labels_of_a_loop(3)[1] == []
+
+
+def test_a_call_without_a_label_bears_the_line_that_makes_it():
+    (one,), _ = labels_of_a_loop(1, source="/here/train.py")
+    (other,), _ = labels_of_a_loop(1, source="/elsewhere/train.py")
+    (third,), _ = labels_of_a_loop(1, source="/here/model.py")
+    assert one == other != third
+    # Code that a program makes may have another number on each rank.
+    assert labels_of_a_loop(1, source="<eval_with_key>.3")[0] == labels_of_a_loop(1)[0]

@@ -19,10 +19,11 @@ in backward.
 
 With G_t the sum of the decays (logarithms) of rows 0..t of a chunk, the state that a row j wrote is
 worth exp(G_t - G_j) to a later row t, that of before the chunk exp(G_t), and what row j wrote is
-worth exp(G_end - G_j) after the chunk. No exponent is larger than those of the recurrence:
-exp(-G_j) alone may overflow, and is never taken. A decay that leaves nothing, as -inf does, counts
-as one of `FLOORS`: differences of sums are numbers. Sums are in float64, because small differences
-of large sums are what is left over.
+worth exp(G_end - G_j) after the chunk. exp(-G_j) alone may overflow, and is never taken; exp(G_t)
+overflows where decays grow beyond all numbers within a chunk, which the recurrence shows only for a
+state that is not zero. A decay that leaves nothing, as -inf does, counts as one of `FLOORS`:
+differences of sums are numbers. Sums are in float64, because small differences of large sums are
+what is left over.
 
 Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each,
 c rows of a chunk, d width of keys, w width of values, x any width.
