@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant("masks/tiling.py",
            "(ahead >= low) & (ahead <= high)", "(ahead > low) & (ahead <= high)",
            "the slanted edge of a window loses its oldest key"),
-    Mutant("masks/tiling.py", "first.stop == second.start", "True",
+    Mutant("masks/tiling.py", "first.stop != second.start", "False",
            "rectangles that do not touch are joined"),
     Mutant("masks/tiling.py", "for first in range(min(every, length))", "for first in range(1)",
            "only one residue class is computed"),

@@ -35,7 +35,7 @@ class Lengths:
     sizes: (rows, columns) of each, one of which may be 0. idle: are there rows without columns?
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int]]):
+    def __init__(self, sizes: Sequence[tuple[int, int]] | np.ndarray):
         lengths = np.array(sizes, dtype=np.int32)
         rows, columns = lengths.max(axis=0).tolist()
         self._idle = np.repeat(lengths[:, 1] == 0, lengths[:, 0])  # bool [rows]
@@ -77,8 +77,10 @@ def joined(tiles: Sequence[Tile]) -> list[Tile | Joined]:
     chains: dict[str | None, list[_Chain]] = {DIAGONAL: [], SQUARE: [], None: []}
     for tile in sorted(tiles, key=lambda each: (each.rows.start, each.columns.start)):
         kind = _kind(tile, one)
-        behind = kind is not None and any(chain.extend(tile) for chain in chains[kind])
-        if not behind:
+        for chain in chains[kind] if kind else ():
+            if chain.extend(tile):
+                break
+        else:
             chains[kind].append(_Chain(tile))
     found = sorted(chain for each in chains.values() for chain in each)
     return [chain.tiles[0] if len(chain.tiles) == 1 else chain.joined() for chain in found]
@@ -87,10 +89,11 @@ def joined(tiles: Sequence[Tile]) -> list[Tile | Joined]:
 def _kind(tile: Tile, one: str) -> str | None:
     """What tiles of one call have in common; None: this one is computed alone. one: the kind of a
     tile of one row and one column."""
-    (rows, columns), band = tile.shape, tile.band
-    steps = {tile.rows.step or 1, tile.columns.step or 1}
-    if tile.table is not None or steps != {1}:
+    if tile.table is not None or tile.rows.step not in (1, None):
         return None
+    if tile.columns.step not in (1, None):
+        return None
+    (rows, columns), band = tile.shape, tile.band
     if band is None:
         return one if rows == columns == 1 else DIAGONAL if tile.triangle else SQUARE
     return DIAGONAL if rows == columns and band.right == 0 else None
@@ -111,12 +114,14 @@ class _Chain:
     def extend(self, tile: Tile) -> bool:
         """Add a tile, if it follows closely and can be computed by the same call."""
         last = self.tiles[-1]
-        gaps = tile.rows.start - last.rows.stop, tile.columns.start - last.columns.stop
-        if not all(0 <= gap <= GAP for gap in gaps):
+        if not 0 <= tile.rows.start - last.rows.stop <= GAP:
+            return False
+        if not 0 <= tile.columns.start - last.columns.stop <= GAP:
             return False
         # A triangle is a band that is as wide as it has rows.
         band = self._band or tile.band
-        longest = self._longest if tile.band else max(self._longest, tile.shape[0])
+        rows = tile.rows.stop - tile.rows.start
+        longest = self._longest if tile.band else max(self._longest, rows)
         if tile.band not in (None, band) or (band is not None and longest > band.left + 1):
             return False
         self.tiles.append(tile)
@@ -128,11 +133,15 @@ class _Chain:
         rows = slice(first.rows.start, last.rows.stop, 1)
         columns = slice(first.columns.start, last.columns.stop, 1)
         causal = self._band is None and any(tile.triangle for tile in self.tiles)
-        sizes, row, column = [], rows.start, columns.start
-        for tile in self.tiles:
-            between = (tile.rows.start - row, 0), (0, tile.columns.start - column)
-            sizes += [gap for gap in between if any(gap)] + [tile.shape]
-            row, column = tile.rows.stop, tile.columns.stop
+        ends = [(t.rows.start, t.columns.start, t.rows.stop, t.columns.stop) for t in self.tiles]
+        at = np.array(ends, dtype=np.int64).reshape(-1, 2, 2)  # start and stop, rows and columns
+        # Before each tile the rows between, and then the columns between: most are none.
+        between = at[:, 0] - np.concatenate([at[:1, 0], at[:-1, 1]])
+        sizes = np.zeros((len(at), 3, 2), dtype=np.int64)
+        sizes[:, 0, 0], sizes[:, 1, 1] = between.T
+        sizes[:, 2] = at[:, 1] - at[:, 0]
+        sizes = sizes.reshape(-1, 2)
+        sizes = sizes[sizes.any(axis=1)]
         whole = Tile(rows, columns, triangle=causal, band=self._band)
         return Joined(tuple(self.tiles), whole, Lengths(sizes))
 

@@ -237,8 +237,10 @@ def spans_of(
     for first, stop in ranges:
         at = bisect_right(starts, first) - 1  # the span that holds the first of these rows
         while first < stop:
-            span, low = shard[at], first - starts[at]
-            high = min(stop, starts[at + 1]) - starts[at]
-            found.append(Span(span.start + low * span.stride, span.stride, high - low))
-            first, at = starts[at + 1], at + 1
+            begin, end, span = starts[at], starts[at + 1], shard[at]
+            if first > begin or stop < end:
+                low, high = first - begin, min(stop, end) - begin
+                span = Span(span.start + low * span.stride, span.stride, high - low)
+            found.append(span)
+            first, at = end, at + 1
     return found
