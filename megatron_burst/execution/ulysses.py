@@ -92,7 +92,8 @@ def _parts(tensor: torch.Tensor, size: int) -> torch.Tensor:
     copies."""
     heads = tensor.shape[2]
     if heads < size:
-        tensor = tensor.repeat_interleave(size // heads, dim=2)
+        copies = size // heads
+        tensor = tensor.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
     return tensor.unflatten(2, (size, -1)).movedim(2, 0)
 
 
@@ -126,7 +127,7 @@ def _joined(parts: torch.Tensor, heads: int, sums: torch.dtype) -> torch.Tensor:
     """The inverse of `_parts`."""
     size = len(parts)
     if heads >= size:
-        return parts.movedim(0, 2).flatten(2, 3)
+        return parts.movedim(0, 2).flatten(2, 3).contiguous()  # one head of each: a view so far
     _, rows, batch, _, width = parts.shape
     total = parts.new_zeros((rows, batch, heads, width), dtype=sums)
     for copy in parts.squeeze(3).unflatten(0, (heads, -1)).unbind(1):
