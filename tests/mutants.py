@@ -429,7 +429,7 @@ MUTANTS = [
            "a sink takes no weight from the values"),
     Mutant("kernels/online_softmax.py", "return -(torch.exp(sink", "return (torch.exp(sink",
            "the gradient of a sink has the wrong sign"),
-    Mutant("execution/ulysses.py", "].add_(copy)", "] = copy",
+    Mutant("execution/ulysses.py", "total.add_(copy", "total.copy_(copy",
            "copies of a key head overwrite each other's gradient"),
     Mutant("schedule/head_shares.py", "peer * self.heads // self.size", "peer % self.heads",
            "ranks take another key head than their queries need"),

@@ -69,11 +69,13 @@ class Counters:
 
     def add(self, sends: Iterable[Send]) -> None:
         for send in sends:
-            size = sum([t.nbytes for t in send.tensors])
-            if send.link == "intra":
-                self.intra += size
-            else:
-                self.inter += size
+            self.add_bytes(send.link, sum([t.nbytes for t in send.tensors]))
+
+    def add_bytes(self, link: str, size: int) -> None:
+        if link == "intra":
+            self.intra += size
+        else:
+            self.inter += size
 
     def reset(self) -> None:
         self.intra = self.inter = 0
@@ -83,7 +85,9 @@ class Endpoint(Protocol):
     """One rank's end of a transport; `rank` and peers count from 0 in what it joins.
 
     `exchange` starts transfers and does not block; the str of `label` is what errors say of it.
-    `released` says that nobody here reads these tensors again before they are written to.
+    `all_to_all` returns when all arrived: `parts[i][peer]` of this rank is then in `into[i]` of the
+    peer, at the rank of this one; into: contiguous; links: to each peer; envelope: where there are
+    messages. `released` says that nobody here reads these tensors again before they are written to.
     """
 
     rank: int
@@ -94,7 +98,42 @@ class Endpoint(Protocol):
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending: ...
 
+    def all_to_all(
+        self,
+        channel: Channel,
+        parts: Tensors,
+        into: Tensors,
+        links: Sequence[str],
+        envelope: Envelope,
+        label: object,
+    ) -> None: ...
+
     def released(self, tensors: Tensors) -> None: ...
+
+
+def all_to_all_by_messages(
+    endpoint: Endpoint,
+    channel: Channel,
+    parts: Tensors,
+    into: Tensors,
+    links: Sequence[str],
+    envelope: Envelope,
+    label: object,
+) -> None:
+    """`Endpoint.all_to_all` as one exchange: one message to and one from every other rank."""
+    me, sends, receives = endpoint.rank, [], []
+    shapes = [(t.shape[1:], t.dtype) for t in into]
+    for peer, link in enumerate(links):
+        if peer != me:
+            sent = packing.pack([part[peer] for part in parts], envelope)
+            room = packing.empty(shapes, into[0].device, endpoint.room)
+            sends.append(Send(peer, link, sent.tensors, sent.flat))
+            receives.append(Receive(peer, room.tensors, room, envelope))
+    endpoint.exchange(channel, sends, receives, label).wait()
+    arrived = [(receive.peer, receive.tensors) for receive in receives]
+    for peer, tensors in (*arrived, (me, [part[me] for part in parts])):
+        for target, tensor in zip(into, tensors, strict=True):
+            target[peer].copy_(tensor)
 
 
 @dataclass
@@ -157,14 +196,56 @@ class ProcessEndpoint:
             raise _failed(label, f"{_words(ops)}: {error}") from error
         return _Works(works, ops, receives if some.is_cpu else (), label)
 
+    def all_to_all(
+        self,
+        channel: Channel,
+        parts: Tensors,
+        into: Tensors,
+        links: Sequence[str],
+        envelope: Envelope,
+        label: object,
+    ) -> None:
+        """On the CPU by messages, whose envelopes tell a rank that is out of step."""
+        group = self.channels[channel, into[0].device.type]
+        # A collective has the order of its group, which torch sorts.
+        if into[0].is_cpu or dist.get_process_group_ranks(group) != list(self.ranks):
+            all_to_all_by_messages(self, channel, parts, into, links, envelope, label)
+        else:
+            self._collectives(group, parts, into, links, label)
+
+    def _collectives(
+        self,
+        group: dist.ProcessGroup,
+        parts: Tensors,
+        into: Tensors,
+        links: Sequence[str],
+        label: object,
+    ) -> None:
+        """One per tensor, from where it lies contiguous and to where it belongs."""
+        size, works = sum([x.nbytes for x in into]) // len(links), []
+        for peer, link in enumerate(links):
+            if peer != self.rank:
+                self.counters.add_bytes(link, size)
+        try:
+            for target, part in zip(into, parts, strict=True):
+                source = part.contiguous()
+                works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
+        except RuntimeError as error:
+            raise _failed(label, f"{_words(())}: {error}") from error
+        _Works(works, (), (), label).wait()
+
     def released(self, tensors: Tensors) -> None:
         pass
 
 
 def _words(ops: Sequence[dist.P2POp]) -> str:
-    """What each operation does."""
-    return ", ".join(
-        f"{'receiving from' if op.op is dist.irecv else 'sending to'} rank {op.peer}" for op in ops
+    """What each operation does; without any it was a collective."""
+    return (
+        ", ".join(
+            f"{'receiving from' if op.op is dist.irecv else 'sending to'} rank {op.peer}"
+            for op in ops
+        )
+        or "all-to-all"
     )
 
 

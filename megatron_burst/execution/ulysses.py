@@ -6,8 +6,8 @@ before. `schedule.head_shares` decides in which order the ring sees these rows. 
 group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section
 4.2). Where key/value heads are fewer than ranks each rank takes
 the one it needs, and the gradients of its copies are summed at home, in a dtype of the caller's
-choice: what travels may be narrower. Knows heads and rows only.
-What goes to one rank is one message, with an envelope like those of the rings.
+choice: what travels may be narrower. Knows heads and rows only; how the parts travel is the
+transport's choice.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """
@@ -19,11 +19,12 @@ from zlib import crc32
 
 import torch
 
-from ..comm import packing
-from ..comm.packing import CallTag, Envelope, Message
-from ..comm.transport import Channel, Endpoint, Receive, Send
+from ..comm.packing import CallTag, Envelope
+from ..comm.transport import Channel, Endpoint
 from ..schedule.head_shares import Share
 from .job import Job, Tensors
+
+CHANNEL = Channel("ulysses", False)
 
 
 def heads_here(job: Job) -> slice:
@@ -80,16 +81,20 @@ def scatter(
     label: str,
 ) -> list[torch.Tensor]:
     """[s, b, n, d] of this rank -> [p s, b, share of n, d], rows in the order of the group."""
-    size, me = len(links), endpoint.rank
-    shares = [Share(t.shape[2], size) for t in tensors]
-    parts = [
-        [t[:, :, share.of(peer)] for t, share in zip(tensors, shares, strict=True)]
-        for peer in range(size)
-    ]
-    whole = [p.new_empty((size, *p.shape)) for p in parts[me]]
-    into = [[w[peer] for w in whole] for peer in range(size)]
-    _exchange(endpoint, links, parts, into, envelope, label)
+    parts = [_parts(t, len(links)) for t in tensors]
+    whole = [p.new_empty(p.shape) for p in parts]
+    endpoint.all_to_all(CHANNEL, parts, whole, links, envelope, label)
     return [w.flatten(0, 1) for w in whole]
+
+
+def _parts(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """[s, b, n, d] -> [size, s, b, share of n, d], as `Share.of`: a view, unless heads have
+    copies."""
+    heads = tensor.shape[2]
+    if heads < size:
+        copies = size // heads
+        tensor = tensor.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
+    return tensor.unflatten(2, (size, -1)).movedim(2, 0)
 
 
 def gather(
@@ -107,57 +112,24 @@ def gather(
     keeps its own. None stays None.
     """
     size = len(links)
-    present = [(t, n) for t, n in zip(tensors, heads, strict=True) if t is not None]
-    parts = [[t.unflatten(0, (size, -1))[peer] for t, _ in present] for peer in range(size)]
-    received = [[p.new_empty(p.shape) for p in parts[0]] for _ in range(size)]
-    _exchange(endpoint, links, parts, received, envelope, label)
-    totals = []
-    for index, (part, (_, n)) in enumerate(zip(parts[0], present, strict=True)):
-        arrived = [each[index] for each in received]
-        if n >= size:  # nobody has a copy
-            totals.append(torch.cat(arrived, dim=2))
-            continue
-        total = part.new_zeros((*part.shape[:2], n, part.shape[3]), dtype=sums)
-        for peer, copy in enumerate(arrived):
-            total[:, :, Share(n, size).of(peer)].add_(copy)  # += would also write it back
-        totals.append(total)
-    rest = iter(totals)
-    return [None if t is None else next(rest) for t in tensors]
+    parts = [t.unflatten(0, (size, -1)) for t in tensors if t is not None]
+    received = [p.new_empty(p.shape) for p in parts]
+    if parts:
+        endpoint.all_to_all(CHANNEL, parts, received, links, envelope, label)
+    arrived = iter(received)
+    return [
+        None if t is None else _joined(next(arrived), n, sums)
+        for t, n in zip(tensors, heads, strict=True)
+    ]
 
 
-def _exchange(
-    endpoint: Endpoint,
-    links: Sequence[str],
-    parts: Sequence[Sequence[torch.Tensor]],
-    into: Sequence[Sequence[torch.Tensor]],
-    envelope: Envelope,
-    label: str,
-) -> None:
-    """Send every rank its part; what a rank sends to this one, and what it keeps, lies in `into`.
-
-    Where messages have envelopes (the CPU) what goes to a rank is one message, and what comes is
-    copied out of it; elsewhere tensors go straight from and to where they belong.
-    """
-    me = endpoint.rank
-    if not parts[me]:
-        return
-    packed = parts[me][0].device.type == "cpu"
-    sends, receives = [], []
-    for peer, (part, targets) in enumerate(zip(parts, into, strict=True)):
-        if peer == me:
-            continue
-        own = () if packed else tuple(t.contiguous() for t in part)
-        sent, room = Message(None, own), None
-        if packed:
-            sent = packing.pack(part, envelope)
-            shapes = [(t.shape, t.dtype) for t in targets]
-            room = packing.empty(shapes, part[0].device, endpoint.room)
-        sends.append(Send(peer, links[peer], sent.tensors, sent.flat))
-        receives.append(Receive(peer, room.tensors if room else targets, room, envelope))
-    pending = endpoint.exchange(Channel("ulysses", False), sends, receives, label)
-    pending.wait()
-    for target, own in zip(into[me], parts[me], strict=True):
-        target.copy_(own)
-    for receive in receives if packed else ():
-        for target, arrived in zip(into[receive.peer], receive.tensors, strict=True):
-            target.copy_(arrived)
+def _joined(parts: torch.Tensor, heads: int, sums: torch.dtype) -> torch.Tensor:
+    """The inverse of `_parts`."""
+    size = len(parts)
+    if heads >= size:
+        return parts.movedim(0, 2).flatten(2, 3).contiguous()  # one head of each: a view so far
+    _, rows, batch, _, width = parts.shape
+    total = parts.new_zeros((rows, batch, heads, width), dtype=sums)
+    for copy in parts.squeeze(3).unflatten(0, (heads, -1)).unbind(1):
+        total.add_(copy.movedim(0, 2))  # += would also write it back
+    return total

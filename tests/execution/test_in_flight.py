@@ -11,6 +11,7 @@ import oracle
 import pytest
 
 import megatron_burst as mb
+from megatron_burst.comm.transport import all_to_all_by_messages
 from megatron_burst.execution.ring import Ring
 
 CAUSAL = cases.Problem("causal", (4, 2), 1, (4, 4), 32)
@@ -32,6 +33,9 @@ class Forgetful:
         pending = self.real.exchange(channel, sends, receives, label)
         self.count += bool(receives)
         return _NeverWaited() if receives and self.count == self.number else pending
+
+    def all_to_all(self, *given):
+        all_to_all_by_messages(self, *given)
 
 
 class _NeverWaited:

@@ -1,14 +1,18 @@
 """How many messages travel where they bear no envelope, as on a GPU: on meta tensors, in one
-process, where both ends must agree on what one message is."""
+process, where both ends must agree on what one message is; and that collectives bring the same."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
-from megatron_burst.comm.packing import NO_CALL
+from megatron_burst.comm.packing import NO_CALL, Envelope
+from megatron_burst.comm.transport import Channel, ProcessEndpoint
 from megatron_burst.execution import function
 
 SIZE = 4
@@ -57,3 +61,91 @@ def test_gradients_are_one_message(wire, monkeypatch):
     """dk and dv of every rank come home from three others."""
     hops = sent(monkeypatch, backward=True, layout="striped", grad_wire_dtype=wire)
     assert {key: n for key, n in hops.items() if key[0]} == {(True, 2, 1): 3 * SIZE}
+
+
+# --- ranks that share heads -----------------------------------------------------------------
+
+OPERATIONS = "batch_isend_irecv", "all_to_all_single"
+
+
+def both_ways(ulysses, placement, heads):
+    """(same bits, same bytes counted, all-to-alls, other operations) of a call on this rank by
+    messages, which the CPU takes, and by collectives, which devices take."""
+    groups = mb.Groups.from_topology(
+        dist.group.WORLD, intra=2, ulysses=ulysses, placement=placement
+    )
+    torch.manual_seed(groups.rank)
+    q, k, v = (
+        torch.randn(6, 2, n, d, dtype=torch.bfloat16, requires_grad=True)
+        for n, d in ((8, 4), (heads, 4), (heads, 6))
+    )
+    algorithm = "hybrid" if ulysses == 2 else "ulysses"
+    done, stock = Counter(), {name: getattr(dist, name) for name in OPERATIONS}
+
+    def attend():
+        groups.counters.reset()
+        done.clear()
+        out = mb.attention(q, k, v, groups=groups, algorithm=algorithm, kernel="reference")
+        results = out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        return results, (groups.counters.intra, groups.counters.inter), dict(done)
+
+    def collectives(self, channel, parts, into, links, envelope, label):
+        self._collectives(self.channels[channel, "cpu"], parts, into, links, label)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in OPERATIONS:
+
+            def noted(*given, name=name, **named):
+                done[name] += len(given[0]) if name == "batch_isend_irecv" else 1
+                return stock[name](*given, **named)
+
+            patched.setattr(dist, name, noted)
+        messages, counted, by_messages = attend()
+        patched.setattr(ProcessEndpoint, "all_to_all", collectives)
+        whole, again, by_collectives = attend()
+    same = all(map(torch.equal, messages, whole))
+    fewer = by_messages["batch_isend_irecv"] - by_collectives.get("batch_isend_irecv", 0)
+    return same, counted == again, by_collectives["all_to_all_single"], fewer
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])  # copies of one, copies, equal shares
+@pytest.mark.parametrize(
+    ("ulysses", "placement"), [(2, "head_first"), (2, "context_first"), (4, "head_first")]
+)
+def test_a_collective_per_tensor_brings_what_messages_bring(ranks, ulysses, placement, heads):
+    """q, k and v, then out; backward dout, then dq, dk and dv: eight tensors in four exchanges, to
+    and from each other rank."""
+    expected = True, True, 8, 4 * 2 * (ulysses - 1)
+    assert ranks(4).run(both_ways, ulysses, placement, heads) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("device", "order", "collectives"),
+    [("meta", [4, 7], 2), ("meta", [7, 4], 0), ("cpu", [4, 7], 0)],
+)
+def test_a_device_takes_collectives_where_its_group_has_the_order(
+    device, order, collectives, monkeypatch
+):
+    """A collective sends its parts in the order of the process group."""
+    made, exchanged = [], []
+    finished = SimpleNamespace(wait=lambda: None)
+
+    def all_to_all(target, source, group, async_op):
+        made.append((target.shape, source.shape))
+        assert async_op
+        assert source.is_contiguous()
+        return finished
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: order)
+    monkeypatch.setattr(
+        ProcessEndpoint, "exchange", lambda self, *given: exchanged.append(given) or finished
+    )
+    channel = Channel("ulysses", False)
+    end: Any = ProcessEndpoint(0, [4, 7], {(channel, device): cast("Any", "group")})
+    parts = [torch.empty(3, 1, 4, 8, device=device).unflatten(2, (2, 2)).movedim(2, 0)] * 2
+    into = [torch.empty(part.shape, device=device) for part in parts]
+    end.all_to_all(channel, parts, into, ["intra", "inter"], Envelope(NO_CALL, 0), "test")
+    assert made == [((2, 3, 1, 2, 8),) * 2] * collectives
+    assert len(exchanged) == (not collectives)
+    assert end.counters.inter == (2 * 3 * 1 * 2 * 8 * 4 if collectives else 0)  # else `exchange`'s

@@ -30,7 +30,7 @@ import torch
 from megatron_burst.comm import packing
 from megatron_burst.comm.groups import InProcessGroups
 from megatron_burst.comm.packing import Envelope
-from megatron_burst.comm.transport import Channel
+from megatron_burst.comm.transport import Channel, all_to_all_by_messages
 from megatron_burst.schedule.topology import Topology
 
 Communicator = Callable[[int, Channel], Hashable]
@@ -107,6 +107,9 @@ class _Recorder:
         wanted = (Wanted(ranks[m.peer], parts(m), m.envelope) for m in receives)
         self.trace.append(Post(channel, tuple(sent), tuple(wanted), label))
         return _Waited(self.real.exchange(channel, sends, receives, label), self.trace, at)
+
+    def all_to_all(self, *given):
+        all_to_all_by_messages(self, *given)  # NCCL does the same, one batch or one per tensor
 
 
 class _Waited(NamedTuple):
