@@ -69,13 +69,11 @@ class Counters:
 
     def add(self, sends: Iterable[Send]) -> None:
         for send in sends:
-            self.add_bytes(send.link, sum([t.nbytes for t in send.tensors]))
-
-    def add_bytes(self, link: str, size: int) -> None:
-        if link == "intra":
-            self.intra += size
-        else:
-            self.inter += size
+            size = sum([t.nbytes for t in send.tensors])
+            if send.link == "intra":
+                self.intra += size
+            else:
+                self.inter += size
 
     def reset(self) -> None:
         self.intra = self.inter = 0
@@ -222,10 +220,12 @@ class ProcessEndpoint:
         label: object,
     ) -> None:
         """One per tensor, from where it lies contiguous and to where it belongs."""
-        size, works = sum([x.nbytes for x in into]) // len(links), []
-        for peer, link in enumerate(links):
-            if peer != self.rank:
-                self.counters.add_bytes(link, size)
+        works = []
+        self.counters.add(
+            Send(peer, link, tuple(part[peer] for part in parts))
+            for peer, link in enumerate(links)
+            if peer != self.rank
+        )
         try:
             for target, part in zip(into, parts, strict=True):
                 source = part.contiguous()
