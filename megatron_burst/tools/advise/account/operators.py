@@ -108,8 +108,9 @@ class Core:
     """What the core attention of a layer needs besides its tensors: bytes of ring buffers in
     forward and backward, without the sums of its own gradients; `sums`, of which these are.
     keys: rows of keys that a kernel sees at a time; store: fraction of out that is there already.
-    heads_shared: by how many ranks; parts: head chunks, whose results are joined; wire: bytes of a
-    number of gradients that travel; room: bytes that a message has room for at least (on a CPU).
+    heads_shared: by how many ranks; reordered: are the rows of these put in order; parts: head
+    chunks, whose results are joined; wire: bytes of a number of gradients that travel; room: bytes
+    that a message has room for at least (on a CPU).
     """
 
     forward: float = 0
@@ -118,6 +119,7 @@ class Core:
     keys: int = 0
     store: float = 0.0
     heads_shared: int = 1
+    reordered: bool = False
     parts: int = 1
     wire: int = F
     room: float = 0.0
@@ -152,8 +154,8 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     k and v back. What backward needs is what the ring saw: q, k, v, out and lse of this rank's
     heads and all rows of the ranks that share them. Keys have copies where heads are fewer.
 
-    An exchange holds what is sent and what arrives, and on a CPU both once more as messages; what
-    was on the ring stays until backward ends.
+    An exchange holds what is sent and what arrives, and on a CPU both once more as messages; where
+    rows are reordered, what returns is a copy. What was on the ring stays until backward ends.
     """
     q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
     copies = max(1, core.heads_shared / x.kv_heads)
@@ -175,12 +177,13 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     grads = (q + ring_kv) * core.wire
     home = q * core.wire + kv * (F if copies > 1 else core.wire)
     cast = grads if core.wire < F else 0
-    travel = cast + grads + max(messages(grads), home)
+    copy = 1 if core.reordered else 0
+    travel = cast + grads * (1 + copy) + max(messages(grads), home)
     arrived = messages(came) if x.cpu else came
     return [Op(
         "core", ("q2", "k2", "v2"), {"out": out * B}, (), kept,
         before={ATTENTION: came + max(arrived, out * F * rest), RING: forward},
-        during={ATTENTION: out * B + messages(out * B), RING: forward},
+        during={ATTENTION: out * B * (1 + copy) + messages(out * B), RING: forward},
         back_before={ATTENTION: out * B + core.sums + max(kernel, travel) + lse,
                      RING: core.backward},
         back={ATTENTION: home},

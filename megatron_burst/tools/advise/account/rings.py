@@ -212,8 +212,16 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
     own_query, own_keys = each("dquery", chunk), each("dkv", rows)
     if run.cp == 1:
         own_query, own_keys = chunk * x.query * 4, rows * x.kv * 4
-    rest = Core(0, 0, own_query + own_keys * whole, run.rows, run.store, shared, run.head_chunks,
-                BYTES[run.wire], each("kv", 0))  # fmt: skip
+    rest = Core(
+        sums=own_query + own_keys * whole,
+        keys=run.rows,
+        store=run.store,
+        heads_shared=shared,
+        reordered=run.layout != "contiguous",
+        parts=run.head_chunks,
+        wire=BYTES[run.wire],
+        room=each("kv", 0),
+    )
     if run.cp == shared:
         return rest
     forward, backward = (rooms_of or ring_rooms)(
