@@ -21,7 +21,7 @@ from ..schedule.tables import ALL, Chunk
 from .job import RowPlace, Target, Tensors
 
 
-class Kind:
+class MessageKind:
     """What the messages of a kind look like, found out once for each number of rows.
 
     rows: of each tensor, the shape of one row and the dtype. longest: rows of the longest message.
@@ -41,7 +41,7 @@ class Kind:
 class Buffers:
     """Messages by kind, reused once nothing holds them."""
 
-    def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, Kind]):
+    def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, MessageKind]):
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
         self._free: dict[str, dict[int, list[Message]]] = {kind: {} for kind in kinds}  # by rows
 

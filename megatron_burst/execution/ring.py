@@ -26,7 +26,7 @@ from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
-from .buffers import Buffers, Kind, PartialResults, taken
+from .buffers import Buffers, MessageKind, PartialResults, taken
 from .job import Call, Exchange, Job, KeptChunk, Pass, Payload, Tensors
 
 UNNAMED = nullcontext()
@@ -229,10 +229,10 @@ def kinds(
     exact: int,
     total: torch.dtype,
     wire: torch.dtype,
-) -> tuple[dict[str, Kind], dict[str, str]]:
+) -> tuple[dict[str, MessageKind], dict[str, str]]:
     """The kinds of messages of a pass, and of each family in which kind it travels: apart where
     sums travel in another dtype than they are summed in. own, sums, exact: as of `Ring`."""
-    of = {f: Kind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
+    of = {f: MessageKind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
           for f, ts in own.items()}  # fmt: skip
     travels = {family: family for family in own}
     for family, shapes in sums.items():
@@ -240,8 +240,8 @@ def kinds(
         narrow = len(shapes) - exact
         there = [(shape, wire) for shape in shapes[:narrow]] + here[narrow:]
         travels[family] = family if here == there else family + " wire"
-        of[family] = Kind(here, run.longest.get(family, 0))
-        of[travels[family]] = Kind(there, run.longest.get(family, 0))
+        of[family] = MessageKind(here, run.longest.get(family, 0))
+        of[travels[family]] = MessageKind(there, run.longest.get(family, 0))
     return of, travels
 
 

@@ -40,7 +40,7 @@ class LossOptions:
     grad_enabled: bool
 
 
-class Rule(NamedTuple):
+class OptionRule(NamedTuple):
     """What an option must be: in words, its kind of number, and which of these are good."""
 
     words: str
@@ -50,17 +50,17 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "ignore_index": Rule("an integer, -100 by default", Integral, lambda x: abs(x) < 2**63),
-    "logit_scale": Rule("a finite number, 1.0 for none", Real, math.isfinite),
-    "logit_softcap": Rule(
+    "ignore_index": OptionRule("an integer, -100 by default", Integral, lambda x: abs(x) < 2**63),
+    "logit_scale": OptionRule("a finite number, 1.0 for none", Real, math.isfinite),
+    "logit_softcap": OptionRule(
         "a positive number, or None for no cap", Real, lambda x: 0 < x < math.inf, True
     ),
-    "z_loss": Rule("a finite number from 0 on", Real, lambda x: 0 <= x < math.inf),
-    "label_smoothing": Rule("a number from 0 to 1", Real, lambda x: 0 <= x <= 1),
-    "vocab_size": Rule(
+    "z_loss": OptionRule("a finite number from 0 on", Real, lambda x: 0 <= x < math.inf),
+    "label_smoothing": OptionRule("a number from 0 to 1", Real, lambda x: 0 <= x <= 1),
+    "vocab_size": OptionRule(
         "a positive integer, or None for all rows", Integral, lambda x: x >= 1, True
     ),
-    "tile": Rule(
+    "tile": OptionRule(
         "a positive number of bytes, an integer such as 1 << 30, or None for the default",
         Integral,
         lambda x: x >= 1,
@@ -82,12 +82,12 @@ def reasons(options: LossOptions) -> Iterator[str]:
     yield from flag("return_argmax", options.return_argmax)
 
 
-def _follows(value: Any, rule: Rule) -> bool:
+def _follows(value: Any, rule: OptionRule) -> bool:
     number = isinstance(value, rule.kind) and not isinstance(value, bool)
     return number and rule.good(value)
 
 
-def _tensor_option(name: str, value: torch.Tensor, rule: Rule) -> str:
+def _tensor_option(name: str, value: torch.Tensor, rule: OptionRule) -> str:
     """A tensor: its gradient would be lost, and to read it would make the device catch up."""
     if name == "logit_scale":
         remedy = "multiply hidden by it instead (hidden * logit_scale), which has its gradient"

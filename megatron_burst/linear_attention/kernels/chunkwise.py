@@ -150,7 +150,7 @@ class Segment(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
 
-class Group(NamedTuple):
+class PieceGroup(NamedTuple):
     """Pieces that go through their chunks side by side, longest first, segment by segment; those
     that are over are the last ones, and are left out of later segments. mapped: do they all need a
     map, or none of them?"""
@@ -160,7 +160,7 @@ class Group(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-def groups_of(cut: RankPieces, most: int) -> list[Group]:
+def groups_of(cut: RankPieces, most: int) -> list[PieceGroup]:
     """The pieces of a rank in groups alike in length and in needing a map, so that a segment has
     about `most` chunks."""
     starts = [0, *accumulate(cut.lengths)]
@@ -171,7 +171,7 @@ def groups_of(cut: RankPieces, most: int) -> list[Group]:
         for first in range(0, len(chosen), most):
             pieces = tuple(chosen[first : first + most])
             spans = [(starts[i], starts[i + 1]) for i in pieces]
-            found.append(Group(pieces, mapped, tuple(_segments(spans, most))))
+            found.append(PieceGroup(pieces, mapped, tuple(_segments(spans, most))))
     return found
 
 
@@ -207,7 +207,7 @@ def scatter(target: torch.Tensor, chunks: torch.Tensor, segment: Segment) -> Non
         target[start:stop].add_(part.flatten(0, 1)[: stop - start])
 
 
-class Rows(NamedTuple):
+class SegmentRows(NamedTuple):
     """The tensors of `base.LinearInputs` of a rank, or of the chunks of a segment as `gather` has
     them; None for what the form, or who asks, does without."""
 
@@ -217,10 +217,10 @@ class Rows(NamedTuple):
     decay: torch.Tensor | None
     beta: torch.Tensor | None
 
-    def gathered(self, segment: Segment, dtype: torch.dtype) -> Rows:
+    def gathered(self, segment: Segment, dtype: torch.dtype) -> SegmentRows:
         """Those of a segment, for nobody to differentiate."""
         chunks = (None if x is None else gather(x, segment, dtype).detach() for x in self)
-        return Rows(*chunks)  # pyright: ignore[reportArgumentType]
+        return SegmentRows(*chunks)  # pyright: ignore[reportArgumentType]
 
 
 class Passed(NamedTuple):
@@ -233,7 +233,7 @@ class Passed(NamedTuple):
 
 
 def pass_through(
-    rows: Rows, states: torch.Tensor, scale: float, inverse: torch.Tensor | None
+    rows: SegmentRows, states: torch.Tensor, scale: float, inverse: torch.Tensor | None
 ) -> Passed:
     """Go through the chunks of a segment. states [p, b, h, d, x]: those that enter it; x > w: the
     values stand in the last columns. inverse: where it is known already."""
@@ -271,7 +271,7 @@ def pass_through(
     return Passed(outputs, state.flatten(2, 3), inverse)
 
 
-def _within(rows: Rows) -> Scalar | Vector:
+def _within(rows: SegmentRows) -> Scalar | Vector:
     """The decay within each chunk."""
     heads, dtype = rows.k.shape[3], rows.v.dtype
     if rows.decay is None:  # one zero for all
@@ -337,7 +337,7 @@ class ChunkwiseRun:
             given = [
                 x if other is None else other for x, other in zip(given, found[2:], strict=True)
             ]
-        self.rows = Rows(inputs.q, *given)  # pyright: ignore[reportArgumentType]
+        self.rows = SegmentRows(inputs.q, *given)  # pyright: ignore[reportArgumentType]
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
         return _OutputsOfPieces.apply(self.work, *self.rows, entering)  # pyright: ignore[reportReturnType]
@@ -356,12 +356,12 @@ class _Work:
         self.inverses: dict[Segment, torch.Tensor] = {}
 
     @property
-    def mapped(self) -> list[Group]:
+    def mapped(self) -> list[PieceGroup]:
         """The groups of pieces that need a map."""
         return [group for group in self.groups if group.mapped]
 
     def states(
-        self, rows: Rows, group: Group, states: torch.Tensor, out: torch.Tensor | None
+        self, rows: SegmentRows, group: PieceGroup, states: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
         """The states behind the pieces of a group, from those that enter them [p, b, h, d, x];
         writes their outputs where there is `out`."""
@@ -376,8 +376,8 @@ class _Work:
 
     def gradients(
         self,
-        rows: Rows,
-        group: Group,
+        rows: SegmentRows,
+        group: PieceGroup,
         states: torch.Tensor,
         of_out: torch.Tensor | None,
         of_behind: torch.Tensor | None,
@@ -418,7 +418,9 @@ class _Work:
             of_states = torch.cat([of_state, of_states[going:]])
         return of_states
 
-    def _pass(self, rows: Rows, segment: Segment, states: torch.Tensor, keep: bool) -> Passed:
+    def _pass(
+        self, rows: SegmentRows, segment: Segment, states: torch.Tensor, keep: bool
+    ) -> Passed:
         """Through a segment. keep: will its inverse be asked for again?"""
         passed = pass_through(rows, states, self.scale, self.inverses.pop(segment, None))
         if keep and passed.inverse is not None:
@@ -432,7 +434,7 @@ class _MapsOfPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: _Work, *given: torch.Tensor | None) -> tuple[Any, ...]:
-        rows = Rows(None, *given)  # pyright: ignore[reportArgumentType]
+        rows = SegmentRows(None, *given)  # pyright: ignore[reportArgumentType]
         ctx.work = work
         ctx.save_for_backward(*given)
         _, b, h, w = rows.v.shape
@@ -457,9 +459,9 @@ class _MapsOfPieces(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, of_transition: torch.Tensor | None, of_increment: torch.Tensor, *of_given: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        work, rows = ctx.work, Rows(None, *ctx.saved_tensors)
+        work, rows = ctx.work, SegmentRows(None, *ctx.saved_tensors)
         # Nobody else has these: `_OutputsOfPieces` made them, or else torch did.
-        grads = Rows(None, *of_given)
+        grads = SegmentRows(None, *of_given)
         with _full_precision(rows.k):
             for group in work.mapped:
                 of_behind = torch.stack([of_increment[i] for i in group.pieces])
@@ -481,7 +483,7 @@ class _OutputsOfPieces(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, *given: torch.Tensor | None) -> torch.Tensor:
         *tensors, entering = given
         assert entering is not None
-        rows = Rows(*tensors)  # pyright: ignore[reportArgumentType]
+        rows = SegmentRows(*tensors)  # pyright: ignore[reportArgumentType]
         ctx.work = work
         ctx.save_for_backward(*given)
         out = torch.zeros_like(rows.v)
@@ -494,9 +496,9 @@ class _OutputsOfPieces(torch.autograd.Function):
     @first_order_only("linear attention")
     def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         work, (*tensors, entering) = ctx.work, ctx.saved_tensors
-        rows = Rows(*tensors)
+        rows = SegmentRows(*tensors)
         pairs = zip(rows, ctx.needs_input_grad[1:], strict=False)
-        grads = Rows(*(torch.zeros_like(x) if need else None for x, need in pairs))  # pyright: ignore
+        grads = SegmentRows(*(torch.zeros_like(x) if need else None for x, need in pairs))  # pyright: ignore
         of_entering = torch.empty_like(entering)
         with _full_precision(rows.k):
             for group in work.groups:
@@ -507,7 +509,7 @@ class _OutputsOfPieces(torch.autograd.Function):
         return None, *grads, of_entering
 
 
-def _unit(work: _Work, rows: Rows, group: Group) -> torch.Tensor:
+def _unit(work: _Work, rows: SegmentRows, group: PieceGroup) -> torch.Tensor:
     """The states that the maps of a group are made of: [I | 0] for delta rules, else zero."""
     _, b, h, w = rows.v.shape
     size = (len(group.pieces), b, h, rows.k.shape[-1])
@@ -517,7 +519,7 @@ def _unit(work: _Work, rows: Rows, group: Group) -> torch.Tensor:
     return torch.nn.functional.pad(unit.expand(*size, size[-1]), (0, w))
 
 
-def _of_group(work: _Work, states: torch.Tensor, group: Group) -> torch.Tensor:
+def _of_group(work: _Work, states: torch.Tensor, group: PieceGroup) -> torch.Tensor:
     """Of all pieces' states those of a group."""
     return torch.stack([states[piece] for piece in group.pieces]).to(work.dtype)
 

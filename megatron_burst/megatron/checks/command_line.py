@@ -17,7 +17,7 @@ from ...config import BurstConfig
 from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
 from .features import feature_problems, packing_problems
-from .problem import Problem, Rule, Settings, broken, excluded
+from .problem import ConfigView, Problem, Rule, broken, excluded
 from .splitting import FLAG as LINEAR
 from .splitting import PATTERNS, SCRIPT, linear_layers, splits
 
@@ -175,7 +175,7 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
         )
 
 
-def _linear_layers(c: Settings, _: BurstConfig) -> str | None:
+def _linear_layers(c: ConfigView, _: BurstConfig) -> str | None:
     return None if c.hybrid_layer_pattern else linear_layers(c)
 
 

@@ -20,7 +20,7 @@ from ...kernels import flash_packages
 from ...schedule.topology import Topology
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
-from .problem import Problem, Refused, Rule, Settings, broken, excluded, refuse
+from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
 from .splitting import (
     DELTA_NETS,
     changing_groups,
@@ -158,7 +158,7 @@ def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Itera
         yield Problem(f"--burst-ulysses-size {size} --burst-placement {burst.placement}: {error}")
 
 
-def _recomputes(c: Settings) -> list[str]:
+def _recomputes(c: ConfigView) -> list[str]:
     """The modules that Megatron recomputes selectively: core_attn where none are named."""
     return ["core_attn"] if c.recompute_modules is None else c.recompute_modules
 

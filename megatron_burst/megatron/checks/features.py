@@ -16,7 +16,7 @@ from typing import Any
 
 from ...config import OFF, BurstConfig
 from .cuda_graphs import graphs_asked
-from .problem import Problem, Rule, Settings, broken, excluded, flag_of_setting
+from .problem import ConfigView, Problem, Rule, broken, excluded, flag_of_setting
 from .splitting import needs_ranks, splits
 
 
@@ -28,7 +28,7 @@ def feature_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     yield from offload_problems(config, burst)
 
 
-def _graphs_of_any_name(c: Settings, _: BurstConfig) -> bool:
+def _graphs_of_any_name(c: ConfigView, _: BurstConfig) -> bool:
     return c.cuda_graph_impl not in (None, "none") or bool(c.enable_cuda_graph)
 
 
@@ -138,7 +138,7 @@ _RECOMPUTED = ("mlp", "moe", "layernorm", "moe_act", "shared_experts")
 _UNEVEN = ("variable_seq_lengths", "hybrid_context_parallel", "dynamic_context_parallel")
 
 
-def _uneven_experts(c: Settings, burst: BurstConfig) -> str | None:
+def _uneven_experts(c: ConfigView, burst: BurstConfig) -> str | None:
     """The flag with which expert-parallel ranks may have unequally many tokens, if that matters."""
     if burst.mlp_tiles != "auto" or (c.expert_model_parallel_size or 1) == 1:
         return None

@@ -34,7 +34,7 @@ class Problem:
         return "; ".join(parts)
 
 
-class Settings:
+class ConfigView:
     """The settings of a `TransformerConfig`, or of parsed arguments; None for one that it lacks."""
 
     def __init__(self, config: Any) -> None:
@@ -56,7 +56,7 @@ class Rule(NamedTuple):
     is about, {value} for what `when` returns, {c.NAME} for a setting and {b.NAME} for a choice.
     """
 
-    when: str | Callable[[Settings, BurstConfig], Any]
+    when: str | Callable[[ConfigView, BurstConfig], Any]
     reason: str
     add: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ def broken(
     config: a `TransformerConfig`, or parsed arguments under the same names; flag: that which the
     table is about.
     """
-    c: Any = Settings(config)
+    c: Any = ConfigView(config)
     chosen: Any = burst
     for when, reason, add, remove in rules:
         value = getattr(c, when) if isinstance(when, str) else when(c, chosen)

@@ -22,7 +22,7 @@ from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
 from ..checks.splitting import DELTA_NETS
 from ..patching import PatchSet, require_function
-from .state_layers import Kind, StateLayer, construct, forward
+from .state_layers import MixerKind, StateLayer, construct, forward
 
 _SILU = ("silu", "swish")
 
@@ -165,4 +165,4 @@ def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
 
 # Of the methods the second chooses the rule.
 _METHODS = ("forward", "_setup_variant_attrs", "_resolve_cu_seqlens")
-KIND = Kind(GatedDeltaNet, _METHODS, _states, _forward, check_shared_heads)
+KIND = MixerKind(GatedDeltaNet, _METHODS, _states, _forward, check_shared_heads)

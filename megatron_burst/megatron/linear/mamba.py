@@ -24,7 +24,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
 from ..patching import PatchSet
-from .state_layers import Kind, StateLayer, construct, forward, refuse_states
+from .state_layers import MixerKind, StateLayer, construct, forward, refuse_states
 
 # Mixers of main that share heads in their own way: module, class.
 _OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
@@ -97,4 +97,4 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-KIND = Kind(MambaMixer, ("forward", "_ssm_training"), _states, _forward)
+KIND = MixerKind(MambaMixer, ("forward", "_ssm_training"), _states, _forward)

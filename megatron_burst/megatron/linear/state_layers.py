@@ -135,7 +135,7 @@ _STATES = "_burst_states"  # the layer's `StateLayer`, where states are passed
 _INSTEAD = "take --burst-linear megatron or --context-parallel-algo megatron"
 
 
-class Kind(NamedTuple):
+class MixerKind(NamedTuple):
     """One kind of layers.
 
     known: its class. methods: of `known`, whose work `forward` does. states: (layer, config,
@@ -158,7 +158,7 @@ def states_passed(config: Any, groups: Any) -> bool:
     return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
 
 
-def construct(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def construct(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """The constructor: where states are passed, the layer sees one context-parallel rank."""
     bound = bound_to(original, (self, *args), kwargs)
     config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
@@ -174,7 +174,7 @@ def construct(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: A
     setattr(self, _STATES, kind.states(self, config, groups))
 
 
-def forward(kind: Kind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward: ours runs in layers that pass states."""
     states = getattr(self, _STATES, None)
     given = given_to(original, (self, *args), kwargs)
@@ -195,7 +195,7 @@ def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs
     original(self, *args, **kwargs)
 
 
-def _refuse_other(layer: Any, kind: Kind) -> None:
+def _refuse_other(layer: Any, kind: MixerKind) -> None:
     """Raise `ValueError` unless the layer is of the kind, and has those of its methods whose
     work our forward does."""
     known, own = kind.known, type(layer)

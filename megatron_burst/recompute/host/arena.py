@@ -28,7 +28,7 @@ from ...units import byte_size
 
 ALIGN = 512  # bytes; blocks start and end at multiples
 # Bytes of a slab, where more are allowed, or a 16th of what is there if that is more: so much is
-# mapped in vain at most, and a terabyte takes about 150 slabs.
+# mapped without use at most, and a terabyte takes about 150 slabs.
 SLAB = 64 * 2**20
 _POISON = 0xFF  # a NaN in every floating-point format, -1 in integers
 
