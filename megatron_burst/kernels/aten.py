@@ -54,7 +54,7 @@ class AtenKernel:
         return operator.unfit(q.device, self._widths(q, v))
 
     def _widths(self, q: torch.Tensor, v: torch.Tensor) -> Widths:
-        """Of keys and of values, as the operator gets them: padded to one where it takes no two."""
+        """The widths of keys and of values that the operator gets: one if it takes no two."""
         widths = q.shape[-1], v.shape[-1]
         if widths[0] == widths[1] or self.operator.unfit(q.device, widths) is None:
             return widths

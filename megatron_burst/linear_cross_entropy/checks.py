@@ -195,8 +195,8 @@ _SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over
 
 
 def checksum(x: torch.Tensor) -> int:
-    """Of the bits of numbers of 4 or 8 bytes, each mixed with its place: another number, or two
-    that changed places, make another sum."""
+    """A sum of the bits of numbers of 4 or 8 bytes, each mixed with its place: another number, or
+    two that changed places, make another sum."""
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
     mixed = bits + torch.arange(len(bits), device=x.device) * _SPREAD
     # Not linear: else 1 more at one place would be made up for by less at another.

@@ -520,7 +520,7 @@ def _unit(work: _Work, rows: SegmentRows, group: PieceGroup) -> torch.Tensor:
 
 
 def _of_group(work: _Work, states: torch.Tensor, group: PieceGroup) -> torch.Tensor:
-    """Of all pieces' states those of a group."""
+    """The states of a group, of those of all pieces."""
     return torch.stack([states[piece] for piece in group.pieces]).to(work.dtype)
 
 
