@@ -65,9 +65,11 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
         )
 
     choice = fastest(request.sizes)
-    if options.grad_wire_dtype != "auto" or request.tensors[0].dtype != torch.bfloat16:
+    if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
         return choice
-    # Rounding at every hop has to gain something: a tie goes to the sums as they are.
-    narrow = fastest(replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize))
-    faster = narrow.seconds < choice.seconds * (1 - TIE)
-    return replace(narrow, wire="bf16") if faster else replace(choice, wire="fp32")
+    if request.tensors[0].dtype == torch.bfloat16:
+        # Rounding at every hop has to gain something: a tie goes to the sums as they are.
+        narrow = fastest(replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize))
+        if narrow.seconds < choice.seconds * (1 - TIE):
+            return replace(narrow, wire="bf16")
+    return replace(choice, wire="fp32")  # named, so that `call` can be given again

@@ -367,6 +367,9 @@ def test_gradients_travel_in_bf16_where_links_bind_alone():
 def test_only_gradients_of_bf16_tensors_are_rounded_to_it(dtype):
     plan, _ = in_bf16(SLOW, dtype, grad_wire_dtype="auto")
     assert plan.options.grad_wire_dtype is online_softmax.accumulation_dtype(dtype)
+    # What Megatron gives to the next plan in place of "auto".
+    named = plan.choice.call.get("grad_wire_dtype")
+    assert named == (None if dtype is torch.float64 else "fp32")
 
 
 def test_the_dtype_of_travelling_gradients_goes_by_a_forecast():
