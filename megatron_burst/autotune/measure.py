@@ -21,8 +21,7 @@ import torch
 
 from ..comm.consensus import Facts, agree
 from ..comm.groups import Groups, InProcessGroups
-from ..comm.transport import Channel, Endpoint, Receive, Send
-from ..comm.waits import Pending
+from ..comm.transport import Channel, Endpoint, Pending, Receive, Send
 from ..kernels import registry
 from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import empty_result

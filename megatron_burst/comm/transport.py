@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from . import packing
 from .packing import NO_CALL, Envelope, Message
-from .waits import Pending, WaitClock
+
+if TYPE_CHECKING:
+    from .waits import WaitClock
 
 Tensors = Sequence[torch.Tensor]
 
@@ -52,6 +54,13 @@ class Receive(NamedTuple):
     tensors: Tensors
     message: Message | None = None
     envelope: Envelope = Envelope(NO_CALL, 0)
+
+
+class Pending(Protocol):
+    """A started exchange: `wait` returns when all it sends may be reused and all arrived (with NCCL
+    for what the current stream does next; torch up to 2.7 frees such buffers later)."""
+
+    def wait(self) -> None: ...
 
 
 @dataclass

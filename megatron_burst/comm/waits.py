@@ -1,4 +1,4 @@
-"""Exchanges under way, and how long a rank waited for them, where somebody asks.
+"""How long a rank waited for transfers, where somebody asks.
 
 On the CPU this is the time that the host was blocked. On a GPU a wait blocks the stream, so it is
 the time between two CUDA events around it; events are read only once they have passed, and neither
@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 
 
-class Pending(Protocol):
-    """A started exchange: `wait` returns when all it sends may be reused and all arrived (with NCCL
-    for what the current stream does next; torch up to 2.7 frees such buffers later)."""
+class Waitable(Protocol):
+    """What can be waited for: an exchange under way."""
 
     def wait(self) -> None: ...
 
@@ -30,7 +29,7 @@ class WaitClock:
     _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
     _spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def timed(self, pending: Pending, on_host: bool) -> Pending:
+    def timed(self, pending: Waitable, on_host: bool) -> Waitable:
         """The same exchange, whose wait counts. on_host: does it block the host?"""
         return _TimedWait(self, pending, on_host)
 
@@ -40,12 +39,12 @@ class WaitClock:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def wait_on_host(self, pending: Pending) -> None:
+    def wait_on_host(self, pending: Waitable) -> None:
         begin = time.perf_counter()
         pending.wait()
         self._seconds += time.perf_counter() - begin
 
-    def wait_on_stream(self, pending: Pending) -> None:
+    def wait_on_stream(self, pending: Waitable) -> None:
         if torch.cuda.is_current_stream_capturing():  # such events could not be read
             pending.wait()
             return
@@ -66,7 +65,7 @@ class WaitClock:
 @dataclass
 class _TimedWait:
     clock: WaitClock
-    pending: Pending
+    pending: Waitable
     on_host: bool
 
     def wait(self) -> None:

@@ -21,8 +21,7 @@ from torch.profiler import record_function
 
 from ..comm import packing
 from ..comm.packing import CallTag, Envelope, Message
-from ..comm.transport import Receive, Send
-from ..comm.waits import Pending
+from ..comm.transport import Pending, Receive, Send
 from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks

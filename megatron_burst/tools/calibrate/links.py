@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...autotune import measure
 from ...autotune.measure import FIRST, FLAT, SMALL
-from ...comm.waits import Pending
+from ...comm.transport import Pending
 from ..advise.shapes.models import Model
 from .kernels import CHUNKS, tile
 from .ranks import Figures, Measured, Ranks, repeated
