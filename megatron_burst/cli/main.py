@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
+from .ranks import report
 
 # Name: module, line in the help.
 COMMANDS = {
@@ -66,6 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `megatron-burst show ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"megatron-burst {named}: error: {error}", file=sys.stderr)
+        report(f"megatron-burst {named}", error)
         return 2
     return status or 0

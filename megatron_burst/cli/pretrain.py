@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from .errors import user_errors
+from .ranks import groups_ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)
     _install(arguments.cpu)
-    with user_errors():
+    with user_errors(), groups_ended():
         runpy.run_path(str(script), run_name="__main__")
 
 

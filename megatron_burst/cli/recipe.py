@@ -18,6 +18,7 @@ from rich.text import Text
 
 from .console import unwrapped
 from .errors import user_errors
+from .ranks import groups_ended
 
 _OURS = "burst."
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     finetunes = hasattr(recipe.dataset, "packed_sequence_specs")
     name = "finetune" if finetunes else "pretrain"
     train = getattr(_module(f"training.{name}", "megatron.bridge"), name)
-    with user_errors():
+    with user_errors(), groups_ended():
         train(recipe, step)
 
 
