@@ -42,7 +42,9 @@ def _shared(rank: int, world: int, said: str) -> bool:
             store.set(f"{texts[rank]}/read", "")
             return printed
         if _all_say(store, texts, said):
-            print(said.replace(": error: ", ": error (all ranks): ", 1), file=sys.stderr, flush=True)
+            print(
+                said.replace(": error: ", ": error (all ranks): ", 1), file=sys.stderr, flush=True
+            )
             printed = True
         store.set(verdict, "same" if printed else "differ")
         store.wait([f"{text}/read" for text in texts[1:]], PATIENCE if printed else MOMENT)
