@@ -109,8 +109,14 @@ def _plain(label: object) -> bool:
     return label is None or isinstance(label, (str, int))
 
 
-class _Uncopied:
-    """Process groups, and mailboxes that ranks share, have no copies."""
+class RanksHere:
+    """Ranks of a grid that live in this process: one, or with `Groups.in_process` all.
+
+    `ranks`: their `Groups`; together: are tensors given as lists, one per rank? Process groups, and
+    mailboxes that ranks share, have no copies.
+    """
+
+    together: bool
 
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
@@ -119,7 +125,13 @@ class _Uncopied:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
 
-class Groups(_Uncopied):
+def check_groups(groups: object) -> None:
+    """Raise ValueError unless these were made by `mb.Groups`."""
+    if not isinstance(groups, RanksHere):
+        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+
+
+class Groups(RanksHere):
     """An ordered grid rank -> (head, intra, inter), and the process groups of its rings.
 
     The ranks are numbered 0 .. size - 1, node by node: in that order a layout deals out
@@ -143,8 +155,8 @@ class Groups(_Uncopied):
     Attributes: `topology`; `rank`; `backend`, of the group it was made from; `devices`, the types
     of device whose tensors that moves (none if ranks share a process); the endpoints `ring`, of
     this rank's ring, `ulysses`, of the ranks that share heads with it (`ulysses_links`: link class
-    to each of these), and `grid`, of all ranks; `cache`, what planning found out about this grid
-    (nothing here reads it); `calls`, how many calls were made on it.
+    to each of these), and `grid`, of all ranks; `cache`, what others found out about this grid and
+    will need again (nothing here reads it); `calls`, how many calls were made on it.
     """
 
     topology: Topology
@@ -157,6 +169,7 @@ class Groups(_Uncopied):
     ulysses_links: tuple[str, ...]
     cache: dict[str, Any]
     calls: Calls
+    together = False
     _failure: str | None = None
 
     def __init__(
@@ -231,6 +244,19 @@ class Groups(_Uncopied):
     def counters(self) -> Counters:
         """Bytes sent by this rank, to whomever."""
         return self.ring.counters
+
+    @property
+    def ranks(self) -> tuple[Groups, ...]:
+        """This rank alone."""
+        return (self,)
+
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """The arguments of this rank, by name; as of `InProcessGroups`."""
+        return [named]
+
+    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
+        """The result of `function` on this rank; as of `InProcessGroups`."""
+        return [function(*given) for given in zip(*of_each, strict=True)]
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
@@ -362,8 +388,10 @@ class _LocalRank(Groups):
         pass
 
 
-class InProcessGroups(_Uncopied):
+class InProcessGroups(RanksHere):
     """All ranks of a grid in this process, made by `Groups.in_process`; `ranks` are `Groups`."""
+
+    together = True
 
     def __init__(self, topology: Topology):
         self.topology, self._switch = topology, RankSwitch()
@@ -390,7 +418,42 @@ class InProcessGroups(_Uncopied):
         """As `Groups.compare_calls`, of all ranks."""
         self.run(Groups.compare_calls, self.ranks)
 
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """The arguments of each rank by name, from a list of each; None is None for all."""
+        lists = {}
+        for name, given in named.items():
+            listed = isinstance(given, (list, tuple))
+            each = [None] * self.size if given is None else list(given) if listed else [given]
+            if len(each) != self.size:
+                got = f"{len(each)} in a list" if listed else f"{given!r:.60}"
+                raise ValueError(
+                    f"{name}: groups hold {self.size} ranks in this process; give a list with a "
+                    f"tensor of each, got {got}"
+                )
+            lists[name] = each
+        return [{name: each[rank] for name, each in lists.items()} for rank in range(self.size)]
+
+    @contextmanager
+    def running(self, device: str = "cpu") -> Iterator[None]:
+        """As `Groups.running`, of all ranks; what a failed call leaves is thrown away."""
+        with torch.autocast(device, enabled=False):
+            yield
+
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
         """The results of `function` on all ranks at once; of_each: its arguments, one per rank."""
         arguments = zip(*of_each, strict=True)
         return self._switch.run([partial(function, *given) for given in arguments])
+
+
+@dataclass(frozen=True)
+class PlansOfRanks:
+    """`ranks`, the plan of each rank of a process. What all of them share is an attribute here too,
+    such as `describe()`."""
+
+    groups: InProcessGroups
+    ranks: Sequence[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
+            raise AttributeError(name)
+        return getattr(self.ranks[0], name)

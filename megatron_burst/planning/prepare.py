@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
-from ..autotune.known import known
 from ..comm.consensus import agree, attempt, identity
-from ..comm.groups import CALLS, Groups, InProcessGroups
+from ..comm.groups import CALLS, Groups, InProcessGroups, check_groups
+from ..comm.recent import Recent
 from ..execution.job import Job
 from ..options import AttentionKeywords, AttentionOptions
 from ..schedule.cost import ring_spans
-from .in_process import InProcessPlan, Shard, per_rank
+from .in_process import InProcessPlan, Shard
 from .pipeline import passes
 from .plan import Plan
 from .validate import NeedsGrad, Request, check, signature
@@ -26,6 +26,8 @@ from .validate import NeedsGrad, Request, check, signature
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
     from ..autotune.select import Choice
+
+WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: kinds of layers
 
 
 def prepare(
@@ -54,15 +56,14 @@ def prepare(
     max_logits, kernel "auto" is one that can tell the largest scores. rates: of links and
     device, for algorithm "auto". Raises the same ValueError on every rank.
     """
-    if not isinstance(groups, (Groups, InProcessGroups)):
-        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+    check_groups(groups)
+    assert groups is not None
     chosen = AttentionOptions(**options)
     given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
     plan = partial(_prepare, options=chosen, given=given)
-    if isinstance(groups, InProcessGroups):
-        each = groups.run(plan, per_rank(groups, q, k, v), groups.ranks)
-        return InProcessPlan(groups, each)
-    return plan((q, k, v), groups)
+    shards = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
+    each = groups.run(plan, shards, groups.ranks)
+    return InProcessPlan(groups, each) if isinstance(groups, InProcessGroups) else each[0]
 
 
 def _prepare(
@@ -114,8 +115,9 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
                tuple(map(tuple, spans)), sizes,
                options.algorithm, options.side, options.kv_cache, options.store,
                options.sequence_chunks, options.row_blocks, options.visiting)  # fmt: skip
-        make = partial(known(groups.cache).work, key, make)
-    made = make()
+        made = groups.cache.setdefault("works", Recent(WORKS_KEPT)).of(key, make)
+    else:
+        made = make()
     job = Job(
         ring=groups.ring,
         ulysses=groups.ulysses,
