@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -25,10 +25,12 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
-from .local import LocalEndpoint, RankSwitch
 from .packing import CallTag
 from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
+
+if TYPE_CHECKING:
+    from .local import RankSwitch
 
 T = TypeVar("T")
 INNER = __name__.partition(".")[0] + ".", "torch."  # modules that stand between a call and us
@@ -367,6 +369,8 @@ class _LocalRank(Groups):
         self.topology, self.rank, self._switch = topology, rank, switch
         self.backend, self.cache, self.calls = "in_process", {}, Calls()
         self.devices = ()
+        from .local import LocalEndpoint  # with greenlet, which ranks of their own do without
+
         counters = Counters()
         self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
 
@@ -394,6 +398,8 @@ class InProcessGroups(RanksHere):
     together = True
 
     def __init__(self, topology: Topology):
+        from .local import RankSwitch
+
         self.topology, self._switch = topology, RankSwitch()
         self.backend, self.devices, self.communicators = "in_process", (), ""
         self.ranks = tuple(

@@ -22,7 +22,6 @@ from ..kernels.base import Rows
 from ..kernels.online_softmax import row_delta, sink_gradient
 from . import ring
 from .job import Job, Tensors, rows_of
-from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -51,6 +50,8 @@ def forward(
         return row_chunks.forward(job, call, shard, sink, stored, max_logits)
     run, partial = chunk.forward, chunk.recompute
     if shared:
+        from .ulysses import heads_here, heads_to_rows  # not needed by other calls
+
         shard = heads_to_rows(job, call, run.name, shard, job.order)
         sink, max_logits = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
     q, k, v = shard
@@ -67,6 +68,8 @@ def forward(
         out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
     whole = out
     if shared:
+        from .ulysses import rows_to_heads
+
         (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype, job.order)
         assert whole is not None
     return whole, (q, k, v, out, lse, *kept)
@@ -87,6 +90,8 @@ def backward(
         return row_chunks.backward(job, call, dout, saved, sink)
     q, k, v, out, lse, *kept = saved
     if shared:
+        from .ulysses import heads_to_rows  # not needed by other calls
+
         (dout,) = heads_to_rows(job, call, run.name, (dout,), job.order)
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
@@ -94,13 +99,20 @@ def backward(
     ring.run(rings)
     grads = ring.gradients(rings, job.needs_grad)
     if shared:
+        from .ulysses import rows_to_heads
+
         narrow = [None if g is None else g.to(job.wire_dtype) for g in grads]
         heads = job.heads, job.kv_heads, job.kv_heads
         grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype, job.order)
     dsink = None
     if sink is not None:
+        here = slice(None)
+        if shared:
+            from .ulysses import heads_here
+
+            here = heads_here(job)
         dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
-        dsink[heads_here(job)] = sink_gradient(sink[heads_here(job)], lse, delta)
+        dsink[here] = sink_gradient(sink[here], lse, delta)
     return *grads, dsink
 
 
