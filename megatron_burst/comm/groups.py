@@ -431,7 +431,8 @@ class InProcessGroups(RanksHere):
             listed = isinstance(given, (list, tuple))
             each = [None] * self.size if given is None else list(given) if listed else [given]
             if len(each) != self.size:
-                got = f"{len(each)} in a list" if listed else f"{given!r:.60}"
+                one = f"tensor {[*given.shape]}" if isinstance(given, torch.Tensor) else repr(given)
+                got = f"{len(each)} in a list" if listed else f"{one:.60}"
                 raise ValueError(
                     f"{name}: groups hold {self.size} ranks in this process; give a list with a "
                     f"tensor of each, got {got}"
