@@ -253,11 +253,11 @@ class Groups(RanksHere):
         return (self,)
 
     def per_rank(self, **named: Any) -> list[dict[str, Any]]:
-        """The arguments of this rank, by name; as of `InProcessGroups`."""
+        """What `named` has of each rank of this process: as it is, of this one."""
         return [named]
 
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
-        """The result of `function` on this rank; as of `InProcessGroups`."""
+        """The result of `function` on this rank; of_each: its arguments, each in a list."""
         return [function(*given) for given in zip(*of_each, strict=True)]
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
@@ -425,7 +425,8 @@ class InProcessGroups(RanksHere):
         self.run(Groups.compare_calls, self.ranks)
 
     def per_rank(self, **named: Any) -> list[dict[str, Any]]:
-        """The arguments of each rank by name, from a list of each; None is None for all."""
+        """What `named` has of each rank, from a list of each; None is None for all. Raises
+        ValueError for another number of them."""
         lists = {}
         for name, given in named.items():
             listed = isinstance(given, (list, tuple))
