@@ -6,6 +6,7 @@ the schedule's, what it costs is `cost`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,16 @@ WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: 
 
 
 def prepare(
-    q: Shard,
-    k: Shard,
-    v: Shard,
+    q: Shard | None = None,
+    k: Shard | None = None,
+    v: Shard | None = None,
     *,
     groups: Groups | InProcessGroups | None,
+    shape: Sequence[int] | None = None,
+    kv_heads: int | None = None,
+    value_width: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
@@ -50,24 +56,34 @@ def prepare(
     its groups). Make one plan per micro-batch and use it in every layer of the same shapes.
 
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
-    are read. options: the fields of `AttentionOptions`. needs_grad: which of q, k, v need a
-    gradient, where the tensors do not say so (a plan may foresee gradients that a call does not
-    need). sink, max_logits: checked with the rest, and not kept: they are given to each call; with
-    max_logits, kernel "auto" is one that can tell the largest scores. rates: of links and
-    device, for algorithm "auto". Raises the same ValueError on every rank.
+    are read. In their place `shape`, that of q on this rank, with kv_heads (as many as query heads,
+    if not given), value_width (that of q), dtype and device (torch's defaults); q, k and v then
+    need gradients unless needs_grad says otherwise. options: the fields of `AttentionOptions`.
+    needs_grad: which of q, k, v need a gradient, where the tensors do not say so (a plan may
+    foresee gradients that a call does not need). sink, max_logits: checked with the rest, and not
+    kept: they are given to each call; with max_logits, kernel "auto" is one that can tell the
+    largest scores. rates: of links and device, for algorithm "auto". Raises the same ValueError on
+    every rank.
     """
     check_groups(groups)
     assert groups is not None
+    beside = {"kv_heads": kv_heads, "value_width": value_width, "dtype": dtype, "device": device}
+    if q is k is v is None or any(x is not None for x in (shape, *beside.values())):
+        from .stand_ins import of_shape  # which calls with tensors do not need
+
+        made: Any = attempt(partial(of_shape, (q, k, v), shape, **beside))
+        shards = [made] * len(groups.ranks)
+        needs_grad = (True, True, True) if needs_grad is None else needs_grad
+    else:
+        shards = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
     chosen = AttentionOptions(**options)
     given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
-    plan = partial(_prepare, options=chosen, given=given)
-    shards = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
-    each = groups.run(plan, shards, groups.ranks)
+    each = groups.run(partial(_prepare, options=chosen, given=given), shards, groups.ranks)
     return InProcessPlan(groups, each) if isinstance(groups, InProcessGroups) else each[0]
 
 
 def _prepare(
-    tensors: tuple[Any, Any, Any],
+    tensors: tuple[Any, Any, Any] | ValueError,
     groups: Groups,
     options: AttentionOptions,
     given: dict[str, Any],
@@ -77,6 +93,8 @@ def _prepare(
 
     def checked() -> Request:
         groups.check()
+        if isinstance(tensors, ValueError):
+            raise tensors
         return check(tensors, groups, options, **given)
 
     request, choice = attempt(checked), None
