@@ -130,7 +130,9 @@ def fastest(
     """The fastest of these kinds that fits, with any parallel sizes; None if nothing does. Of what
     the user has fixed, sizes of groups and the optimizer's settings hold."""
     pinned = {name: each for name, each in want.pinned.items() if name in HELD}
-    want = replace(want, pinned=pinned | {"linear": "megatron"} | ({"micro_batch": 1} if lengths else {}))
+    want = replace(
+        want, pinned=pinned | {"linear": "megatron"} | ({"micro_batch": 1} if lengths else {})
+    )
     forecast = AttentionForecast(model, cluster)
     if lengths:
         forecast = PackedForecast(model, cluster, None, lengths)
@@ -234,6 +236,9 @@ def attention(
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     ring = topology.ring_size
     seconds = pairs(lengths or (run.seq,), ring, window) * (flops / rates.compute)
+    # Of two ranks' chunks half of the queries or half of the keys meet: a call has half the rows.
+    half = 1 + 2 * rates.half_rows / sizes.tokens, 1 + rates.half_rows / sizes.tokens
+    seconds[~np.eye(ring, dtype=bool)] *= half[0] / half[1]
     passes = []
     for forward, scale in ((True, 1.0), (False, rates.backward)):
         if kind == "all_gather" and ring > 1:

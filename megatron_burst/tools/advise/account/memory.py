@@ -64,9 +64,7 @@ class MemoryLeft(NamedTuple):
         return self.device >= 0 and self.host >= 0
 
 
-def account(
-    model: Model, run: Settings, every: bool = True, core_of: CoreOf = core_of
-) -> Account:
+def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = core_of) -> Account:
     """The memory of the rank of a run that takes most. every: all moments, also of layers that are
     like others; a search can do with the peak of each phase. core_of: what core attention holds.
     ValueError for what cannot be."""
@@ -84,9 +82,7 @@ def fit(found: Account, cluster: Cluster) -> MemoryLeft:
     return MemoryLeft(device, host, f"GPU memory: {largest}" if tight else "host memory")
 
 
-def _of_stage(
-    model: Model, run: Settings, stage: int, every: bool, core_of: CoreOf
-) -> Account:
+def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: CoreOf) -> Account:
     states, optimizer = states_of(model, run, stage)
     step = TrainingStep(model, run, stage, core_of)
     step.run_all(every)
