@@ -661,10 +661,10 @@ def examine(words, per_node, fault=None):
 @pytest.mark.parametrize(
     ("words", "per_node", "shape", "algorithms"),
     [
-        ("", 2, "2 x 2", 20),
-        ("", 4, "4 x 1", 17),
-        ("--tensor-model-parallel-size 2", 2, "1 x 2", 17),
-        ("--context-parallel-size 2", 4, "2 x 1", 17),
+        ("", 2, "2 per node x 2 nodes", 20),
+        ("", 4, "4 ranks", 17),
+        ("--tensor-model-parallel-size 2", 2, "1 per node x 2 nodes", 17),
+        ("--context-parallel-size 2", 4, "2 ranks", 17),
     ],
 )
 def test_the_real_groups(four, words, per_node, shape, algorithms):
@@ -675,7 +675,7 @@ def test_the_real_groups(four, words, per_node, shape, algorithms):
     assert told["sizes"]["what"].startswith(shape)
     assert sum(topic.startswith("attention") for topic in told) == algorithms
     there = {k for k in ("intra", "inter") if "GB/s" in told[f"bandwidth {k}"]["what"]}
-    intra, inter = map(int, shape.split(" x "))
+    intra, inter = (*map(int, re.findall(r"\d+", shape)), 1)[:2]
     assert there == {k for k, n in (("intra", intra), ("inter", inter)) if n > 1}
 
 
