@@ -18,8 +18,8 @@ from .search.what_if import options_said
 from .settings import Settings
 
 COLUMNS = (
-    "TP", "PP", "EP", "CP = per node x nodes", "DP", "batches", "attention", "memory saved by", "step",
-    "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
+    "TP", "PP", "EP", "CP = per node x nodes", "DP", "batches", "attention", "memory saved by",
+    "step", "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
 )  # fmt: skip
 
 
