@@ -15,7 +15,7 @@ from megatron_burst.kernels import operators_cuda, torch_features
 @pytest.fixture(autouse=True)
 def ask_anew():
     """Answers are kept; each test gets its own, and leaves none."""
-    kept = torch_features._shares_heads, torch_features.adds_wide, operators_cuda._stats_end
+    kept = torch_features._shares_heads, torch_features.adds_wide
     for each in kept:
         each.cache_clear()
     yield
@@ -109,7 +109,7 @@ def test_cudnn_gets_statistics_of_the_shape_that_its_forward_returns():
     """[b, h, s] in 2.8, [b, h, s, 1] later."""
     x = torch.empty(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")
     stats = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1]
-    assert (2, 3, 16, *operators_cuda._stats_end()) == tuple(stats.shape)
+    assert (2, 3, 16, *operators_cuda.CudaCudnn().stats_end) == tuple(stats.shape)
 
 
 def test_installers_ask_for_what_the_package_needs():
