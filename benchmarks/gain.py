@@ -253,9 +253,11 @@ def draw(found: Sequence[Row], path: Path) -> None:
     works = list(dict.fromkeys(row.workload for row in found))
     names = [*rivals.KINDS, EQUAL, OURS]
     colours = dict(zip(names, (*RANKS[1:5], GREY, RANKS[0]), strict=True))
-    style: dict[Any, Any] = {"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK,
-             "ytick.color": INK, "axes.edgecolor": RULE, "axes.spines.top": False,
-             "axes.spines.right": False}  # fmt: skip
+    style: dict[Any, Any] = {
+        "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK,
+        "ytick.color": INK, "axes.edgecolor": RULE, "axes.spines.top": False,
+        "axes.spines.right": False,
+    }  # fmt: skip
     with plt.rc_context(style):
         figure, axis = plt.subplots(figsize=(9, 8))
         high = 0.8 / len(names)
