@@ -27,7 +27,7 @@ from ..recompute.checkpoint import Frame
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
-from ..units import byte_size
+from ..units import byte_size, grid_of
 from . import pipeline
 from .pipeline import Recompute, without_tables
 from .validate import (
@@ -307,7 +307,7 @@ class Plan:
         topology, csrc = self.groups.topology, native.serves(self.device.type)
         forward, backward = self.traffic()
         other = "kv" if self.side == "query" else "query"
-        nodes = f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
+        nodes = grid_of(topology.per_node, topology.size // topology.per_node)
         if topology.ulysses > 1:
             nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
         words = [f"burst attention: algorithm {self.algorithm}{self._why()}", nodes]
