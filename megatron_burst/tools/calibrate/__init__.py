@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME", help="type of GPU, for published rates of what is not measured: "
         f"{', '.join(GPUS)} (by the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",
-        help="model whose shapes are measured, as `advise --model` takes it (llama3-8b)")  # fmt: skip
+        help="model whose shapes are measured, as of advise --model (llama3-8b)")  # fmt: skip
     add(*named("--per-node"), type=int, metavar="N",
         help="ranks per node (those that share a host name)")  # fmt: skip
 
