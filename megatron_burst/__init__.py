@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import layout, masks
+    from . import layout, masks, trees
     from .attention import attention
     from .autotune.clusters import Cluster
     from .autotune.gpus import Gpu
@@ -72,6 +72,7 @@ _HOMES = {
     "simulate": "tools.advise.simulate",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
+    "trees": "",
     "unshard": "layout.sharding",
 }
 
@@ -105,6 +106,7 @@ __all__ = [
     "simulate",
     "state_scan",
     "tiled",
+    "trees",
     "unshard",
 ]
 

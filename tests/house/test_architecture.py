@@ -18,13 +18,13 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 ROOMS = (
     "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
     "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune", "packing",
-    "planning", "attention", "seam", "__init__", "megatron", "recipes", "testing", "cli", "tools",
+    "trees", "planning", "attention", "seam", "__init__", "megatron", "recipes", "testing", "cli", "tools",
     "__main__",
 )  # fmt: skip
 PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
 NO_TORCH = {
     "units", "flags", "config", "options", "layout", "masks", "schedule", "autotune", "packing",
-    "seam", "__main__",
+    "trees", "seam", "__main__",
 }  # fmt: skip
 TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
 # What else than the standard library, numpy and torch.
