@@ -243,9 +243,10 @@ class Balanced(Layout):
     `cp_size`. per_node: ranks per node, for placement only; default: what `cp_size` and 8 have in
     common. windows: (left, right) of every kind of layer, as of `masks.Window` within a document;
     their pairs are summed. (None, 0) is causal, (None, None) sees all. padding: indices of
-    documents that are padding: nothing sees them, and they see nothing. bases: for segments of a
-    prefix tree in place of documents, how many ancestors the first token of each has; windows are
-    then (left, 0). Raises ValueError for arguments that are none of these.
+    documents that are padding: nothing sees them, and they see nothing. tree: in place of
+    `cu_seqlens` and `padding`, a prefix tree (what `mb.trees.pack` returns, or a `masks.Tree`): its
+    segments lie as documents would, each token also sees the ancestors of its segment, and windows
+    are (left, 0). Raises ValueError for arguments that are none of these.
     """
 
     name = "balanced"
@@ -253,15 +254,18 @@ class Balanced(Layout):
     def __init__(
         self,
         cp_size: int,
-        cu_seqlens: Sequence[int] | np.ndarray,
+        cu_seqlens: Sequence[int] | np.ndarray | None = None,
         *,
         per_node: int | None = None,
         windows: Sequence[Window] = (CAUSAL,),
         padding: Sequence[int] = (),
-        bases: Sequence[int] | None = None,
+        tree: Any = None,
     ):
         super().__init__(cp_size)
-        bounds = document_bounds(cu_seqlens)
+        self.bases: tuple[int, ...] = ()
+        if tree is not None:
+            cu_seqlens, padding, self.bases = _segments(tree, cu_seqlens, padding)
+        bounds = document_bounds([] if cu_seqlens is None else cu_seqlens)
         self.bounds = tuple(bounds.tolist())
         total = self.bounds[-1]
         if not total or total % self.cp_size:
@@ -275,7 +279,6 @@ class Balanced(Layout):
             raise ValueError(f"windows: name at least one kind of layer, got {windows!r}")
         self.windows = tuple(_window(each) for each in windows)
         self.padding = padding_documents(padding, len(self.bounds) - 1)
-        self.bases = _bases(bases, len(self.bounds) - 1)
         ahead = [window for window in self.windows if window[1] != 0]
         if self.bases and ahead:
             raise ValueError(
@@ -359,13 +362,18 @@ class Balanced(Layout):
         return self._all_spans[rank]
 
 
-def _bases(given: Sequence[int] | None, segments: int) -> tuple[int, ...]:
-    if given is None:
-        return ()
-    found = tuple(integer("bases", each) for each in given)
-    if len(found) != segments or min(found) < 0:
-        raise ValueError(f"bases: one number from 0 on per segment ({segments}), got {given}")
-    return found
+def _segments(tree: Any, *others: Any) -> tuple[np.ndarray, list[int], tuple[int, ...]]:
+    """cu_seqlens and padding of the segments of a tree, and how many ancestors the first token of
+    each has."""
+    if any(other is not None and len(other) for other in others):
+        raise ValueError("tree: goes without cu_seqlens and padding, which it says itself")
+    mask = getattr(tree, "mask", tree)
+    try:
+        return mask.bounds, mask.padding.tolist(), tuple(mask.bases.tolist())
+    except AttributeError:
+        raise ValueError(
+            f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}"
+        ) from None
 
 
 def _window(given: object) -> Window:

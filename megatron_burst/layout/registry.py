@@ -55,26 +55,11 @@ def make(
             )
     if name == "block_striped" and block is None:
         raise ValueError("block: layout block_striped needs one, the block of the mask, got None")
-    if tree is not None:
-        given |= _segments(given.pop("tree"), cu_seqlens, padding)
-    elif name == "balanced" and cu_seqlens is None:
+    if name == "balanced" and cu_seqlens is None and tree is None:
         raise ValueError(
             "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"
         )
     return _maker(name, cu_seqlens is not None)(cp_size, **given)
-
-
-def _segments(tree: Any, *others: object) -> dict[str, Any]:
-    """The arguments of `Balanced` for a tree, whose segments stand in place of documents."""
-    if any(other is not None for other in others):
-        raise ValueError("tree: goes without cu_seqlens and padding, which it says itself")
-    mask = getattr(tree, "mask", tree)
-    try:
-        return {"cu_seqlens": mask.bounds, "bases": mask.bases, "padding": mask.padding.tolist()}
-    except AttributeError:
-        raise ValueError(
-            f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}"
-        ) from None
 
 
 def _maker(name: str, packed: bool) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import oracle
+import random_trees
 
 import megatron_burst as mb
 from megatron_burst import masks
@@ -56,7 +57,7 @@ def _one(rng, kind, length, q, k):
         real = ~np.isin(number - 1, padding)
         return masks.Documents(bounds, padding), (number[:, None] == number) & real[:, None]
     if kind == "tree":
-        out, seen, apart = tree(rng, length)
+        out, seen, apart = random_trees.draw(rng, length)
         window = rng.choice([None, None, rng.randint(0, length)])
         if window is None:
             return masks.Tree(out), seen
@@ -75,27 +76,6 @@ def _one(rng, kind, length, q, k):
         return masks.BlockSparse(table, block), np.kron(table, np.ones((block, block))) > 0
     table = _table(rng, length)
     return masks.Dense(table), table
-
-
-def tree(rng, length):
-    """Trees in depth-first order, with padding anywhere: the row after each row's subtree, a bool
-    table [length, length] of each row and its ancestors, and how many steps lie between them."""
-    out, paths = list(range(length)), []
-    path: list[int] = []  # of the row before
-    branch = rng.choice([0.05, 0.3, 0.7])
-    for row in range(length):
-        if rng.random() < branch:
-            path = path[: rng.randint(0, len(path))]
-        padding = rng.random() < 0.05
-        paths.append([] if padding else [*path, row])
-        path = path if padding else [*path, row]
-        for ancestor in paths[row]:
-            out[ancestor] = row + 1
-    seen, apart = np.zeros((length, length), dtype=bool), np.zeros((length, length), dtype=int)
-    for row, ancestors in enumerate(paths):
-        seen[row, ancestors] = True
-        apart[row, ancestors] = range(len(ancestors))[::-1]
-    return out, seen, apart
 
 
 def _table(rng, n):
@@ -144,7 +124,7 @@ def _balanced(rng, size, length, of_tree):
     work: dict = {"cu_seqlens": bounds, "windows": windows, "padding": padding}
     if of_tree:
         windows = rng.choice([((None, 0),), ((None, 0), (3, 0))])
-        work = {"tree": masks.Tree(tree(rng, length)[0]), "windows": windows}
+        work = {"tree": masks.Tree(random_trees.draw(rng, length)[0]), "windows": windows}
     per_node = rng.choice([None, *[n for n in range(1, size + 1) if size % n == 0]])
     made = mb.layout.make("balanced", cp_size=size, per_node=per_node, **work)
     shards = [made.positions(rank, length).tolist() for rank in range(size)]

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 import pytest
+from random_trees import draw
 
 import megatron_burst as mb
 from megatron_burst.layout import Span, Spans
-from tests.fuzz.rules import tree as drawn
 
 LENGTH = 9
 
@@ -22,7 +22,7 @@ def every_span():
 @pytest.mark.parametrize("window", [None, 0, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_tree_says_of_spans_is_what_it_shows(seed, window):
-    out, seen, apart = drawn(random.Random(seed), LENGTH)
+    out, seen, apart = draw(random.Random(seed), LENGTH)
     mask = mb.masks.Tree(out, window)
     if window is not None:
         seen &= apart <= window
@@ -57,7 +57,7 @@ def test_what_a_tree_says_of_spans_is_what_it_shows(seed, window):
 
 
 def test_windows_count_along_the_path_however_they_are_combined():
-    out, seen, apart = drawn(random.Random(11), 40)
+    out, seen, apart = draw(random.Random(11), 40)
     rows = np.arange(40)
     tree, window = mb.masks.Tree(out), mb.masks.Window(2, 0)
     documents = mb.masks.Documents([0, 25, 40])
