@@ -21,6 +21,8 @@ from .layout import Layout, integer
 from .layout.layouts import counted
 from .masks import Tree
 
+__all__ = ["Edges", "PrefixTree", "from_segments", "pack"]
+
 
 class Edges(NamedTuple):
     """Columns: the predictions of a tree, in the order of the rows that are predicted.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -25,10 +25,12 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
-from .local import LocalEndpoint, RankSwitch
 from .packing import CallTag
 from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
+
+if TYPE_CHECKING:
+    from .local import RankSwitch
 
 T = TypeVar("T")
 INNER = __name__.partition(".")[0] + ".", "torch."  # modules that stand between a call and us
@@ -109,8 +111,14 @@ def _plain(label: object) -> bool:
     return label is None or isinstance(label, (str, int))
 
 
-class _Uncopied:
-    """Process groups, and mailboxes that ranks share, have no copies."""
+class RanksHere:
+    """Ranks of a grid that live in this process: one, or with `Groups.in_process` all.
+
+    `ranks`: their `Groups`; together: are tensors given as lists, one per rank? Process groups, and
+    mailboxes that ranks share, have no copies.
+    """
+
+    together: bool
 
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
@@ -119,33 +127,33 @@ class _Uncopied:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
 
-class Groups(_Uncopied):
-    """An ordered grid rank -> (head, intra, inter), and the process groups of its rings.
+def check_groups(groups: object) -> None:
+    """Raise ValueError unless these were made by `mb.Groups`."""
+    if not isinstance(groups, RanksHere):
+        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
 
-    The ranks are numbered 0 .. size - 1, node by node: in that order a layout deals out
-    positions. With `ulysses` = 1 they form one ring of nodes. With `ulysses` = p every p of them
-    share heads by all-to-all and the rings run over the other size / p; `placement` says whether
-    these p are neighbours ("head_first") or the ranks of a ring are ("context_first").
 
-    Make it once, on every rank of the grid alike and before the first attention. It cannot be
-    copied or pickled, so it must not be stored on a Megatron config. The process groups of its
-    rings are made, collectively, when a plan first needs them: activations and gradients of a ring
-    never share one. They live as long as the process.
+class Groups(RanksHere):
+    """The context-parallel ranks as nodes x ranks per node, with the process groups of their rings.
 
-    `mb.Groups(intra=pg, inter=pg)` takes the two process groups of this rank's node and of its
-    index across nodes (index 0 and 1 of Megatron's hierarchical groups). `reuse`: process groups,
-    the same on every rank, that activations travel on where one has just the ranks of their ring;
-    other uses of these must come in the same order on all ranks, as collectives do.
-    `nccl_max_ctas`: thread blocks at most, each of which takes a multiprocessor from attention, of
-    a kernel on the NCCL communicators that are made. Raises ValueError, as the other ways to make
-    groups do, if the ranks do not form a grid or were asked for different ones.
+    Make it once, on every rank and before the first attention, usually by `by_host`,
+    `from_topology` or `flat`. Ranks are numbered 0 to size - 1, node by node; `rank` is this one's
+    number. It cannot be copied or pickled. The process groups of its rings are made, collectively,
+    when a plan first needs them, and live as long as the process.
 
-    Attributes: `topology`; `rank`; `backend`, of the group it was made from; `devices`, the types
-    of device whose tensors that moves (none if ranks share a process); the endpoints `ring`, of
-    this rank's ring, `ulysses`, of the ranks that share heads with it (`ulysses_links`: link class
-    to each of these), and `grid`, of all ranks; `cache`, what planning found out about this grid
-    (nothing here reads it); `calls`, how many calls were made on it.
+    `mb.Groups(intra=pg, inter=pg)` takes the process groups of this rank's node and of the ranks
+    with its index on all nodes (index 0 and 1 of Megatron's hierarchical groups). ulysses: so many
+    ranks share heads by all-to-all, with rings over the others; placement: whether ranks that share
+    heads are neighbours ("head_first") or the ranks of a ring are ("context_first"). reuse: process
+    groups, the same on every rank, that may carry the activations of a ring with exactly their
+    ranks; all ranks must use them in the same order. nccl_max_ctas: the largest number of thread
+    blocks of a kernel on the NCCL communicators that are made; each takes a multiprocessor from
+    attention. Raises ValueError if the ranks form no grid or were given different arguments.
     """
+
+    # Inside the package: `devices`, the types of device whose tensors `backend` moves (none if
+    # ranks share a process); the endpoints `ring`, `ulysses` (`ulysses_links`: link class to each
+    # of its ranks) and `grid`; `cache`, which planning fills and nothing here reads.
 
     topology: Topology
     rank: int
@@ -157,6 +165,7 @@ class Groups(_Uncopied):
     ulysses_links: tuple[str, ...]
     cache: dict[str, Any]
     calls: Calls
+    together = False
     _failure: str | None = None
 
     def __init__(
@@ -215,7 +224,7 @@ class Groups(_Uncopied):
     def in_process(
         cls, *, inter: int = 1, intra: int, ulysses: int = 1, placement: str = "head_first"
     ) -> InProcessGroups:
-        """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
+        """`inter` nodes of `intra` ranks, all in this process, without torch.distributed.
 
         For tests, and to check the numerics of a large grid on one device; one call at a time.
         `ulysses`, `placement`: as in `Groups`.
@@ -229,8 +238,21 @@ class Groups(_Uncopied):
 
     @property
     def counters(self) -> Counters:
-        """Bytes sent by this rank, to whomever."""
+        """Bytes sent by this rank."""
         return self.ring.counters
+
+    @property
+    def ranks(self) -> tuple[Groups, ...]:
+        """This rank alone."""
+        return (self,)
+
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """What `named` has of each rank of this process: as it is, of this one."""
+        return [named]
+
+    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
+        """The result of `function` on this rank; of_each: its arguments, each in a list."""
+        return [function(*given) for given in zip(*of_each, strict=True)]
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
@@ -247,8 +269,8 @@ class Groups(_Uncopied):
     def compare_calls(self) -> None:
         """Raise the same ValueError on every rank unless all made the same calls in the same order.
 
-        A collective on the host, which `prepare` makes too. For programs that use one plan for
-        many steps on a device that cannot check every message (CUDA): call it every so many.
+        A small collective on the host, part of `prepare`. Call it every few steps where one plan
+        serves many steps on CUDA, whose messages are not checked one by one.
         """
         self.compare({})
 
@@ -263,7 +285,7 @@ class Groups(_Uncopied):
 
     @property
     def communicators(self) -> str:
-        """What the rings travel on so far, in words; empty for one rank, and in one process."""
+        """The communicators of the rings so far, in words; empty without any."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
@@ -341,6 +363,8 @@ class _LocalRank(Groups):
         self.topology, self.rank, self._switch = topology, rank, switch
         self.backend, self.cache, self.calls = "in_process", {}, Calls()
         self.devices = ()
+        from .local import LocalEndpoint  # with greenlet, which ranks of their own do without
+
         counters = Counters()
         self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
 
@@ -362,10 +386,14 @@ class _LocalRank(Groups):
         pass
 
 
-class InProcessGroups(_Uncopied):
+class InProcessGroups(RanksHere):
     """All ranks of a grid in this process, made by `Groups.in_process`; `ranks` are `Groups`."""
 
+    together = True
+
     def __init__(self, topology: Topology):
+        from .local import RankSwitch
+
         self.topology, self._switch = topology, RankSwitch()
         self.backend, self.devices, self.communicators = "in_process", (), ""
         self.ranks = tuple(
@@ -390,7 +418,44 @@ class InProcessGroups(_Uncopied):
         """As `Groups.compare_calls`, of all ranks."""
         self.run(Groups.compare_calls, self.ranks)
 
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """What `named` has of each rank, from a list of each; None is None for all. Raises
+        ValueError for another number of them."""
+        lists = {}
+        for name, given in named.items():
+            listed = isinstance(given, (list, tuple))
+            each = [None] * self.size if given is None else list(given) if listed else [given]
+            if len(each) != self.size:
+                one = f"tensor {[*given.shape]}" if isinstance(given, torch.Tensor) else repr(given)
+                got = f"{len(each)} in a list" if listed else f"{one:.60}"
+                raise ValueError(
+                    f"{name}: groups hold {self.size} ranks in this process; give a list with a "
+                    f"tensor of each, got {got}"
+                )
+            lists[name] = each
+        return [{name: each[rank] for name, each in lists.items()} for rank in range(self.size)]
+
+    @contextmanager
+    def running(self, device: str = "cpu") -> Iterator[None]:
+        """As `Groups.running`, of all ranks; what a failed call leaves is thrown away."""
+        with torch.autocast(device, enabled=False):
+            yield
+
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
         """The results of `function` on all ranks at once; of_each: its arguments, one per rank."""
         arguments = zip(*of_each, strict=True)
         return self._switch.run([partial(function, *given) for given in arguments])
+
+
+@dataclass(frozen=True)
+class PlansOfRanks:
+    """`ranks`, the plan of each rank of a process. What all of them share is an attribute here too,
+    such as `describe()`."""
+
+    groups: InProcessGroups
+    ranks: Sequence[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
+            raise AttributeError(name)
+        return getattr(self.ranks[0], name)
