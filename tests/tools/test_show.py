@@ -370,7 +370,7 @@ def test_text_of_rows_of_chunks(capsys):
     assert lines(capsys)[3:8] == expected.splitlines()
     assert cli.main((common + "token_ring").split()) == 0
     text = "\n".join(lines(capsys))
-    assert "queries (Q) travel, partial outputs (O, lse) return" in text
+    assert "queries (Q) are sent, partial outputs (O, lse) return" in text
     assert "o1→1" in text
     assert "o partial output with its lse, a whole chunk: 32.25 KiB" in text
     assert "partial output hops: intra 2 (64.5 KiB)" in text
