@@ -345,7 +345,7 @@ def test_text_of_a_schedule(capsys):
     assert cli.main(["show", "schedule", "--ranks", "2", "--layout", "contiguous"]) == 0
     expected = """\
 burst, forward, 2 ranks: causal, contiguous
-16 positions; keys and values (K, V) travel
+16 positions; keys and values (K, V) are sent
 
           step 0    step 1
 ────────────────────────────

@@ -143,9 +143,10 @@ def _groups(
         return base, False
     others = base.tp * base.pp * (base.cp if "cp" in given else base.dp)
     if cluster.gpus % others:
+        last = f"--cp {base.cp}" if "cp" in given else f"--dp {base.dp}"
         raise ValueError(
             f"--gpus {cluster.gpus} is not a multiple of the {others} ranks of --tp {base.tp} x "
-            f"--pp {base.pp} x {'--cp ' + str(base.cp) if 'cp' in given else '--dp ' + str(base.dp)}"
+            f"--pp {base.pp} x {last}"
         )
     rest = cluster.gpus // others
     if "cp" in given and "dp" in given and rest != base.dp:
