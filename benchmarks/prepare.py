@@ -28,7 +28,6 @@ from ranks import on_ranks
 from report import DOCS, markdown, milliseconds, progress, provenance, write_section
 
 import megatron_burst as mb
-from megatron_burst.autotune.known import known
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
 from megatron_burst.kernels.blocks import blocks
@@ -105,7 +104,7 @@ def planned(
 
     def run() -> object:
         if not again:
-            known(groups.cache).works.clear()
+            groups.cache.pop("works", None)
         return mb.prepare(
             q, k, v, groups=groups, mask=mask, layout=layout, kernel="aten", needs_grad=needs
         )
