@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import megatron_burst as mb
 from benchmarks.cluster import table as tables
-from benchmarks.report import DOCS, markdown, write_section
+from benchmarks.report import DOCS, markdown, spread, write_section
 from megatron_burst.tools.advise import rivals
 from megatron_burst.tools.advise.advice import Advice
 from megatron_burst.tools.advise.forecast.attention_time import attention_time
@@ -331,15 +331,12 @@ def _named(name: str) -> str:
 
 
 def _seconds(records: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
-    """Seconds, and over those of `auto`, run by run: medians, and the smallest and largest."""
+    """Seconds, and over those of `auto`, run by run: medians, and the quartiles of the latter."""
     times = [tables.totals(record) for record in records]
     ours = next(each for each in times[0] if "auto" in each)
     ratios = [a / b for each in times for a, b in zip(each[name], each[ours], strict=True)]
     middle = median(median(each[name]) for each in times)
-    said = f"{median(ratios):.2f}"
-    if name != ours:
-        said += f" ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"{middle:.2f} s", said
+    return f"{middle:.2f} s", "1.00" if name == ours else spread(ratios)
 
 
 def provenance(records: Sequence[dict[str, Any]]) -> str:
