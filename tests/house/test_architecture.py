@@ -156,11 +156,12 @@ def test_no_file_is_too_long_to_read(path):
     assert len(path.read_text().splitlines()) <= 700
 
 
-# These report it, take a host's name out of a report, or read of it which rank torchrun made this
+# These report it, take a host's name out of a report, or read of it which rank a launcher made this
 # process, and decide nothing by it.
 READ_THE_ENVIRONMENT = (
     "tools/gpu_report/document.py",
     "cli/doctor/machine.py",
+    "cli/ranks.py",
     "megatron/patching.py",
 )
 
