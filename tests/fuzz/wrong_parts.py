@@ -3,13 +3,12 @@
 import copy
 import pickle
 
-import numpy as np
 import torch
 
 import megatron_burst as mb
 from megatron_burst import masks
 
-from .wrong_calls import INF, grid, layout, rates, tensors
+from .wrong_calls import grid, layout, rates, tensors
 
 
 def choose(**changed):
@@ -89,8 +88,19 @@ LAYOUTS = [
     ("a number of documents", lambda: layout(cu_seqlens=8), ("cu_seqlens", "8")),
     ("no documents", lambda: layout(cu_seqlens=[]), ("cu_seqlens", "[]")),
     ("empty documents", lambda: layout(cu_seqlens=[0, 0]), ("cu_seqlens", "no position")),
+    ("documents in fractions", lambda: layout(cu_seqlens=[0, 4.5]), ("cu_seqlens", "integers")),
+    ("block float", lambda: layout("block_striped", block=4.0), ("block", "integer", "4.0")),
     ("rank behind the last", lambda: layout().positions(2, 8), ("rank", "0..1", "2")),
+    ("rank negative", lambda: layout("striped").positions(-1, 8), ("rank", "0..1", "-1")),
+    ("rank float", lambda: layout().spans(1.5, 8), ("rank", "integer", "1.5")),
+    ("rank text", lambda: layout().spans("0", 8), ("rank", "integer", "'0'")),
     ("odd length", lambda: layout().positions(0, 6), ("seq_len", "4", "6", "pad to 8")),
+    ("odd length in stripes", lambda: layout("striped", cp_size=3).positions(0, 10),
+     ("layout striped over 3 ranks", "positive multiple of 3", "got 10; pad to 12")),
+    ("short length in one piece", lambda: layout("contiguous", cp_size=4).positions(0, 2),
+     ("layout contiguous over 4 ranks", "positive multiple of 4", "got 2; pad to 4")),
+    ("no length", lambda: layout(cp_size=4).positions(0, 0), ("multiple of 8, got 0; pad to 8",)),
+    ("length float", lambda: layout().spans(0, 8.0), ("seq_len", "integer", "8.0")),
     ("shard of a name", lambda: shard(layout="zigzag"), ("layout", "mb.layout.make", "'zigzag'")),
     ("shard of no such rank", lambda: shard(rank=2), ("rank", "0..1", "2")),
     ("shard of rank None", lambda: shard(rank=None), ("rank", "None")),
@@ -103,36 +113,6 @@ LAYOUTS = [
     ("unshard of one tensor", lambda: unshard(torch.zeros(2, 4).unbind()[0]), ("parts",)),
     ("unshard of numbers", lambda: unshard([1, 2]), ("parts", "tensor")),
     ("unshard by name", lambda: unshard([torch.zeros(4)] * 2, "zigzag"), ("layout", "mb.layout")),
-]  # fmt: skip
-
-MASKS = [
-    ("window negative", lambda: masks.Window(-1, 0), ("left", "at least 0", "-1")),
-    ("window float", lambda: masks.Window(2.5, 0), ("left", "integer", "2.5")),
-    ("window bool", lambda: masks.Window(True, 0), ("left", "integer", "True")),
-    ("window to the right", lambda: masks.Window(0, -2), ("right", "at least 0", "-2")),
-    ("window of one", lambda: masks.Window(4), ("right",), TypeError),
-    ("dilated 0", lambda: masks.Dilated(0), ("stride", "at least 1", "0")),
-    ("dilated float", lambda: masks.Dilated(1.5), ("stride", "integer", "1.5")),
-    ("prefix negative", lambda: masks.Prefix(-3), ("n", "at least 0", "-3")),
-    ("prefix text", lambda: masks.Prefix("8"), ("n", "integer", "'8'")),
-    ("documents of lengths", lambda: masks.Documents([4, 4]),
-     ("cu_seqlens", "start at 0", "[4, 4]")),
-    ("documents as floats", lambda: masks.Documents([0.0, 8.0]), ("cu_seqlens", "integers")),
-    ("documents None", lambda: masks.Documents(None), ("cu_seqlens", "None")),
-    ("documents padded with -1", lambda: masks.Documents([0, 4, 8, -1]),
-     ("cu_seqlens", "decrease")),
-    ("table not square", lambda: masks.Dense(np.ones((4, 8))), ("table", "square", "(4, 8)")),
-    ("table to be added", lambda: masks.Dense(np.array([[0.0, -INF], [0.0, 0.0]])),
-     ("table", "1 where", "-inf")),
-    ("table of text", lambda: masks.Dense([["a"]]), ("table", "booleans")),
-    ("table None", lambda: masks.Dense(None), ("table", "square")),
-    ("table ragged", lambda: masks.Dense([[1], [1, 0]]), ("table", "square")),
-    ("block 0", lambda: masks.BlockSparse(np.ones((2, 2)), 0), ("block", "at least 1", "0")),
-    ("block float", lambda: masks.BlockSparse(np.ones((2, 2)), 4.0), ("block", "integer", "4.0")),
-    ("mask and a table", lambda: masks.Causal() & np.ones((2, 2)), ("masks",), TypeError),
-    ("mask or None", lambda: masks.Causal() | None, ("masks",), TypeError),
-    ("mask and mask in words", lambda: masks.Causal() and masks.Full(), ("& and |",), TypeError),
-    ("not a mask", lambda: not masks.Causal(), ("& and |",), TypeError),
 ]  # fmt: skip
 
 OTHERS = [
@@ -167,6 +147,8 @@ OTHERS = [
      ("like", "q, k, v")),
     ("measure wrong shapes", lambda: mb.measure_rates(grid(), like=[torch.zeros(4)] * 3),
      ("like", "[s, b, heads, width]")),
+    ("measure kernel unhashable",
+     lambda: mb.measure_rates(grid(), like=tensors(), kernel=["aten"]), ("kernel", "['aten']")),
     ("measure kernel", lambda: mb.measure_rates(grid(), like=tensors(), kernel="x"),
      ("kernel", "'x'")),
     ("config algorithm", lambda: mb.BurstConfig("flash"), ("--context-parallel-algo", "'flash'")),
