@@ -39,7 +39,7 @@ test: $(VENV)/.ready-test ## run the tests, files side by side in JOBS processes
 test-slow: $(VENV)/.ready-test ## run the long tail, which `make test` leaves out
 	@$(PYTEST) -m slow $(ARGS) < /dev/null
 
-test-docs: ## the commands of docs/megatron-lm.md in a new environment, on a checkout: MEGATRON=path
+test-docs: ## the commands of docs/quickstart.md in a new environment, on a checkout: MEGATRON=path
 	@$(PYTHON) tests/docs_commands.py --megatron "$(MEGATRON)" $(ARGS)
 
 test-recipes: ## the tests with Megatron-Bridge, in an environment of their own, VENV-recipes (2 GB)
@@ -89,13 +89,13 @@ fuzz: $(VENV)/.ready-test ## random calls, faults and misuses by seed; ARGS='att
 mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests catch each
 	@$(PY) tests/mutants.py $(ARGS) < /dev/null
 
-compatibility: $(VENV)/.ready-test ## which features work with which Megatron, into README.md (Python 3.12, half an hour)
+compatibility: $(VENV)/.ready-test ## which features work with which Megatron, into docs/compatibility.md (Python 3.12, half an hour)
 	@$(PY) tests/compatibility.py $(ARGS) < /dev/null
 
 bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, into docs/accuracy.md and .png
 	@$(PY) benchmarks/accuracy.py $(ARGS)
 
-bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise.md; ARGS=--fit fits anew
+bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise-accuracy.md; ARGS=--fit fits anew
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.advise $(ARGS)
 
 bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps, into docs/performance.md

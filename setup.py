@@ -5,6 +5,7 @@
 The package works without; nothing is compiled unless that is asked for.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,4 +41,21 @@ class Package(Distribution):
         return (HERE / "megatron_burst" / "kernels" / "libcsrc.so").exists()
 
 
-setup(cmdclass={"build_csrc": BuildCsrc}, distclass=Package)
+def readme() -> str:
+    """README.md for a package index, which has none of the files that relative links lead to."""
+    project = (HERE / "pyproject.toml").read_text(encoding="utf-8")
+    repository = re.search(r'^Repository = "(.+)"$', project, re.M)[1]
+
+    def absolute(link: re.Match) -> str:
+        return f"{link[1]}{repository}/{'raw' if link[1].startswith('!') else 'blob'}/main/"
+
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(!?\[[^\]]*\]\()(?!https?://|#)", absolute, text)
+
+
+setup(
+    cmdclass={"build_csrc": BuildCsrc},
+    distclass=Package,
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

@@ -23,13 +23,17 @@ from megatron_burst.options import AttentionOptions
 
 project = "megatron_burst"
 release = version = megatron_burst.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+smartquotes = False  # two hyphens of a flag are not a dash
+highlight_language = "sh"  # of indented blocks; Python is fenced
 exclude_patterns = ["_build", "cluster-here*"]  # what `make bench-cluster` measures stays out
 myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["pictures.css"]
 html_show_copyright = False
 
 nitpicky = True

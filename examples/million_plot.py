@@ -83,6 +83,8 @@ def document(docs: Path, job: Job, runs: Sequence[Run]) -> None:
     draw(docs / "million.png", job, most)
     page = docs / "performance.md"
     content = page.read_text()
+    if BEGIN not in content:
+        content = f"{content.rstrip()}\n\n## A million tokens on a CPU\n\n{BEGIN}\n{END}\n"
     head, rest = content.split(BEGIN, 1)
     _, tail = rest.split(END, 1)
     page.write_text(f"{head}{BEGIN}\n{section(job, runs)}\n{END}{tail}")

@@ -11,8 +11,8 @@ Each version takes the place of the installed one in a pytest process of its own
 tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they passed
 and assert a refusal, "fails" if any did not pass, and "-" if one did not run. What ran is kept in
 docs/compatibility.json, so that a version can be run by itself. Owns which tests stand for which
-feature; the table in README.md is written from what ran, never by hand. Knows nothing of what a
-feature is.
+feature; docs/compatibility.md is written from what ran. Knows nothing of what a feature
+is.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def te_entry(
 
 def keep(known: dict[str, dict[str, Any]]) -> None:
     RECORD.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    write_section(ROOT / "README.md", "compatibility", table(known))
+    write_section(ROOT / "docs" / "compatibility.md", "compatibility", table(known))
 
 
 def table(known: dict[str, dict[str, Any]]) -> str:
@@ -226,9 +226,8 @@ def table(known: dict[str, dict[str, Any]]) -> str:
     first = known[versions[0]]
     return (
         f"{markdown(['', *versions], rows)}\n\n"
-        f"Refused: releases before 0.16. Untested: {', '.join(UNTESTED)}. Written by "
-        f"`make compatibility` from what ran (`docs/compatibility.json`), on the CPU with gloo, "
-        f'Python {first["python"]}, torch {first["torch"]}; "-" did not run. {_te_line(theirs)}'
+        f"Untested: {', '.join(UNTESTED)}. Written by `make compatibility` from what ran, on the "
+        f"CPU with gloo, Python {first['python']}, torch {first['torch']}. {_te_line(theirs)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The commands of docs/megatron-lm.md, run as a stranger would: in an environment of their own.
+"""The commands of docs/quickstart.md, run as a stranger would: in an environment of their own.
 
 `make test-docs MEGATRON=path`, with a checkout of Megatron-LM: makes a virtual environment,
 installs `.[megatron]` and nothing else, runs every training command of the page in a copy of the
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "megatron-lm.md"
+PAGE = ROOT / "docs" / "quickstart.md"
 LIMIT = 1800  # seconds for one command, on a busy machine
 DIFFERENCE = 1e-4  # of a loss, relative: another torch rounds otherwise
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.advise`: published and measured tables beside what is predicted.
 
-Prints every table with its errors, writes docs/advise.md between its markers, and draws predicted
-against published into docs/advise.png. `--fit` fits the constants anew first; without it those that
-the modules state are taken. `--sections speed` measures how long advice takes.
+Prints every table with its errors, writes docs/advise-accuracy.md between its markers, and draws
+predicted against published into docs/advise.png. `--fit` fits the constants anew first; without it
+those that the modules state are taken. `--sections speed` measures how long advice takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECTIONS = (
     "burstengine_memory", "fpdt", "emulated", "faults", "stragglers", "contradictions",
 )  # fmt: skip
 SPEED = "speed"  # measured, and takes minutes: only where it is asked for
-PAGE, PICTURE = "advise.md", "advise.png"
+PAGE, GUIDE, PICTURE = "advise-accuracy.md", "advise.md", "advise.png"
 SUMMARY = "summary"
 Run = Callable[[bool], Section]
 
@@ -64,11 +64,11 @@ def write(sections: Sequence[Section], folder: Path) -> None:
     """The page's generated parts, each between its markers, and the picture."""
     page = folder / PAGE
     for section in sections:
-        text = f"### {section.title}\n\n{section.markdown()}"
+        text = f"## {section.title}\n\n{section.markdown()}"
         write_section(page, section.name.replace("-", "_"), text)
     if len(sections) == len(SECTIONS):
         write_section(page, SUMMARY, summary(sections))
-        write_section(page, "output", example.output())
+        write_section(folder / GUIDE, "output", example.output())
         example.picture(folder)
         draw(sections, folder / PICTURE)
 

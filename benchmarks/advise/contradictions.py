@@ -24,8 +24,9 @@ def run(fit: bool = False) -> Section:
     """The section of the page; nothing is fitted."""
     rows = [*_loongtrain(), *_burstengine()]
     return Section(
-        "contradictions", "What contradicts itself", INTRO, ("table", "what", "by"), rows
-    )
+        "contradictions", "Contradictions in the published tables", INTRO, ("table", "what", "by"),
+        rows,
+    )  # fmt: skip
 
 
 def _loongtrain() -> Iterator[list[str]]:

@@ -12,7 +12,7 @@ from benchmarks.advise.plots import draw
 from benchmarks.advise.published_tables import NAMES, table
 from benchmarks.advise.section import Figure, Point, Section, spread
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "advise.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "advise-accuracy.md"
 ROWS = {
     "burstengine_attention_tflops": 4,
     "burstengine_table2_ablation": 6,
@@ -116,7 +116,7 @@ def test_a_page_and_a_picture_are_written(tmp_path, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(bench, "SECTIONS", ("one", "two"))
     bench.write([section], tmp_path)
-    text = (tmp_path / "advise.md").read_text()
+    text = (tmp_path / "advise-accuracy.md").read_text()
     assert "first" in text
     assert "second" not in text
     assert "**error**: 2 % (target: 3 %: met)" in text

@@ -93,14 +93,15 @@ def test_more_memory_than_allowed_fails(stand_in, monkeypatch, tmp_path):
 
 
 def test_the_page_says_what_was_found(tmp_path):
-    (tmp_path / "performance.md").write_text(f"a\n{million_plot.BEGIN}\nold\n{million_plot.END}\nb")
+    (tmp_path / "performance.md").write_text("# Performance\n")
     runs = [run_of(4), run_of(2, grad_norm=2.00001)]
+    million_plot.document(tmp_path, JOB, runs)
+    assert "agree to" not in (tmp_path / "performance.md").read_text()
     runs[0].agrees = {"2": 5e-6}
     million_plot.document(tmp_path, JOB, runs)
     page = (tmp_path / "performance.md").read_text()
-    assert page.startswith("a\n")
-    assert page.endswith("b")
-    assert "old" not in page
+    assert page.startswith("# Performance\n\n## A million tokens on a CPU\n")
+    assert page.count("One step on") == 1
     assert "agree to 5.0e-06" in page
     assert "| 2 | 5.0000000 | 2.0000100 | 2.0 |" in page
     assert (tmp_path / "million.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What `make test-docs` reads from docs/megatron-lm.md; running it takes minutes."""
+"""What `make test-docs` reads from docs/quickstart.md; running it takes minutes."""
 
 import docs_commands
 

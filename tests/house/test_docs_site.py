@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from documented import ROOT
+from documented import FENCE, NAMES, ROOT
 
 import megatron_burst as mb
 
@@ -66,10 +66,54 @@ def test_the_reference_has_every_public_name_once():
                 assert f"{module}.{name}" in {*names, *others}
 
 
-def test_a_word_of_the_glossary_has_one_meaning():
-    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.M)
+def test_a_word_of_the_glossaries_has_one_meaning():
+    pages = [(DOCS / name).read_text("utf-8") for name in ("glossary.md", "glossary-code.md")]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", "".join(pages), re.M)
     words = [word for row in rows for word in row[0].split(", ") if row[1] not in ("meaning", "-")]
     assert len(words) > 60
     assert len(words) == len(set(words))
     assert all(meaning.strip() for _, meaning, _ in rows)
+    assert pages[0].count("\n| ") < 30  # what a user has to know
+
+
+# --- links ---------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def prose(text):
+    """A page without its code."""
+    return re.sub(r"`[^`]+`", "", FENCE.sub("", text))
+
+
+def anchors(text):
+    """What the headings of a page are called in links, by the rule of GitHub and MyST."""
+    words = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", word.strip().lower()).replace(" ", "-") for word in words}
+
+
+def broken(page, text):
+    """The links of a page's text that lead to no file, heading or page of the site."""
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]*)\)", prose(text)):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        held = target.read_text(encoding="utf-8") if anchor and target.is_file() else ""
+        if not (link and target.exists()) or (anchor and anchor not in anchors(held)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md"])
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    assert not broken(page, page.read_text(encoding="utf-8"))
+
+
+def test_a_broken_link_is_found():
+    text = "[a](no.md) [b](tiles.md#no) [](tiles.md#what-a-tile-is) `[](x)` ![](no.png) [](#e)\n# E"
+    assert broken(DOCS / "index.md", text) == ["no.md", "tiles.md#no", "no.png", "#e"]

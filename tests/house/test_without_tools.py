@@ -3,6 +3,7 @@ are taken out of it, and two ranks train a small model with it as with the whole
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,13 @@ def wheel(tmp_path_factory):
     (made,) = folder.glob("*.whl")
     zipfile.ZipFile(made).extractall(folder / "installed")
     return folder / "installed"
+
+
+def test_links_of_the_readme_are_absolute_on_a_package_index(wheel):
+    (made,) = wheel.glob("*.dist-info/METADATA")
+    links = re.findall(r"\]\(([^)]+)\)", made.read_text(encoding="utf-8").partition("\n\n")[2])
+    assert len(links) > 10
+    assert all(link.startswith("https://") for link in links)
 
 
 def test_training_needs_neither_tools_nor_testing(wheel, tmp_path):

@@ -1,5 +1,5 @@
-"""The rows of README's table of versions for Transformer Engine's layers: their names, and the
-tests that stand for them. `tests/compatibility.py` writes the table."""
+"""The rows of docs/compatibility.md for Transformer Engine's layers: their names, and the tests
+that stand for them. `tests/compatibility.py` writes the table."""
 
 LAYERS = "tests/te/test_te_layers.py::"
 LOOP = "tests/te/test_te_training.py::"
