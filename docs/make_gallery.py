@@ -20,34 +20,33 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # Gallery
 
-These pictures show, for masks, layouts and algorithms, which rank computes what at which step,
-which chunks travel, and which transfers are left out. The command above each picture draws it from
-the masks, layouts and schedules that run. `make gallery` draws all of them again,
-`megatron-burst show --help` lists all options, and without `--png` the command prints text.
+Which rank computes what at which step, and what is sent, for masks, layouts and algorithms. The
+command above each picture draws it from the masks, layouts and schedules that run; without
+`--png` it prints text, and `megatron-burst show --help` lists all options.
 
-How to read a **mask**: on the left is the score matrix in the order of the sequence, on the right
-the same matrix with the positions of each rank together. A pair that attends has the colour of the
-rank that computes it, and the small numbers are the steps of a ring. Imbalance is the work of the
-busiest rank over the mean, step by step: at 1.00 no rank waits.
+How to read a **mask**: left the score matrix in the order of the sequence, right with the
+positions of each rank together. A pair that attends has the colour of the rank that computes it,
+and small numbers are the steps of a ring. Imbalance is the work of the busiest rank over the
+mean, step by step: at 1.00 no rank waits.
 
-How to read **packed documents**: a row is a rank with its tokens, and a colour is a document. The
-nine longest documents have colours; of the others the shorter ones are lighter grey. The bars are
-the visible pairs of each rank. "Shards per rank from other nodes" is what a node has to receive if
-every row that it sees crosses once, divided by its ranks and by what a rank holds.
+How to read **packed documents**: a line is a rank with its tokens, and a colour is a document
+(the nine longest; the others are grey, shorter ones lighter). The bars are the visible pairs of
+each rank. "Shards per rank from other nodes" is what a node has to receive if every needed row is
+sent to it once, divided by its ranks and by what a rank holds.
 
 How to read a **schedule**: time runs to the right. A box is a step of a rank with a line for each
 pair of chunks, such as q3 k1: the queries of rank 3 with the keys of rank 1. The bar in it is the
 number of visible pairs; a full bar is the busiest step of the picture, and the rest of a box is
-waiting. An arrow is a chunk that travels from the boundary at which it is posted to that at which
-it lands, in the colour of its owner: filled for a copy (k0, q0), pale for a gradient (dk0, dq0),
-striped for a partial output (o0). It stands for all rows of its owner, the first row on the left,
-and is filled only where rows travel: `3/8` means three of the owner's eight. Dashed boxes are idle,
-and dashed arrows are transfers that are left out because no rank needs the chunk.
+waiting. An arrow is a chunk from the time it is sent to the time it arrives, in the colour of its
+owner: filled for a copy (k0, q0), pale for a gradient (dk0, dq0), striped for a partial output
+(o0). It stands for all rows of its owner and is filled where rows are sent: `3/8` means three of
+the owner's eight. Dashed boxes are idle, and dashed arrows are transfers that are skipped because
+no rank needs the chunk.
 
-How to read a **scan of states** ([linear attention](linear-attention.md)): on top are the pieces of
-the sequence in the order of positions, in the colour of the rank that holds them. Below, a column
-is a round: ranks send from its left side to its right side. s3 is the state that enters piece 3,
-s3.1 part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
+How to read a **scan of states** ([linear attention](linear-attention.md)): on top are the pieces
+of the sequence in the order of positions, in the colour of the rank that holds them. Below, a
+column is a round: ranks send from its left side to its right side. s3 is the state that enters
+piece 3, s3.1 part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
 """
 
 

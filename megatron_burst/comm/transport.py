@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from . import packing
 from .packing import NO_CALL, Envelope, Message
+
+if TYPE_CHECKING:
+    from .waits import WaitClock
 
 Tensors = Sequence[torch.Tensor]
 
@@ -161,13 +164,14 @@ class _Works:
 
 @dataclass
 class ProcessEndpoint:
-    """An end of the torch.distributed transport."""
+    """An end of the torch.distributed transport. clock: measures its waits, if there is one."""
 
     rank: int
     ranks: Sequence[int]  # peer -> global rank
     channels: dict[tuple[Channel, str], dist.ProcessGroup]  # by type of device too
     counters: Counters = field(default_factory=Counters)
     room: int = 0
+    clock: WaitClock | None = None
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
@@ -192,7 +196,8 @@ class ProcessEndpoint:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise _failed(label, f"{_words(ops)}: {error}") from error
-        return _Works(works, ops, receives if some.is_cpu else (), label)
+        started = _Works(works, ops, receives if some.is_cpu else (), label)
+        return started if self.clock is None else self.clock.timed(started, some.is_cpu)
 
     def all_to_all(
         self,
@@ -232,7 +237,8 @@ class ProcessEndpoint:
                 works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
         except RuntimeError as error:
             raise _failed(label, f"{_words(())}: {error}") from error
-        _Works(works, (), (), label).wait()
+        started = _Works(works, (), (), label)
+        (started if self.clock is None else self.clock.timed(started, False)).wait()
 
     def released(self, tensors: Tensors) -> None:
         pass

@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 
 from .. import flags
 from ..comm.consensus import agree
-from . import patching, stream_layout
+from . import patching, step_metrics, stream_layout
 from .attention.plan_book import splits_attention
 from .checks import command_line
 from .checks.problem import refuse
@@ -71,6 +71,7 @@ def patch(patches: PatchSet, configure: Configure) -> None:
     datasets.patch_masks(patches)
     datasets.patch_stages(patches)
     patch_validation(patches)
+    step_metrics.patch(patches)
     name, around = "initialize_model_parallel", partial(_agreeing, patches)
     patches.wrap(parallel_state, name, ["context_parallel_size"], around)
 
@@ -101,7 +102,9 @@ def _validating(
     patches.notes[_ASKED] = _facts(args)
     if command_line.takes_over(args):
         datasets.replace_masks(args, patches)
-    return original(args, *others, **named)
+    result = original(args, *others, **named)
+    step_metrics.ask(patches, args)
+    return result
 
 
 def _settle(args: Any) -> None:

@@ -6,6 +6,7 @@ the schedule's, what it costs is `cost`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    q: Shard,
-    k: Shard,
-    v: Shard,
+    q: Shard | None = None,
+    k: Shard | None = None,
+    v: Shard | None = None,
     *,
     groups: Groups | InProcessGroups | None,
+    shape: Sequence[int] | None = None,
+    kv_heads: int | None = None,
+    value_width: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     needs_grad: NeedsGrad | None = None,
     sink: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
@@ -48,25 +54,37 @@ def prepare(
     its groups). Make one plan per micro-batch and use it in every layer of the same shapes.
 
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
-    are read. options: the fields of `AttentionOptions`. needs_grad: which of q, k, v need a
-    gradient, where the tensors do not say so (a plan may foresee gradients that a call does not
-    need). sink, max_logits: checked with the rest, and not kept: they are given to each call; with
-    max_logits, kernel "auto" is one that can tell the largest scores. rates: of links and
-    device, for algorithm "auto". Raises the same ValueError on every rank.
+    are read. In their place `shape`, that of q on this rank, with kv_heads (as many as query heads,
+    if not given), value_width (that of q), dtype and device (torch's defaults); q, k and v then
+    need gradients unless needs_grad says otherwise. options: the fields of `AttentionOptions`.
+    needs_grad: which of q, k, v need a gradient, where the tensors do not say so (a plan may
+    foresee gradients that a call does not need). sink, max_logits: checked with the rest, and not
+    kept: they are given to each call; with max_logits, kernel "auto" is one that can tell the
+    largest scores. rates: of links and device, for algorithm "auto". Raises the same ValueError on
+    every rank.
     """
     if not isinstance(groups, (Groups, InProcessGroups)):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+    tensors: Any = q, k, v
+    beside = {"kv_heads": kv_heads, "value_width": value_width, "dtype": dtype, "device": device}
+    if q is k is v is None or any(x is not None for x in (shape, *beside.values())):
+        from .stand_ins import of_shape  # which calls with tensors do not need
+
+        tensors = attempt(partial(of_shape, tensors, shape, groups, **beside))
+        needs_grad = (True, True, True) if needs_grad is None else needs_grad
     chosen = AttentionOptions(**options)
     given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
     plan = partial(_prepare, options=chosen, given=given)
     if isinstance(groups, InProcessGroups):
-        each = groups.run(plan, per_rank(groups, q, k, v), groups.ranks)
+        if isinstance(tensors, ValueError):
+            raise tensors
+        each = groups.run(plan, per_rank(groups, *tensors), groups.ranks)
         return InProcessPlan(groups, each)
-    return plan((q, k, v), groups)
+    return plan(tensors, groups)
 
 
 def _prepare(
-    tensors: tuple[Any, Any, Any],
+    tensors: tuple[Any, Any, Any] | ValueError,
     groups: Groups,
     options: AttentionOptions,
     given: dict[str, Any],
@@ -76,6 +94,8 @@ def _prepare(
 
     def checked() -> Request:
         groups.check()
+        if isinstance(tensors, ValueError):
+            raise tensors
         return check(tensors, groups, options, **given)
 
     request, choice = attempt(checked), None

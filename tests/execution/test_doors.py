@@ -218,6 +218,44 @@ def test_ranks_that_may_be_out_of_step_are_told_so():
     assert "fine" not in (told[2], failed[2])
 
 
+# --- a plan for a shape, where tensors are not there yet ------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "auto"])
+def test_a_shape_in_place_of_tensors(algorithm):
+    groups = mb.Groups.in_process(intra=2)
+    rates = mb.Rates(intra=1e9, inter=1e9) if algorithm == "auto" else None
+    asked = {"groups": groups, "algorithm": algorithm, "rates": rates}
+    tensors = [[x.double().requires_grad_() for _ in range(2)] for x in qkv(w=4)]
+    given = {"shape": (4, 1, 4, 8), "kv_heads": 2, "value_width": 4, "dtype": torch.float64}
+    plan = mb.prepare(**given, **asked)
+    assert plan.facts == mb.prepare(*tensors, **asked).facts
+    assert all(out.shape == (4, 1, 4, 4) for out in mb.attention(*tensors, plan=plan))
+    assert mb.prepare(**given, needs_grad=(False,) * 3, **asked).needs_grad == (False,) * 3
+    assert mb.prepare(shape=[4, 1, 4, 8], **asked).matches(*[[torch.zeros(4, 1, 4, 8)] * 2] * 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, r"give q, k and v, or shape=\(rows, batch, heads, width\)"),
+        ({"q": qkv()[0], "dtype": torch.float32}, "give either q, k, v or shape"),
+        ({"q": 1, "shape": (4, 1, 4, 8)}, "give either q, k, v or shape"),
+        ({"shape": (4, 1, 4)}, r"shape must be that of q on this rank.* got \(4, 1, 4\)"),
+        ({"shape": (4, 1, 4, 0)}, "shape must be that of q"),
+        ({"shape": 4}, "shape must be that of q"),
+        ({"shape": (4, 1, 4, 8), "kv_heads": 3}, "key/value heads must divide the 4 query heads"),
+        ({"shape": (4, 1, 4, 8), "kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
+        ({"kv_heads": 2, "dtype": torch.float64}, "give q, k and v, or shape"),
+        ({"shape": (4, 1, 4, 8), "dtype": torch.int64}, "share a floating dtype"),
+    ],
+)
+def test_a_shape_that_is_none(given, words):
+    for groups in (mb.Groups.in_process(intra=2), mb.Groups.in_process(intra=1).ranks[0]):
+        with pytest.raises(ValueError, match=words):
+            mb.prepare(groups=groups, **given)
+
+
 # --- a rank that dies, and one that never comes --------------------------------------------
 
 LIMIT = 5  # seconds, the process group's own timeout

@@ -46,9 +46,10 @@ def same(ours, stock, steps=range(1, 11)):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, train):
-    """A run on two ranks that saved its iterations 5 and 10, and where."""
+    """A run on two ranks that saved its iterations 5 and 10 and wrote scalars, and where."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    return train(2, f"{CP2} --save {folder} --save-interval 5"), folder
+    events = f"--tensorboard-dir {folder / 'events'}"
+    return train(2, f"{CP2} --save {folder} --save-interval 5 {events}"), folder
 
 
 def test_two_ranks_train_like_one(train, saved):
@@ -67,6 +68,26 @@ def test_the_start_up_line_and_the_flags_are_in_the_log(saved):
     assert "algorithm burst | 1 nodes x 2 ranks" in line
     (flag,) = saved[0].lines("context_parallel_algo ..")
     assert flag.endswith(" burst")
+
+
+def test_what_attention_did_is_in_the_event_file(saved):
+    """32 rows of 4 heads of 8 floats on each rank, zigzag: rank 0 sees all keys of rank 1, and rank
+    1 half of those of rank 0; in backward queries travel. Two layers, four micro-batches."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(saved[1] / "events")).Reload()
+    found = {
+        tag.removeprefix("burst/"): [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("burst/")
+    }
+    assert {len(steps) for steps in found.values()} == {10}
+    row, statistics = 4 * 8 * 4, 2 * 4 * 4
+    forward, backward = (16 + 32) * 2 * row, (16 + 32) * (3 * row + statistics)
+    assert found["bytes-within-nodes"][0] == (1, 2 * 4 * (forward + backward))
+    assert found["bytes-between-nodes"][0] == (1, 0)
+    assert all(ratio == 1 for _, ratio in found["pairs-busiest-over-mean"])
+    assert found["plan-seconds"][0][1] > 0 == found["plan-seconds"][1][1]
+    assert all(0 < seconds < 60 for _, seconds in found["wait-seconds"])
 
 
 def test_chosen_by_a_spec_alone(train):

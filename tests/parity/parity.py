@@ -93,7 +93,8 @@ def read(folder: Path) -> Scalars:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     found: Scalars = {}
     for tag in events.Tags()["scalars"]:
-        if tag != "iteration-time" and not tag.endswith(" vs samples"):
+        ours = tag.startswith("burst/")  # which stock has not
+        if tag != "iteration-time" and not ours and not tag.endswith(" vs samples"):
             steps = found.setdefault(tag, {})
             for event in events.Scalars(tag):
                 steps.setdefault(event.step, event.value)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -46,7 +46,7 @@ from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionKeywords
 from ...planning.plan import Plan
 from ...planning.prepare import prepare
-from .. import patching
+from .. import patching, step_metrics
 from ..data.cut import BatchCut
 from ..data.packed import Pack, Packs, packs
 from ..users_mask import MaskBatch, MaskLayer, users_mask
@@ -164,10 +164,11 @@ class PlanBook:
     startup: the line of the first plan of softmax attention; communicators, logged: those of the
     rings, and further kinds of layers, that have been logged.
     chosen: what "auto" has become, by kind and shapes. others: the books of groups that hold single
-    micro-batches of the same layers, by their ranks.
+    micro-batches of the same layers, by their ranks. metrics: of the run, if it writes them.
     """
 
     groups: Groups
+    metrics: step_metrics.StepMetrics | None = None
     startup: str | None = None
     communicators: str = ""
     logged: set[Hashable] = field(default_factory=set)
@@ -178,6 +179,10 @@ class PlanBook:
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
     _rates: Rates | None = None  # of the run's cluster file, once it was read
+
+    def __post_init__(self) -> None:
+        if self.metrics is not None:
+            self.metrics.watch(self.groups)
 
     def join(self, kind: Kind, layer_number: int) -> bool:
         """Register a layer; True if it is the leader of its kind.
@@ -192,7 +197,7 @@ class PlanBook:
     def over(self, ranks: tuple[int, ...], make_groups: Callable[[], Groups]) -> PlanBook:
         """The book of a group that holds a micro-batch; a collective of that group, if made now."""
         if ranks not in self.others:
-            self.others[ranks] = PlanBook(make_groups())
+            self.others[ranks] = PlanBook(make_groups(), metrics=self.metrics)
         return self.others[ranks]
 
     @contextmanager
@@ -228,7 +233,8 @@ class PlanBook:
             if leads and not again:
                 self.groups.compare(plan.facts)
         elif leads:
-            plan = self._plans[key] = kind.prepare(self, tensors, pack, rows, own)
+            with nullcontext() if self.metrics is None else self.metrics.planning():
+                plan = self._plans[key] = kind.prepare(self, tensors, pack, rows, own)
         else:
             shown = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
             raise ValueError(
@@ -240,6 +246,8 @@ class PlanBook:
         self._plans.move_to_end(key)
         if len(self._plans) > PLANS_KEPT:
             self._plans.popitem(last=False)
+        if self.metrics is not None and not again and isinstance(plan, Plan):
+            self.metrics.count_forward(plan)
         return plan
 
     def around(self, kind: LayerKind, q, k, v, pack: Pack | None = None) -> Around | None:
@@ -333,7 +341,7 @@ def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> Plan
     # The key holds the group itself, so no later group can have the same identity.
     books = _books()
     if (group, key) not in books:
-        books[group, key] = PlanBook(make_groups())
+        books[group, key] = PlanBook(make_groups(), metrics=step_metrics.metrics())
     return books[group, key]
 
 

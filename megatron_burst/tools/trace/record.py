@@ -10,6 +10,7 @@ host runs ahead there.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,7 +95,7 @@ def load(paths: Sequence[Path]) -> Trace:
     title = ", ".join(path.stem for path in paths)
     for path in paths:
         try:
-            record = json.loads(path.read_text())
+            record = json.loads(_text_of(path))
             title = record.get("otherData", {}).get("title", title)
             events += (profile := list(events_of(record)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,6 +103,11 @@ def load(paths: Sequence[Path]) -> Trace:
         if not profile:
             raise ValueError(f"{path} holds no trace of megatron-burst: no attention ran in it")
     return Trace.of_ranks(title, events)
+
+
+def _text_of(path: Path) -> str:
+    """Megatron-LM's profiler writes its traces compressed."""
+    return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
 
 
 def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:

@@ -1,0 +1,77 @@
+"""How long a rank waited for transfers, where somebody asks.
+
+On the CPU this is the time that the host was blocked. On a GPU a wait blocks the stream, so it is
+the time between two CUDA events around it; events are read only once they have passed, and neither
+the host nor the stream waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+class Waitable(Protocol):
+    """What can be waited for: an exchange under way."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class WaitClock:
+    """The waits of one rank. Hand it to an endpoint, and `take` the seconds now and then."""
+
+    _seconds: float = 0.0
+    _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
+    _spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def timed(self, pending: Waitable, on_host: bool) -> Waitable:
+        """The same exchange, whose wait counts. on_host: does it block the host?"""
+        return _TimedWait(self, pending, on_host)
+
+    def take(self) -> float:
+        """Seconds of all waits that have ended since the last call."""
+        self._read_passed()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def wait_on_host(self, pending: Waitable) -> None:
+        begin = time.perf_counter()
+        pending.wait()
+        self._seconds += time.perf_counter() - begin
+
+    def wait_on_stream(self, pending: Waitable) -> None:
+        if torch.cuda.is_current_stream_capturing():  # such events could not be read
+            pending.wait()
+            return
+        self._read_passed()  # so that few are open, however rarely somebody asks
+        begin, end = self._spare.pop() if self._spare else (_event(), _event())
+        begin.record()
+        pending.wait()
+        end.record()
+        self._open.append((begin, end))
+
+    def _read_passed(self) -> None:
+        while self._open and self._open[0][1].query():
+            begin, end = self._open.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
+            self._spare.append((begin, end))
+
+
+@dataclass
+class _TimedWait:
+    clock: WaitClock
+    pending: Waitable
+    on_host: bool
+
+    def wait(self) -> None:
+        wait = self.clock.wait_on_host if self.on_host else self.clock.wait_on_stream
+        wait(self.pending)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
