@@ -137,7 +137,7 @@ def run_all(args: argparse.Namespace, console: Console) -> Results:
     main = train(
         "burst",
         4,
-        f"2/4  {args.steps} steps on 4 ranks with BurstAttention, 2 nodes x 2 ranks",
+        f"2/4  {args.steps} steps on 4 ranks with BurstAttention, 2 per node x 2 nodes",
         f"--context-parallel-algo burst --context-parallel-size 4{layout} "
         f"--hierarchical-context-parallel-sizes 2 2 --save-interval {saved} --save",
         checkpoint,

@@ -42,29 +42,28 @@ def attention(
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> Shard:
-    """Exact attention of all positions to all positions the mask shows them.
+    """Exact attention over a sequence that is split over ranks.
 
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard, s rows of the positions
     that `layout` gives it; k divides h. Returns out [s, b, h, w] in the dtype of q. With
     `Groups.in_process` q, k, v are lists, one tensor per rank, and so is the result.
 
-    sink: [h], a learnable logit per head that takes part in every row's softmax and has no value
-    (zeros: "off by one" softmax); its gradient is that of this rank's rows.
+    sink: [h], a learnable logit per head in every softmax (zeros: "off by one" softmax); its
+    gradient is that of this rank's rows.
 
-    max_logits: [h], raised in place to the largest score that a query of each head sees in what
-    this rank computes: the maximum over all ranks is that of the whole sequence. It has the
-    accumulation dtype (float32, for float64 tensors float64), starts at -inf or at earlier results,
-    and gets no gradient; a sink does not count.
+    max_logits: [h], raised in place to the largest score of each head in what this rank computes;
+    take the maximum over ranks. In the accumulation dtype (float32, for float64 tensors float64),
+    initially -inf or earlier results; without gradient and without the sink.
 
-    label: what the ranks should agree on about this call, such as the number of a layer (a string,
-    an integer or a tuple of them); where ranks are out of step, it tells calls of one plan apart.
+    label: a string, an integer or a tuple of them that identifies this call, such as the number of
+    the layer, so that ranks out of step are noticed.
 
     Either `plan`, made by `mb.prepare`, or the keywords from which `prepare` makes one, which is a
     collective: groups, needs_grad, rates (what they do not state is measured, once per groups, for
     algorithm "auto"), and options, the fields of `AttentionOptions`, which says what they mean.
 
     Cannot be differentiated twice, nor run inside torch.func; torch.compile breaks its graph here,
-    once. Raises ValueError for what cannot be served, RuntimeError naming the exchange if a peer
+    once. Raises ValueError for unsupported arguments, RuntimeError naming the exchange if a peer
     died or is out of step.
     """
     refuse_transforms("mb.attention")

@@ -25,6 +25,12 @@ def byte_size(count: float) -> str:
     return _scaled(count, BYTES, 4)
 
 
+def grid_of(per_node: int, nodes: int) -> str:
+    """Ranks per node and nodes, in the order of --hierarchical-context-parallel-sizes: "8 per node
+    x 4 nodes"; of one node "8 ranks"."""
+    return f"{per_node} per node x {nodes} nodes" if nodes > 1 else f"{per_node} ranks"
+
+
 def duration(seconds: float) -> str:
     """A time in three digits: 0.0415 is "41.5 ms"."""
     return _scaled(seconds, SECONDS, 3)

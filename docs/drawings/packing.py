@@ -40,7 +40,7 @@ def scene() -> PackScene:
 
 
 def draw_packing() -> Figure:
-    made = figure(9.4, 4.3, "Documents as a mixture",
+    made = figure(9.4, 4.3, "Parts of documents on four ranks",
                   "the area of a part is its visible pairs; the dashed line is the mean of all "
                   "tokens")  # fmt: skip
     _triangle(box(made, 0.55, 0.95, 2.3, 2.3))

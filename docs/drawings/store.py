@@ -20,7 +20,7 @@ KEPT = (0.0, 0.5, 1.0)
 
 
 def again(keep: float, length: int = 1024) -> tuple[float, float, float]:
-    """Of a causal mask, as fractions: rows kept, pairs computed again, keys sent again."""
+    """Of a causal mask, as fractions: rows kept, pairs recomputed, keys sent again."""
     mask, whole = mb.masks.Causal(), (Span(0, 1, length),)
     kept, rest = store.split(mask, length, keep, RANKS)
     queries = [Span(a, 1, b - a) for a, b in rest]
@@ -35,11 +35,11 @@ def again(keep: float, length: int = 1024) -> tuple[float, float, float]:
 
 def store_caption(keep: float) -> str:
     rows, pairs, _ = again(keep)
-    return f"keep {keep:g}: {rows:.0%} of the rows kept, {pairs:.0%} of attention computed again"
+    return f"keep {keep:g}: {rows:.0%} of the rows kept, {pairs:.0%} of attention recomputed"
 
 
 def draw_store() -> Figure:
-    made = figure(9.4, 3.75, "What is kept, and what is computed again", f"A causal mask over "
+    made = figure(9.4, 3.75, "What is kept and what is recomputed", f"A causal mask over "
                   f"{POSITIONS} positions; on the right, as fractions, over 1,024")  # fmt: skip
     done, redo = mixed(of_rank(2, 4), "#ffffff", 0.55), of_rank(0, 4)
     for i, keep in enumerate(KEPT):
@@ -61,7 +61,7 @@ def draw_store() -> Figure:
             axes.set_ylabel("queries", fontsize=8, labelpad=2)
     for x, colour, text in (
         (0.45, done, "result kept"),
-        (1.75, redo, "computed again in backward"),
+        (1.75, redo, "recomputed in backward"),
     ):
         patch = box(made, x, 0.25, 0.16, 0.14)
         patch.set_facecolor(colour)
@@ -90,7 +90,7 @@ def _trade(axes: Axes) -> None:
     axes.grid(color=RULE, linewidth=0.6)
     axes.tick_params(length=0, labelsize=8)
     axes.set_xlabel("rows kept", fontsize=8, labelpad=2)
-    axes.set_title("done again", loc="left", fontsize=10, fontweight="bold", color=INK)
+    axes.set_title("repeated", loc="left", fontsize=10, fontweight="bold", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
 
 

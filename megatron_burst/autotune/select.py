@@ -30,7 +30,7 @@ BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the li
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` took, and why.
+    """What `choose` selected, and why.
 
     taken: the candidate with the shortest predicted time; others: the rest, by predicted time;
     rates: what the prediction is based on; per_node: ranks per node; wire: the dtype of travelling
@@ -107,7 +107,7 @@ def choose(
         groups = mb.Groups.from_topology(pg, **choice.groups)
         plan = mb.prepare(q, k, v, groups=groups, **choice.call)
 
-    Raises ValueError naming the argument that cannot be.
+    Raises ValueError naming the invalid argument.
     """
     _check_stated(rates)
     kv_heads = heads if kv_heads is None else kv_heads

@@ -120,32 +120,26 @@ class _Uncopied:
 
 
 class Groups(_Uncopied):
-    """An ordered grid rank -> (head, intra, inter), and the process groups of its rings.
+    """The context-parallel ranks as nodes x ranks per node, with the process groups of their rings.
 
-    The ranks are numbered 0 .. size - 1, node by node: in that order a layout deals out
-    positions. With `ulysses` = 1 they form one ring of nodes. With `ulysses` = p every p of them
-    share heads by all-to-all and the rings run over the other size / p; `placement` says whether
-    these p are neighbours ("head_first") or the ranks of a ring are ("context_first").
+    Make it once, on every rank and before the first attention, usually by `by_host`,
+    `from_topology` or `flat`. Ranks are numbered 0 to size - 1, node by node; `rank` is this one's
+    number. It cannot be copied or pickled. The process groups of its rings are made, collectively,
+    when a plan first needs them, and live as long as the process.
 
-    Make it once, on every rank of the grid alike and before the first attention. It cannot be
-    copied or pickled, so it must not be stored on a Megatron config. The process groups of its
-    rings are made, collectively, when a plan first needs them: activations and gradients of a ring
-    never share one. They live as long as the process.
-
-    `mb.Groups(intra=pg, inter=pg)` takes the two process groups of this rank's node and of its
-    index across nodes (index 0 and 1 of Megatron's hierarchical groups). `reuse`: process groups,
-    the same on every rank, that activations travel on where one has just the ranks of their ring;
-    other uses of these must come in the same order on all ranks, as collectives do.
-    `nccl_max_ctas`: thread blocks at most, each of which takes a multiprocessor from attention, of
-    a kernel on the NCCL communicators that are made. Raises ValueError, as the other ways to make
-    groups do, if the ranks do not form a grid or were asked for different ones.
-
-    Attributes: `topology`; `rank`; `backend`, of the group it was made from; `devices`, the types
-    of device whose tensors that moves (none if ranks share a process); the endpoints `ring`, of
-    this rank's ring, `ulysses`, of the ranks that share heads with it (`ulysses_links`: link class
-    to each of these), and `grid`, of all ranks; `cache`, what planning found out about this grid
-    (nothing here reads it); `calls`, how many calls were made on it.
+    `mb.Groups(intra=pg, inter=pg)` takes the process groups of this rank's node and of the ranks
+    with its index on all nodes (index 0 and 1 of Megatron's hierarchical groups). ulysses: so many
+    ranks share heads by all-to-all, with rings over the others; placement: whether ranks that share
+    heads are neighbours ("head_first") or the ranks of a ring are ("context_first"). reuse: process
+    groups, the same on every rank, that may carry the activations of a ring with exactly their
+    ranks; all ranks must use them in the same order. nccl_max_ctas: the largest number of thread
+    blocks of a kernel on the NCCL communicators that are made; each takes a multiprocessor from
+    attention. Raises ValueError if the ranks form no grid or were given different arguments.
     """
+
+    # Inside the package: `devices`, the types of device whose tensors `backend` moves (none if
+    # ranks share a process); the endpoints `ring`, `ulysses` (`ulysses_links`: link class to each
+    # of its ranks) and `grid`; `cache`, which planning fills and nothing here reads.
 
     topology: Topology
     rank: int
@@ -215,7 +209,7 @@ class Groups(_Uncopied):
     def in_process(
         cls, *, inter: int = 1, intra: int, ulysses: int = 1, placement: str = "head_first"
     ) -> InProcessGroups:
-        """`inter` nodes of `intra` ranks that all live in this process, without torch.distributed.
+        """`inter` nodes of `intra` ranks, all in this process, without torch.distributed.
 
         For tests, and to check the numerics of a large grid on one device; one call at a time.
         `ulysses`, `placement`: as in `Groups`.
@@ -229,7 +223,7 @@ class Groups(_Uncopied):
 
     @property
     def counters(self) -> Counters:
-        """Bytes sent by this rank, to whomever."""
+        """Bytes sent by this rank."""
         return self.ring.counters
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
@@ -247,8 +241,8 @@ class Groups(_Uncopied):
     def compare_calls(self) -> None:
         """Raise the same ValueError on every rank unless all made the same calls in the same order.
 
-        A collective on the host, which `prepare` makes too. For programs that use one plan for
-        many steps on a device that cannot check every message (CUDA): call it every so many.
+        A small collective on the host, part of `prepare`. Call it every few steps where one plan
+        serves many steps on CUDA, whose messages are not checked one by one.
         """
         self.compare({})
 
@@ -263,7 +257,7 @@ class Groups(_Uncopied):
 
     @property
     def communicators(self) -> str:
-        """What the rings travel on so far, in words; empty for one rank, and in one process."""
+        """The communicators of the rings so far, in words; empty without any."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property

@@ -6,6 +6,8 @@ sequences, as it expects them. Imported where tensors are on a GPU.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .operators import ONE_WIDTH, Lengths, Shown, Widths
@@ -77,6 +79,12 @@ class CudaCudnn:
             f"Hopper with cuDNN 9.10 (256, 256), got {widths}"
         )
 
+    @functools.cached_property
+    def stats_end(self) -> torch.Size:
+        """What follows [b, h, s] in the shape of cuDNN's statistics: 1 from torch 2.9 on."""
+        x = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+        return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].shape[3:]
+
     def forward(self, q, k, v, shown, scale):
         result = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, shown.causal, scale=scale
@@ -89,8 +97,9 @@ class CudaCudnn:
         dout, out = (_dense(x) for x in (dout, out))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
+        lse = lse.contiguous().view(*lse.shape, *self.stats_end)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, *sizes,
+            dout, q, k, v, out, lse, seed, seed, None, *sizes,
             0.0, shown.causal, scale=scale,
         )  # fmt: skip
 

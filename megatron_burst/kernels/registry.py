@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..masks import Causal, Mask
-from . import torch_release
+from . import torch_features
 from .aten import AtenKernel
 from .base import Kernel
 from .operators import CpuFlash, CpuNarrow
@@ -111,9 +111,9 @@ def make(
     """
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")
-    refused = torch_release.refusal(torch_release.PACKAGE)
+    refused = torch_features.refusal(torch_features.PACKAGE)
     if refused is not None:
-        raise ValueError(f"{torch_release.PACKAGE} {refused}")
+        raise ValueError(f"{torch_features.PACKAGE} {refused}")
     auto = name == "auto"
     names = automatic(q.device, Causal() if mask is None else mask) if auto else (name,)
     reasons: list[str] = []
@@ -147,4 +147,7 @@ def _refusal(
         return f"has no softcap, got softcap={softcap}"
     if maximum and not kernel.maximum:
         return "returns log-sum-exps alone, and max_logits asks for the largest scores"
-    return kernel.refusal(q, k, v)
+    reason = kernel.refusal(q, k, v)
+    if reason is None and kernel.name == "aten" and q.is_cpu and q.shape[2] != k.shape[2]:
+        return torch_features.refusal(torch_features.SHARED_HEADS)
+    return reason

@@ -229,8 +229,8 @@ class Balanced(Layout):
     `cp_size`. per_node: ranks per node, for placement only; default: what `cp_size` and 8 have in
     common. windows: (left, right) of every kind of layer, as of `masks.Window` within a document;
     their pairs are summed. (None, 0) is causal, (None, None) sees all. padding: indices of
-    documents that are padding: nothing sees them, and they see nothing. Raises ValueError for
-    arguments that are none of these.
+    documents that are padding, which attend to nothing. Raises ValueError for
+    invalid arguments.
     """
 
     name = "balanced"

@@ -135,7 +135,7 @@ def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]
 
 
 class Layout:
-    """How `cp_size` ranks share a sequence; ValueError for a number of ranks that is none.
+    """Which positions each of `cp_size` ranks holds; ValueError for an invalid number of ranks.
 
     Subclasses give `name`, `pieces_per_rank` and `_spans`.
     """
@@ -158,7 +158,7 @@ class Layout:
         return f"{type(self).__name__}(cp_size={self.cp_size})"
 
     def describe(self) -> str:
-        """Its name, and what a person should know of it."""
+        """Its name, and its parameters."""
         return self.name
 
     def check(self, seq_len: int) -> None:
@@ -174,7 +174,7 @@ class Layout:
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         """The spans that `rank` holds of a sequence of `seq_len` positions, in shard order.
 
-        Raises ValueError for a rank that is none, or a length that this layout cannot cut.
+        Raises ValueError for an invalid rank, or a length that this layout cannot split.
         """
         rank, seq_len = integer("rank", rank), integer("seq_len", seq_len)
         self.check(seq_len)

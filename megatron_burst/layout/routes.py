@@ -51,7 +51,7 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
 
     The result has width - 1 rows for each piece in the order of the rank's rows, the nearest ones
     last; rows before the document's first are zero. chains: as of `chains`. width: of the window
-    that ends at a row, 1 or more. Raises ValueError for a width or rank that is none.
+    that ends at a row, 1 or more. Raises ValueError for an invalid width or rank.
     """
     return preceding_and_most(chains, width, rank)[0]
 
@@ -85,7 +85,7 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
     """How `rank` gets its shard under `target` when all ranks hold theirs under `source`.
 
     seq_len: positions of the sequence. Raises ValueError for what is no layout, for layouts over
-    different numbers of ranks, a length that one of them cannot cut, and a rank that is none.
+    different numbers of ranks, a length that one of them cannot split, and an invalid rank.
     """
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
@@ -224,7 +224,7 @@ def successors(
     counts through the s rows that `rank` holds under `layout`, then the cp_size * n rows sent, rank
     by rank, then one row of zeros, which the last token of a document takes. cu_seqlens: cumulative
     lengths of the documents; [0, length] for one sequence. Raises ValueError for lengths that are
-    none or that the layout cannot cut, and for a rank that is none.
+    none or that the layout cannot split, and for an invalid rank.
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")

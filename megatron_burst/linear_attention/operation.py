@@ -45,20 +45,20 @@ def linear_attention(
     plan: LinearPlan | InProcessLinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """Linear attention of all positions to those before them in their documents.
+    """Causal linear attention over a sequence that is split over ranks.
 
     A state S [d, w] per batch and value head takes every token t of a document, in order:
     S_t = D_t S_{t-1} + k_t v_t^T or, with beta, S_t = D_t S_{t-1} + beta_t k_t (v_t -
     (D_t S_{t-1})^T k_t)^T (the delta rule), with D_t = exp(decay_t); out_t = scale * S_t^T q_t.
 
     q, k [s, b, g, d]; v [s, b, h, w]: this rank's shard, s rows of the positions that `layout`
-    gives it; g divides h. decay: logarithms, [s, b, h] (retention, Mamba-2), [s, b, h, d] (gated
-    linear attention, KDA), [h] for one that never changes (lightning attention), or None. Normally
-    they are not positive: a state that grows is allowed, and on the CPU warned of. beta [s, b, h]
-    or None. Returns out [s, b, h, w] in the dtype of v; with return_final_state also the states
-    after all documents, [documents, b, h, d, w], the same on all ranks. initial_state: those before
-    them, as many, the same on all ranks; zero if None. With `Groups.in_process` q, k, v, decay and
-    beta are lists, one tensor per rank, and so are out and the final states.
+    gives it; g divides h. decay: logarithms, [s, b, h] (retention, Mamba-2), [s, b, h, d]
+    (gated linear attention, KDA), [h] for a constant (lightning attention), or None; positive
+    ones, which make states grow, are warned of on the CPU. beta [s, b, h] or None. Returns out
+    [s, b, h, w] in the dtype of v; with return_final_state also the states after all documents,
+    [documents, b, h, d, w], the same on all ranks. initial_state: those before them, as many,
+    the same on all ranks; zero if None. With `Groups.in_process` q, k, v, decay and beta are
+    lists, one tensor per rank, and so are out and the final states.
 
     form: "auto" (the default: what decay and beta say), "linear", "scalar_decay", "vector_decay",
     "delta_rule", "gated_delta_rule" or "kda". scale: default d ** -0.5. cu_seqlens: cumulative
@@ -66,14 +66,14 @@ def linear_attention(
     striped. algorithm, rates: which carries states between ranks, as of `mb.state_scan`. kernel:
     "auto", "torch" (chunks, in torch's operators), "reference" (the recurrence), or that of an
     installed package. plan: made by `mb.prepare_linear`, in place of these and groups; without one
-    the call is a collective of the host too. With one, only what it compared is agreed on: ranks
-    that give initial_state or ask for final states alone are out of step. label: as of
+    the call is a collective of the host too. With one, initial_state
+    and return_final_state must be the same on all ranks. label: as of
     `mb.attention`.
 
     States and their gradients travel and add up in float32 (float64 for float64). The loss is the
     sum of the ranks' losses: the gradient of initial_state is whole on the rank with a document's
     first row, and zero on others. Cannot be differentiated twice, and either all ranks run its
-    backward or none. Raises ValueError for what cannot be served, RuntimeError naming the exchange
+    backward or none. Raises ValueError for unsupported arguments, RuntimeError naming the exchange
     if a peer died or is out of step.
     """
     refuse_transforms("mb.linear_attention")

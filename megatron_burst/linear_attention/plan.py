@@ -21,7 +21,7 @@ from ..comm.rows import GRID
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains
 from ..schedule.scans.blocks import Blocks, cut
-from ..units import byte_size
+from ..units import byte_size, grid_of
 from .kernels.base import RankPieces
 from .program import (
     ConvolutionWindow,
@@ -96,7 +96,7 @@ class LinearPlan:
         why = f" ({self.why})" if self.why else ""
         line = [
             f"burst linear attention: algorithm {self.algorithm}{why}",
-            f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks",
+            grid_of(topology.per_node, topology.size // topology.per_node),
             f"layout {self.layout.describe()}",
         ]
         if self.local is not None:

@@ -36,7 +36,7 @@ def short_convolution(
     plan: LinearPlan | InProcessLinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """Each channel of every row, and of the rows before it in its document, times the weights.
+    """Causal depthwise convolution over a sequence that is split over ranks.
 
     x [s, b, c]: this rank's rows; weight [c, width], of which the last column is that of the row
     itself; bias [c] or None; before a document there are zeros. Rows come from as many ranks as
@@ -50,7 +50,7 @@ def short_convolution(
     `mb.prepare_linear` for the same rows, in place of these; without one the call is a collective
     of the host too, which compares x, width, activation and whether there is a bias. With one,
     ranks in which these differ are out of step. label: as of `mb.attention`. Raises ValueError for
-    what cannot be served, RuntimeError naming the exchange if a peer died or is out of step.
+    unsupported arguments, RuntimeError naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.short_convolution")
     if plan is None:

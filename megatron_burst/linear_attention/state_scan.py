@@ -43,9 +43,9 @@ def state_scan(
     plan: LinearPlan | InProcessLinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """The state that enters each piece of this rank, when each piece maps S to decay S + increment.
+    """The state that enters each piece of this rank, if each piece maps S to decay S + increment.
 
-    A piece is as many rows of one rank as hold consecutive positions of one document (see
+    A piece is rows of one rank with consecutive positions of one document (see
     `mb.layout.chains`). decay: of this rank's pieces in the order of its rows, factors of the
     state [p, b, h], of its rows [p, b, h, d], matrices [p, b, h, d, d], or None where pieces keep
     the state; increment [p, b, h, d, w]. Returns entering [p, b, h, d, w], in float32 (float64 for
@@ -59,13 +59,13 @@ def state_scan(
     (LASP-2, arXiv 2502.07563), "scan" (the All-Scan of ZeCO, arXiv 2507.01004), "two_level",
     "ring" (LASP, arXiv 2404.02882) or, the default, "auto", the one that is predicted to be fastest
     at `rates` (an `mb.Rates`; nominal ones if None). plan: made by `mb.prepare_linear`, in place of
-    these; without one the call is a collective of the host too. With one, only what it compared is
-    agreed on: ranks that give initial_state or ask for final states alone are out of step. label:
-    as of `mb.attention`.
+    these; without one the call is a collective of the host too. With one, initial_state and
+    return_final_state must be the same on all ranks. label: as of
+    `mb.attention`.
 
     The loss is the sum of the ranks' losses: the gradient of initial_state is whole on the rank
     that holds the first piece, and zero on others. Cannot be differentiated twice, and either all
-    ranks run its backward or none. Raises ValueError for what cannot be served, RuntimeError
+    ranks run its backward or none. Raises ValueError for unsupported arguments, RuntimeError
     naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.state_scan")

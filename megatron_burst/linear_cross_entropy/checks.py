@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.consensus import Facts
-from ..kernels import torch_release
+from ..kernels import torch_features
 from ..kernels.online_softmax import accumulation_dtype
 from .function import Sink
 from .split import Split
@@ -235,9 +235,9 @@ def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
     if sink is not None and not all(callable(getattr(sink, x, None)) for x in ("target", "done")):
         yield f"sink must have the methods target() and done(), or be None, got {told(sink)}"
     yield from flag("sequence_parallel", sequence_parallel)
-    refused = torch_release.refusal(torch_release.PACKAGE)
+    refused = torch_features.refusal(torch_features.PACKAGE)
     if refused is not None:
-        yield f"{torch_release.PACKAGE} {refused}"
+        yield f"{torch_features.PACKAGE} {refused}"
 
 
 def _tensors(inputs: LossInputs, split: Split) -> Iterator[str]:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..kernels import torch_release
 from ..kernels.online_softmax import accumulation_dtype
+from ..kernels.torch_features import adds_wide
 from ..units import LOGITS_TILE, byte_size
 from .formula import Formula
 from .rows import Columns, row_stats, softmax_gradient_
@@ -55,10 +55,10 @@ def weight_gradient_(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) ->
     """dw [v, d] += z [n, v]^T hidden [n, d]; dw in the accumulation dtype."""
     if dw.dtype == z.dtype:
         dw.addmm_(z.t(), hidden)
-    elif torch_release.concerns(torch_release.WIDE_SUMS):  # CUDA, operands of low precision
-        _add_by_panels(dw, z, hidden)
-    else:  # the product comes out of the multiplier in fp32, onto what is there
+    elif adds_wide(dw.device):  # CUDA: the product comes out of the multiplier in fp32
         torch.addmm(dw, z.t(), hidden, out_dtype=dw.dtype, out=dw)  # pyright: ignore[reportCallIssue]
+    else:
+        _add_by_panels(dw, z, hidden)
 
 
 def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:

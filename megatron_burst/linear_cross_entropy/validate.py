@@ -37,7 +37,7 @@ def linear_cross_entropy(
     return_argmax: bool = False,
     sink: Sink | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of the logits hidden @ weight.T without ever holding all logits.
+    """Cross entropy of the logits hidden @ weight.T without materializing full logits.
 
     hidden [..., d] and weight [v, d] in one of float64, float32, bfloat16; labels [...] of any
     signed integer type or uint8, uint16, uint32 (they are compared and used as int64).
@@ -52,8 +52,8 @@ def linear_cross_entropy(
         loss_mask (a checksum tells); the call is a collective. sequence_parallel: hidden is this
         rank's slice of dimension 0, labels are those of all tokens; the gradient of hidden is this
         rank's slice too.
-    logit_scale: logits are multiplied by it; a number, as all options are. One that is learnt
-        belongs into hidden: hidden * logit_scale. logit_softcap: then cap * tanh(logit / cap).
+    logit_scale: logits are multiplied by it; a number, as all options are. For a learnable one
+        scale hidden: hidden * logit_scale. logit_softcap: then cap * tanh(logit / cap).
     z_loss: adds z_loss * lse ** 2. label_smoothing: as in torch's cross_entropy, over vocab_size.
     vocab_size: rows of the whole weight from there on are padding: no part of the softmax, no
         gradient. None: all rows count, as in Megatron.

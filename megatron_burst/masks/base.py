@@ -69,7 +69,7 @@ class Viewers(NamedTuple):
 
 
 class Mask:
-    """Base of all masks. A mask of your own defines `visible` and `cover`."""
+    """Base of all masks. A custom mask defines `visible` and `cover`."""
 
     #: the mask depends on distances modulo this only, so residue classes are cut apart; mostly 1
     modulus: int = 1
@@ -91,8 +91,8 @@ class Mask:
         return type(self).__module__.startswith(f"{__package__}.")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """May the query see the key? q, k: integer arrays of positions, broadcast against each
-        other; returns bool of their common shape."""
+        """Whether the query attends to the key. q, k: integer arrays of positions, broadcast
+        against each other; returns bool of their common shape."""
         raise NotImplementedError
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:

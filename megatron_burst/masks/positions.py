@@ -27,7 +27,7 @@ def _position(mask: Mask, name: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Full(VectorMask):
-    """Every query sees every key."""
+    """Every query attends to every key."""
 
     flash_compatible = True
 
@@ -44,10 +44,10 @@ class Full(VectorMask):
 
 @dataclass(frozen=True, eq=False)
 class Window(VectorMask):
-    """A query at p sees the keys from p - left to p + right; None stands for no limit.
+    """A query at p attends to the keys from p - left to p + right; None: no limit.
 
-    A causal sliding window of W tokens, the own one included, is Window(W - 1, 0). ValueError for a
-    limit that is no number of positions.
+    A causal sliding window of W tokens, the own one included, is Window(W - 1, 0). ValueError for
+    an invalid limit.
     """
 
     left: int | None
@@ -101,7 +101,7 @@ class Window(VectorMask):
 
 
 class Causal(Window):
-    """A query sees the keys at its own position and before."""
+    """A query attends to the keys at its own position and before."""
 
     def __init__(self):
         super().__init__(None, 0)
@@ -112,7 +112,7 @@ class Causal(Window):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(VectorMask):
-    """A query sees the keys whose distance is a multiple of `stride`, on both sides.
+    """A query attends to the keys whose distance is a multiple of `stride`, on both sides.
 
     ValueError unless `stride` is an integer from 1 on.
     """
@@ -141,7 +141,7 @@ class Dilated(VectorMask):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(VectorMask):
-    """Every query sees the first n keys. A prefix language model is Causal() | Prefix(n).
+    """Every query attends to the first n keys. A prefix language model is Causal() | Prefix(n).
 
     ValueError unless n is an integer from 0 on.
     """

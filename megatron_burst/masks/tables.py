@@ -13,10 +13,11 @@ from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
 class Documents(VectorMask):
-    """Positions see each other within a document; documents are packed one after the other.
+    """Packed documents: positions attend to each other within a document.
 
     cu_seqlens: cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
-    padding: indices of documents that are padding: their rows see nothing, and nothing sees them.
+    padding: indices of documents that are padding: their rows attend to nothing, nor anything to
+    them.
     Causal packed documents are Documents(cu_seqlens) & Causal(). ValueError for other numbers.
     """
 
@@ -107,7 +108,7 @@ class _Table(Mask):
 
 
 class BlockSparse(_Table, VectorMask):
-    """Query block i sees key block j where table[i, j] (BurstEngine section 3.4).
+    """Query block i attends to key block j where table[i, j] (BurstEngine section 3.4).
 
     table: bool or 0/1, [n, n]. block: positions per block; n * block is the sequence length.
     Raises ValueError for other tables.
@@ -167,7 +168,7 @@ class BlockSparse(_Table, VectorMask):
 
 
 class Dense(_Table):
-    """Query q sees key k where table[q, k]: for masks that no other class describes.
+    """Query q attends to key k where table[q, k]: for masks that no other class describes.
 
     table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank. Raises
     ValueError for other tables.

@@ -28,7 +28,7 @@ from ..recompute.checkpoint import Frame
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
-from ..units import byte_size
+from ..units import byte_size, grid_of
 from . import pipeline
 from .pipeline import Recompute, without_tables
 from .validate import (
@@ -51,13 +51,12 @@ if TYPE_CHECKING:
 class Plan:
     """Everything a call of `attention` on one rank needs besides its tensors, made by `prepare`.
 
-    groups: the rank's. options: as given, with every "auto" and default resolved. layout, mask:
-    the objects that these name. signature: shapes, dtypes and device of q, k, v. sizes: this rank's
-    share in its ring. passes: the schedules of forward and backward, of every chunk of rows.
-    facts: what all ranks agreed on, the same on each; identity: digest of it; digest: of the tables
-    of the schedules. job: what this rank executes.
-    again: of every chunk what is computed again, if calls keep something until then. choice:
-    why, where the algorithm was left open.
+    groups, layout, mask: what it was made for; options: with every "auto" and default resolved;
+    choice: why algorithm "auto" took what it took. signature: shapes, dtypes and device of q, k, v.
+
+    Internal: sizes: this rank's share in its ring. passes: schedules of forward and backward, of
+    every row chunk. facts: what all ranks agreed on; identity: its digest; digest: of the tables of
+    the schedules. job: what this rank executes. again: what every row chunk recomputes.
     """
 
     groups: Groups
@@ -75,8 +74,8 @@ class Plan:
     choice: Choice | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Do q, k, v have the shapes, dtypes and device that the plan was made for, and need no
-        gradient that it did not foresee?"""
+        """Whether q, k, v have the shapes, dtypes and device that the plan was made for, and need
+        only gradients that it was made for."""
         graph = torch.is_grad_enabled()
         for t, made_for, planned in zip(
             (q, k, v), self.signature, self.job.needs_grad, strict=True
@@ -167,7 +166,7 @@ class Plan:
         max_logits: torch.Tensor | None = None,
         host: Host | None = None,
     ) -> ChunkedCall:
-        """One call whose queries come chunk by chunk, see `ChunkedCall`; a collective.
+        """A call whose queries come one row chunk at a time, see `ChunkedCall`; a collective.
 
         k, v of this rank's whole shard, as the plan was made for; sink, label, max_logits as
         `mb.attention` takes them. host: `mb.HostMemory`, for a plan with visiting="host". Bytes are
@@ -204,7 +203,7 @@ class Plan:
 
     @property
     def kernel(self) -> Kernel:
-        """The local attention."""
+        """The kernel that runs."""
         return self.job.kernel
 
     @property
@@ -231,11 +230,11 @@ class Plan:
 
     @property
     def head_chunks(self) -> int:
-        """In how many chunks the heads go round the ring; 1: all at once."""
+        """Number of head chunks."""
         return self.job.head_chunks
 
     def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
-        """Bytes this rank sends per call, forward and backward; with `side` as if it ran that."""
+        """Bytes this rank sends per call, forward and backward; side: as if that one ran."""
         groups, sizes = self.groups, self.sizes
         forward_bytes, backward_bytes = cost.head_traffic(
             groups.ulysses_links, groups.ulysses.rank, sizes, len(self.passes) > 1
@@ -274,12 +273,12 @@ class Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that keys kept from forward take on this rank until backward."""
+        """Bytes of keys and values kept from forward until backward."""
         return sum(chunk.count for chunk in self.job.forward.kept) * self.sizes.forward.kv
 
     @property
     def held_bytes(self) -> int:
-        """Most memory at a time of chunks of other ranks and partial results of them."""
+        """Peak bytes of chunks of other ranks and their partial results."""
         runs = [run for chunk in self.job.chunks for run in (chunk.forward, chunk.backward)]
         return max(run.held_bytes for run in runs)
 
@@ -302,11 +301,11 @@ class Plan:
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
-        """What runs, on one line: choices, bytes per layer and rank, and the other side's cost."""
+        """One line: choices, bytes per layer and rank, and the bytes of the other side."""
         topology, csrc = self.groups.topology, native.serves(self.device.type)
         forward, backward = self.traffic()
         other = "kv" if self.side == "query" else "query"
-        nodes = f"{topology.size // topology.per_node} nodes x {topology.per_node} ranks"
+        nodes = grid_of(topology.per_node, topology.size // topology.per_node)
         if topology.ulysses > 1:
             nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
         words = [f"burst attention: algorithm {self.algorithm}{self._why()}", nodes]
@@ -362,7 +361,7 @@ class Plan:
 
     @property
     def store_bytes(self) -> int:
-        """Memory that results kept for a recompute take on this rank until backward."""
+        """Bytes of the attention store."""
         sizes = self.sizes
         each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return sum(len(one.run.kept) for one in self.again) * sizes.batch * sizes.heads * each

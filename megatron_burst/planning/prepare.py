@@ -50,8 +50,8 @@ def prepare(
 
     With `Groups.in_process` the plan is that of all ranks. Collective: every rank of `groups` must
     call it (one all-gather of 1.3 KB per rank on the host; two with algorithm "auto", which
-    measures, once per `groups` and kernel, what `rates` does not state; the first on a ring makes
-    its groups). Make one plan per micro-batch and use it in every layer of the same shapes.
+    measures once what `rates` does not state; the first plan on a ring makes its process groups).
+    Make one plan per micro-batch and use it in every layer of the same shapes.
 
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
     are read. In their place `shape`, that of q on this rank, with kv_heads (as many as query heads,

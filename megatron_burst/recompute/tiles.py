@@ -119,7 +119,7 @@ def check_call(
     fates: Sequence[Fate],
     host: object,
 ) -> None:
-    """Raise ValueError naming the argument that cannot be."""
+    """Raise ValueError naming the invalid argument."""
     if not callable(fn):
         raise ValueError(f"tiled: fn must be a function or a module, got {fn!r}")
     for index, other in enumerate(others):
@@ -183,11 +183,11 @@ def tiled(
     fates: Sequence[Fate] | None = None,
     host: TileHost | None = None,
 ) -> torch.Tensor:
-    """Run `fn(x, *others)` tile by tile over dim 0; output and gradients are those of one call.
+    """Run `fn(x, *others)` in tiles of dim 0, with the output and gradients of one call.
 
     fn: `fn(x_tile, *other_tiles) -> y_tile`, each row of which depends on the same row of the
-    inputs only. It does the same each time: one that draws random numbers is refused where tiles
-    are computed again.
+    inputs only. It must be deterministic: one that draws random numbers is refused where tiles
+    are recomputed.
     x [rows, ...]; others: tensors [rows, ...], cut like `x`, or anything else, handed on as it is.
     parameters: all further tensors that `fn` computes gradients for; default: those of `fn`, if it
     is a module. Their gradients are summed over tiles in fp32 (fp64 for fp64), and reach autograd
@@ -198,7 +198,7 @@ def tiled(
 
     A second backward over a retained graph is right where all tiles are recomputed, and refused
     where the first one used up the graph of a tile. There are no gradients of gradients. Raises
-    ValueError naming the argument that cannot be.
+    ValueError naming the invalid argument.
     """
     if parameters is None:
         if not isinstance(fn, torch.nn.Module):

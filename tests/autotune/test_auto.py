@@ -38,7 +38,7 @@ def test_the_start_up_line_says_what_was_chosen_and_why():
     found = re.search(
         rf"algorithm {plan.algorithm} \(auto: ([\d.]+) ms; (\w+) ([\d.]+) ms; the link between "
         r"nodes is the bottleneck; intra 50 MB/s, inter 12.5 MB/s, 100 us per message, compute "
-        rf"1 GFLOP/s\) \| 2 nodes x 2 ranks \| .*side {plan.side}",
+        rf"1 GFLOP/s\) \| 2 per node x 2 nodes \| .*side {plan.side}",
         line,
     )
     assert found, line

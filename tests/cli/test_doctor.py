@@ -19,10 +19,11 @@ from megatron_burst import flags
 from megatron_burst.cli.doctor import hazards as examined
 from megatron_burst.cli.doctor import installed, kernels, machine, report, rings
 from megatron_burst.cli.doctor.hazards import hazards, refusals
-from megatron_burst.cli.doctor.report import note, ok, problem, status
+from megatron_burst.cli.doctor.report import absent, note, ok, problem, status
 from megatron_burst.cli.doctor.sizes import hierarchical_sizes
 from megatron_burst.cli.main import main
 from megatron_burst.cli.megatron_arguments import INTEGERS, LISTS, SWITCHES, TEXTS, parse
+from megatron_burst.kernels import torch_features
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import backend_problems
 
@@ -439,7 +440,7 @@ def test_kernels_are_run_not_asked():
         within = r"runs on cpu, within \de-\d\d of the reference; windows: within \de-\d\d$"
         assert told["kernel aten"].level == "ok"
         assert re.match(within, told["kernel aten"].what)
-        assert told["kernel aten_cudnn"].level == "note"
+        assert told["kernel aten_cudnn"].level == "absent"
         assert "cuda" in told["kernel aten_cudnn"].what
 
     class Broken(torch.autograd.Function):
@@ -457,7 +458,7 @@ def test_kernels_are_run_not_asked():
         findings = {f.topic: f for f in kernels.kernels()}
     assert findings.pop("kernel auto").level == "problem"
     levels = {f.level for f in findings.values()}
-    assert levels == {"problem", "note"}  # what ran is wrong, what did not run is not there
+    assert levels == {"problem", "absent"}  # what ran is wrong, what did not run is not there
     assert findings["kernel reference"].level == "problem"
     for finding in findings.values():
         words = "computes wrongly on" if finding.level == "problem" else "not usable on"
@@ -478,17 +479,25 @@ def test_hooks_that_do_not_fit_are_a_problem():
     assert "Megatron-Core 0.99: utils.x" in told.what
 
 
-@pytest.mark.parametrize(
-    ("release", "levels"),
-    [("2.8.0", ["problem", "note"]), ("2.9.1", ["note"]), ("2.12.0", [])],
-)
-def test_what_a_release_of_torch_cannot_do(release, levels):
-    told = list(installed.torch_limits(release))
-    assert [finding.level for finding in told] == levels
+def test_what_torch_cannot_do_is_asked_of_it(monkeypatch):
+    features = tuple(each._replace(present=lambda: False) for each in torch_features.FEATURES)
+    monkeypatch.setattr(torch_features, "FEATURES", features)
+    monkeypatch.setattr(torch, "__version__", "2.9.0a0+50eac811a6.nv25.09")
+    first, *told = installed.torch_findings()
+    assert first.what.startswith("2.9.0a0+50eac811a6.nv25.09, a development build")
+    assert [finding.level for finding in told] == ["problem", "note", "note"]
+    assert [finding.fix for finding in told] == ["torch 2.8 or newer", "", ""]
     assert all("before 2." in finding.what for finding in told)
-    assert [finding.fix for finding in told if finding.level == "problem"] == [
-        "torch 2.9 or newer"
-    ] * levels.count("problem")
+
+
+def test_what_nobody_has_to_install_takes_one_line(capsys):
+    shown = report.Report(as_json=False)
+    shown.add([ok("torch", "2.13"), absent("triton", "not installed"), absent("csrc", "not built")])
+    shown.end({})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ok", "absent", "0"]
+    assert lines[1].endswith("triton, csrc")
+    assert status(shown.findings) == 0
 
 
 def test_versions():
@@ -566,7 +575,7 @@ def test_report(capsys):
     ]
     assert [status(findings), status(findings[:2])] == [1, 0]
     told = json.loads(printed(findings, True, capsys))
-    assert told["counts"] == {"ok": 1, "note": 1, "problem": 1}
+    assert told["counts"] == {"ok": 1, "note": 1, "problem": 1, "absent": 0}
     assert told["findings"][2] == findings[2]._asdict()
 
 
@@ -652,10 +661,10 @@ def examine(words, per_node, fault=None):
 @pytest.mark.parametrize(
     ("words", "per_node", "shape", "algorithms"),
     [
-        ("", 2, "2 x 2", 20),
-        ("", 4, "4 x 1", 17),
-        ("--tensor-model-parallel-size 2", 2, "1 x 2", 17),
-        ("--context-parallel-size 2", 4, "2 x 1", 17),
+        ("", 2, "2 per node x 2 nodes", 20),
+        ("", 4, "4 ranks", 17),
+        ("--tensor-model-parallel-size 2", 2, "1 per node x 2 nodes", 17),
+        ("--context-parallel-size 2", 4, "2 ranks", 17),
     ],
 )
 def test_the_real_groups(four, words, per_node, shape, algorithms):
@@ -666,7 +675,7 @@ def test_the_real_groups(four, words, per_node, shape, algorithms):
     assert told["sizes"]["what"].startswith(shape)
     assert sum(topic.startswith("attention") for topic in told) == algorithms
     there = {k for k in ("intra", "inter") if "GB/s" in told[f"bandwidth {k}"]["what"]}
-    intra, inter = map(int, shape.split(" x "))
+    intra, inter = (*map(int, re.findall(r"\d+", shape)), 1)[:2]
     assert there == {k for k, n in (("intra", intra), ("inter", inter)) if n > 1}
 
 

@@ -280,7 +280,7 @@ def test_auto_takes_the_side_with_fewer_bytes_and_says_so(heads, side):
     sent = {name: plan.traffic(name)[1].total for name in cases.SIDES}
     assert min(sent, key=sent.get) == plan.side == side
     line = plan.describe()
-    for words in ("burst", "2 nodes x 2 ranks", f"side {side}", "layout zigzag", "kernel aten"):
+    for words in ("burst", "2 per node x 2 nodes", f"side {side}", "layout zigzag", "kernel aten"):
         assert words in line
     assert "\n" not in line
 

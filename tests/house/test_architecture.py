@@ -177,8 +177,11 @@ def test_no_environment_switches(path):
 # --- process-wide state --------------------------------------------------------------------
 
 STATE = {"megatron/patching.py": "_installed", "recompute/checkpoint.py": "_current"}
-# What is found out once per process: a library, once loaded, stays.
-CACHED = {"kernels/native.py": ["load"]}
+# What is found out once per process: a library, once loaded, stays; torch can do what it can.
+CACHED = {
+    "kernels/native.py": ["load"],
+    "kernels/torch_features.py": ["_shares_heads", "adds_wide"],
+}
 MAKERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "ContextVar", "local"}
 CHANGERS = {"append", "add", "update", "pop", "popitem", "setdefault", "clear", "extend", "insert"}
 

@@ -138,7 +138,7 @@ def test_bytes_are_those_of_the_formula(layout, algorithm):
     back = [one.traffic()[1] for one in plan.ranks]
     assert both == [(a + c, b + d) for (a, b), (c, d) in zip(there, back, strict=True)]
     assert sum(map(sum, both)) > 0
-    assert f"algorithm {algorithm} | 2 nodes x 2 ranks" in plan.describe()
+    assert f"algorithm {algorithm} | 2 per node x 2 nodes" in plan.describe()
 
 
 def test_frozen_and_strided_inputs():

@@ -65,7 +65,7 @@ def test_the_loss_falls_so_the_comparison_means_something(train):
 def test_the_start_up_line_and_the_flags_are_in_the_log(saved):
     (line,) = saved[0].lines("burst attention:")
     assert line.startswith("> megatron_burst: ")
-    assert "algorithm burst | 1 nodes x 2 ranks" in line
+    assert "algorithm burst | 2 ranks" in line
     (flag,) = saved[0].lines("context_parallel_algo ..")
     assert flag.endswith(" burst")
 
@@ -102,7 +102,7 @@ def test_four_ranks_on_two_nodes(train):
     run = train(4, flags)
     same(run, train(1))
     (line,) = run.lines("burst attention:")
-    assert "2 nodes x 2 ranks" in line
+    assert "2 per node x 2 nodes" in line
     assert "layout striped" in line
     assert run.lines("> megatron_burst: LM head loss: single_pass")
 

@@ -42,7 +42,7 @@ def test_a_split_recipe_trains_like_one_rank(train, stock, world, choices, overr
     steps, log = train(world, choices=choices, overrides=overrides)
     close(steps, stock)
     if world == 4:
-        assert log.count("burst attention: algorithm burst | 2 nodes x 2 ranks") == 1
+        assert log.count("burst attention: algorithm burst | 2 per node x 2 nodes") == 1
     assert ("LM head loss: single_pass" in log) == ("lm_head_loss" in choices)
 
 
@@ -69,7 +69,7 @@ def test_beside_tensor_parallelism_and_evaluation(train):
     stock, _ = train(2, overrides=[*sizes, "model.context_parallel_size=1"])
     steps, log = train(4, choices=ALL, overrides=[*sizes, "model.context_parallel_size=2"])
     close(steps, np.array(stock))
-    assert "1 nodes x 2 ranks" in log
+    assert "| 2 ranks |" in log
     assert "validation loss at iteration 2" in log
 
 

@@ -7,6 +7,7 @@ again. `TESTED` lists the versions of Megatron-Core that the tests cover.
 from __future__ import annotations
 
 import platform
+import re
 import warnings
 from collections.abc import Iterator
 from importlib import metadata, util
@@ -15,23 +16,21 @@ from pathlib import Path
 import torch
 from torch.cuda import nccl
 
-from ...kernels import torch_release
+from ...kernels import torch_features
 from ...kernels.flash_packages import PACKAGES as FLASH
 from ...kernels.flash_packages import load
 from ...kernels.packages import NotInstalled
 from ..patch import version_of
-from .report import Finding, note, ok, problem
+from .report import Finding, absent, note, ok, problem
 
 TESTED = ("0.16", "0.19")
+DEVELOPMENT = re.compile(r"[\d.]+(a|b|rc|dev)\d").match  # such as 2.9.0a0+50eac811a6.nv25.09
 INSTALL = 'pip install "megatron-burst[megatron]"'
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
 }
-ABSENT = {
-    "Transformer Engine": "; Megatron's default, --transformer-impl transformer_engine, needs it",
-    "triton": ", and not needed",
-}
+UNNEEDED = "not installed, and not needed"
 
 
 def version(*distributions: str) -> str | None:
@@ -47,8 +46,7 @@ def version(*distributions: str) -> str | None:
 def versions() -> Iterator[Finding]:
     """Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages."""
     yield ok("Python", platform.python_version())
-    yield ok("torch", torch.__version__)
-    yield from torch_limits()
+    yield from torch_findings()
     cuda = torch.version.cuda
     if cuda and torch.cuda.is_available():
         yield ok("CUDA", cuda)
@@ -59,15 +57,25 @@ def versions() -> Iterator[Finding]:
     yield _megatron()
     for name, distributions in PACKAGES.items():
         release = version(*distributions)
-        yield ok(name, release) if release else note(name, f"not installed{ABSENT[name]}")
+        if release:
+            yield ok(name, release)
+        elif name == "triton":
+            yield absent(name, UNNEEDED)
+        else:
+            needs = "Megatron's default, --transformer-impl transformer_engine, needs it"
+            yield note(name, f"not installed; {needs}")
     yield from flash_attention()
 
 
-def torch_limits(release: str | None = None) -> Iterator[Finding]:
-    """What a release of torch cannot do; None: the one that is imported."""
-    for limit in torch_release.limits(release):
-        said = f"{limit.part}: before {limit.remedy.split()[1]}, {limit.before}"
-        yield problem("torch", said, limit.remedy) if limit.refused else note("torch", said)
+def torch_findings() -> Iterator[Finding]:
+    """The torch that is imported, and what it cannot do: asked of it, whatever its version says."""
+    version = str(torch.__version__)
+    built = ", a development build; what is needed was asked of it" if DEVELOPMENT(version) else ""
+    yield ok("torch", version + built)
+    for feature in torch_features.lacking():
+        said = f"{feature.part}: before {feature.since}, {feature.without}"
+        whole = feature.part == torch_features.PACKAGE
+        yield problem("torch", said, feature.remedy) if whole else note("torch", said)
 
 
 def flash_attention() -> Iterator[Finding]:
@@ -77,7 +85,7 @@ def flash_attention() -> Iterator[Finding]:
         try:
             load(name)
         except NotInstalled:
-            yield note(package.title, "not installed, and not needed")
+            yield absent(package.title, UNNEEDED)
         except ValueError as error:
             reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
             yield note(package.title, f"not usable: {reason}", f"install {package.fits}")

@@ -15,7 +15,7 @@ from ... import masks
 from ...attention import attention
 from ...comm.groups import Groups
 from ...kernels.registry import KERNELS, make
-from .report import Finding, note, ok, problem
+from .report import Finding, absent, note, ok, problem
 
 # The largest error of a kernel that rounding explains, relative to its largest result.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -42,7 +42,11 @@ def kernels() -> Iterator[Finding]:
         right[name] = [isinstance(each, float) and each <= ERROR[dtype] for each in outcomes]
         yield _kernel(name, device, outcomes, ERROR[dtype])
     q, k, v, _ = inputs
-    taken = [make("auto", q, k, v, mask=mask).name for mask in MASKS.values()]
+    try:
+        taken = [make("auto", q, k, v, mask=mask).name for mask in MASKS.values()]
+    except ValueError as error:
+        yield problem("kernel auto", str(error), "--burst-kernel reference, for small tests")
+        return
     words = ", ".join(f"{name} for {kind} masks" for name, kind in zip(taken, MASKS, strict=True))
     broken = {name for i, name in enumerate(taken) if not right[name][i]}
     if broken:
@@ -69,7 +73,8 @@ def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> flo
 def _kernel(
     name: str, device: torch.device, outcomes: Sequence[float | Exception], bound: float
 ) -> Finding:
-    """A kernel with wrong results is a problem; one that cannot run is only a note."""
+    """A kernel with wrong results is a problem, one that refuses this device or these widths or is
+    not installed is absent, and one that fails in another way is a note."""
     topic = f"kernel {name}"
     for off in outcomes:
         if isinstance(off, float) and off > bound:
@@ -80,7 +85,8 @@ def _kernel(
     causal, window = outcomes
     if isinstance(causal, Exception):
         reason = str(causal).split(";")[0].splitlines()[0]
-        return note(topic, f"not usable on {device.type}: {reason}")
+        said = absent if isinstance(causal, ValueError) else note
+        return said(topic, f"not usable on {device.type}: {reason}")
     windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
     return ok(
         topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"

@@ -14,7 +14,7 @@ import torch
 
 from ...kernels import native
 from .kernels import error
-from .report import Finding, note, ok, problem
+from .report import Finding, absent, note, ok, problem
 
 FIX = "python setup.py build_csrc, or remove the file"
 TOLERANCE = 1e-5  # of float32
@@ -28,7 +28,7 @@ def library() -> Iterator[Finding]:
     if complaints:
         yield problem("csrc", str(complaints[0].message), FIX)
     elif not devices:
-        yield note("csrc", "not built, and not needed: torch's operators do its work")
+        yield absent("csrc", "not built, and not needed: torch's operators do its work")
     for device in sorted(devices):
         if device == "cpu" or torch.cuda.is_available():
             yield _tried(device)

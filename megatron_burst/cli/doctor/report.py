@@ -1,5 +1,6 @@
-"""Findings of the doctor, their three levels, the exit status that follows from them, and how they
-are printed: as rows, each as soon as it is known, or all of them as JSON.
+"""Findings of the doctor, their levels, the exit status that follows from them, and how they are
+printed: as rows, each as soon as it is known, or all of them as JSON. What is absent and not needed
+takes one row at the end; JSON has the reasons.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from rich.text import Text
 
 from ..console import wrapped
 
-LEVELS = ("ok", "note", "problem")
-STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+LEVELS = ("ok", "note", "problem", "absent")
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "absent": "dim"}
 TOPIC = 22  # characters; a longer topic pushes its row to the right
 
 
 class Finding(NamedTuple):
-    """level: "ok", "note" or "problem"; fix: what to do, empty if there is nothing to do."""
+    """level: "ok", "note", "problem", or "absent": what nobody has to install; fix: what to do,
+    empty if there is nothing to do."""
 
     level: str
     topic: str
@@ -38,6 +40,10 @@ def note(topic: str, what: str, fix: str = "") -> Finding:
 
 def problem(topic: str, what: str, fix: str) -> Finding:
     return Finding("problem", topic, what, fix)
+
+
+def absent(topic: str, what: str) -> Finding:
+    return Finding("absent", topic, what)
 
 
 def status(findings: Iterable[Finding]) -> int:
@@ -60,16 +66,20 @@ class Report:
                 self.findings.append(one)
                 if status is not None:
                     status.update(f"{doing}: {one.topic} done")
-                if not self.as_json:
+                if not self.as_json and one.level != "absent":
                     self.console.print(_row(one))
 
     def end(self, facts: dict[str, Any]) -> None:
-        """Print the number of problems and notes; as JSON all findings and the facts."""
+        """Print what is absent and the number of problems and notes; as JSON all findings and the
+        facts."""
         counts = {level: sum(one.level == level for one in self.findings) for level in LEVELS}
         if self.as_json:
             listed = [one._asdict() for one in self.findings]
             print(json.dumps({"findings": listed, "counts": counts} | facts, indent=1))
             return
+        if counts["absent"]:
+            topics = ", ".join(one.topic for one in self.findings if one.level == "absent")
+            self.console.print(_row(absent("absent, and not needed", topics)))
         problems, notes = counts["problem"], counts["note"]
         self.console.print(f"{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
 

@@ -19,6 +19,7 @@ import megatron_burst as mb
 from ...autotune import measure
 from ...comm.communicators import memory_taken
 from ...schedule.algorithms import ALGORITHMS
+from ...units import grid_of
 from ..megatron_arguments import MegatronCommand
 from . import machine, report
 from .kernels import dense, error
@@ -54,7 +55,7 @@ def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) 
     before = memory_taken(machine.own_device())
     groups, sizes = _context_groups(command, per_node)
     findings = list(_nodes(here, per_node))
-    findings.append(ok("sizes", f"{sizes.intra} x {sizes.inter}: {sizes.reason}"))
+    findings.append(ok("sizes", f"{grid_of(sizes.intra, sizes.inter)}: {sizes.reason}"))
     findings += _correctness(groups)
     findings += _bandwidths(groups[0][1])
     findings.append(_communicators(groups[0][1], before))

@@ -33,7 +33,7 @@ class CopyRates(NamedTuple):
 
 
 class HostMemory:
-    """Host memory of one process, into which tensors of one device are moved until backward.
+    """Host memory of one process, to which saved tensors are offloaded until backward.
 
     limit: bytes; None for this process's share of 80 % of what is there (`host_limit`).
     rate: bytes per second that copies keep to in each direction, on a CPU only: an emulated link.
@@ -125,7 +125,7 @@ class HostMemory:
         min_bytes: int = MIN_BYTES,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> Iterator[None]:
-        """Everything that autograd saves for backward inside is moved, `fraction` of the rows of
+        """Offload everything that autograd saves for backward inside, `fraction` of the rows of
         each. Memory that several saved tensors share travels once: a dense tensor alone, of one
         with gaps (a slice of columns) the whole storage, unless that is 256 times as large.
 

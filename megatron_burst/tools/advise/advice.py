@@ -110,7 +110,7 @@ def advise(
         advice = mb.advise("llama3-8b", "h100", gpus=64, seq="1M")
         print(advice.best.run, advice.why, *advice.flags(), sep="\\n")
 
-    Raises ValueError naming what cannot be, and with what would; `advice.DoesNotFit` where nothing
+    Raises ValueError naming what is invalid; `advice.DoesNotFit` where nothing
     fits, with what would make it fit.
     """
     model = models.named(model) if isinstance(model, str) else model

@@ -18,8 +18,8 @@ from .search.what_if import options_said
 from .settings import Settings
 
 COLUMNS = (
-    "TP", "PP", "EP", "CP", "DP", "batches", "attention", "memory saved by", "step",
-    "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
+    "TP", "PP", "EP", "CP = per node x nodes", "DP", "batches", "attention", "memory saved by",
+    "step", "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
 )  # fmt: skip
 
 
@@ -82,9 +82,11 @@ def ranking(found: Advice) -> Table:
 
 
 def grid_said(run: Settings) -> str:
-    """ "16 = 4 x 4": nodes x ranks of each, where there are several nodes; heads shared apart."""
+    """ "16 = 8 x 2": ranks per node x nodes, where there are several nodes; heads shared apart."""
     intra = run.intra or run.cp
-    said = f"{run.cp} = {run.cp // intra} x {intra}" if 1 < intra < run.cp else str(run.cp)
+    said = str(run.cp)
+    if 1 < intra < run.cp:
+        said += f" = {intra} x {run.cp // intra}"
     if run.ulysses > 1:
         said += f" ({run.ulysses} share heads, rings of {run.cp // run.ulysses})"
     return said

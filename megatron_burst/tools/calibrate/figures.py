@@ -20,6 +20,7 @@ from ...autotune.gpus import GPUS, Gpu, of_device
 from ...cli.doctor import machine
 from ...recompute.host.limits import host_limit
 from ...recompute.host.mover import BYTES, HostMemory, copy_rate
+from ...units import grid_of
 from ..advise.shapes.models import Model
 from ..call_flags import check_place
 from . import kernels, layer, links
@@ -103,7 +104,7 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
     limit = host_limit()
     figures.state("host.memory", int(min(ranks.each(limit))), "80 % of what is there")
     what = "GPUs" if ranks.cuda else "CPU ranks"
-    source = f"{wanted.out.name} of {date.today()}, {ranks.nodes} x {ranks.per_node} {what}"
+    source = f"{wanted.out.name} of {date.today()}, {what}: {grid_of(ranks.per_node, ranks.nodes)}"
     figures.state("cluster.source", source, "")
     figures.state("cluster.gpus", ranks.size, "those that measured")
     figures.state("cluster.per_node", ranks.per_node, "")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...units import duration
+from ...units import duration, grid_of
 from .accuracy import BOUND, PARTS, ratio
 
 DRY = "A dry run on a CPU. Nothing in this file was run on a GPU, and no time in it means anything."
@@ -149,7 +149,7 @@ def _overlap(record: Facts) -> str:
     nodes, per_node = record["grid"]
     limit = f", CUDA_DEVICE_MAX_CONNECTIONS {record['CUDA_DEVICE_MAX_CONNECTIONS'] or 'unset'}"
     return (
-        f"{record['ranks']} ranks as {nodes} x {per_node}{limit}. Each alone and both at once; "
+        f"{record['ranks']} ranks, {grid_of(per_node, nodes)}{limit}. Each alone and both at once; "
         "hidden is 1 where the shorter costs nothing and 0 where one waits for the other. Two "
         "rings of one node share its links.\n\n"
         + _table(["", "first", "second", "both", "hidden"], rows)

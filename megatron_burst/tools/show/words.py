@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...schedule.tables import Chunk, Grid
-from ...units import byte_size
+from ...units import byte_size, grid_of
 from .packs import Holding, PackScene
 from .scans import ScanScene
 from .scene import KINDS, LayoutScene, MaskScene, ScheduleScene, Shards
@@ -120,7 +120,7 @@ def held_so(held: Holding) -> str:
 
 
 def _grid(grid: Grid) -> str:
-    return f"{grid.inter} nodes x {grid.intra} ranks" if grid.inter > 1 else f"{grid.size} ranks"
+    return grid_of(grid.intra, grid.inter)
 
 
 def _pattern(shards: Shards) -> str:

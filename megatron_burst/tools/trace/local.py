@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...attention import attention
 from ...comm.groups import Groups
 from ...planning.prepare import prepare
+from ...units import grid_of
 from .record import PASS, Trace, load
 
 
@@ -31,7 +32,7 @@ def title(call: Namespace) -> str:
     """The call in words."""
     chunks = f", {call.head_chunks} head chunks" if call.head_chunks > 1 else ""
     return (
-        f"{call.algorithm}, {call.nodes} nodes x {call.ranks_per_node} ranks, {call.tokens} tokens "
+        f"{call.algorithm}, {grid_of(call.ranks_per_node, call.nodes)}, {call.tokens} tokens "
         f"per rank, {call.heads} heads ({call.kv_heads} for keys) of {call.width}{chunks}"
     )
 
