@@ -8,7 +8,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst import masks
 
-from .wrong_calls import grid, layout, rates, tensors
+from .wrong_calls import INF, grid, layout, rates, tensors
 
 
 def choose(**changed):
@@ -126,6 +126,10 @@ OTHERS = [
     ("choose no rates", lambda: choose(rates=None), ("rates", "mb.Rates", "None")),
     ("choose without compute", lambda: choose(rates=rates(compute=None)),
      ("rates", "compute", "mb.measure_rates")),
+    ("choose itemsize text", lambda: choose(itemsize="2"), ("itemsize", "integer", "'2'")),
+    ("choose with rates that are next to nothing",
+     lambda: choose(rates=mb.Rates(1e-320, 1e-320, compute=1e-320)),
+     ("too small for calls of this size",)),
     ("choose tokens 0", lambda: choose(tokens=0), ("tokens", "positive", "0")),
     ("choose heads bool", lambda: choose(heads=True), ("heads", "integer", "True")),
     ("choose kv_heads", lambda: choose(kv_heads=3), ("kv_heads", "4", "3")),
@@ -142,6 +146,18 @@ OTHERS = [
     ("rates 0", lambda: rates(inter=0), ("rates", "inter", "0")),
     ("rates text", lambda: rates(compute="fast"), ("rates", "compute", "'fast'")),
     ("rates latency", lambda: rates(latency=-1e-6), ("rates", "latency", "-1e-06")),
+    ("rates nan", lambda: rates(intra=float("nan")), ("rates", "intra", "nan")),
+    ("rates launch", lambda: rates(launch=INF), ("rates", "launch", "0 or more", "inf")),
+    ("rates nic", lambda: rates(nic=0), ("rates", "nic", "positive", "0")),
+    ("rates endless nic", lambda: rates(nic=INF), ("rates", "nic", "finite", "inf")),
+    ("rates copying", lambda: rates(copying=-1.0), ("rates", "copying", "positive", "-1.0")),
+    ("rates start", lambda: rates(start=-1.0), ("rates", "start", "0 or more", "-1.0")),
+    ("rates handling", lambda: rates(handling=-1.0), ("rates", "handling", "0 or more", "-1.0")),
+    ("rates slowdown", lambda: rates(slowdown=INF), ("rates", "slowdown", "fraction", "inf")),
+    ("rates exchange", lambda: rates(exchange=INF), ("rates", "exchange", "finite", "inf")),
+    ("rates backward", lambda: rates(backward=INF), ("rates", "backward", "finite", "inf")),
+    ("measure mask", lambda: mb.measure_rates(grid(), like=tensors(), mask="causal"),
+     ("mask", "mb.masks", "'causal'")),
     ("measure no groups", lambda: mb.measure_rates(None), ("groups", "mb.Groups", "None")),
     ("measure one tensor", lambda: mb.measure_rates(grid(), like=tensors()[0]),
      ("like", "q, k, v")),

@@ -20,7 +20,7 @@ AGAIN = (
 # Of the long tail, what CI leaves to `make test-slow`; most have short tests in the same file.
 RARE = (
     "benchmarks/", "examples/test_million", "execution/test_attention.py",
-    "execution/test_attention_gloo", "execution/test_large", "execution/test_nccl_rules",
+    "execution/test_attention_gloo", "execution/test_large",
     "kernels/test_triton_attention.py::test_the_kernels_compile",
     "kernels/test_csrc_use", "layout/", "linear_attention/", "megatron/test_attention_layout",
     "megatron/test_balanced_batches", "megatron/test_layer_chunks", "megatron/test_lm_head",
