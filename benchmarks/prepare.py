@@ -23,7 +23,6 @@ from ranks import on_ranks
 from report import markdown, milliseconds, progress, provenance
 
 import megatron_burst as mb
-from megatron_burst.autotune.known import known
 from megatron_burst.masks import Mask
 
 
@@ -80,7 +79,7 @@ def planned(
 
     def run() -> object:
         if not again:
-            known(groups.cache).works.clear()
+            groups.cache.pop("works", None)
         return mb.prepare(
             q, k, v, groups=groups, mask=mask, layout=layout, kernel="aten", needs_grad=needs
         )

@@ -14,14 +14,14 @@ import torch
 from typing_extensions import Unpack
 
 from .comm.groups import Groups, InProcessGroups
-from .execution.function import Attention, InProcessAttention
+from .execution.function import Attention
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
-from .planning.in_process import InProcessPlan, Shard, per_rank
+from .planning.in_process import InProcessPlan, Shard
 from .planning.plan import Plan
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
-from .recompute.checkpoint import Frame, current
+from .recompute.checkpoint import current
 
 if TYPE_CHECKING:
     from .autotune.rates import Rates
@@ -80,35 +80,19 @@ def attention(
         given = sorted(name for name, value in keywords.items() if value is not None)
         if given:
             raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+    plans: Any = [plan]
+    shards: list[Any] = [(q, k, v)]
     if isinstance(plan, InProcessPlan):
-        return _in_process(plan, q, k, v, sink, max_logits, label, frame)
-    if not isinstance(plan, Plan):
+        plans = plan.ranks
+        shards = [tuple(shard.values()) for shard in plan.groups.per_rank(q=q, k=k, v=v)]
+    elif not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
-    plan.groups.check()
-    plan.check(q, k, v, sink, max_logits)
-    kept = plan.keeps(frame, label)  # before the call counts: it may be refused
-    call = plan.groups.calls.forward(plan.identity, label, sink is not None)
-    out: Any = Attention.apply(plan.job, plan.groups, call, kept, max_logits, sink, q, k, v)
-    return out
-
-
-def _in_process(
-    plan: InProcessPlan,
-    q: Any,
-    k: Any,
-    v: Any,
-    sink: torch.Tensor | None,
-    max_logits: torch.Tensor | None,
-    label: object,
-    frame: Frame | None,
-) -> Any:
-    """All ranks at once, in one autograd function: the backward of one waits for the others."""
-    shards = per_rank(plan.groups, q, k, v)
-    for one, shard in zip(plan.ranks, shards, strict=True):
+    for one, shard in zip(plans, shards, strict=True):
+        one.groups.check()
         one.check(*shard, sink, max_logits)
-    kept = plan.ranks[0].keeps(frame, label)
-    begin = (one.groups.calls.forward for one in plan.ranks)
-    calls = [each(plan.identity, label, sink is not None) for each in begin]
-    jobs, flat = [one.job for one in plan.ranks], [t for shard in shards for t in shard]
-    outs = InProcessAttention.apply(jobs, plan.groups, calls, kept, max_logits, sink, *flat)
-    return outs[0] if isinstance(q, torch.Tensor) else list(outs)
+    kept = plans[0].keeps(frame, label)  # before the call counts: it may be refused
+    calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
+    jobs, flat = [one.job for one in plans], [t for shard in shards for t in shard]
+    outs: Any = Attention.apply(jobs, plan.groups, calls, kept, max_logits, sink, *flat)
+    result: Any = outs[0] if isinstance(q, torch.Tensor) else list(outs)
+    return result

@@ -26,7 +26,7 @@ from .schedule.scans import SCANS
 from .schedule.topology import Placement
 from .units import size_of
 
-OFF = "megatron"  # the algorithm that leaves Megatron's own attention alone
+OFF = "megatron"  # the algorithm that keeps Megatron's attention
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents"]
 Auto = Literal["auto"]
@@ -54,8 +54,8 @@ class BurstConfig:
     algorithm: Annotated[
         str,
         Described(
-            "attention across context-parallel ranks; auto takes what is predicted to be fastest "
-            "at measured rates, megatron leaves Megatron's own attention alone",
+            "attention across context-parallel ranks; auto takes the algorithm predicted to be "
+            "fastest at measured link rates, megatron keeps Megatron's attention",
             flag="--context-parallel-algo",
             names=(*algorithms(), "megatron"),
         ),
@@ -65,8 +65,8 @@ class BurstConfig:
         Described(
             "which positions each rank holds; balanced is for packed documents of mixed lengths; "
             "auto sends the fewest bytes: zigzag, or contiguous with attention in zigzag; "
-            "default: zigzag; balanced with --burst-pack; striped with part of attention in the "
-            "store, where it alone balances the recompute",
+            "default: zigzag; balanced with --burst-pack; striped with an attention store between "
+            "0 and 1, whose recompute only it balances",
             names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"
@@ -78,15 +78,15 @@ class BurstConfig:
     intra_size: Annotated[
         int | None,
         Described(
-            "context-parallel ranks per node, where neither "
-            "--hierarchical-context-parallel-sizes nor host names say it"
+            "context-parallel ranks per node, if neither --hierarchical-context-parallel-sizes nor "
+            "host names give it"
         ),
     ] = None
     ulysses_size: Annotated[
         int | None,
         Described(
-            "ranks that share heads by all-to-all, around any ring; hybrid needs it, ulysses "
-            "takes all"
+            "ranks that share heads by all-to-all, with any ring around them; required by hybrid; "
+            "default of ulysses: all"
         ),
     ] = None
     placement: Annotated[
@@ -100,45 +100,44 @@ class BurstConfig:
     store: Annotated[
         float | None,
         Described(
-            "fraction of attention results that --recompute-granularity keeps: 1.0 recomputes no "
-            "attention, 0.5 a quarter of it (causal) for half the memory",
+            "fraction of attention outputs kept in memory under --recompute-granularity: 1.0 "
+            "recomputes no attention, 0.5 a quarter of it (causal) for half the memory",
             flag="--burst-attention-store",
         ),
     ] = None
     lm_head_loss: Annotated[
         Loss,
-        Described("the LM head and its loss as one operation, without materializing full logits"),
+        Described("LM head and loss fused, without materializing full logits"),
     ] = "off"
     linear: Annotated[
         str,
         Described(
             "how linear-attention and Mamba layers pass their state over context-parallel ranks; "
-            "auto takes what is predicted to be fastest, megatron leaves Megatron's own all-to-all "
-            "of heads alone",
+            "auto takes the way predicted to be fastest, megatron keeps Megatron's all-to-all of "
+            "heads",
             names=("auto", *SCANS, OFF),
         ),
     ] = "auto"
     nccl_max_ctas: Annotated[
         int | None,
         Described(
-            "thread blocks at most of a kernel on the NCCL communicators that rings do not share "
-            "with Megatron: fewer leave attention more of the GPU, and cap what a link carries; "
-            "default: NCCL's choice"
+            "maximum thread blocks per kernel on the NCCL communicators that are not Megatron's: "
+            "fewer leave more multiprocessors to attention, but limit bandwidth; default: NCCL's "
+            "choice"
         ),
     ] = None
     pack: Annotated[
         Pack,
         Described(
-            "documents packs those of every global batch anew, over the data-parallel ranks, into "
-            "micro-batches of --seq-length tokens that are predicted to take equally long"
+            "documents: repack the documents of every global batch, over the data-parallel ranks, "
+            "into micro-batches of --seq-length tokens that are predicted to take equally long"
         ),
     ] = "off"
     offload: Annotated[
         float | Auto,
         Described(
-            "fraction of what layers leave for backward (inputs, attention store, saved "
-            "activations), by rows, that waits in host memory; auto takes what the link hides and "
-            "the host holds"
+            "fraction of saved activations (inputs, attention store) offloaded to host memory; "
+            "auto takes the largest that the link overlaps with compute and the host has memory for"
         ),
     ] = 0.0
     host_memory: Annotated[
@@ -151,14 +150,14 @@ class BurstConfig:
     sequence_chunks: Annotated[
         int | Auto,
         Described(
-            "chunks of rows in which the attention half of a layer runs, so that queries, outputs "
-            "and their gradients are never whole in memory"
+            "chunks of tokens in which the attention half of a layer runs, so that queries, "
+            "outputs and their gradients are never whole in memory"
         ),
     ] = 1
     mlp_tiles: Annotated[
         int | Auto,
         Described(
-            "tiles of rows in which the MLP half of a layer runs, each computed again in backward"
+            "tiles of tokens in which the MLP half of a layer runs, each recomputed in backward"
         ),
     ] = 1
     head_chunks: Annotated[
@@ -169,19 +168,22 @@ class BurstConfig:
         str | None,
         Described(
             "a file of megatron-burst calibrate, whose rates --context-parallel-algo auto and "
-            "--burst-linear auto take; default: the first measures, the second has nominal ones",
+            "--burst-linear auto use; default: the first measures, the second assumes nominal ones",
             text="FILE",
         ),
     ] = None
     attention_layout: Annotated[
         Literal["contiguous", "striped", "zigzag"] | None,
-        Described("softmax attention's, whose rows are exchanged; default: as --burst-layout"),
+        Described(
+            "layout of softmax attention, with an exchange of tokens around it; default: that of "
+            "--burst-layout"
+        ),
     ] = None
     mask: Annotated[
         str | None,
         Described(
             "a function of (layer, batch) that returns the attention mask of that layer, one of "
-            "mb.masks or your own; default: causal, with the window that the layer has",
+            "mb.masks or a custom one; default: causal, with the window of the layer",
             text="MODULE:NAME",
         ),
     ] = None

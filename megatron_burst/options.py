@@ -49,46 +49,45 @@ MEANING: Mapping[str, str] = {
     "layout": "which positions each rank holds: a name (see `mb.layout`) or a `Layout`",
     "mask": "from `mb.masks`; None: `Causal()`",
     "algorithm": (
-        "one of `options.algorithms()`, those of the registry `schedule.algorithms` among them; "
-        '"hybrid" (burst inside) and "ulysses" want groups that share heads; "auto" takes the one '
+        "one of `options.algorithms()`; "
+        '"hybrid" (burst inside) and "ulysses" need groups that share heads; "auto" takes the one '
         "that is predicted to be fastest, with its side and head chunks"
     ),
     "side": "which tensors travel in backward; auto takes the side with fewer bytes",
     "kernel": (
-        "the local attention on a device; auto takes the first that can serve the call, flash2 to "
+        "the attention of one device; auto takes the first that supports the call, flash2 to "
         "flash4 are the installed FlashAttention packages"
     ),
     "softmax_scale": "factor of the scores; None: d ** -0.5",
     "softcap": "scores become cap * tanh(score / cap)",
     "grad_wire_dtype": (
-        "of travelling gradients, and of partial outputs where the algorithm sends these; default: "
-        "the dtype of sums, fp32 or, of fp64 tensors, fp64; auto, with algorithm auto: bf16 for "
-        "bf16 tensors where that is predicted to be faster"
+        "dtype in which gradients, and partial outputs of some algorithms, are sent; default: "
+        "fp32, for fp64 tensors fp64; auto, with algorithm auto: bf16 for bf16 tensors where that "
+        "is predicted to be faster"
     ),
-    "kv_cache": "fraction of travelling keys and values that forward keeps for backward",
+    "kv_cache": "fraction of received keys and values that forward keeps for backward",
     "store": (
-        "fraction of attention results that a checkpoint around the call keeps; default: as the "
-        "checkpoint says"
+        "fraction of attention outputs that a checkpoint around the call keeps; default: that of "
+        "the checkpoint"
     ),
     "head_chunks": (
-        "into how many chunks the key/value heads (and their query heads) are cut, whose rings run "
-        "staggered: the last hops of one overlap with the compute of another, at that many times "
-        'the messages; default: 1, or what algorithm "auto" takes'
+        "number of chunks of key/value heads (with their query heads) whose rings run staggered: "
+        "the last hops of one overlap with the compute of another, with that many times the "
+        'messages; default: 1, or the choice of algorithm "auto"'
     ),
     "sequence_chunks": (
-        "into how many row chunks every shard is cut, whose queries attend one behind the other, "
-        "so that queries, outputs and their gradients travel and add up one row chunk at a time; "
-        'on side "kv" the keys go round once per row chunk. `Plan.chunked` is for code that makes '
-        "the queries one row chunk at a time"
+        "number of row chunks of every shard, computed one after the other, so that only one row "
+        "chunk's queries, outputs and gradients are in memory at a time; on side "
+        '"kv" the keys go round once per row chunk. `Plan.chunked` is for code that makes the '
+        "queries one row chunk at a time"
     ),
     "row_blocks": (
-        "the shard is so many equal runs of rows (the ranks of sequence parallelism), and a row "
-        "chunk has equally many rows of each"
+        "number of equal blocks of a shard's rows (the ranks of sequence parallelism), of each of "
+        "which a row chunk has equally many rows"
     ),
     "visiting": (
-        'how the keys of other ranks come to the later row chunks of a forward: "ring", again, or '
-        '"host", from host memory, where the first row chunk\'s forward leaves them '
-        "(`Plan.chunked(host=)`)"
+        'how later row chunks of a forward get the keys of other ranks: "ring", again, or "host", '
+        "from host memory, to which the first row chunk saves them (`Plan.chunked(host=)`)"
     ),
 }
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,6 @@ from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import empty_result
 from ..layout import Span
 from ..masks import Full, Mask
-from .known import known
 from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
@@ -115,7 +114,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
     """Rates without `compute`, of messages of this kind of device; kept for `groups`. Ranks in one
     process have no links."""
     if groups.size == 1 or groups.backend == "in_process":
-        known(groups.cache).rates = rates = Rates(math.inf, math.inf)
+        groups.cache["rates"] = rates = Rates(math.inf, math.inf)
         return rates
     groups.connect([FLAT, ULYSSES], device)
     counters = groups.counters
@@ -124,7 +123,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
     latencies, speeds = zip(*(link_speeds(groups, each, device) for each in both), strict=True)
     posting = max(_posting(groups, each, device) for each in both)
     counters.intra, counters.inter = before
-    known(groups.cache).rates = rates = Rates(
+    groups.cache["rates"] = rates = Rates(
         *(min(of_ranks) for of_ranks in speeds), latency=max(latencies), posting=posting
     )
     return rates
@@ -285,7 +284,7 @@ def kernel_speed(
     """(FLOP/s, seconds per call) of a kernel on a square tile of the heads of q, k, v, which are
     only read for shape, dtype and device; kept for `groups`. The middle rank's. Collective."""
     key = kernel.name, scoring.softcap, q.dtype, q.shape[2:], k.shape[2:], v.shape[3], q.device.type
-    speeds = known(groups.cache).speeds
+    speeds: dict[Any, tuple[float, float]] = groups.cache.setdefault("speeds", {})
     if key not in speeds:
         shared = groups.backend == "in_process"  # one device: its first rank measures for all
         own = (0.0, 0.0) if shared and groups.rank else _speed(kernel, scoring, q, k, v)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -25,10 +25,12 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
-from .local import LocalEndpoint, RankSwitch
 from .packing import CallTag
 from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
+
+if TYPE_CHECKING:
+    from .local import RankSwitch
 
 T = TypeVar("T")
 INNER = __name__.partition(".")[0] + ".", "torch."  # modules that stand between a call and us
@@ -109,8 +111,14 @@ def _plain(label: object) -> bool:
     return label is None or isinstance(label, (str, int))
 
 
-class _Uncopied:
-    """Process groups, and mailboxes that ranks share, have no copies."""
+class RanksHere:
+    """Ranks of a grid that live in this process: one, or with `Groups.in_process` all.
+
+    `ranks`: their `Groups`; together: are tensors given as lists, one per rank? Process groups, and
+    mailboxes that ranks share, have no copies.
+    """
+
+    together: bool
 
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
@@ -119,7 +127,13 @@ class _Uncopied:
         raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
 
-class Groups(_Uncopied):
+def check_groups(groups: object) -> None:
+    """Raise ValueError unless these were made by `mb.Groups`."""
+    if not isinstance(groups, RanksHere):
+        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+
+
+class Groups(RanksHere):
     """The context-parallel ranks as nodes x ranks per node, with the process groups of their rings.
 
     Make it once, on every rank and before the first attention, usually by `by_host`,
@@ -151,6 +165,7 @@ class Groups(_Uncopied):
     ulysses_links: tuple[str, ...]
     cache: dict[str, Any]
     calls: Calls
+    together = False
     _failure: str | None = None
 
     def __init__(
@@ -225,6 +240,19 @@ class Groups(_Uncopied):
     def counters(self) -> Counters:
         """Bytes sent by this rank."""
         return self.ring.counters
+
+    @property
+    def ranks(self) -> tuple[Groups, ...]:
+        """This rank alone."""
+        return (self,)
+
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """What `named` has of each rank of this process: as it is, of this one."""
+        return [named]
+
+    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
+        """The result of `function` on this rank; of_each: its arguments, each in a list."""
+        return [function(*given) for given in zip(*of_each, strict=True)]
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
@@ -335,6 +363,8 @@ class _LocalRank(Groups):
         self.topology, self.rank, self._switch = topology, rank, switch
         self.backend, self.cache, self.calls = "in_process", {}, Calls()
         self.devices = ()
+        from .local import LocalEndpoint  # with greenlet, which ranks of their own do without
+
         counters = Counters()
         self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
 
@@ -356,10 +386,14 @@ class _LocalRank(Groups):
         pass
 
 
-class InProcessGroups(_Uncopied):
+class InProcessGroups(RanksHere):
     """All ranks of a grid in this process, made by `Groups.in_process`; `ranks` are `Groups`."""
 
+    together = True
+
     def __init__(self, topology: Topology):
+        from .local import RankSwitch
+
         self.topology, self._switch = topology, RankSwitch()
         self.backend, self.devices, self.communicators = "in_process", (), ""
         self.ranks = tuple(
@@ -384,7 +418,44 @@ class InProcessGroups(_Uncopied):
         """As `Groups.compare_calls`, of all ranks."""
         self.run(Groups.compare_calls, self.ranks)
 
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """What `named` has of each rank, from a list of each; None is None for all. Raises
+        ValueError for another number of them."""
+        lists = {}
+        for name, given in named.items():
+            listed = isinstance(given, (list, tuple))
+            each = [None] * self.size if given is None else list(given) if listed else [given]
+            if len(each) != self.size:
+                one = f"tensor {[*given.shape]}" if isinstance(given, torch.Tensor) else repr(given)
+                got = f"{len(each)} in a list" if listed else f"{one:.60}"
+                raise ValueError(
+                    f"{name}: groups hold {self.size} ranks in this process; give a list with a "
+                    f"tensor of each, got {got}"
+                )
+            lists[name] = each
+        return [{name: each[rank] for name, each in lists.items()} for rank in range(self.size)]
+
+    @contextmanager
+    def running(self, device: str = "cpu") -> Iterator[None]:
+        """As `Groups.running`, of all ranks; what a failed call leaves is thrown away."""
+        with torch.autocast(device, enabled=False):
+            yield
+
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
         """The results of `function` on all ranks at once; of_each: its arguments, one per rank."""
         arguments = zip(*of_each, strict=True)
         return self._switch.run([partial(function, *given) for given in arguments])
+
+
+@dataclass(frozen=True)
+class PlansOfRanks:
+    """`ranks`, the plan of each rank of a process. What all of them share is an attribute here too,
+    such as `describe()`."""
+
+    groups: InProcessGroups
+    ranks: Sequence[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
+            raise AttributeError(name)
+        return getattr(self.ranks[0], name)

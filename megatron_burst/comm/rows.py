@@ -64,11 +64,9 @@ def exchange_rows(
 
     Differentiable, any number of times. RuntimeError if a rank died or is out of step.
     """
-    together = isinstance(groups, InProcessGroups)
-    ranks = groups.ranks if together else (groups,)
-    routes, shards = (route, tensors) if together else ([route], [tensors])
+    routes, shards = (route, tensors) if groups.together else ([route], [tensors])
     jobs = []
-    for rank, one, shard in zip(ranks, routes, shards, strict=True):
+    for rank, one, shard in zip(groups.ranks, routes, shards, strict=True):
         rank.check()
         moves = paths(one, shard[0].device)
         jobs.append(_Job(rank, moves, rank.calls.forward(identity, label, False)))
@@ -76,7 +74,7 @@ def exchange_rows(
     assert flat is not None
     count = len(shards[0])
     results = [tuple(flat[i : i + count]) for i in range(0, len(flat), count)]
-    return results if together else results[0]
+    return results if groups.together else results[0]
 
 
 def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
@@ -112,11 +110,8 @@ class _Rows(torch.autograd.Function):
         each = [flat[i : i + count] for i in range(0, len(flat), count)]
         ctx.jobs = [job.turned(len(own[0])) for job, own in zip(jobs, each, strict=True)]
         ctx.groups = groups
-        if isinstance(groups, InProcessGroups):
+        with groups.running():
             results = groups.run(_move, jobs, each)
-        else:
-            with groups.running():
-                results = [_move(jobs[0], each[0])]
         return tuple(t for result in results for t in result)
 
     @staticmethod

@@ -9,7 +9,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from ..kernels.base import Rows
 from ..kernels.online_softmax import row_delta, sink_gradient
 from . import ring
 from .job import Job, Tensors, rows_of
-from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -51,6 +50,8 @@ def forward(
         return row_chunks.forward(job, call, shard, sink, stored, max_logits)
     run, partial = chunk.forward, chunk.recompute
     if shared:
+        from .ulysses import heads_here, heads_to_rows  # not needed by other calls
+
         shard = heads_to_rows(job, call, run.name, shard, job.order)
         sink, max_logits = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
     q, k, v = shard
@@ -67,6 +68,8 @@ def forward(
         out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
     whole = out
     if shared:
+        from .ulysses import rows_to_heads
+
         (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype, job.order)
         assert whole is not None
     return whole, (q, k, v, out, lse, *kept)
@@ -87,6 +90,8 @@ def backward(
         return row_chunks.backward(job, call, dout, saved, sink)
     q, k, v, out, lse, *kept = saved
     if shared:
+        from .ulysses import heads_to_rows  # not needed by other calls
+
         (dout,) = heads_to_rows(job, call, run.name, (dout,), job.order)
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
@@ -94,13 +99,20 @@ def backward(
     ring.run(rings)
     grads = ring.gradients(rings, job.needs_grad)
     if shared:
+        from .ulysses import rows_to_heads
+
         narrow = [None if g is None else g.to(job.wire_dtype) for g in grads]
         heads = job.heads, job.kv_heads, job.kv_heads
         grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype, job.order)
     dsink = None
     if sink is not None:
+        here = slice(None)
+        if shared:
+            from .ulysses import heads_here
+
+            here = heads_here(job)
         dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
-        dsink[heads_here(job)] = sink_gradient(sink[heads_here(job)], lse, delta)
+        dsink[here] = sink_gradient(sink[here], lse, delta)
     return *grads, dsink
 
 
@@ -145,74 +157,31 @@ class KeptResults:
             self.keeper.put(self.what, rows())
 
 
-def _inputs(ctx: Any, first: int, gradients: list[torch.Tensor | None]) -> list[Any]:
-    """Gradients in the dtype of the inputs, for those inputs that need one."""
-    needed = zip(gradients, ctx.needs_input_grad[first:], strict=True)
-    return [g.to(ctx.dtype) if g is not None and need else None for g, need in needed]
-
-
 class Attention(torch.autograd.Function):
-    """One rank. q, k, v: its shard; sink [h] or None; max_logits [h], raised in place, or None."""
+    """The ranks of this process, mostly one: the backward of one waits for the others.
+
+    jobs, calls: of each; shards: q, k, v of the first, then of the second, ... sink [h] or None;
+    max_logits [h], raised in place, or None.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        job: Job,
-        groups: Groups,
-        call: CallTag,
-        kept: KeptResults | None,
-        max_logits: torch.Tensor | None,
-        sink: torch.Tensor | None,
-        *shard: torch.Tensor,
-    ) -> torch.Tensor:
-        q, k, v = (t.contiguous() for t in shard)
-        stored = None if kept is None else kept.found()
-        with groups.running(q.device.type):
-            out, saved = forward(job, call, (q, k, v), sink, stored, max_logits)
-        if kept is not None:
-            kept.leave(lambda: rows_to_keep(job, saved))
-        ctx.job, ctx.groups, ctx.call, ctx.dtype = job, groups, call, shard[0].dtype
-        ctx.save_for_backward(sink, *saved)
-        return out
-
-    @staticmethod
-    @first_order_only("mb.attention")
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sink, *saved = ctx.saved_tensors
-        ctx.groups.check()
-        ctx.groups.calls.backward(ctx.call)
-        with ctx.groups.running(dout.device.type):
-            *grads, dsink = backward(ctx.job, ctx.call, dout, tuple(saved), sink)
-        if dsink is not None:
-            dsink = dsink.to(sink.dtype) if ctx.needs_input_grad[5] else None
-        return *[None] * 5, dsink, *_inputs(ctx, 6, grads)
-
-
-class InProcessAttention(torch.autograd.Function):
-    """All ranks of a process at once; shards: q, k, v of rank 0, then of rank 1, ..."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        jobs: list[Job],
-        groups: InProcessGroups,
-        calls: list[CallTag],
+        jobs: Sequence[Job],
+        groups: Groups | InProcessGroups,
+        calls: Sequence[CallTag],
         kept: KeptResults | None,
         max_logits: torch.Tensor | None,
         sink: torch.Tensor | None,
         *shards: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        flat = [t.contiguous() for t in shards]
+        flat, count = [t.contiguous() for t in shards], len(jobs)
         each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
         stored = None if kept is None else kept.found()
-        some = [stored and stored[i : i + 2] for i in range(0, 2 * len(jobs), 2)]
-        sinks, largest = [sink] * len(jobs), [None] * len(jobs)
-        if max_logits is not None:
-            largest = [max_logits.clone() for _ in jobs]
-        with torch.autocast(flat[0].device.type, enabled=False):
-            results = groups.run(forward, jobs, calls, each, sinks, some, largest)
-        if max_logits is not None:
-            torch.amax(torch.stack(largest), dim=0, out=max_logits)  # pyright: ignore
+        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
+        given = jobs, calls, each, [sink] * count, some, [max_logits] * count
+        with groups.running(flat[0].device.type):
+            results = groups.run(forward, *given) if groups.together else [*map(forward, *given)]
         outs, saved = zip(*results, strict=True)
         if kept is not None:
             pairs = list(zip(jobs, saved, strict=True))
@@ -226,15 +195,29 @@ class InProcessAttention(torch.autograd.Function):
     @first_order_only("mb.attention")
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         sink, *flat = ctx.saved_tensors
-        for group, call in zip(ctx.groups.ranks, ctx.calls, strict=True):
-            group.calls.backward(call)
+        for rank, call in zip(ctx.groups.ranks, ctx.calls, strict=True):
+            rank.check()
+            rank.calls.backward(call)
         rest = iter(flat)
         saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
-        sinks = [sink] * len(ctx.jobs)
-        with torch.autocast(douts[0].device.type, enabled=False):
-            results = ctx.groups.run(backward, ctx.jobs, ctx.calls, douts, saved, sinks)
+        given = ctx.jobs, ctx.calls, douts, saved, [sink] * len(douts)
+        with ctx.groups.running(douts[0].device.type):
+            if ctx.groups.together:
+                results = ctx.groups.run(backward, *given)
+            else:
+                results = [*map(backward, *given)]
         dsink = None
         if sink is not None and ctx.needs_input_grad[5]:
-            dsink = torch.stack([result[3] for result in results]).sum(0).to(sink.dtype)
+            parts: list[Any] = [result[3] for result in results]
+            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            dsink = total.to(sink.dtype)
+        needed = ctx.needs_input_grad[6:]
         grads = [grad for result in results for grad in result[:3]]
-        return *[None] * 5, dsink, *_inputs(ctx, 6, grads)
+        return (
+            *[None] * 5,
+            dsink,
+            *(
+                None if grad is None or not need else grad.to(ctx.dtype)
+                for grad, need in zip(grads, needed, strict=True)
+            ),
+        )

@@ -13,8 +13,9 @@ Shape letters as in `base`. The operators want [b, h, s, d], which are views of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,13 @@ import torch.nn.functional as F
 from ..layout import Span
 from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
-from . import native, rowwise
+from . import native
 from .base import Rows, Scoring
 from .online_softmax import merge_
-from .operators import Joined, Lengths, Operator, Shown, Widths, Window, joined
+from .operators import Lengths, Operator, Shown, Widths, Window
+
+if TYPE_CHECKING:
+    from .joined import Joined
 
 
 class AtenKernel:
@@ -66,6 +70,8 @@ class AtenKernel:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)
         if not self.operator.joins:
             return tuple(self._tile_work(tile) for tile in tiles) or None
+        from .joined import joined  # not needed for operators that take one tile
+
         return tuple(self._joined_work(part) for part in joined(tiles)) or None
 
     def _joined_work(self, part: Tile | Joined) -> _TileWork:
@@ -208,7 +214,9 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     elements are rounded alike, so that errors do not average out.
     """
     found = native.stand_in(dout, delta)
-    if found is None:
+    if found is None and (dout.device.type == "cuda" or "triton" in sys.modules):
+        from . import rowwise
+
         found = rowwise.stand_in(dout, delta)
     if found is not None:
         return found

@@ -12,13 +12,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .kernels import registry
 from .kernels.base import LinearInputs, Maps
-from .plan import InProcessLinearPlan, LinearPlan, of_ranks, prepared, shared
+from .plan import InProcessLinearPlan, LinearPlan, prepared, shared
 from .request import Options, check_final, default, of_attention, spread
 from .scan import following
 from .state_scan import check_alone, scanned, spread_initial
@@ -80,45 +78,39 @@ def linear_attention(
     given = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
              "scale": scale, "algorithm": algorithm, "kernel": kernel, "rates": rates}  # fmt: skip
     home = groups if plan is None else getattr(plan, "groups", None)
-    together = isinstance(home, InProcessGroups)
     named = {"q": q, "k": k, "v": v, "decay": shared(home, decay), "beta": beta}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates)
         request = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
                         kernel=default(kernel, "auto"), final=return_final_state)  # fmt: skip
-        plan = _planned(groups, named, request, initial_state, label)
+        made = {**named, "initial_state": spread_initial(groups, initial_state)}
+        plan = prepared(groups, made, request, label)
+        assert plan is not None
+        shards = plan.groups.per_rank(**named)
     else:
         check_alone(plan, given)
         check_final(return_final_state)
-        for one, shard in zip(*of_ranks(plan, named), strict=True):
+        shards = plan.groups.per_rank(**named)
+        for one, shard in zip(plan.ranks, shards, strict=True):
             if one.local is None:
                 raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
             one.check(shard)
-    results = _run(plan, named, initial_state, return_final_state, label)
-    outs, finals = results if together else (results[0][0], results[1] and results[1][0])
+    outs, finals = _run(plan, shards, initial_state, return_final_state, label)
+    if not plan.groups.together:
+        outs, finals = outs[0], finals and finals[0]
     return (outs, finals) if return_final_state else outs
 
 
-def _planned(groups: Any, named: dict[str, Any], make: Any, initial: Any, label: object) -> Any:
-    """The plan of one call."""
-    made = {**named, "initial_state": initial}
-    if isinstance(groups, InProcessGroups):
-        made["initial_state"] = spread_initial(groups, initial)
-
-    def request(group: Groups, tensors: dict[str, Any]) -> Any:
-        start = tensors.pop("initial_state")
-        return make(group, tensors, initial=start)
-
-    return prepared(groups, made, request, label)
-
-
 def _run(
-    plan: Any, named: dict[str, Any], initial: Any, final: bool, label: object
-) -> tuple[list[torch.Tensor], Any]:
+    plan: LinearPlan | InProcessLinearPlan,
+    shards: list[dict[str, Any]],
+    initial: Any,
+    final: bool,
+    label: object,
+) -> tuple[Any, Any]:
     """Outputs, and final states or None, of each rank of this process."""
-    plans, shards = of_ranks(plan, named)
     runs = []
-    for one, given in zip(plans, shards, strict=True):
+    for one, given in zip(plan.ranks, shards, strict=True):
         local = one.local
         assert local is not None
         inputs = LinearInputs(
@@ -127,16 +119,11 @@ def _run(
         )  # fmt: skip
         runs.append(registry.run(local.form, local.kernel, inputs, one.cut(final)))
     maps: list[Maps] = [run.maps for run in runs]
-    decays = [each.transition for each in maps]
     # In backward every rank takes part in the scan, and before its inputs get their gradients: also
     # one whose pieces all end documents, so that none of its maps is anything but a constant.
-    increments = [
-        following(each.increment, *(t for t in given.values() if t is not None))
+    states = [
+        (each.transition, following(each.increment, *(t for t in given.values() if t is not None)))
         for each, given in zip(maps, shards, strict=True)
     ]
-    if not isinstance(plan, InProcessLinearPlan):
-        decays, increments = decays[0], increments[0]
-    elif decays[0] is None:
-        decays = None
-    entering, finals = scanned(plan, decays, increments, initial, final, label)
+    entering, finals = scanned(plan, states, initial, final, label)
     return [run.outputs(state) for run, state in zip(runs, entering, strict=True)], finals

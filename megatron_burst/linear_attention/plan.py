@@ -5,7 +5,7 @@ Resolves algorithm "auto". What is refused is `request`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,14 @@ import torch
 
 from ..comm import packing
 from ..comm.consensus import Facts, agree, attempt, identity
-from ..comm.groups import CALLS, Groups, InProcessGroups, check_label
+from ..comm.groups import (
+    CALLS,
+    Groups,
+    InProcessGroups,
+    PlansOfRanks,
+    check_groups,
+    check_label,
+)
 from ..comm.packing import CallTag
 from ..comm.rows import GRID
 from ..layout.layouts import Layout
@@ -61,6 +68,11 @@ class LinearPlan:
     job: ScanJob | None
     facts: Facts
     identity: int
+
+    @property
+    def ranks(self) -> tuple[LinearPlan, ...]:
+        """This plan alone: as of ranks that share a process."""
+        return (self,)
 
     @property
     def layout(self) -> Layout:
@@ -150,20 +162,9 @@ class LinearPlan:
         return calls.forward(self.identity, (label, *map(int, choices)), False)
 
 
-@dataclass(frozen=True)
-class InProcessLinearPlan:
-    """What `prepare_linear` makes with `Groups.in_process`: `ranks`, the plan of each.
-
-    What all of them share is an attribute here too: `algorithm`, `describe()`, and so on.
-    """
-
-    groups: InProcessGroups
-    ranks: Sequence[LinearPlan]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
-            raise AttributeError(name)
-        return getattr(self.ranks[0], name)
+class InProcessLinearPlan(PlansOfRanks):
+    """What `prepare_linear` makes with `Groups.in_process`: `ranks`, the plan of each, and as
+    attributes what all of them share, such as `algorithm`."""
 
 
 def prepare_linear(
@@ -209,46 +210,16 @@ def prepared(
 ) -> Any:
     """The plan of a request. named: the tensors of this rank by name or, in process, lists of one
     per rank; request: of one rank's tensors; label: of the call that it is made for."""
-    if not isinstance(groups, (Groups, InProcessGroups)):
-        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
-    if isinstance(groups, InProcessGroups):
-        shards = per_rank(groups, named)
-        plans = groups.run(partial(_prepare, request, label), groups.ranks, shards)
-        return InProcessLinearPlan(groups, plans)
-    return _prepare(request, label, groups, named)
-
-
-def per_rank(groups: InProcessGroups, named: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tensors of each rank by name, from a list of each; None is None for all."""
-    lists = {}
-    for name, given in named.items():
-        if given is None:
-            each = [None] * groups.size
-        else:
-            each = list(given) if isinstance(given, (list, tuple)) else [given]
-        if len(each) != groups.size:
-            listed = isinstance(given, (list, tuple))
-            got = f"{len(each)} in a list" if listed else f"{given!r:.60}"
-            raise ValueError(
-                f"{name}: groups hold {groups.size} ranks in this process; give a list with a "
-                f"tensor of each, got {got}"
-            )
-        lists[name] = each
-    return [{name: each[rank] for name, each in lists.items()} for rank in range(groups.size)]
+    check_groups(groups)
+    shards = groups.per_rank(**named)
+    plans = groups.run(partial(_prepare, request, label), groups.ranks, shards)
+    return InProcessLinearPlan(groups, plans) if groups.together else plans[0]
 
 
 def shared(groups: Any, decay: Any) -> Any:
     """The decay of each rank in this process, where one [h] is that of all."""
-    if isinstance(groups, InProcessGroups) and isinstance(decay, torch.Tensor) and decay.dim() == 1:
-        return [decay] * groups.size
-    return decay
-
-
-def of_ranks(plan: Any, named: dict[str, Any]) -> tuple[list[LinearPlan], list[dict[str, Any]]]:
-    """The plans, and the tensors by name, of each rank of this process."""
-    if isinstance(plan, InProcessLinearPlan):
-        return list(plan.ranks), per_rank(plan.groups, named)
-    return [plan], [named]
+    one = isinstance(decay, torch.Tensor) and decay.dim() == 1
+    return [decay] * groups.size if one and isinstance(groups, InProcessGroups) else decay
 
 
 def _prepare(

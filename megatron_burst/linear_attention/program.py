@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
+from ..comm.recent import Recent
 from ..comm.rows import Paths, paths
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains, chains
@@ -131,13 +132,8 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _kept(groups: Groups, key: Any, make: Callable[[], Any]) -> Any:
-    """What was made for `key`; what was not asked for the longest makes room for new things."""
-    made: dict[Any, Any] = groups.cache.setdefault("linear", {})
-    value = made.pop(key) if key in made else make()
-    while len(made) >= KEPT:
-        del made[next(iter(made))]
-    made[key] = value
-    return value
+    """What was made for `key` on this grid."""
+    return groups.cache.setdefault("linear", Recent(KEPT)).of(key, make)
 
 
 class StateHop(NamedTuple):

@@ -218,11 +218,12 @@ def of_attention(
     form: str,
     kernel: str,
     scale: float | None,
-    initial: Any = None,
     final: bool = False,
 ) -> ChainRequest:
     """The request of `mb.linear_attention`. tensors: q, k, v, decay and beta, the last two may be
-    None."""
+    None, and perhaps an initial_state."""
+    initial = tensors.get("initial_state")
+    tensors = {name: t for name, t in tensors.items() if name != "initial_state"}
     q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
     check_tensor("q", q, {"s, b, g, d": (None,) * 4})
     check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})

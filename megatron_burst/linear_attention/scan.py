@@ -413,12 +413,8 @@ class StateScan(torch.autograd.Function):
 
 def _on_ranks(groups: Groups | InProcessGroups, function: Any, *of_each: Sequence[Any]) -> Any:
     """The results of `function` on the ranks of this process; precision is ours, not autocast's."""
-    device = of_each[0][0].job.forward.device.type
-    with torch.autocast(device, enabled=False):
-        if isinstance(groups, InProcessGroups):
-            return groups.run(function, *of_each)
-        with groups.running():
-            return [function(*(each[0] for each in of_each))]
+    with groups.running(of_each[0][0].job.forward.device.type):
+        return groups.run(function, *of_each)
 
 
 def _forward(scan: ScanCall, given: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:

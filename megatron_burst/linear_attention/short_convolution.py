@@ -15,7 +15,7 @@ import torch
 from ..comm.groups import Groups, InProcessGroups, check_label
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .plan import InProcessLinearPlan, LinearPlan, of_ranks, prepared
+from .plan import InProcessLinearPlan, LinearPlan, prepared
 from .program import ConvolutionWindow
 from .request import ChainRequest, Options, check_name, check_tensor, check_together, of_rows
 from .state_scan import check_alone
@@ -68,37 +68,33 @@ def short_convolution(
         check_alone(plan, {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens})
         check_label(label)
     assert plan is not None
-    together = isinstance(plan, InProcessLinearPlan)
-    plans, named = of_ranks(plan, {"x": x})
-    shards = [each["x"] for each in named]
-    for one, shard in zip(plans, shards, strict=True):
+    shards = [each["x"] for each in plan.groups.per_rank(x=x)]
+    for one, shard in zip(plan.ranks, shards, strict=True):
         _check_rows(one, shard, shards[0])
         _check_weights(shard, weight, bias, activation)
     width = weight.shape[1]
-    windows = [one.window(width) for one in plans]
-    before = [None] * len(plans)
+    windows = [one.window(width) for one in plan.ranks]
+    before = [None] * len(shards)
     if width > 1:
         kind = width, bias is not None, activation, tuple(shards[0].shape[1:]), str(shards[0].dtype)
-        before = _rows_before(plan, plans, shards, windows, (kind, label))
+        before = _rows_before(plan, shards, windows, (kind, label))
     every = zip(shards, before, windows, strict=True)
     outs = [_convolved(*each, weight, bias, activation) for each in every]
-    return outs if together else outs[0]
+    return outs if plan.groups.together else outs[0]
 
 
 def _rows_before(
-    plan: Any,
-    plans: list[LinearPlan],
+    plan: LinearPlan | InProcessLinearPlan,
     shards: list[Any],
     windows: list[ConvolutionWindow],
     label: Any,
 ) -> list[torch.Tensor]:
     """The rows before the pieces of each rank of this process, [p (width - 1), b, c]."""
-    for one, shard, window in zip(plans, shards, windows, strict=True):
+    for one, shard, window in zip(plan.ranks, shards, windows, strict=True):
         one.groups.expect(longest(window.longest, [shard]))
     routes, given = [window.paths for window in windows], [[shard] for shard in shards]
-    if isinstance(plan, InProcessLinearPlan):
-        identity = plans[0].identity
-        return [rows for (rows,) in exchange_rows(given, routes, plan.groups, identity, label)]
+    if plan.groups.together:
+        return [rows for (rows,) in exchange_rows(given, routes, plan.groups, plan.identity, label)]
     return list(exchange_rows(given[0], routes[0], plan.groups, plan.identity, label))
 
 

@@ -7,6 +7,7 @@ Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..comm.groups import Groups, InProcessGroups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .maps import LETTERS, shape_of
-from .plan import InProcessLinearPlan, LinearPlan, of_ranks, prepared
+from .plan import InProcessLinearPlan, LinearPlan, prepared
 from .request import (
     Options,
     accumulation_dtype,
@@ -74,9 +75,7 @@ def state_scan(
     named = {"decay": decay, "increment": increment}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates)
-        made = {**named, "initial_state": initial_state}
-        if isinstance(groups, InProcessGroups):
-            made["initial_state"] = spread_initial(groups, initial_state)
+        made = {**named, "initial_state": spread_initial(groups, initial_state)}
         plan = prepared(groups, made, lambda group, t: of_states(
             group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
             return_final_state,
@@ -85,42 +84,48 @@ def state_scan(
         check_alone(plan, keywords)
         check_final(return_final_state)
     assert plan is not None
-    together = isinstance(plan, InProcessLinearPlan)
-    for one, shard in zip(*of_ranks(plan, named), strict=True):
+    shards = plan.groups.per_rank(**named)
+    for one, shard in zip(plan.ranks, shards, strict=True):
         _check_states(one, **shard)
-    entering, final = scanned(plan, decay, increment, initial_state, return_final_state, label)
-    if not together:
+    states = [(shard["decay"], shard["increment"]) for shard in shards]
+    entering, final = scanned(plan, states, initial_state, return_final_state, label)
+    if not plan.groups.together:
         entering, final = entering[0], final and final[0]
     return (entering, final) if return_final_state else entering
 
 
 def scanned(
-    plan: Any, decay: Any, increment: Any, initial: Any, leaving: bool, label: object
-) -> tuple[list[torch.Tensor], Any]:
-    """The states that enter, and final states or None, of each rank of this process."""
-    if isinstance(plan, InProcessLinearPlan):
-        initial = spread_initial(plan.groups, initial)
-    named = {"decay": decay, "increment": increment, "initial_state": initial}
-    plans, shards = of_ranks(plan, named)
-    starts = [shard["initial_state"] for shard in shards]
-    for one, start in zip(plans, starts, strict=True):
+    plan: LinearPlan | InProcessLinearPlan,
+    states: Sequence[tuple[torch.Tensor | None, torch.Tensor]],
+    initial: Any,
+    leaving: bool,
+    label: object,
+) -> tuple[Any, Any]:
+    """The states that enter, and final states or None, of each rank of this process.
+
+    states: decay and increment of each; initial: as users give it.
+    """
+    each = plan.groups.per_rank(initial_state=spread_initial(plan.groups, initial))
+    starts = [shard["initial_state"] for shard in each]
+    for one, start in zip(plan.ranks, starts, strict=True):
         one.groups.check()
         assert one.job is not None
         check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
     calls: list[ScanCall] = [
         one.begin(label, start is not None, leaving)
-        for one, start in zip(plans, starts, strict=True)
+        for one, start in zip(plan.ranks, starts, strict=True)
     ]
-    flat = [t for shard in shards for t in shard.values()]
+    flat = [t for own, start in zip(states, starts, strict=True) for t in (*own, start)]
     results: Any = StateScan.apply(calls, plan.groups, *flat)
-    count = len(plans)
+    count = len(calls)
     return list(results[:count]), list(results[count:]) if leaving else None
 
 
-def spread_initial(groups: InProcessGroups, initial: Any) -> Any:
-    """An initial state per rank, of one that all share, or of a list; None stays None."""
-    if initial is None:
-        return None
+def spread_initial(groups: Any, initial: Any) -> Any:
+    """An initial state per rank of this process, of one that all share, or of a list; None stays
+    None."""
+    if initial is None or not isinstance(groups, InProcessGroups):
+        return initial
     if not isinstance(initial, (list, tuple)):
         return [initial] * groups.size
     missing = [rank for rank, state in enumerate(initial) if state is None]

@@ -13,13 +13,15 @@ import torch
 
 from ..autotune import measure
 from ..autotune.candidates import Fixed, Workload
-from ..autotune.known import known
 from ..autotune.rates import Rates
 from ..autotune.select import TIE, Choice, best
 from ..comm.consensus import attempt
 from ..comm.groups import Groups
+from ..comm.recent import Recent
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
+
+CHOICES_KEPT = 64  # of each grid: kinds of layers times batches of different documents
 
 
 def resolve(
@@ -42,7 +44,9 @@ def resolve(
 
 def _rates(request: Request, groups: Groups, rates: Rates | None) -> Rates:
     """All rates: those given, else those known of these groups, else measured now. Collective."""
-    rates = rates or known(groups.cache).rates or measure.links(groups, request.tensors[0].device)
+    rates = rates or groups.cache.get("rates")
+    if rates is None:
+        rates = measure.links(groups, request.tensors[0].device)
     if rates.compute is not None:
         return rates
     speed = measure.kernel_speed(groups, request.kernel, request.scoring, *request.tensors)
@@ -60,7 +64,8 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
             sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
             options.row_blocks,
         )  # fmt: skip
-        return known(groups.cache).choice(
+        choices: Recent = groups.cache.setdefault("choices", Recent(CHOICES_KEPT))
+        return choices.of(
             (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
         )
 

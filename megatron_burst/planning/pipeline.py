@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from ..layout.layouts import Shards, Span
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..options import ring_algorithm
-from ..recompute import selection
 from ..schedule import cost
 from ..schedule.cost import Sizes
 from ..schedule.demand import Wanted, row_cuts, wanted
@@ -31,6 +30,9 @@ from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
 from .build import Works, make_pass
 from .validate import Request
+
+if TYPE_CHECKING:  # calls that keep nothing for a recompute do without
+    from ..recompute.selection import Interval, Part
 
 
 class Passes(NamedTuple):
@@ -92,7 +94,7 @@ class Again(NamedTuple):
     ranks share heads. wanted: what the queries want.
     """
 
-    queries: tuple[selection.Part, ...]
+    queries: tuple[Part, ...]
     kept: np.ndarray
     own_kept: np.ndarray
     wanted: Wanted
@@ -128,7 +130,11 @@ def demands(ring: RingRequest) -> list[RowDemand]:
             (rows, queries, [own[rank] for rank in ranks])
             for rows, queries, own in row_cuts(layout, groups.topology, length, count, blocks)
         ]
-    stored = options.store is not None and selection.split(mask, length, options.store, groups.size)
+    stored = None
+    if options.store is not None:
+        from ..recompute import selection
+
+        stored = selection.split(mask, length, options.store, groups.size)
     whole = wanted(mask, ring.keys, ring.keys) if options.visiting == "host" else None
     found = []
     for rows, queries, members in cuts:
@@ -145,12 +151,14 @@ def _again(
     ring: RingRequest,
     queries: Shards,
     own: Sequence[Span],
-    kept: Sequence[selection.Interval],
-    rest: Sequence[selection.Interval],
+    kept: Sequence[Interval],
+    rest: Sequence[Interval],
 ) -> Again:
     """own: the spans of this rank's queries before ranks share heads; kept, rest: positions."""
-    again = tuple(selection.part(each, rest) for each in queries)
-    here, before = (selection.part(e, kept).rows for e in (queries[ring.groups.ring.rank], own))
+    from ..recompute.selection import part
+
+    again = tuple(part(each, rest) for each in queries)
+    here, before = (part(each, kept).rows for each in (queries[ring.groups.ring.rank], own))
     seen = wanted(ring.request.mask, [each.spans for each in again], ring.keys)
     return Again(again, here, before, seen)
 
@@ -204,7 +212,7 @@ class Recompute:
     schedule: Schedule
     run: PartialPass
     mask: Mask
-    queries: tuple[selection.Part, ...]
+    queries: tuple[Part, ...]
     seq_len: int
 
     def work(self) -> list[int]:

@@ -21,7 +21,6 @@ from ..execution.job import Job
 from ..kernels import native
 from ..kernels.base import Kernel
 from ..layout import Layout
-from ..layout.row_chunks import row_chunks
 from ..masks import Mask
 from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
@@ -225,6 +224,8 @@ class Plan:
     def row_chunks(self) -> tuple[np.ndarray, ...]:
         """The rows of every row chunk, int64, ascending: a partition of dimension 0 of q, the same
         on every rank."""
+        from ..layout.row_chunks import row_chunks  # not needed by calls that have one chunk
+
         rows, options = self.signature[0][0][0], self.options
         return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
 
@@ -285,8 +286,9 @@ class Plan:
     @property
     def longest_message(self) -> int:
         """Bytes, envelope and alignment included, of the longest message that any rank sends."""
-        queries, rows = self.row_chunks, self.signature[0][0][0]
-        longest = max(map(len, queries)) if len(queries) > 1 else rows  # of a chunk of queries
+        longest = rows = self.signature[0][0][0]
+        if len(self.passes) > 1:
+            longest = max(map(len, self.row_chunks))  # of a chunk of queries
 
         def payload(family: str) -> int:
             whole = self.sizes.chunk_bytes(family)

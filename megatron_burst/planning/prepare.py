@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
-from ..autotune.known import known
 from ..comm.consensus import agree, attempt, identity
-from ..comm.groups import CALLS, Groups, InProcessGroups
+from ..comm.groups import CALLS, Groups, InProcessGroups, check_groups
+from ..comm.recent import Recent
 from ..execution.job import Job
 from ..options import AttentionKeywords, AttentionOptions
 from ..schedule.cost import ring_spans
-from .in_process import InProcessPlan, Shard, per_rank
+from .in_process import InProcessPlan, Shard
 from .pipeline import passes
 from .plan import Plan
 from .validate import NeedsGrad, Request, check, signature
@@ -27,6 +27,8 @@ from .validate import NeedsGrad, Request, check, signature
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
     from ..autotune.select import Choice
+
+WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: kinds of layers
 
 
 def prepare(
@@ -63,24 +65,21 @@ def prepare(
     largest scores. rates: of links and device, for algorithm "auto". Raises the same ValueError on
     every rank.
     """
-    if not isinstance(groups, (Groups, InProcessGroups)):
-        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
-    tensors: Any = q, k, v
+    check_groups(groups)
+    assert groups is not None
     beside = {"kv_heads": kv_heads, "value_width": value_width, "dtype": dtype, "device": device}
     if q is k is v is None or any(x is not None for x in (shape, *beside.values())):
         from .stand_ins import of_shape  # which calls with tensors do not need
 
-        tensors = attempt(partial(of_shape, tensors, shape, groups, **beside))
+        made: Any = attempt(partial(of_shape, (q, k, v), shape, **beside))
+        shards = [made] * len(groups.ranks)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad
+    else:
+        shards = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
     chosen = AttentionOptions(**options)
     given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
-    plan = partial(_prepare, options=chosen, given=given)
-    if isinstance(groups, InProcessGroups):
-        if isinstance(tensors, ValueError):
-            raise tensors
-        each = groups.run(plan, per_rank(groups, *tensors), groups.ranks)
-        return InProcessPlan(groups, each)
-    return plan(tensors, groups)
+    each = groups.run(partial(_prepare, options=chosen, given=given), shards, groups.ranks)
+    return InProcessPlan(groups, each) if isinstance(groups, InProcessGroups) else each[0]
 
 
 def _prepare(
@@ -134,8 +133,9 @@ def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
                tuple(map(tuple, spans)), sizes,
                options.algorithm, options.side, options.kv_cache, options.store,
                options.sequence_chunks, options.row_blocks, options.visiting)  # fmt: skip
-        make = partial(known(groups.cache).work, key, make)
-    made = make()
+        made = groups.cache.setdefault("works", Recent(WORKS_KEPT)).of(key, make)
+    else:
+        made = make()
     job = Job(
         ring=groups.ring,
         ulysses=groups.ulysses,

@@ -6,20 +6,17 @@ from typing import Any
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups
-
 
 def of_shape(
     given: tuple[Any, Any, Any],
     shape: Any,
-    groups: Groups | InProcessGroups,
     *,
     kv_heads: int | None,
     value_width: int | None,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[Any, Any, Any]:
-    """q, k, v as `prepare` takes them; shape: of q on this rank. given: q, k, v of the caller.
+    """q, k, v of one rank; shape: of q on it. given: q, k, v of the caller.
 
     Raises ValueError unless the caller gave a shape, and no tensors.
     """
@@ -39,8 +36,5 @@ def of_shape(
     keys = heads if kv_heads is None else kv_heads
     values = width if value_width is None else value_width
     one = torch.empty(1, dtype=dtype, device=device)
-    made: list[Any] = [one.expand(*rows, *each) for each in (
-        (heads, width), (keys, width), (keys, values))]  # fmt: skip
-    if isinstance(groups, InProcessGroups):
-        made = [[each] * groups.size for each in made]
-    return made[0], made[1], made[2]
+    q, k, v = (one.expand(*rows, *e) for e in ((heads, width), (keys, width), (keys, values)))
+    return q, k, v

@@ -13,9 +13,9 @@ from no_sync import Launches
 
 import megatron_burst as mb
 from megatron_burst.autotune import measure
-from megatron_burst.autotune.known import WORKS_KEPT, known
 from megatron_burst.kernels import online_softmax, registry
 from megatron_burst.kernels.base import Scoring
+from megatron_burst.planning.prepare import WORKS_KEPT
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
@@ -48,14 +48,14 @@ def test_the_start_up_line_says_what_was_chosen_and_why():
 def test_given_rates_are_not_measured_and_measured_ones_are_kept():
     groups = mb.Groups.in_process(inter=2, intra=2)
     mb.prepare(*tensors(), groups=groups, algorithm="auto", rates=SLOW)
-    assert known(groups.cache).rates is None
+    assert "rates" not in groups.cache
     mb.prepare(*tensors(), groups=groups, algorithm="auto")
-    found, speeds = known(groups.cache).rates, dict(known(groups.cache).speeds)
+    found, speeds = groups.cache["rates"], dict(groups.cache["speeds"])
     assert found is not None
     assert len(speeds) == 1
     mb.prepare(*tensors(), groups=groups, algorithm="auto")
-    assert known(groups.cache).rates is found
-    assert known(groups.cache).speeds == speeds
+    assert groups.cache["rates"] is found
+    assert groups.cache["speeds"] == speeds
     assert mb.prepare(*tensors(), groups=groups).choice is None
 
 
@@ -122,7 +122,7 @@ def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch
     for mask, wanted in ((None, "aten"), (mb.masks.Window(3, 0), "reference")):
         groups = mb.Groups.in_process(intra=2)
         mb.measure_rates(groups, like=like, mask=mask)
-        assert [key[0] for key in known(groups.cache).speeds] == [wanted]
+        assert [key[0] for key in groups.cache["speeds"]] == [wanted]
 
 
 class Compiled:
@@ -244,7 +244,7 @@ def measured_like(bad):
         found = mb.measure_rates(groups, like=like)
     except ValueError as error:
         return str(error)
-    assert known(groups.cache).rates.compute is None
+    assert groups.cache["rates"].compute is None
     return found
 
 
@@ -298,7 +298,7 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
     for n in range(WORKS_KEPT):
         made(mask=mb.masks.Window(5 + n, 0))
     assert made() is not first
-    assert len(known(groups.cache).works) == WORKS_KEPT
+    assert len(groups.cache["works"]) == WORKS_KEPT
 
 
 def test_the_time_of_a_call_counts_its_launches(monkeypatch):

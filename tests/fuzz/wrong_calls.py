@@ -170,7 +170,7 @@ CALLS = [
      ("groups", "mb.Groups")),
     ("a keyword that is none", lambda: attend(scale=1.0), ("scale",), TypeError),
     ("a tensor for two ranks", lambda: mb.attention(*tensors(), groups=grid()),
-     ("q", "2 ranks", "1 tensors")),
+     ("q", "2 ranks", "got tensor [")),
     ("three tensors for two ranks",
      lambda: mb.attention(*([x] * 3 for x in tensors()), groups=grid()), ("q", "2", "3")),
     ("lists of unequal length",

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
-from megatron_burst.execution.function import InProcessAttention
+from megatron_burst.execution.function import Attention
 from megatron_burst.kernels import native
 from megatron_burst.planning import build, pipeline
 
@@ -149,13 +149,13 @@ class Call:
         ]
         shards = [x for shard in zip(self.q, self.k, self.v, strict=True) for x in shard]
         context = Context((False,) * 5 + (self.sink is not None,) + (True,) * len(shards))
-        return context, InProcessAttention.forward(
+        return context, Attention.forward(
             context, jobs, self.groups, calls, kept, None, self.sink, *shards
         )
 
     def backward(self, context):
         """(dsink or None, [dq, dk, dv] of every rank)."""
-        grads = InProcessAttention.backward(context, *self.dout)
+        grads = Attention.backward(context, *self.dout)
         shards = grads[6:]
         return grads[5], [shards[i : i + 3] for i in range(0, len(shards), 3)]
 

@@ -83,6 +83,14 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+def test_the_readme_claims_what_the_page_of_gains_says():
+    claim = (ROOT / "README.md").read_text(encoding="utf-8").split("**[Gain]")[1].split("\n\n")[0]
+    page = (DOCS / "gain.md").read_text(encoding="utf-8").split("## Table")[0]
+    claimed = re.findall(r"\d+ %", claim)
+    assert len(claimed) == 4
+    assert all(each in page for each in claimed)
+
+
 def prose(text):
     """A page without its code."""
     return re.sub(r"`[^`]+`", "", FENCE.sub("", text))

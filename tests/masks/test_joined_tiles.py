@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_burst as mb
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
-from megatron_burst.kernels.operators import CpuFlash, Joined, Lengths, Shown, joined
+from megatron_burst.kernels.joined import Joined, joined
+from megatron_burst.kernels.operators import CpuFlash, Lengths, Shown
 from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Window

@@ -83,7 +83,10 @@ def test_json_is_all_there_is_on_standard_output(capsys):
     assert main([*BASE, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"model", "seq", "tokens_per_step", "cluster", "ways", "tried", "ranked",
-                          "changes", "flags", "uncounted"}  # fmt: skip
+                          "changes", "megatron", "megatron_fastest", "flags",
+                          "uncounted"}  # fmt: skip
+    assert all("refused" in each or each["seconds"] > 0 for each in found["megatron"])
+    assert found["megatron_fastest"]["fits"]
     (one,) = found["ranked"]
     assert one["groups"] == {"tp": 4, "pp": 1, "vpp": 1, "ep": 1, "cp": 2, "dp": 1,
                              "micro_batch": 1, "micro_batches": 8}  # fmt: skip

@@ -200,12 +200,17 @@ def test_a_recompute_that_waits_for_links():
 
 
 def test_a_window_sees_fewer_keys():
-    """Of 100 tokens, a window of 10: 10 x 100 - 45 pairs of 5050."""
+    """Of 100 tokens, a window of 10: 10 x 100 - 45 pairs of 5050. A layer times what it sees."""
     assert layers.visible(100, 10) == pytest.approx(955 / 100)
     assert layers.visible(100) == pytest.approx(5050 / 100)
     model = replace(SMALL, pattern="WF" * 4, window=10)
-    found = layer(model, attention=core(5050.0), part=model.parts[0], seq=100)
-    assert found.forward[layers.ATTENTION] == pytest.approx(955.0)
+
+    def timed(*_, window):
+        return core(float(window))()
+
+    for part, window in zip(model.parts[:2], (10.0, 0.0), strict=True):
+        found = layer(model, attention=timed, part=part, seq=100)
+        assert found.forward[layers.ATTENTION] == window
 
 
 # --- states ----------------------------------------------------------------------------------

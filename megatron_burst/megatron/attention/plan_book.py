@@ -27,7 +27,6 @@ about to do. Either all ranks take part or none does, by this rule:
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from ...autotune.rates import Rates
 from ...comm.consensus import agree
 from ...comm.groups import Groups
 from ...comm.process_groups import backends
+from ...comm.recent import Recent
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
 from ...masks import Causal, Full, Mask, Window
@@ -175,7 +175,7 @@ class PlanBook:
     chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     _lowest: dict[Hashable, int] = field(default_factory=dict)
-    _plans: OrderedDict[tuple, Any] = field(default_factory=OrderedDict)
+    _plans: Recent = field(default_factory=lambda: Recent(PLANS_KEPT))
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
     _rates: Rates | None = None  # of the run's cluster file, once it was read
@@ -228,14 +228,13 @@ class PlanBook:
         shapes = tuple((t.shape, t.dtype, t.device.type) for t in tensors.values())
         # Ranks compare masks by their repr, and functions may return another for every batch.
         key = kind, pack, rows, None if own is None else repr(own), shapes
-        plan = self._plans.get(key)
-        if plan is not None:
-            if leads and not again:
-                self.groups.compare(plan.facts)
-        elif leads:
-            with nullcontext() if self.metrics is None else self.metrics.planning():
-                plan = self._plans[key] = kind.prepare(self, tensors, pack, rows, own)
-        else:
+        if leads and not again and key in self._plans:
+            self.groups.compare(self._plans[key].facts)
+
+        def make() -> Any:
+            if leads:
+                with nullcontext() if self.metrics is None else self.metrics.planning():
+                    return kind.prepare(self, tensors, pack, rows, own)
             shown = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
             raise ValueError(
                 f"this layer got tensors that the lowest layer of its kind on this rank never saw, "
@@ -243,9 +242,8 @@ class PlanBook:
                 f"{pack and pack.documents}; sequence length, micro-batch size and documents must "
                 "be the same for all layers of a forward"
             )
-        self._plans.move_to_end(key)
-        if len(self._plans) > PLANS_KEPT:
-            self._plans.popitem(last=False)
+
+        plan = self._plans.of(key, make)
         if self.metrics is not None and not again and isinstance(plan, Plan):
             self.metrics.count_forward(plan)
         return plan

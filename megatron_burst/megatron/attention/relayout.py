@@ -10,7 +10,6 @@ Shape letters: s local rows, the same number under both layouts.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -19,6 +18,7 @@ import torch
 
 from ...comm import rows
 from ...comm.groups import Groups
+from ...comm.recent import Recent
 from ...layout import Layout, routes
 from ...layout import make as make_layout
 from ...units import byte_size
@@ -50,7 +50,7 @@ class Moves:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._known: OrderedDict[tuple, Around] = OrderedDict()
+        self._known = Recent(EXCHANGES_KEPT)
 
     def around(
         self,
@@ -66,16 +66,14 @@ class Moves:
         groups, device, local = self._groups, tensors[0].device, tensors[0].shape[0]
         groups.connect([rows.GRID], device)
         groups.expect(rows.longest(local, tensors))
-        key = stream, attention, pack and pack.cut_key, local, device
-        if key not in self._known:
+
+        def make() -> Around:
             both = _routes(groups, stream, attention, pack, local)
             facts = repr((stream.name, attention.name, pack and pack.cut_key, local))
             leaving, coming_home = (rows.paths(route, device) for route in both)
-            self._known[key] = Around(groups, leaving, coming_home, crc32(facts.encode()))
-        self._known.move_to_end(key)
-        if len(self._known) > EXCHANGES_KEPT:
-            self._known.popitem(last=False)
-        return self._known[key]
+            return Around(groups, leaving, coming_home, crc32(facts.encode()))
+
+        return self._known.of((stream, attention, pack and pack.cut_key, local, device), make)
 
 
 def exchange_line(

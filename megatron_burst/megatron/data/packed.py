@@ -15,7 +15,6 @@ alone needs, also hides the padding between documents.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from ...comm.recent import Recent
 from ...layout import Layout, successors
 from ...layout import make as make_layout
 from ...layout.sharding import to_device
@@ -158,7 +158,7 @@ class Packs:
     def __init__(self) -> None:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
-        self._cut: OrderedDict[tuple, None] = OrderedDict()
+        self._cut = Recent(CUTS_KEPT)
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
@@ -192,10 +192,7 @@ class Packs:
 
     def note_cut(self, pack: Pack) -> None:
         """Remember that this process cut a batch of such documents."""
-        self._cut[pack.cut_key] = None
-        self._cut.move_to_end(pack.cut_key)
-        if len(self._cut) > CUTS_KEPT:
-            self._cut.popitem(last=False)
+        self._cut.of(pack.cut_key, lambda: None)
 
     def was_cut(self, pack: Pack) -> bool:
         """Whether one of the last `CUTS_KEPT` batches that this process cut had such documents."""

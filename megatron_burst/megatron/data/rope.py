@@ -13,7 +13,6 @@ Shape letters: S tokens of the whole sequence, d rotary width.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
+from ...comm.recent import Recent
 from ...layout import DocumentZigzag
 from ...layout import make as make_layout
 from ...layout.sharding import to_device
@@ -184,7 +184,7 @@ class RotaryTables:
     def __init__(self) -> None:
         self._rates: WeakKeyDictionary[Any, tuple[tuple, TurnRates]] = WeakKeyDictionary()
         self._blanks: dict[tuple, tuple[torch.Tensor, TurnRates]] = {}
-        self._made: OrderedDict[tuple, Any] = OrderedDict()
+        self._made = Recent(TABLES_KEPT)
         self._said = False
 
     def rates(self, rope: Any) -> TurnRates:
@@ -264,15 +264,13 @@ class RotaryTables:
         return angles_at(at, rates, reach)
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
+        def table() -> Any:
             made = make()
-            for table in made if isinstance(made, tuple) else (made,):
-                table._do_not_offload = True  # it stays here as long as it is known
-            while len(self._made) >= TABLES_KEPT:
-                self._made.popitem(last=False)
-            self._made[key] = made
-        self._made.move_to_end(key)
-        return self._made[key]
+            for each in made if isinstance(made, tuple) else (made,):
+                each._do_not_offload = True  # it stays here as long as it is known
+            return made
+
+        return self._made.of(key, table)
 
 
 def _rates(rope: Any) -> TurnRates:

@@ -18,6 +18,7 @@ from ...units import tokens_of
 from .account.fitting import does_not_fit
 from .account.memory import account
 from .forecast.step_time import model_operations
+from .rivals import Rival, fastest, rivals
 from .search import pasted, what_if
 from .search.attention_choice import AttentionForecast
 from .search.packed import PackedForecast, lengths_of, packed_pins
@@ -63,6 +64,16 @@ class Advice:
         """What would have to change for the best run to be at least 1 % faster: each one timed."""
         assert self.search is not None
         return what_if.changes(self.best, self.search)
+
+    @cached_property
+    def rivals(self) -> list[Rival]:
+        """What Megatron's own context parallelism takes with the parallel sizes of the best run."""
+        return rivals(self.model, self.cluster, self.best.run, self.lengths)
+
+    @cached_property
+    def fastest_rival(self) -> Rival | None:
+        """The fastest of them that fits, with parallel sizes of its own; None if nothing fits."""
+        return fastest(self.model, self.cluster, self.want, lengths=self.lengths)
 
     def flags(self, index: int = 0) -> list[str]:
         """Flags for `megatron-burst pretrain pretrain_gpt.py`, one with its values per entry.

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...cli.console import wrapped
 from ...units import byte_size, duration
+from . import rivals
 from .advice import Advice
 from .search.pasted import choices, left_to_the_user, run_flags
 from .search.search import Configuration
@@ -39,6 +40,7 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
         console.print(Text(f"  {change.said}"))
     if not found.changes:
         console.print(Text("  nothing that was tried gains 1 %"))
+    _show_rivals(console, found)
     _show_flags(console, found, command)
     run = found.best.run
     ring, shared = run.cp > 1, 1 < run.ulysses < run.cp
@@ -138,6 +140,30 @@ def _show_memory(console: Console, found: Advice) -> None:
     console.print(Text(""), table)
 
 
+def _show_rivals(console: Console, found: Advice) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("Megatron's own attention", "step", "over row 1", "GPU memory", ""):
+        table.add_column(name, justify="right" if name in COLUMNS or "1" in name else "left")
+    for one in found.rivals:
+        table.add_row(*_rival_said(found, one, "sizes of row 1"))
+    if (own := found.fastest_rival) is not None and own.run is not None:
+        run = own.run
+        sizes = f"TP {run.tp}, PP {run.pp}, CP {run.cp}, DP {run.dp}"
+        table.add_row(*_rival_said(found, own, f"fastest that fits: {sizes}"), style="bold")
+    console.print(Text(""), table)
+
+
+def _rival_said(found: Advice, one: rivals.Rival, sizes: str) -> list[str]:
+    if one.time is None or one.run is None:
+        return [one.kind, "-", "", "", f"not possible: {one.refused}"]
+    recompute = f"{one.recompute} recompute" if one.recompute != "none" else "no recompute"
+    return [
+        one.kind if one.run.cp > 1 else "any (no CP)", duration(one.time.seconds),
+        f"{one.time.seconds / found.best.seconds:.2f}x", byte_size(one.bytes),
+        f"{sizes}, {recompute}" + ", does not fit" * (not one.fits),
+    ]  # fmt: skip
+
+
 def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None:
     lines, after = _flags(found, command), left_to_the_user(found.model)
     if command:
@@ -184,6 +210,8 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
         "tried": found.tried,
         "ranked": [one_of(each) for each in found.ranked],
         "changes": [{"change": c.words, "then": c.then, "gain": c.gain} for c in found.changes],
+        "megatron": [rivals.facts(one) for one in found.rivals],
+        "megatron_fastest": found.fastest_rival and rivals.facts(found.fastest_rival),
         "flags": _flags(found, command),
         "uncounted": list(found.model.uncounted),
     }  # fmt: skip

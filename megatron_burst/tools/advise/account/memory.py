@@ -16,7 +16,7 @@ from ....autotune.clusters import Cluster
 from ..settings import BYTES, Settings, check
 from ..shapes.models import Model
 from .operators import B
-from .rings import RoomsOf
+from .rings import CoreOf, core_of
 from .steps import TrainingStep, layers_of
 from .tape import Moment, peaks
 
@@ -64,14 +64,12 @@ class MemoryLeft(NamedTuple):
         return self.device >= 0 and self.host >= 0
 
 
-def account(
-    model: Model, run: Settings, every: bool = True, rooms_of: RoomsOf | None = None
-) -> Account:
+def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = core_of) -> Account:
     """The memory of the rank of a run that takes most. every: all moments, also of layers that are
-    like others; a search can do with the peak of each phase. rooms_of: as of `core_of`. ValueError
-    for what cannot be."""
+    like others; a search can do with the peak of each phase. core_of: what core attention holds.
+    ValueError for what cannot be."""
     check(model, run)
-    found = (_of_stage(model, run, stage, every, rooms_of) for stage in sorted({0, run.pp - 1}))
+    found = (_of_stage(model, run, stage, every, core_of) for stage in sorted({0, run.pp - 1}))
     return max(found, key=lambda one: one.peak.bytes)
 
 
@@ -84,11 +82,9 @@ def fit(found: Account, cluster: Cluster) -> MemoryLeft:
     return MemoryLeft(device, host, f"GPU memory: {largest}" if tight else "host memory")
 
 
-def _of_stage(
-    model: Model, run: Settings, stage: int, every: bool, rooms_of: RoomsOf | None
-) -> Account:
+def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: CoreOf) -> Account:
     states, optimizer = states_of(model, run, stage)
-    step = TrainingStep(model, run, stage, rooms_of)
+    step = TrainingStep(model, run, stage, core_of)
     step.run_all(every)
     host = {"layer inputs and store": step.host, "optimizer": optimizer}
     shown = step.tape.moments if every else peaks(step.tape.moments)

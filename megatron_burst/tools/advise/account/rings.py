@@ -195,6 +195,7 @@ class _Replay:
 
 ALL_GRADIENTS = (True, True, True)
 RoomsOf = Callable[..., tuple[Rooms, Rooms]]  # called as `ring_rooms`
+CoreOf = Callable[[LayerSizes, Settings], Core]  # called as `core_of`
 SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
 
 

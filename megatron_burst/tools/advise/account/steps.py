@@ -24,7 +24,7 @@ from .operators import (
     mixer_half,
     mlp_half,
 )
-from .rings import RoomsOf, core_of, on_ring
+from .rings import CoreOf, core_of, on_ring
 from .tape import Half, Tape
 
 INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a layer"
@@ -34,11 +34,11 @@ class LayerWalk:
     """Sizes of a run's layers, and ways through them. hidden, store: bytes of a layer's input and
     of its kept attention results; on_host: of a layer's chunks that wait on the host."""
 
-    def __init__(self, model: Model, run: Settings, tape: Tape, rooms_of: RoomsOf | None = None):
+    def __init__(self, model: Model, run: Settings, tape: Tape, core_of: CoreOf = core_of):
         self.model, self.run, self.tape = model, run, tape
         self.sparse = LayerSizes.of(model, run)
         self.dense = LayerSizes.of(model, run, sparse=False)
-        again = core_of(self.dense, run, rooms_of)  # of a recompute
+        again = core_of(self.dense, run)  # of a recompute
         self.cores = {"first": replace(again, store=0.0), "again": again}
         rows, x = run.rows, self.dense
         self.hidden = rows / run.tp * model.hidden * B
@@ -186,10 +186,10 @@ GATHERED = "gathered weights"
 class TrainingStep:
     """What a stage of a run does in one step; `host` counts bytes that wait there."""
 
-    def __init__(self, model: Model, run: Settings, stage: int, rooms_of: RoomsOf | None = None):
+    def __init__(self, model: Model, run: Settings, stage: int, core_of: CoreOf = core_of):
         self.model, self.run, self.stage = model, run, stage
         self.tape = Tape()
-        self.walk = LayerWalk(model, run, self.tape, rooms_of)
+        self.walk = LayerWalk(model, run, self.tape, core_of)
         self.parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
         self.layers = len(self.parts)
         self.hidden = self.walk.hidden

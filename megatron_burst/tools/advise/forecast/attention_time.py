@@ -25,7 +25,7 @@ from ....autotune.places import Nodes, places
 from ....autotune.prepared import Prepared
 from ....autotune.recording import Recording
 from ....layout import make
-from ....masks import Causal
+from ....masks import Causal, Window
 from ....options import ring_algorithm
 from ....schedule.cost import backward_schedule, forward_schedule, ring_spans
 from ....schedule.demand import row_cuts, wanted
@@ -45,7 +45,8 @@ class RingKey(NamedTuple):
     """What decides the schedules of a run's rings, and where their ranks are.
 
     inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
-    same proportion, as other numbers of heads have the same schedules.
+    same proportion, as other numbers of heads have the same schedules. window: tokens that a query
+    sees, 0: all before it.
     """
 
     algorithm: str
@@ -58,6 +59,7 @@ class RingKey(NamedTuple):
     nodes: Nodes
     chunks: int
     sizes: Sizes
+    window: int = 0
 
 
 class RingPasses(NamedTuple):
@@ -88,7 +90,7 @@ def topology_of(cluster: Cluster, run: Settings) -> Topology:
     return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
 
 
-def ring_of(model: Model, cluster: Cluster, run: Settings) -> RingKey:
+def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> RingKey:
     """The ring of a run. ValueError where inner rings do not divide it."""
     topology, sizes = topology_of(cluster, run), sizes_of(model, run).shared(run.ulysses)
     inner = min(run.inner or topology.intra_size, topology.ring_size)
@@ -101,12 +103,13 @@ def ring_of(model: Model, cluster: Cluster, run: Settings) -> RingKey:
     least = gcd(sizes.heads, sizes.kv_heads)
     sizes = replace(sizes, batch=1, heads=sizes.heads // least, kv_heads=sizes.kv_heads // least)
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
-                run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes)  # fmt: skip
+                run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes, window)  # fmt: skip
 
 
 def made(ring: RingKey) -> RingPasses:
     """The schedules of a ring."""
-    topology, mask, layout = ring.topology, Causal(), make(ring.layout, cp_size=ring.topology.size)
+    topology, layout = ring.topology, make(ring.layout, cp_size=ring.topology.size)
+    mask = Window(ring.window - 1, 0) if ring.window else Causal()
     queries = spans = ring_spans(layout, topology, ring.seq)
     if ring.chunks > 1:
         *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
@@ -162,17 +165,19 @@ def attention_time(
     group: Group | None = None,
     rings: RingsOf = made,
     recordings: tuple[Recording | None, Recording | None] = (None, None),
+    window: int = 0,
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences.
 
     faults: what is slower; then of the slowest of all rings, or of those of one group. rings:
-    `made`, or one that remembers. recordings: told what the ring of each pass does when.
+    `made`, or one that remembers. recordings: told what the ring of each pass does when. window:
+    tokens that a query of the layer sees, 0: all before it.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
     rates = cluster.rank_rates()
     sizes = sizes_of(model, run).shared(run.ulysses)
-    ring = ring_of(model, cluster, run)
+    ring = ring_of(model, cluster, run, window)
     passes = rings(ring)
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)

@@ -15,7 +15,7 @@ Letters: R rows of a context-parallel rank, n = R / TP of them with sequence par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
@@ -273,9 +273,8 @@ def layer_time(
         again.add(forward)
     core = None
     if part.attention in (FULL, WINDOW):
-        core = attention(model, cluster, run, faults)
-        if part.attention == WINDOW:
-            core = windowed(core, model.window, run.seq)
+        window = model.window if part.attention == WINDOW else 0
+        core = attention(model, cluster, run, faults, window=window)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
         if full:
             again[ATTENTION] = recomputed_attention(core, run)
@@ -316,17 +315,6 @@ def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
 
 
 # --- parts of attention ------------------------------------------------------------------------
-
-
-def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
-    """The time of a layer that sees a window, from that of one that sees all: by its visible
-    pairs. An estimate: the layout's imbalance and the keys that no longer travel are not
-    followed."""
-    share = visible(seq, window) / visible(seq)
-    return replace(
-        core, forward=core.forward * share, backward=core.backward * share,
-        busy={name: share * taken for name, taken in core.busy.items()},
-    )  # fmt: skip
 
 
 def visible(seq: int, window: int = 0) -> float:

@@ -90,25 +90,27 @@ class AttentionForecast:
         return replace(run, **self._choices[key])
 
     def time(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None
-    ) -> AttentionTime:
+        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
+        window: int = 0,
+    ) -> AttentionTime:  # fmt: skip
         """`attention_time` without faults, remembered."""
-        key = self._key(run)
+        key = self._key(run), window
         if key not in self._times:
-            self._times[key] = self.timed(run)
+            self._times[key] = self.timed(run, window)
         return self._times[key]
 
-    def timed(self, run: Settings) -> AttentionTime:
+    def timed(self, run: Settings, window: int = 0) -> AttentionTime:
         """The time of a run that is not remembered yet."""
-        return attention_time(self.model, self.cluster, run, rings=self.rings)
+        return attention_time(self.model, self.cluster, run, rings=self.rings, window=window)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None
-    ) -> AttentionTime:
+        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
+        window: int = 0,
+    ) -> AttentionTime:  # fmt: skip
         """A bound of `time`: nothing travels, and all ranks compute equally much."""
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
-        whole = self.time(model, cluster, alone)
+        whole = self.time(model, cluster, alone, window=window)
         computing = {"compute": whole.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
         return replace(
             whole, forward=whole.forward / run.cp, backward=whole.backward / run.cp,

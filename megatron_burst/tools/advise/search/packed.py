@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ....schedule.topology import Topology
 from ....units import tokens_of
 from ..forecast.attention_time import AttentionTime, nodes_of, sizes_of
 from ..forecast.faults import Faults
+from ..forecast.layer_time import visible
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
@@ -123,12 +125,13 @@ class PackedForecast(AttentionForecast):
         return PackedForecast(self.model, cluster, self.pinned, self.lengths)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None
-    ) -> AttentionTime:
+        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
+        window: int = 0,
+    ) -> AttentionTime:  # fmt: skip
         """A bound of `time`; what is fixed for several ranks does not bind the one rank of it."""
         if not self.pinned:
-            return super().at_least(model, cluster, run)
-        return self._free.at_least(model, cluster, run)
+            return super().at_least(model, cluster, run, window=window)
+        return self._free.at_least(model, cluster, run, window=window)
 
     @cached_property
     def _free(self) -> PackedForecast:
@@ -156,8 +159,11 @@ class PackedForecast(AttentionForecast):
             )
         return self._layouts[key]
 
-    def timed(self, run: Settings) -> AttentionTime:
-        """The time of the candidate that is taken for these packs."""
+    def timed(self, run: Settings, window: int = 0) -> AttentionTime:
+        """The time of the candidate that is taken for these packs; of a layer that sees a window,
+        an estimate from it."""
+        if window:
+            return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
         taken = self.candidate(run)
         forward, backward = taken.forward, taken.backward
         here = self.cluster.cp_per_node(run.tp, run.cp)
@@ -169,3 +175,14 @@ class PackedForecast(AttentionForecast):
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds
         return AttentionTime(forward.seconds, backward.seconds, exchange, busy)
+
+
+def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
+    """The time of a layer that sees a window, from that of one that sees all: by its visible
+    pairs. An estimate: the layout's imbalance and the keys that no longer travel are not
+    followed."""
+    share = visible(seq, window) / visible(seq)
+    return replace(
+        core, forward=core.forward * share, backward=core.backward * share,
+        busy={name: share * taken for name, taken in core.busy.items()},
+    )  # fmt: skip

@@ -13,13 +13,13 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
 from ..account.memory import Account, MemoryLeft, account, fit, states_of
-from ..account.rings import ring_rooms
+from ..account.rings import core_of, ring_rooms
 from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
@@ -130,7 +130,8 @@ class Search:
         self, model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast
     ):
         self.model, self.cluster, self.want = model, cluster, want
-        self.attention, self.rooms_of = attention, cache(ring_rooms)
+        self.attention = attention
+        self.core_of = partial(core_of, rooms_of=cache(ring_rooms))
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way
@@ -265,7 +266,7 @@ class Search:
     def _account(self, time: StepTime, run: Settings) -> Configuration:
         """A run with its account, which is remembered."""
         if run not in self._held:
-            self._held[run] = account(self.model, run, every=False, rooms_of=self.rooms_of)
+            self._held[run] = account(self.model, run, every=False, core_of=self.core_of)
         found = self._held[run]
         return Configuration(run, time, found, fit(found, self.cluster))
 

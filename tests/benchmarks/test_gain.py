@@ -1,0 +1,38 @@
+"""docs/gain.md says what `make gain` writes; its first workload, which takes seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import gain
+from benchmarks.report import DOCS
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return gain.rows(gain.WORKLOADS[0])
+
+
+def _cells(line):
+    return tuple(cell.strip() for cell in line.split("|"))
+
+
+def test_the_page_is_what_is_written(rows):
+    page = {_cells(line) for line in (DOCS / "gain.md").read_text().splitlines()}
+    made = [_cells(line) for line in gain.table(rows).splitlines() if "---" not in line]
+    assert [line for line in made if line not in page] == []
+    assert len(made) == 1 + len(rows)
+
+
+def test_every_loss_is_on_the_page(rows):
+    page = (DOCS / "gain.md").read_text()
+    lost = list(gain.losses(rows))
+    assert lost
+    assert all(line in page for line in lost)
+
+
+def test_a_loss_without_a_reason_is_an_error(rows):
+    slow = [row._replace(step=2 * row.step) if row.name == gain.OURS else row for row in rows]
+    slow = [row._replace(workload=row.workload._replace(name="another")) for row in slow]
+    with pytest.raises(ValueError, match="REASONS must say why"):
+        list(gain.losses(slow))
